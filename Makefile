@@ -1,0 +1,85 @@
+# `make help` lists the targets.
+#
+# PYTHON chooses the interpreter for the virtual environment (3.11 or newer), ARGS goes to pytest:
+#   make setup PYTHON=/usr/bin/python3.11
+#   make test ARGS="-k cache"
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.stamp
+TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
+CODE   := $(wildcard exportkit tests gallery benchmarks docs/conf.py)
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+ARGS   ?=
+
+# No target loads anything from the Hugging Face hub.
+export HF_HUB_OFFLINE := 1
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint type docs doctest gallery bench build clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-8s  %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## Build .venv with exportkit and every tool, at the versions of constraints.txt
+	@echo "Ready in $(VENV). Next: make demo, make test."
+
+# The build backend (setuptools) is installed with torch, so no isolated build environment is needed.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "Creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing $(TORCH) (the largest part, some minutes)"
+	@$(PIP) $(TORCH) setuptools
+	@echo "Installing exportkit and its tools"
+	@$(PIP) --no-build-isolation -e '.[dev,docs]'
+	@touch $@
+
+demo: $(STAMP)  ## Show exportkit at work on a small model
+	@$(BIN)/exportkit demo
+
+test: $(STAMP)  ## Run the tests on two processes
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP)  ## Check style and format with ruff
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/ruff format --check $(CODE)
+
+type: $(STAMP)  ## Check types with mypy (strict)
+	@$(BIN)/mypy exportkit/axes exportkit/trees exportkit/arguments
+
+docs: $(STAMP)  ## Build the documentation, gallery included, in docs/_build/html
+	@rm -rf docs/_build docs/auto_gallery docs/sg_execution_times.rst  # an old page or an old warning must not hide a new one
+	@$(BIN)/sphinx-build -q -W docs docs/_build/html
+	@echo "Documentation: docs/_build/html/index.html"
+
+doctest: $(STAMP)  ## Run the code examples of the documentation
+	@$(BIN)/sphinx-build -q -b doctest -D plot_gallery=0 docs docs/_build/doctest
+	@echo "The documentation's examples pass."
+
+gallery: $(STAMP)  ## Run every gallery example as a script
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; count=0; \
+	for file in gallery/plot_*.py; do \
+	    test -e "$$file" || continue; \
+	    printf '%s ... ' "$$file"; start=$$(date +%s); \
+	    if (cd gallery && ../$(BIN)/python "$${file#gallery/}") >"$$log" 2>&1; then \
+	        echo "ok ($$(( $$(date +%s) - start )) s)"; count=$$((count + 1)); \
+	    else \
+	        echo "FAILED"; cat "$$log"; exit 1; \
+	    fi; \
+	done; \
+	echo "Gallery examples that ran: $$count"
+
+bench: $(STAMP)  ## Run the benchmarks
+	@$(BIN)/python benchmarks/line.py
+
+build: $(STAMP)  ## Build the wheel and the source archive in dist/
+	@rm -rf build dist
+	@$(BIN)/python -m build -qq --no-isolation
+	@ls dist/*
+
+clean:  ## Remove what the other targets made, .venv excepted
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf docs/_build docs/auto_gallery docs/sg_execution_times.rst benchmarks/results
+	@find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,41 @@
+"""Sphinx configuration: `make docs` builds the pages in docs/_build/html."""
+
+import os
+from importlib.metadata import version as installed_version
+
+# The gallery examples run during the build and load nothing from the Hugging Face hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+project = "exportkit"
+author = "The exportkit authors"
+copyright = "The exportkit authors"
+release = installed_version("exportkit")
+version = ".".join(release.split(".")[:2])
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.doctest",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"exportkit {release}"
+
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../gallery",
+    "gallery_dirs": "auto_gallery",
+    "filename_pattern": r"/plot_",
+    "within_subsection_order": "FileNameSortKey",
+    # The examples print text: there are no figures to collect, and matplotlib is not needed.
+    "image_scrapers": (),
+    "reset_modules": (),
+    "download_all_examples": False,
+    "show_signature": False,
+    "show_memory": False,
+}

@@ -1,0 +1,50 @@
+"""Run a PyTorch model as always; exportkit works out what varies, exports it, and proves the result.
+
+Example:
+    >>> import torch, exportkit
+    >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+    >>> with observer(model):
+    ...     _ = model(torch.ones(3, 4))
+    >>> exported = exportkit.export(model, observer)
+"""
+
+from exportkit.arguments import Arguments
+from exportkit.axes import Expression, Plan
+from exportkit.errors import ExportkitError
+from exportkit.export import Exported, OnnxModel, export
+from exportkit.observe import Call, InputObserver, Observation
+from exportkit.trees import (
+    make_dynamic_cache,
+    make_encoder_decoder_cache,
+    make_static_cache,
+    register_flattening_functions,
+    string_type,
+)
+from exportkit.verify import Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # observe
+    "InputObserver",
+    "Observation",
+    "Call",
+    # reason
+    "Plan",
+    "Expression",
+    # build
+    "Arguments",
+    # export and prove
+    "export",
+    "Exported",
+    "OnnxModel",
+    "Report",
+    # nested values and caches
+    "register_flattening_functions",
+    "make_dynamic_cache",
+    "make_static_cache",
+    "make_encoder_decoder_cache",
+    "string_type",
+    # errors
+    "ExportkitError",
+]

@@ -1,0 +1,152 @@
+"""Every private API of torch and transformers that exportkit uses, one function each.
+
+Nothing else in the package imports a private name. Each function says in which versions the API was seen, and raises
+CompatibilityError when it is gone, so that an upgrade fails with a sentence and not with an AttributeError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from exportkit.errors import CompatibilityError
+
+
+class Registered(NamedTuple):
+    """How torch takes objects of a registered class apart."""
+
+    flatten: Callable[[Any], tuple[Iterable[Any], Any]]
+    unflatten: Callable[[Iterable[Any], Any], Any]
+    flatten_with_keys: Callable[[Any], tuple[list[tuple[Any, Any]], Any]] | None
+
+
+def _require(module: Any, name: str, seen: str) -> Any:
+    """Returns ``module.name``, or raises CompatibilityError naming the versions it was seen in."""
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise CompatibilityError(
+            f"{module.__name__}.{name} is gone from this version of torch.",
+            expected=f"present, as in {seen}",
+            got=f"torch {torch.__version__}",
+            hint="install a torch version that exportkit was tested with, or report this.",
+        ) from None
+
+
+def registered_node(cls: type) -> Registered | None:
+    """Returns torch's pytree registration of ``cls``, or None. Seen in torch 2.13."""
+    definition = _require(torch.utils._pytree, "SUPPORTED_NODES", "torch 2.13").get(cls)
+    if definition is None:
+        return None
+    return Registered(definition.flatten_fn, definition.unflatten_fn, definition.flatten_with_keys_fn)
+
+
+def register_node(
+    cls: type,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], Any],
+    keys: Callable[[Any], list[str]],
+    dump: Callable[[Any], Any],
+    load: Callable[[Any], Any],
+) -> None:
+    """Registers ``cls`` with torch's pytree, and with optree's namespace "torch". Seen in torch 2.13.
+
+    optree learns of torch's registrations once ``torch.utils._cxx_pytree`` is imported, hence the import.
+    """
+    import torch.utils._cxx_pytree
+
+    mapping_key = _require(torch.utils._pytree, "MappingKey", "torch 2.13")
+
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        leaves, context = flatten(value)
+        return [(mapping_key(key), leaf) for key, leaf in zip(keys(value), leaves, strict=True)], context
+
+    _require(torch.utils._pytree, "register_pytree_node", "torch 2.13")(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"exportkit:{cls.__module__}.{cls.__qualname__}",
+        to_dumpable_context=dump,
+        from_dumpable_context=load,
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+def deregister_node(cls: type) -> None:
+    """Undoes `register_node`, in torch's registry and in optree's namespace "torch". Seen in torch 2.13, optree 0.20."""
+    import optree
+
+    _require(torch.utils._pytree, "_deregister_pytree_node", "torch 2.13")(cls)
+    with contextlib.suppress(ValueError):  # somebody else took it out already
+        optree.unregister_pytree_node(cls, namespace="torch")
+
+
+def key_name(key: Any) -> str | int:
+    """Returns the name or index that a torch pytree key stands for. Seen in torch 2.13."""
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            value = getattr(key, attribute)
+            return value if isinstance(value, int | str) else repr(value)
+    return str(key)
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    """Returns the leaves of ``value`` in torch's own order, with the registrations active now. Seen in torch 2.13."""
+    return list(_require(torch.utils._pytree, "tree_leaves", "torch 2.13")(value))
+
+
+def is_tracing() -> bool:
+    """Returns whether the current thread runs inside torch.export, torch.compile or a fake mode. Seen in torch 2.13."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return True
+    return _require(torch._guards, "detect_fake_mode", "torch 2.13")() is not None
+
+
+def symbol_name(size: Any) -> str | int:
+    """Returns the expression of a traced size, such as "s27 + s65", or the int itself. Seen in torch 2.13."""
+    return int(size) if isinstance(size, int) else str(size.node.expr)
+
+
+def stored_sizes(program: torch.export.ExportedProgram) -> dict[str, tuple[str | int, ...]]:
+    """Returns the traced shape of each graph value by node name. Seen in torch 2.13 (``node.meta["val"]``)."""
+    shapes = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            shapes[node.name] = tuple(symbol_name(size) for size in value.shape)
+    return shapes
+
+
+def cache_bases() -> tuple[type, ...]:
+    """Returns the base classes of transformers' caches and cache layers, or () while it is not imported.
+
+    Seen in transformers 5.23. Never imports transformers: an object of these classes exists only once it is loaded.
+    """
+    module = sys.modules.get("transformers.cache_utils")
+    if module is None:
+        return ()
+    names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
+@contextlib.contextmanager
+def quiet_onnx_export() -> Iterator[None]:
+    """Silences what torch's ONNX exporter and onnxscript say on the way. Seen in torch 2.13, onnxscript 0.7."""
+    import logging
+    import warnings
+
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.onnx._internal.exporter", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

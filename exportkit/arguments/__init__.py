@@ -1,0 +1,34 @@
+"""Stage 3, build: sizes, tensors and dynamic shapes from a plan, and the runs of the model that confirm it."""
+
+from exportkit.arguments.build import Arguments, build_arguments, recorded_call
+from exportkit.arguments.compare import close, outputs_close, tolerances
+from exportkit.arguments.eager import run_eager
+from exportkit.arguments.missing import Fills, completed_call, fill_missing, find_fills, solve_sizes
+from exportkit.arguments.planning import call_table, plan_calls
+from exportkit.arguments.recorded import exportable_arguments, recorded_arguments, recorded_dynamic_shapes
+from exportkit.arguments.shapes import nested_spec
+from exportkit.arguments.sizes import UnseenSizes, choose_sizes, unseen_sizes
+
+__all__ = [
+    "Arguments",
+    "Fills",
+    "UnseenSizes",
+    "build_arguments",
+    "call_table",
+    "choose_sizes",
+    "close",
+    "completed_call",
+    "exportable_arguments",
+    "fill_missing",
+    "find_fills",
+    "nested_spec",
+    "outputs_close",
+    "plan_calls",
+    "recorded_arguments",
+    "recorded_call",
+    "recorded_dynamic_shapes",
+    "run_eager",
+    "solve_sizes",
+    "tolerances",
+    "unseen_sizes",
+]

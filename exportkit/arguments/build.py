@@ -1,0 +1,99 @@
+"""Builds arguments of a model from a plan: one merged call with all inputs that were ever seen, at wanted sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit.arguments.tensors import resize
+from exportkit.axes import Plan
+from exportkit.observe import Observation
+from exportkit.trees import Tree, check_opened, join
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of one call.
+
+    Attributes:
+        trees: Each argument's tree, in signature order.
+        observation: The calls they were made from.
+    """
+
+    trees: Mapping[str, Tree]
+    observation: Observation
+
+    def values(self) -> dict[str, Any]:
+        """Returns the nested values by parameter; each time new containers and caches around the same tensors."""
+        return {name: tree.build() for name, tree in self.trees.items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors by full path."""
+        return {join(name, p): t for name, tree in self.trees.items() for p, t in tree.tensors().items()}
+
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns ``args, kwargs`` with copies of the tensors, so that a model may change them in place."""
+        values = {name: tree.map(_copied).build() for name, tree in self.trees.items()}
+        return self.observation.signature.unbind(values)
+
+
+def merged_trees(observation: Observation) -> dict[str, Tree]:
+    """Returns one tree for each argument that some call gave: the one with the most tensors, the first of equals.
+
+    Arguments that were only ever None are left out, unless the method cannot do without them.
+    """
+    best: dict[str, Tree] = {}
+    for name in observation.signature.names:
+        trees = [call.arguments[name] for call in observation.calls if name in call.arguments]
+        if not trees:
+            continue
+        tree = max(trees, key=lambda t: (len(t.tensors()), any(leaf is not None for leaf in t.leaves)))
+        only_none = tree.paths == ("",) and tree.leaves[0] is None
+        if not only_none or observation.signature.defaults.get(name, ...) is not None:
+            best[name] = tree
+    for name, tree in best.items():
+        check_opened(name, tree)
+    return best
+
+
+def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, int]) -> Arguments:
+    """Returns arguments in which each leaf of the plan has the shape that the plan gives it for ``sizes``.
+
+    Args:
+        plan: The plan; inputs that it does not have are left out.
+        observation: Calls whose values are used.
+        sizes: Sizes of all variables.
+    """
+    shapes, dynamic = plan.shapes(sizes), plan.dynamic_axes()
+    sources = largest_tensors(observation)
+    trees = {}
+    for name, tree in merged_trees(observation).items():
+        made = {
+            path: resize(sources[full], shapes[full], dynamic[full])
+            for path in tree.tensors()
+            if (full := join(name, path)) in shapes
+        }
+        trees[name] = tree.with_leaves(made)
+    return Arguments(trees, observation)
+
+
+def recorded_call(observation: Observation, index: int) -> Arguments:
+    """Returns the arguments of a recorded call, as they were given."""
+    return Arguments(observation.calls[index].arguments, observation)
+
+
+def largest_tensors(observation: Observation) -> dict[str, torch.Tensor]:
+    """Returns for each leaf the recorded tensor with the most elements, which shows most of what its values can be."""
+    found: dict[str, torch.Tensor] = {}
+    for call in observation.calls:
+        for path, tensor in call.tensors().items():
+            if path not in found or tensor.numel() > found[path].numel():
+                found[path] = tensor
+    return found
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

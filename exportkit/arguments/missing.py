@@ -1,0 +1,127 @@
+"""What stands for an input that a call lacks: nothing along an axis that is free, else zeros, else ones; tried, not assumed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit.arguments.build import Arguments, merged_trees
+from exportkit.arguments.compare import outputs_close
+from exportkit.arguments.eager import run_eager
+from exportkit.axes import Plan
+from exportkit.observe import Observation
+from exportkit.trees import Tree, flatten, join
+
+_MOST_TRIALS = 64
+
+
+@dataclass(frozen=True)
+class Fills:
+    """Values that missing inputs are filled with, by path, and the calls for which no value was right.
+
+    Attributes:
+        values: 0 or 1 by path; an input of free length is empty, so that its value does not matter.
+        unproven: Numbers of recorded calls that the filled arguments do not reproduce.
+    """
+
+    values: Mapping[str, int]
+    unproven: tuple[int, ...] = ()
+
+
+def solve_sizes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Returns the size of each variable as the given inputs show it; variables that none of them shows are 0.
+
+    Args:
+        plan: The plan.
+        shapes: Shapes of the inputs that are given, by path.
+    """
+    sizes: dict[str, int] = {}
+    equations = [
+        (size, shapes[leaf.path][axis])
+        for leaf in plan.leaves
+        if leaf.path in shapes
+        for axis, size in enumerate(leaf.sizes)
+        if not size.is_static
+    ]
+    for _ in range(2):  # sums are of plain variables, so two rounds settle them
+        for size, value in equations:
+            unknown = [(name, factor) for name, factor in size.terms if name not in sizes]
+            if len(unknown) == 1:
+                name, factor = unknown[0]
+                rest = value - size.constant - sum(f * sizes[n] for n, f in size.terms if n != name)
+                sizes[name] = max(rest // factor, 0)
+    return {variable.name: sizes.get(variable.name, 0) for variable in plan.variables}
+
+
+def fill_missing(plan: Plan, given: Mapping[str, torch.Tensor], fills: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Returns tensors for the inputs of a plan that are not given, by path.
+
+    Args:
+        plan: The plan.
+        given: The inputs that are given.
+        fills: Value by path of those that are not empty; 0 by default.
+    """
+    sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in given.items()})
+    shapes = plan.shapes(sizes)
+    device = next((tensor.device for tensor in given.values()), torch.device("cpu"))
+    return {
+        leaf.path: torch.full(
+            shapes[leaf.path], fills.get(leaf.path, 0), dtype=getattr(torch, leaf.dtype), device=device
+        )
+        for leaf in plan.leaves
+        if leaf.path not in given
+    }
+
+
+def completed_call(plan: Plan, observation: Observation, index: int, fills: Mapping[str, int]) -> Arguments:
+    """Returns the arguments of a recorded call with its missing inputs filled."""
+    call = observation.calls[index]
+    missing = fill_missing(plan, call.tensors(), fills)
+    trees: dict[str, Tree] = {}
+    for name, tree in merged_trees(observation).items():
+        own = call.arguments.get(name)
+        found = {} if own is None else own.tensors()
+        leaves: dict[str, Any] = {p: found[p] if p in found else missing[join(name, p)] for p in tree.tensors()}
+        trees[name] = tree.with_leaves(leaves)
+    return Arguments(trees, observation)
+
+
+def find_fills(plan: Plan, observation: Observation, model: torch.nn.Module, method: str) -> Fills:
+    """Returns what missing inputs must be filled with, so that the model returns what it returned without them."""
+    optional = [leaf.path for leaf in plan.leaves if leaf.is_optional]
+    calls = [call.index for call in observation.calls if any(path not in call.tensors() for path in optional)]
+    if not calls:
+        return Fills({})
+    best, fewest = {}, calls
+    for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
+        wrong = [index for index in calls if not _reproduces(plan, observation, index, values, model, method)]
+        if len(wrong) < len(fewest):
+            best, fewest = values, wrong
+        if not wrong:
+            break
+    return Fills(best, tuple(fewest))
+
+
+def _choices(plan: Plan, observation: Observation, calls: list[int], optional: list[str]) -> Iterator[dict[str, int]]:
+    """Zeros and ones for the inputs that would not be empty."""
+    full = set()
+    for index in calls:
+        missing = fill_missing(plan, observation.calls[index].tensors(), {})
+        full |= {path for path, tensor in missing.items() if tensor.numel()}
+    named = [path for path in optional if path in full]
+    for values in itertools.product((0, 1), repeat=len(named)):
+        yield dict(zip(named, values, strict=True))
+
+
+def _reproduces(
+    plan: Plan, observation: Observation, index: int, fills: Mapping[str, int], model: torch.nn.Module, method: str
+) -> bool:
+    try:
+        outputs = flatten(run_eager(model, method, completed_call(plan, observation, index, fills)))
+    except Exception:
+        return False
+    return outputs_close(observation.calls[index].outputs.tensors(), outputs.tensors())

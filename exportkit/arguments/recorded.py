@@ -1,0 +1,292 @@
+"""What ``torch.onnx.InputObserver`` infers, with the same meaning: shapes that varied, and a recorded call, completed.
+
+Leaves are aligned by path, so calls may differ in what they give. These results describe what was recorded; arguments
+to export with come from the plan (`exportable_arguments`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from exportkit.arguments.build import Arguments, build_arguments, merged_trees
+from exportkit.arguments.planning import call_table
+from exportkit.arguments.shapes import nested_spec
+from exportkit.arguments.sizes import choose_sizes
+from exportkit.axes import CallTable, Leaf, Plan, infer_plan
+from exportkit.errors import InvalidRequestError, PlanError, UnknownInputError
+from exportkit.observe import Observation
+from exportkit.trees import Tree, flatten, join
+
+BatchHints = set[int | str] | bool | None
+DimNames = bool | Mapping[str | int, Mapping[int, str]] | None
+
+
+def recorded_dynamic_shapes(
+    observation: Observation, batch_hints: BatchHints = None, dim_names: DimNames = None
+) -> tuple[Any, ...] | dict[str, Any]:
+    """Returns dynamic shapes: axes whose size varied, and the batch axis of the hinted inputs.
+
+    The arguments are those of `InputObserver.infer_dynamic_shapes`.
+    """
+    observation.require_calls()
+    _check_consistent(observation)
+    trees = _without_caught_constants(merged_trees(observation), observation)
+    table = call_table(observation)
+    axes = dynamic_axes(observation, table, batch_hints)
+    namer = _namer(observation, table, dim_names)
+    specs = {
+        name: nested_spec(name, tree, lambda path: {axis: namer(path, axis) for axis in axes[path]})
+        for name, tree in trees.items()
+    }
+    collisions = {observation.signature.var_keyword, observation.signature.var_positional} & _extra_names(
+        trees, observation
+    )
+    if collisions:
+        name = next(iter(collisions))
+        raise InvalidRequestError(
+            f"Keyword argument name collision: {name!r} is given by name and is also the parameter *{name} or **{name}.",
+            hint="rename the keyword argument; dynamic shapes cannot tell the two apart.",
+        )
+    if observation.signature.var_positional is None and not _any_named(observation):
+        return _as_tuple(specs, observation)
+    return specs
+
+
+def recorded_arguments(
+    observation: Observation, which: Any = None, flat: bool = False, as_args_kwargs: bool = False
+) -> Any:
+    """Returns a recorded call, or given values, completed with empty tensors for what is missing.
+
+    The arguments are those of `InputObserver.infer_arguments`.
+    """
+    observation.require_calls()
+    given = _given(observation, which)
+    table = call_table(observation)
+    axes = dynamic_axes(observation, table, None)
+    growing = {leaf.path: leaf.growing for leaf in table.leaves}
+    last = {path: tensor for call in observation.calls for path, tensor in call.tensors().items()}
+    completed = {}
+    for name, tree in _without_caught_constants(merged_trees(observation), observation).items():
+        have = given.get(name)
+        if have is not None and name != observation.signature.var_keyword and _is_complete(have, tree):
+            completed[name] = have
+            continue
+        own = {} if have is None else have.tensors()
+        made = {
+            p: own[p] if p in own else _empty(last[f], axes[f], growing[f])
+            for p in tree.tensors()
+            for f in (join(name, p),)
+        }
+        completed[name] = tree.with_leaves(made)
+    return shaped(Arguments(completed, observation), flat, as_args_kwargs)
+
+
+def exportable_arguments(plan: Plan, observation: Observation, flat: bool = False, as_args_kwargs: bool = False) -> Any:
+    """Returns arguments whose variable sizes are distinct and greater than 1, in the form of `recorded_arguments`."""
+    observation.require_calls()
+    arguments = build_arguments(plan, observation, choose_sizes(plan))
+    trees = _without_caught_constants(arguments.trees, observation)
+    return shaped(Arguments(trees, observation), flat, as_args_kwargs)
+
+
+def dynamic_axes(observation: Observation, table: CallTable, batch_hints: BatchHints) -> dict[str, list[int]]:
+    """Returns by path the axes that varied or grow with a cache, and the batch axis of hinted inputs."""
+    hinted = _hinted(observation, batch_hints)
+    batch = _batch_sizes(table)
+    found = {}
+    for leaf in table.leaves:
+        axes = {axis for axis in range(leaf.rank) if len({s for s in leaf.sizes(axis) if s is not None}) > 1}
+        if leaf.rank and hinted(leaf):
+            axes.add(_batch_axis(leaf, batch))
+        found[leaf.path] = sorted(axes)
+    return found
+
+
+def shaped(arguments: Arguments, flat: bool, as_args_kwargs: bool) -> Any:
+    """Returns arguments as a list of tensors, as ``(args, kwargs)``, as a tuple, or as a dict."""
+    if flat:
+        return list(arguments.tensors().values())
+    signature, values = arguments.observation.signature, arguments.values()
+    any_named = _any_named(arguments.observation)
+    named = None if any_named else ()
+    args, kwargs = signature.unbind(values, named)
+    if as_args_kwargs:
+        return args, kwargs
+    if args and kwargs:
+        raise PlanError(
+            "Inputs of *args are mixed with named inputs, so they are neither one tuple nor one dict.",
+            where=f"*{signature.var_positional}" if signature.var_positional else ", ".join(signature.positional_only),
+            hint="infer_arguments(as_args_kwargs=True) returns (args, kwargs).",
+        )
+    return kwargs if kwargs or any_named else args
+
+
+def _given(observation: Observation, which: Any) -> Mapping[str, Tree]:
+    if which is None:
+        counts = [sum(call.has(name) for name in call.arguments) for call in observation.calls]
+        return observation.calls[counts.index(max(counts))].arguments
+    if isinstance(which, int) and not isinstance(which, bool):
+        if not -len(observation.calls) <= which < len(observation.calls):
+            raise InvalidRequestError(
+                f"There is no recorded call {which}.", expected=f"0 to {len(observation.calls) - 1}", got=which
+            )
+        return observation.calls[which].arguments
+    if isinstance(which, tuple | dict):
+        args, kwargs = (which, {}) if isinstance(which, tuple) else ((), which)
+        return {name: flatten(value) for name, value in observation.signature.bind(args, kwargs).items()}
+    raise InvalidRequestError(
+        f"Unexpected type {type(which).__name__} for the call to complete.",
+        expected="None, the number of a recorded call, a tuple of positional or a dict of named arguments",
+        got=repr(which)[:100],
+    )
+
+
+def _is_complete(have: Tree, merged: Tree) -> bool:
+    return len(have.tensors()) >= len(merged.tensors()) and have.leaves != (None,)
+
+
+def _without_caught_constants(trees: Mapping[str, Tree], observation: Observation) -> dict[str, Tree]:
+    """The arguments without those Python values that ``**kwargs`` caught.
+
+    torch.export accepts no such argument, in whatever form its dynamic shapes are written (seen in torch 2.13).
+    `exportkit.export` does not need this: it bakes them in.
+    """
+    kept = dict(trees)
+    catch_all = observation.signature.var_keyword
+    if catch_all in kept:
+        extra = {key: value for key, value in kept.pop(catch_all).build().items() if flatten(value).tensors()}
+        if extra:
+            kept[catch_all] = flatten(extra)
+    return kept
+
+
+def _empty(tensor: torch.Tensor, axes: list[int], growing: int | None) -> torch.Tensor:
+    """What stands for a missing tensor: nothing along the axis that grows, else zeros."""
+    axis = growing if growing is not None else max(axes, default=None)
+    if tensor.numel() == 0:
+        return tensor
+    if axis is None:
+        return torch.zeros_like(tensor)
+    shape = list(tensor.shape)
+    shape[axis] = 0
+    return tensor.new_empty(shape)
+
+
+def _any_named(observation: Observation) -> bool:
+    return any(call.named for call in observation.calls)
+
+
+def _as_tuple(specs: Mapping[str, Any], observation: Observation) -> tuple[Any, ...]:
+    names = observation.signature.names
+    last = max((names.index(name) for name in specs), default=-1)
+    return tuple(specs.get(name) for name in names[: last + 1])
+
+
+def _extra_names(trees: Mapping[str, Tree], observation: Observation) -> set[str]:
+    catch_all = observation.signature.var_keyword
+    return set(trees[catch_all].build()) if catch_all in trees else set()
+
+
+def _hinted(observation: Observation, hints: BatchHints) -> Callable[[Leaf], bool]:
+    """A test whether the user named a leaf's input, by name or position; elements of *args have positions too."""
+    if not hints or isinstance(hints, bool):
+        return lambda leaf: bool(hints)
+    signature = observation.signature
+    known = {leaf for call in observation.calls for leaf in call.tensors()}
+    roots: set[str] = set()
+    for hint in hints:
+        roots.add(_root(hint, signature.names, signature.var_positional, signature.var_keyword, known))
+    return lambda leaf: any(leaf.path == root or re.match(rf"{re.escape(root)}[.\[]", leaf.path) for root in roots)
+
+
+def _root(
+    hint: int | str, names: tuple[str, ...], var_positional: str | None, var_keyword: str | None, known: set[str]
+) -> str:
+    if isinstance(hint, int) and var_positional is not None and hint >= names.index(var_positional):
+        root = f"{var_positional}[{hint - names.index(var_positional)}]"
+    elif isinstance(hint, int):
+        root = names[hint] if 0 <= hint < len(names) else "?"
+    else:
+        root = hint if hint in names else join(var_keyword or "?", hint)
+    if root not in names and not any(path == root or path.startswith((f"{root}.", f"{root}[")) for path in known):
+        raise UnknownInputError(
+            f"set_batch_dimension_for names an input {hint!r} that was not observed; a position is out of boundary "
+            "where the method has fewer inputs.",
+            expected=f"names or positions of {', '.join(names)}",
+            got=repr(hint),
+        )
+    return root
+
+
+def _batch_sizes(table: CallTable) -> tuple[int | None, ...] | None:
+    """The value sequence that leads most inputs."""
+    leading = [leaf.sizes(0) for leaf in table.leaves if leaf.rank]
+    return max(leading, key=leading.count, default=None)
+
+
+def _batch_axis(leaf: Leaf, batch: tuple[int | None, ...] | None) -> int:
+    """The axis that has the batch's size in every call; the first one where none has."""
+
+    def matches(axis: int) -> bool:
+        pairs = zip(leaf.sizes(axis), batch or (), strict=False)
+        return all(a == b for a, b in pairs if a is not None and b is not None)
+
+    varies = len({size for size in leaf.sizes(0) if size is not None}) > 1
+    if varies or matches(0):
+        return 0
+    return next((axis for axis in range(1, leaf.rank) if matches(axis)), 0)
+
+
+def _namer(observation: Observation, table: CallTable, dim_names: DimNames) -> Callable[[str, int], Any]:
+    if not dim_names:
+        return lambda path, axis: torch.export.Dim.DYNAMIC
+    if dim_names is True:
+        plan = infer_plan(table)
+
+        def from_plan(path: str, axis: int) -> str:
+            size = plan.by_path[path].sizes[axis]
+            return _fallback(path, axis) if size.is_static else str(size)
+
+        return from_plan
+    names = {observation.signature.name_of(key): axes for key, axes in dim_names.items()}
+    arguments = {leaf.path: leaf.argument for leaf in table.leaves}
+    return lambda path, axis: names.get(arguments[path], {}).get(axis) or _fallback(path, axis)
+
+
+def _fallback(path: str, axis: int) -> str:
+    return f"{re.sub(r'[^0-9A-Za-z_]+', '_', path).strip('_')}_dim_{axis}"
+
+
+def _check_consistent(observation: Observation) -> None:
+    """Raises PlanError where calls contradict each other, so that no one graph can serve them."""
+    constants: dict[str, Any] = {}
+    lengths: dict[str, int] = {}
+    for call in observation.calls:
+        for path, value in call.constants().items():
+            if isinstance(value, bool | int | float | str) and constants.setdefault(path, value) != value:
+                raise PlanError(
+                    "Two calls were made with different constant values.",
+                    where=f"{path}, call {call.index}",
+                    expected=repr(constants[path]),
+                    got=repr(value),
+                    hint="a constant becomes part of the graph: observe each value with an observer of its own.",
+                )
+        for name, tree in call.arguments.items():
+            count = len(tree.tensors()) if tree.paths and tree.paths[0].startswith("[") else 0
+            if count and lengths.setdefault(name, count) != count:
+                _raise_lengths(observation, name, lengths[name], count, call.index)
+
+
+def _raise_lengths(observation: Observation, name: str, before: int, count: int, index: int) -> None:
+    named = any(name in call.named for call in observation.calls)
+    position = observation.signature.names.index(name)
+    raise PlanError(
+        f"{f'Named argument {name!r}' if named else f'Positional argument {position}'} has {count} tensors, "
+        f"and had {before} in an earlier call.",
+        where=f"{name}, call {index}",
+        hint="a graph has a fixed number of inputs: pass one tensor, or lists of one length.",
+    )

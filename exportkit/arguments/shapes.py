@@ -1,0 +1,45 @@
+"""Dynamic shapes in the forms that torch wants: nested like the arguments, with ``Dim.DYNAMIC`` or with names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from exportkit import _torch_compat
+from exportkit.trees import Tree, flatten, join
+
+AxisSpec = dict[int, Any]
+
+
+def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], AxisSpec | None]) -> Any:
+    """Returns the dynamic shapes of one argument, nested as ``torch.export`` expects them.
+
+    Tensors become ``{axis: ...}``, constants None; lists, tuples and dicts stay what they are; an object of a class
+    registered with torch, and a cache, is the list of its children.
+
+    Args:
+        name: The parameter.
+        tree: Its value.
+        spec_of: Gives ``{axis: ...}`` for the full path of a leaf.
+    """
+    marked = {}
+    for path, tensor in tree.tensors().items():
+        marked.setdefault(id(tensor), spec_of(join(name, path)))
+    return _spec(tree.build(), marked)
+
+
+def _spec(value: Any, marked: Mapping[int, AxisSpec | None]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return marked[id(value)]
+    if type(value) in (list, tuple):
+        return type(value)(_spec(item, marked) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_spec(item, marked) for item in value))
+    if type(value) is dict:
+        return {key: _spec(item, marked) for key, item in value.items()}
+    node = _torch_compat.registered_node(type(value))
+    if node is not None:
+        return [_spec(item, marked) for item in node.flatten(value)[0]]
+    return [marked[id(tensor)] for tensor in flatten(value).tensors().values()] or None

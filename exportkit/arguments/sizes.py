@@ -1,0 +1,144 @@
+"""Chooses sizes for the variables of a plan: for the export, and for the proof.
+
+torch.export specialises an axis whose example size is 0 or 1, and ties axes whose example sizes are equal, to each
+other or to a constant. So all sizes of an export are distinct, greater than 1, and equal to no static size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from exportkit.axes import Plan, Variable
+from exportkit.errors import ArgumentError
+
+_SEARCH_LIMIT = 20_000
+
+
+@dataclass(frozen=True)
+class UnseenSizes:
+    """One combination of sizes that nobody has run, with a few words that say what it stands for."""
+
+    label: str
+    sizes: Mapping[str, int]
+
+
+def choose_sizes(plan: Plan) -> dict[str, int]:
+    """Returns a size for each variable: distinct, greater than 1, near the recorded ones.
+
+    The sizes of expressions (``past + sequence``) are distinct from all others too.
+
+    Raises:
+        ArgumentError: if no such sizes are found.
+    """
+    taken = plan.static_sizes()
+    expressions = {size for leaf in plan.leaves for size in leaf.sizes if size.terms}
+    options = [list(itertools.islice(_export_sizes(variable, taken), 12)) for variable in plan.variables]
+    names = [variable.name for variable in plan.variables]
+    for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
+        sizes = dict(zip(names, choice, strict=True))
+        values = [expression.evaluate(sizes) for expression in expressions]
+        if len(set(values)) == len(values) and not taken & set(values) and min(values, default=2) > 1:
+            return sizes
+    raise ArgumentError(
+        "No distinct sizes were found for the variables of this plan.",
+        where=", ".join(names),
+        expected="sizes greater than 1 that differ from each other and from static sizes",
+        got=f"static sizes {sorted(taken)}",
+        hint="make one of the axes static, or give the arguments yourself.",
+    )
+
+
+def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
+    """Returns combinations of sizes that were neither recorded nor exported with.
+
+    Batch 1 and more than 1; for models with a cache also one token, an empty cache, and several tokens on a filled
+    one; longer and shorter than anything recorded.
+
+    Args:
+        plan: The plan.
+        exported: Sizes that the export used.
+    """
+    if not plan.variables:
+        return []
+    fresh = {v.name: _fresh_sizes(v, exported[v.name]) for v in plan.variables}
+    past, batch = plan.with_role("past"), plan.with_role("batch")
+    combinations = _with_cache(plan) if past is not None else _without_cache()
+    found = []
+    for label, picks in combinations:
+        sizes = {}
+        for variable in plan.variables:
+            pick = picks.get(variable.role, picks["other"])
+            sizes[variable.name] = pick if isinstance(pick, int) else fresh[variable.name][pick]
+        text = label if batch is None else f"{label}, batch {sizes[batch.name]}"
+        found.append(UnseenSizes(text, sizes))
+    return found
+
+
+_LONGER, _LONGEST, _OTHER = "longer", "longest", "other"
+
+
+def _with_cache(plan: Plan) -> list[tuple[str, dict[str, int | str]]]:
+    rows: list[tuple[str, dict[str, int | str]]] = [
+        ("longer prompt, empty past", {"batch": _OTHER, "sequence": _LONGEST, "past": 0, "other": _LONGER}),
+        ("one token", {"batch": 1, "sequence": 1, "past": _LONGEST, "other": _LONGER}),
+        ("several tokens on a past", {"batch": _LONGER, "sequence": _OTHER, "past": _OTHER, "other": _OTHER}),
+        ("one token after one", {"batch": _OTHER, "sequence": 1, "past": 1, "other": _OTHER}),
+        ("short prompt, empty past", {"batch": 1, "sequence": _OTHER, "past": 0, "other": _LONGEST}),
+    ]
+    if plan.with_role("sequence") is None:  # every recorded call had the same number of new tokens
+        rows = [("longer past", rows[1][1]), ("other past", rows[2][1]), ("past of one", rows[3][1])]
+    return rows
+
+
+def _without_cache() -> list[tuple[str, dict[str, int | str]]]:
+    return [
+        ("longer", {"batch": _LONGER, "sequence": _LONGER, "past": _LONGER, "other": _LONGER}),
+        ("longest", {"batch": 1, "sequence": _LONGEST, "past": _LONGEST, "other": _LONGEST}),
+        ("other sizes", {"batch": _OTHER, "sequence": _OTHER, "past": _OTHER, "other": _OTHER}),
+    ]
+
+
+def _seen(variable: Variable) -> list[int]:
+    return sorted({size for size in variable.seen if size})
+
+
+def _step(seen: Sequence[int]) -> int:
+    """Image sizes and the like come in multiples of a patch: new sizes keep the common factor of those seen."""
+    return math.gcd(*seen) if len(seen) > 1 else 1
+
+
+def _export_sizes(variable: Variable, taken: frozenset[int]) -> Iterator[int]:
+    seen = _seen(variable)
+    step = _step(seen)
+    yield from (size for size in reversed(seen) if size > 1 and size not in taken)
+    start = (max(seen, default=2) // step) * step
+    for distance in itertools.count(1):
+        for size in (start + distance * step, start - distance * step):
+            if size > 1 and size not in taken and size not in seen:
+                yield size
+
+
+def _by_cost(options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Yields combinations, those made of early options first."""
+    longest = max((len(option) for option in options), default=0)
+    for limit in range(1, longest + 1):
+        for choice in itertools.product(*(range(min(limit, len(option))) for option in options)):
+            if limit == 1 or max(choice) == limit - 1:
+                yield tuple(option[i] for option, i in zip(options, choice, strict=True))
+    if not options:
+        yield ()
+
+
+def _fresh_sizes(variable: Variable, exported: int) -> dict[str, int]:
+    seen = _seen(variable)
+    step = _step(seen)
+    known = {*seen, exported}
+    top = max(known)
+    longer = top + step if step > 1 else top + 2
+    longest = longer + step if step > 1 else longer + 3
+    between = [s for s in range(2 * step if step > 1 else 2, top) if s % step == 0 and s not in known]
+    other = between[len(between) // 2] if between else top + 1 if step == 1 else longest + step
+    return {_LONGER: longer, _LONGEST: longest, _OTHER: other}

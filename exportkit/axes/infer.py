@@ -1,0 +1,95 @@
+"""From seen sizes to a plan: varying axes become variables, sums of others expressions, the rest stays static."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from exportkit.axes.expression import Expression
+from exportkit.axes.groups import DISTINCT_FOR_A_SUM, Group, Sum, find_sums, group_axes
+from exportkit.axes.names import name_variables
+from exportkit.axes.plan import Constant, Finding, Plan, PlannedLeaf, Variable
+from exportkit.axes.table import AxisKey, CallTable, Leaf, known
+
+
+def infer_plan(
+    table: CallTable, constants: Sequence[Constant] = (), distinct_for_a_sum: int = DISTINCT_FOR_A_SUM
+) -> Plan:
+    """Returns the plan that the seen sizes suggest.
+
+    Args:
+        table: Shapes of all leaves in all calls.
+        constants: Inputs that are no tensors.
+        distinct_for_a_sum: How many distinct observations make a sum of two plain axes believable.
+    """
+    groups = group_axes(table)
+    sums = {found.whole: found for found in find_sums(groups, distinct_for_a_sum)}
+    changed: dict[AxisKey, Expression] = {}
+    variables = []
+    for number, group in enumerate(groups):
+        if number in sums:
+            size = _expression(sums[number])
+        else:
+            size = Expression.of(_draft(number))
+            variables.append(Variable(_draft(number), "other", group.seen, _evidence(group)))
+        changed |= dict.fromkeys(group.axes, size)
+    plan = Plan(tuple(_static(leaf) for leaf in table.leaves), tuple(variables), tuple(constants))
+    plan = guess_batch(plan.with_sizes(changed), table)
+    return name_variables(plan).with_findings(_findings(table, constants))
+
+
+def guess_batch(plan: Plan, table: CallTable) -> Plan:
+    """Returns the plan with the common leading axis as one variable, where it has the same size in all calls.
+
+    This is what the sizes alone suggest: each input whose leading axis never changes has the same leading size, and so
+    has an output. To know it, the model must run again with more rows.
+    """
+    fixed = [leaf for leaf, axis, sizes in table.axes() if axis == 0 and len(known(sizes)) == 1]
+    sizes = {next(iter(known(leaf.sizes(0)))) for leaf in fixed}
+    leading_outputs = {shape[0] for shapes in table.output_shapes for shape in shapes if shape}
+    varying_lead = any(
+        axis == 0 and leaf.rank > 1 and len(known(s)) > 1 for leaf, axis, s in table.axes() if leaf.growing is not None
+    )
+    if len(sizes) != 1 or not sizes <= leading_outputs or varying_lead or all(leaf.rank < 2 for leaf in fixed):
+        return plan
+    size = sizes.pop()
+    evidence = f"leading axis of every input and of an output, always {size}; not confirmed by a run"
+    seen = tuple(size for _ in table.leaves[0].shapes)
+    variable = Variable("guessed_batch", "batch", seen, evidence)
+    return plan.with_variable(variable, [(leaf.path, 0) for leaf in fixed])
+
+
+def _draft(number: int) -> str:
+    return f"variable_{number}"
+
+
+def _expression(found: Sum) -> Expression:
+    terms = [(_draft(found.first), found.factor)]
+    if found.second is not None:
+        terms.append((_draft(found.second), 1))
+    return Expression(tuple(terms), found.constant)
+
+
+def _static(leaf: Leaf) -> PlannedLeaf:
+    first = next(shape for shape in leaf.shapes if shape is not None)
+    sizes = tuple(Expression.of(size) for size in first)
+    return PlannedLeaf(leaf.path, leaf.argument, leaf.dtype, sizes, leaf.shapes, leaf.growing)
+
+
+def _evidence(group: Group) -> str:
+    sizes = ", ".join("absent" if size is None else str(size) for size in group.seen)
+    if group.grows:
+        return f"length of the cache: {sizes}"
+    count = len({path for path, _ in group.axes})
+    return f"sizes {sizes}" if count == 1 else f"same sizes in {count} inputs: {sizes}"
+
+
+def _findings(table: CallTable, constants: Sequence[Constant]) -> list[Finding]:
+    found = [
+        Finding("constant", constant.path, f"{constant.path}={constant.value!r} is baked into the graph.")
+        for constant in constants
+        if constant.value is not None
+    ]
+    calls = len(table.leaves[0].shapes) if table.leaves else 0
+    if calls == 1:
+        found.append(Finding("one call", "", "only one call was recorded, so no size was seen to vary."))
+    return found

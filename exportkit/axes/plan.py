@@ -1,0 +1,163 @@
+"""The plan: for each axis of each input a static size, a variable or an expression, and why.
+
+A plan is plain frozen data. In come inferred groups or edits by the user; out goes what the later stages evaluate:
+shapes for given sizes, names for ONNX, a table for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from exportkit.axes.expression import Expression
+from exportkit.axes.table import AxisKey, Sizes
+from exportkit.errors import PlanError
+
+Role = Literal["batch", "sequence", "past", "other"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A size that callers choose.
+
+    Attributes:
+        name: Its name, also in ONNX.
+        role: What it means: the batch, new tokens, stored tokens, or something else.
+        seen: Its size in each recorded call; None where all of its leaves are absent.
+        evidence: One sentence: why these axes vary, and vary together.
+    """
+
+    name: str
+    role: Role
+    seen: Sizes
+    evidence: str
+
+
+@dataclass(frozen=True)
+class PlannedLeaf:
+    """One input tensor and the sizes of its axes.
+
+    Attributes:
+        path: Path of the leaf.
+        argument: Parameter of the method that it belongs to.
+        dtype: Element type, such as ``int64``.
+        sizes: One expression for each axis.
+        shapes: Its shape in each recorded call; None where it is absent.
+        growing: Length axis of a dynamic cache, or None.
+    """
+
+    path: str
+    argument: str
+    dtype: str
+    sizes: tuple[Expression, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    growing: int | None = None
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether some recorded calls lack it."""
+        return None in self.shapes
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A Python value among the inputs: it becomes part of the graph and cannot change later."""
+
+    path: str
+    argument: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something a person should know about the plan, such as a constant that is baked in."""
+
+    kind: str
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which axes vary, how their sizes depend on each other, and why.
+
+    Attributes:
+        leaves: All input tensors in signature order.
+        variables: The sizes that callers choose.
+        constants: Inputs that are no tensors.
+        findings: What a person should know.
+        calls: The recorded calls that the plan was made from, for the stages that need their values.
+    """
+
+    leaves: tuple[PlannedLeaf, ...]
+    variables: tuple[Variable, ...]
+    constants: tuple[Constant, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    calls: Any = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def by_path(self) -> Mapping[str, PlannedLeaf]:
+        """The leaves by path."""
+        return {leaf.path: leaf for leaf in self.leaves}
+
+    def variable(self, name: str) -> Variable:
+        """Returns the variable of that name.
+
+        Raises:
+            PlanError: if there is none.
+        """
+        for variable in self.variables:
+            if variable.name == name:
+                return variable
+        raise PlanError(
+            f"The plan has no variable {name!r}.",
+            expected=", ".join(v.name for v in self.variables) or "none",
+            got=name,
+        )
+
+    def with_role(self, role: Role) -> Variable | None:
+        """Returns the first variable of that role, or None."""
+        return next((variable for variable in self.variables if variable.role == role), None)
+
+    def shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of each leaf by path, given the sizes of all variables."""
+        return {leaf.path: tuple(size.evaluate(sizes) for size in leaf.sizes) for leaf in self.leaves}
+
+    def static_sizes(self) -> frozenset[int]:
+        """Returns all sizes that never change."""
+        return frozenset(size.constant for leaf in self.leaves for size in leaf.sizes if size.is_static)
+
+    def axes_of(self, name: str) -> tuple[AxisKey, ...]:
+        """Returns the axes whose size is exactly the variable ``name``."""
+        return tuple(
+            (leaf.path, i) for leaf in self.leaves for i, size in enumerate(leaf.sizes) if size.variable == name
+        )
+
+    def dynamic_axes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the axes of each leaf that are not static, by path."""
+        return {leaf.path: tuple(i for i, s in enumerate(leaf.sizes) if not s.is_static) for leaf in self.leaves}
+
+    def with_sizes(self, changed: Mapping[AxisKey, Expression]) -> Plan:
+        """Returns the plan with the sizes of some axes replaced; variables that no axis needs any more are dropped."""
+        leaves = tuple(
+            replace(leaf, sizes=tuple(changed.get((leaf.path, i), size) for i, size in enumerate(leaf.sizes)))
+            for leaf in self.leaves
+        )
+        needed = {name for leaf in leaves for size in leaf.sizes for name in size.variables()}
+        return replace(self, leaves=leaves, variables=tuple(v for v in self.variables if v.name in needed))
+
+    def with_variable(self, variable: Variable, axes: Iterable[AxisKey]) -> Plan:
+        """Returns the plan in which the given axes are one new variable."""
+        extended = replace(self, variables=(*self.variables, variable))
+        return extended.with_sizes(dict.fromkeys(axes, Expression.of(variable.name)))
+
+    def with_findings(self, findings: Collection[Finding]) -> Plan:
+        """Returns the plan with findings added."""
+        return replace(self, findings=(*self.findings, *findings))
+
+    def __str__(self) -> str:
+        from exportkit.axes.text import plan_table
+
+        return plan_table(self)

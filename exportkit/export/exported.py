@@ -1,0 +1,166 @@
+"""export(): from an observed model to an ExportedProgram, and on to an ONNX file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from exportkit.arguments import Arguments, Fills, build_arguments, choose_sizes, find_fills, plan_calls, run_eager
+from exportkit.axes import Finding, Plan
+from exportkit.errors import ArgumentError, InvalidTypeError, PlanError
+from exportkit.export.onnx_model import OnnxModel
+from exportkit.export.program import Captured, capture
+from exportkit.export.translate import check_destination, translate
+from exportkit.observe import InputObserver, Observation
+from exportkit.trees import Tree, flatten
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported model, before it is written as ONNX.
+
+    Attributes:
+        captured: The traced program and the paths behind its inputs and outputs.
+        plan: What varies.
+        sizes: Sizes of the variables that the export used.
+        fills: What stands for missing inputs.
+        outputs: Structure of what the model returns.
+        model: The model, the truth that the result is compared with.
+        method: The exported method.
+        seconds: Duration of each stage, in seconds.
+    """
+
+    captured: Captured
+    plan: Plan
+    sizes: Mapping[str, int]
+    fills: Fills
+    outputs: Tree
+    model: torch.nn.Module = field(repr=False)
+    method: str = "forward"
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def program(self) -> torch.export.ExportedProgram:
+        """The ExportedProgram; call its ``module()`` like the model, without the Python constants."""
+        return self.captured.program
+
+    @property
+    def observation(self) -> Observation:
+        """The recorded calls."""
+        found: Observation = self.plan.calls
+        return found
+
+    def baked_constants(self) -> dict[str, Any]:
+        """Returns the Python values that are part of the graph, by path."""
+        return {constant.path: constant.value for constant in self.plan.constants}
+
+    def to_onnx(self, path: str | os.PathLike[str], opset: int | None = None) -> OnnxModel:
+        """Writes the program as ONNX and returns it as something to call like the model.
+
+        Args:
+            path: File to write; the weights go beside it, into ``<path>.data``.
+            opset: ONNX opset; by default torch's own choice.
+
+        Raises:
+            DestinationError: if the path cannot be written.
+            ExportError: if an operator cannot be translated.
+        """
+        target = check_destination(path)
+        started = time.perf_counter()
+        file = translate(self.captured, self.plan, target, opset)
+        self.seconds["onnx"] = time.perf_counter() - started
+        return OnnxModel(file, self)
+
+
+def export(
+    model: torch.nn.Module, observer_or_plan: InputObserver | Observation | Plan, *, probe: bool = True
+) -> Exported:
+    """Returns the model as one traced program that serves every call like those that were observed, at any size.
+
+    Nothing is given by hand: what varies comes from the observed calls, and the model is run a few times more to
+    confirm it. The model, its hooks and all registries are afterwards as they were.
+
+    Args:
+        model: The model, as it was observed.
+        observer_or_plan: The observer, its observation, or a plan made from it (also an edited one).
+        probe: Let the model confirm the plan by running it; with False the recorded sizes alone decide.
+
+    Raises:
+        NoCallsError: if nothing was observed.
+        ArgumentError: if the model refuses the arguments that the plan leads to.
+        ExportError: if torch cannot trace the model.
+
+    Example:
+        >>> import torch, exportkit
+        >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+        >>> with observer(model):
+        ...     _ = model(torch.ones(3, 4))
+        >>> exported = exportkit.export(model, observer)
+        >>> [str(size) for size in exported.plan.leaves[0].sizes]
+        ['batch', '4']
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidTypeError("Only a torch.nn.Module can be exported.", got=type(model).__name__)
+    seconds: dict[str, float] = {}
+    started = time.perf_counter()
+    plan, method = _plan(model, observer_or_plan, probe)
+    seconds["plan"] = time.perf_counter() - started
+    observation: Observation = plan.calls
+    started = time.perf_counter()
+    sizes = choose_sizes(plan)
+    arguments = build_arguments(plan, observation, sizes)
+    outputs = _eager_outputs(model, method, plan, arguments)
+    fills = find_fills(plan, observation, model, method)
+    seconds["arguments"] = time.perf_counter() - started
+    started = time.perf_counter()
+    captured = capture(model, method, plan, arguments, outputs)
+    seconds["export"] = time.perf_counter() - started
+    plan = plan.with_findings(_fill_findings(fills))
+    return Exported(captured, plan, sizes, fills, flatten(outputs), model, method, seconds)
+
+
+def _plan(model: torch.nn.Module, source: Any, probe: bool) -> tuple[Plan, str]:
+    if isinstance(source, Plan):
+        if source.calls is None:
+            raise PlanError(
+                "This plan does not know the calls it was made from.",
+                hint="pass the observer, or a plan that observer.plan() returned.",
+            )
+        return source, source.calls.method_name
+    if isinstance(source, InputObserver | Observation):
+        observation = source.observation if isinstance(source, InputObserver) else source
+        observation.require_calls()
+        return plan_calls(observation, model if probe else None, observation.method_name), observation.method_name
+    raise InvalidTypeError(
+        "export needs to know how the model is called.",
+        expected="an InputObserver, its observation, or a Plan",
+        got=type(source).__name__,
+        hint="run the model inside `with observer(model):`, then export(model, observer).",
+    )
+
+
+def _eager_outputs(model: torch.nn.Module, method: str, plan: Plan, arguments: Arguments) -> Any:
+    try:
+        return run_eager(model, method, arguments)
+    except Exception as error:
+        shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in arguments.tensors().items())
+        raise ArgumentError(
+            "The model refuses the sizes that the plan leads to, so they are related in a way that was not found.",
+            where=shapes,
+            expected="sizes like those recorded",
+            got=f"{type(error).__name__}: {str(error)[:300]}",
+            hint="observe more calls at other sizes, so that the relation shows; print(observer.plan()) shows what was found.",
+        ) from error
+
+
+def _fill_findings(fills: Fills) -> list[Finding]:
+    if not fills.unproven:
+        return []
+    calls = ", ".join(map(str, fills.unproven))
+    text = f"calls {calls} lack inputs for which no stand-in gives the same result; the graph does not serve them."
+    return [Finding("missing input", f"calls {calls}", text)]

@@ -1,0 +1,160 @@
+"""OnnxModel: an exported ONNX graph that is called like the model it came from, and returns what the model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from exportkit.arguments import fill_missing
+from exportkit.axes import Plan
+from exportkit.errors import ArgumentError, UnregisteredClassError
+from exportkit.export.session import Session
+from exportkit.export.translate import OnnxFile
+from exportkit.observe import Signature
+from exportkit.trees import Tree, flatten, join
+
+if TYPE_CHECKING:
+    from exportkit.export.exported import Exported
+    from exportkit.verify import Report
+
+
+class OnnxModel:
+    """An ONNX graph with the calling convention of the model.
+
+    Args:
+        file: The ONNX file and the paths behind its inputs and outputs.
+        exported: The export that it comes from.
+    """
+
+    def __init__(self, file: OnnxFile, exported: Exported) -> None:
+        self.file, self.exported = file, exported
+        self._session: Session | None = None
+
+    def __repr__(self) -> str:
+        return f"OnnxModel({str(self.path)!r}, inputs={list(self.file.inputs)}, outputs={list(self.file.outputs)})"
+
+    @property
+    def path(self) -> Path:
+        """The ONNX file."""
+        return self.file.path
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk, weights included."""
+        data = self.path.with_name(self.path.name + ".data")
+        return self.path.stat().st_size + (data.stat().st_size if data.exists() else 0)
+
+    @property
+    def session(self) -> Session:
+        """The onnxruntime session, made at the first use."""
+        if self._session is None:
+            self._session = Session(self.path)
+        return self._session
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model returns, computed by onnxruntime.
+
+        Arguments are given as to the model: nested values, caches, by position or by name. Optional inputs may be left
+        out where recorded calls left them out. Python constants that the graph was exported with may be left out too;
+        another value for one of them is an error.
+
+        Raises:
+            ArgumentError: if the arguments do not fit the graph.
+            RuntimeFailure: if onnxruntime refuses them.
+        """
+        results = self.session.run(self.feeds(*args, **kwargs))
+        return self.structured(dict(zip(self.file.outputs.values(), results, strict=True)))
+
+    def feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Returns the tensors that the graph gets for these arguments, by name of its input."""
+        signature, plan = self.exported.observation.signature, self.exported.plan
+        given = _given_tensors(signature, plan, args, kwargs, self.exported.baked_constants())
+        _check(plan, given)
+        complete = {**given, **fill_missing(plan, given, self.exported.fills.values)}
+        return {name: complete[path] for name, path in self.file.inputs.items()}
+
+    def structured(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Returns tensors by path as the nested value that the model returns."""
+        return self.exported.outputs.with_leaves(tensors).build()
+
+    def verify(self, unseen: bool = True) -> Report:
+        """Returns the proof: a row for each recorded call, and for calls at sizes that nobody has run.
+
+        Args:
+            unseen: Also try sizes that were not recorded; the model runs them in eager mode as the truth.
+        """
+        from exportkit.verify import verify
+
+        return verify(self, unseen=unseen)
+
+
+def _given_tensors(
+    signature: Signature, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], baked: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    given: dict[str, torch.Tensor] = {}
+    accepted = {*signature.plain()} | ({*kwargs} if signature.var_keyword else set())
+    unknown = [name for name in kwargs if name not in accepted]
+    if unknown:
+        raise ArgumentError(
+            f"The model has no input {unknown[0]!r}.", expected=", ".join(signature.names), got=unknown[0]
+        )
+    for name, value in signature.bind(args, kwargs).items():
+        tree: Tree = flatten(value)
+        for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+            full = join(name, path)
+            if isinstance(leaf, torch.Tensor):
+                if full not in plan.by_path:
+                    raise ArgumentError(
+                        "The graph has no input for this tensor.",
+                        where=full,
+                        expected=", ".join(plan.by_path),
+                        got=tuple(leaf.shape),
+                        hint="observe a call that gives it, then export again.",
+                    )
+                given[full] = leaf
+            elif leaf is not None:
+                _check_constant(full, leaf, baked)
+    return given
+
+
+def _check_constant(path: str, value: Any, baked: Mapping[str, Any]) -> None:
+    if not isinstance(value, bool | int | float | str):
+        if hasattr(value, "__dict__") and any(isinstance(item, torch.Tensor) for item in vars(value).values()):
+            raise UnregisteredClassError(
+                f"An object of class {type(value).__name__} holds tensors that cannot be reached.", where=path
+            )
+        return
+    if path in baked and baked[path] != value:
+        raise ArgumentError(
+            "The graph was exported with another value of this constant.",
+            where=path,
+            expected=repr(baked[path]),
+            got=repr(value),
+            hint="a constant is part of the graph: observe the model with this value, and export again.",
+        )
+
+
+def _check(plan: Plan, given: Mapping[str, torch.Tensor]) -> None:
+    """Raises ArgumentError if a tensor has the wrong type, rank or static size, or a required one is missing."""
+    for path, tensor in given.items():
+        leaf = plan.by_path[path]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        fits = len(leaf.sizes) == tensor.ndim and all(
+            not size.is_static or size.constant == have for size, have in zip(leaf.sizes, tensor.shape, strict=False)
+        )
+        if dtype != leaf.dtype or not fits:
+            raise ArgumentError(
+                "An input does not fit the graph.",
+                where=path,
+                expected=f"{leaf.dtype} ({', '.join(map(str, leaf.sizes))})",
+                got=f"{dtype} {tuple(tensor.shape)}",
+            )
+    missing = [leaf.path for leaf in plan.leaves if leaf.path not in given and not leaf.is_optional]
+    if missing:
+        raise ArgumentError(
+            "A required input is missing.", where=missing[0], got=", ".join(given) or "no tensor",
+            hint="every recorded call gave it; an input is optional where a recorded call left it out.",
+        )  # fmt: skip

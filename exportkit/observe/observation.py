@@ -1,0 +1,140 @@
+"""Calls as they were seen: `Call` is one record of inputs, outputs and latency; `Observation` holds the calls of a method.
+
+In come the recorder's snapshots; out go frozen values that the later stages read. Nothing here knows what varies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from exportkit.errors import NoCallsError, ObservationError
+from exportkit.observe.signature import Signature
+from exportkit.trees import Tree, flatten, join
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the observed method, with its own outputs and its own latency.
+
+    Attributes:
+        index: Number of the call among those that were stored, in the order in which they began.
+        arguments: What was given, by parameter in signature order; tensors are snapshots taken before the call.
+        named: Parameters that were given by name; the others were given by position.
+        outputs: What the method returned; tensors are snapshots taken right after the call.
+        latency: Duration of the method itself, in seconds.
+    """
+
+    index: int
+    arguments: Mapping[str, Tree]
+    named: frozenset[str]
+    outputs: Tree
+    latency: float
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the input tensors by full path, such as ``past_key_values.layers[0].keys``."""
+        return {join(name, p): t for name, tree in self.arguments.items() for p, t in tree.tensors().items()}
+
+    def constants(self) -> dict[str, Any]:
+        """Returns the inputs that are no tensors by full path, ``None`` included."""
+        return {join(name, p): c for name, tree in self.arguments.items() for p, c in tree.constants().items()}
+
+    def has(self, name: str) -> bool:
+        """Returns whether the argument has a leaf other than None in this call."""
+        return name in self.arguments and any(leaf is not None for leaf in self.arguments[name].leaves)
+
+    def values(self) -> dict[str, Any]:
+        """Returns the arguments as nested values that hold the snapshots themselves."""
+        return {name: tree.build() for name, tree in self.arguments.items()}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call that raised: its error, and what came of it is not used."""
+
+    error: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The stored calls of one method, and what went wrong while storing them.
+
+    Attributes:
+        signature: Parameters of the observed method.
+        calls: Calls that returned, in the order in which they began.
+        failures: Calls that raised.
+        problems: What exportkit itself could not do while recording; the model's own calls were not affected.
+        method_name: Name of the observed method.
+        model_name: Class of the observed model.
+    """
+
+    signature: Signature
+    calls: tuple[Call, ...]
+    failures: tuple[Failure, ...] = ()
+    problems: tuple[str, ...] = ()
+    method_name: str = "forward"
+    model_name: str = "model"
+
+    def require_calls(self) -> None:
+        """Raises NoCallsError if no call was stored, ObservationError if recording failed each time."""
+        if self.calls:
+            return
+        if self.failures:
+            raise ObservationError(
+                "No inputs were captured. Every observed call raised.",
+                where=f"{self.model_name}.{self.method_name}",
+                got=self.failures[0].error,
+                hint="make the model run once before it is exported.",
+            )
+        if self.problems:
+            raise ObservationError(
+                "No inputs were captured. The calls could not be recorded.",
+                where=f"{self.model_name}.{self.method_name}",
+                got=self.problems[0],
+            )
+        raise NoCallsError(
+            "No inputs were captured.",
+            where=f"{self.model_name}.{self.method_name}",
+            hint="run the model inside `with observer(model):`; generate, a pipeline or plain calls will do.",
+        )
+
+    def tensor_paths(self) -> list[str]:
+        """Returns the paths of all input tensors of all calls, in signature order, then in order of appearance."""
+        by_name: dict[str, dict[str, None]] = {name: {} for name in self.signature.names}
+        for call in self.calls:
+            for name, tree in call.arguments.items():
+                by_name[name] |= dict.fromkeys(join(name, path) for path in tree.tensors())
+        return [path for paths in by_name.values() for path in paths]
+
+    def completed(self, value_if_missing: Mapping[str | int, Any]) -> Observation:
+        """Returns the same calls, where each argument that a call lacks is taken from ``value_if_missing``."""
+        if not value_if_missing:
+            return self
+        calls = []
+        for call in self.calls:
+            found = dict(call.arguments)
+            for key, value in value_if_missing.items():
+                self._stand_in(found, key, value)
+            ordered = {name: found[name] for name in self.signature.names if name in found}
+            calls.append(replace(call, arguments=ordered))
+        return replace(self, calls=tuple(calls))
+
+    def _stand_in(self, arguments: dict[str, Tree], key: str | int, value: Any) -> None:
+        catch_all = self.signature.var_keyword
+        if catch_all is not None and key not in self.signature.names and isinstance(key, str):
+            extra = arguments[catch_all].build() if catch_all in arguments else {}
+            if extra.get(key) is None:
+                arguments[catch_all] = flatten({**extra, key: value})
+            return
+        name = self.signature.name_of(key)
+        if name not in arguments or all(leaf is None for leaf in arguments[name].leaves):
+            arguments[name] = flatten(value)
+
+    def without(self, names: set[str]) -> Observation:
+        """Returns the same calls without the arguments of these names."""
+        kept = [replace(c, arguments={n: t for n, t in c.arguments.items() if n not in names}) for c in self.calls]
+        return replace(self, calls=tuple(kept))

@@ -1,0 +1,284 @@
+"""InputObserver: watch a model while it is used as always, then ask what varied and what to export with.
+
+In comes a model that somebody runs; out come an `Observation`, and from it dynamic shapes, arguments and a plan. The
+methods below are doors to the later stages; each imports its stage when it is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError, ObservationError, UnknownMethodError
+from exportkit.observe.observation import Observation
+from exportkit.observe.recorder import Recorder
+from exportkit.observe.signature import Signature
+from exportkit.observe.standin import attach
+from exportkit.observe.view import ObservedInfo
+
+if TYPE_CHECKING:
+    from exportkit.axes import Plan
+
+
+class InputObserver:
+    """Records calls of a model, and infers from them what ``torch.export`` and ``torch.onnx.export`` need.
+
+    Args:
+        value_if_missing: Values that stand in for arguments which some calls lack, by name or position. They count as
+            observed shapes: an empty tensor says which axis is 0 when the argument is absent.
+
+    Example:
+        >>> import torch
+        >>> from exportkit import InputObserver
+        >>> class Add(torch.nn.Module):
+        ...     def forward(self, x, y):
+        ...         return x + y
+        >>> model, observer = Add(), InputObserver()
+        >>> with observer(model):
+        ...     for n in (2, 3):
+        ...         _ = model(torch.ones(n, 6), torch.ones(1, 6))
+        >>> observer.num_obs()
+        2
+        >>> observer.infer_dynamic_shapes()
+        ({0: <_DimHint.DYNAMIC...>}, {})
+    """
+
+    def __init__(self, value_if_missing: Mapping[str | int, Any] | None = None) -> None:
+        self.value_if_missing = dict(value_if_missing or {})
+        self._recorder: Recorder | None = None
+        self._removed: set[str] = set()
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._method_name = "forward"
+
+    def __repr__(self) -> str:
+        return f"InputObserver({self.num_obs()} calls)"
+
+    @contextlib.contextmanager
+    def __call__(
+        self, model: torch.nn.Module, store_n_calls: int = 3, method_name: str = "forward"
+    ) -> Iterator[InputObserver]:
+        """Records calls of ``model`` for the time of a ``with`` block.
+
+        Args:
+            model: The model to observe. It behaves as always, and nothing stays on it afterwards.
+            store_n_calls: How many calls to store, in this block.
+            method_name: Method to observe.
+
+        Raises:
+            InvalidTypeError: if ``model`` is no ``torch.nn.Module``, or ``value_if_missing`` has a key that is neither
+                a name nor a position.
+            UnknownMethodError: if the model has no such method.
+            UnknownInputError: if ``value_if_missing`` names an input that the method does not have.
+        """
+        signature = self._check(model, method_name)
+        if self._recorder is None:
+            self._recorder = Recorder(signature, method_name, type(model).__name__)
+        elif self._recorder.signature.names != signature.names:
+            raise InvalidRequestError(
+                "An observer records one method; this one recorded another before.",
+                expected=f"a method with inputs {', '.join(self._recorder.signature.names)}",
+                got=f"{type(model).__name__}.{method_name} with inputs {', '.join(signature.names)}",
+                hint="use one InputObserver for each method.",
+            )
+        self._model, self._method_name = weakref.ref(model), method_name
+        self._recorder.allow(store_n_calls)
+        known_problems = len(self._recorder.observation().problems)
+        stand_in = attach(model, method_name, self._recorder)
+        try:
+            yield self
+        finally:
+            stand_in.remove(self._recorder)
+            self._report(known_problems)
+
+    def _check(self, model: torch.nn.Module, method_name: str) -> Signature:
+        if not isinstance(model, torch.nn.Module):
+            raise InvalidTypeError(
+                "An observer watches a torch.nn.Module.",
+                expected="torch.nn.Module",
+                got=type(model).__name__,
+                hint="of a pipeline, observe its model: `with observer(pipe.model):`.",
+            )
+        if not callable(getattr(model, method_name, None)):
+            raise UnknownMethodError(
+                f"Model type {type(model).__name__} does not have a method {method_name!r}.",
+                hint="name one of its methods, such as method_name='forward'.",
+            )
+        signature = Signature.of(getattr(model, method_name))
+        for key in self.value_if_missing:
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                raise InvalidTypeError(
+                    f"Unexpected type {type(key).__name__} for a key of value_if_missing.",
+                    expected="the name (str) or position (int) of an input",
+                    got=repr(key),
+                )
+            if signature.var_keyword is None or isinstance(key, int):
+                signature.name_of(key)
+        return signature
+
+    def _report(self, known_problems: int) -> None:
+        problems = self._recorder.observation().problems[known_problems:] if self._recorder else ()
+        if problems:
+            warnings.warn(
+                f"exportkit could not record {len(problems)} of the observed calls; the model was not affected. "
+                f"First problem: {problems[0]}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    @property
+    def observation(self) -> Observation:
+        """The calls as they were seen, with missing arguments stood in for, and removed ones left out.
+
+        Raises:
+            NoCallsError: if nothing was ever observed.
+        """
+        if self._recorder is None:
+            raise NoCallsError(
+                "No inputs were captured.", hint="run the model inside `with observer(model):` before asking."
+            )
+        return self._recorder.observation().completed(self.value_if_missing).without(self._removed)
+
+    @property
+    def info(self) -> ObservedInfo | None:
+        """The recorded calls the way ``torch.onnx.InputObserver`` shows them; None before the first observation."""
+        return None if self._recorder is None else ObservedInfo(self.observation)
+
+    def num_obs(self) -> int:
+        """Returns how many calls are stored."""
+        return 0 if self._recorder is None else len(self._recorder.observation().calls)
+
+    def is_empty(self) -> bool:
+        """Returns whether no call is stored."""
+        return self.num_obs() == 0
+
+    def remove_inputs(self, names_or_positions: Iterable[str | int]) -> None:
+        """Leaves inputs out of everything that is inferred from now on.
+
+        Raises:
+            ObservationError: if nothing was observed yet.
+            InvalidRequestError: for ``*args`` and ``**kwargs``, and for names that the method does not have.
+        """
+        if self._recorder is None or self.is_empty():
+            raise ObservationError("No input was captured, so there is none to remove.")
+        signature = self._recorder.signature
+        names = {signature.name_of(key) for key in names_or_positions}
+        variadic = names & {signature.var_positional, signature.var_keyword}
+        if variadic:
+            raise InvalidRequestError(
+                f"Cannot remove variadic input {', '.join(sorted(map(str, variadic)))}.",
+                hint="remove inputs that the signature names one by one.",
+            )
+        self._removed |= names
+
+    def plan(self, probe: bool = True) -> Plan:
+        """Returns the `Plan`: what varies, what depends on what, and why.
+
+        Args:
+            probe: Run the model again, without gradients, to confirm what the recorded sizes suggest: which axes are
+                the batch, which equal sizes belong together. Without it, or once the model is gone, the plan rests
+                on the recorded sizes alone.
+        """
+        from exportkit.arguments import plan_calls
+
+        model = self._model() if probe and self._model is not None else None
+        return plan_calls(self.observation, model, self._method_name)
+
+    def infer_dynamic_shapes(
+        self,
+        set_batch_dimension_for: set[int | str] | bool | None = None,
+        dim_names: bool | Mapping[str | int, Mapping[int, str]] | None = None,
+    ) -> tuple[Any, ...] | dict[str, Any]:
+        """Returns dynamic shapes for ``torch.export.export``, from the sizes that varied between the calls.
+
+        Args:
+            set_batch_dimension_for: Inputs, by name or position, whose batch axis is dynamic although it never
+                varied; True for all.
+            dim_names: Names instead of ``Dim.DYNAMIC``, for ``torch.onnx.export``: True for the names of the plan, or
+                names by input and axis, where axes left out get a name of their own.
+
+        Returns:
+            A tuple if all calls gave all inputs by position, else a dict in signature order. Constants are None; a
+            cache or another registered class is the list of its leaves.
+
+        Raises:
+            NoCallsError: before any call.
+            PlanError: if the calls contradict each other.
+        """
+        from exportkit.arguments import recorded_dynamic_shapes
+
+        return recorded_dynamic_shapes(self.observation, set_batch_dimension_for, dim_names)
+
+    def infer_arguments(
+        self,
+        index_or_args_or_kwargs: int | tuple[Any, ...] | dict[str, Any] | None = None,
+        flat: bool = False,
+        as_args_kwargs: bool = False,
+        exportable: bool = False,
+    ) -> Any:
+        """Returns the arguments of a call, completed with what other calls had and this one lacks.
+
+        Args:
+            index_or_args_or_kwargs: Number of a recorded call, or arguments of your own; by default the first call
+                with the most inputs. What is missing becomes an empty tensor, 0 on its last dynamic axis, or zeros.
+            flat: Return the list of tensors.
+            as_args_kwargs: Return ``(args, kwargs)`` in any case.
+            exportable: Return arguments of the same structure made for ``torch.export.export``: all sizes that can
+                vary are distinct and greater than 1, so that no axis is specialised.
+
+        Returns:
+            A tuple if all calls gave all inputs by position, else a dict in signature order.
+
+        Raises:
+            NoCallsError: before any call.
+            InvalidRequestError: if the first argument is neither None, an index, a tuple nor a dict.
+            PlanError: if positional ``*args`` and named inputs are mixed, unless ``as_args_kwargs`` is set.
+        """
+        from exportkit.arguments import exportable_arguments, recorded_arguments
+
+        if not exportable:
+            return recorded_arguments(self.observation, index_or_args_or_kwargs, flat, as_args_kwargs)
+        if index_or_args_or_kwargs is not None:
+            raise InvalidRequestError(
+                "Exportable arguments are built from all calls together, not from one.",
+                hint="leave out the first argument, or leave out exportable=True.",
+            )
+        return exportable_arguments(self.plan(), self.observation, flat, as_args_kwargs)
+
+    def check_discrepancies(
+        self,
+        onnx_model: Any,
+        atol: float = 1e-4,
+        rtol: float = 0.1,
+        progress_bar: bool = False,
+        skip_none: bool = True,
+        include_io: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Returns one row for each recorded call: how far an ONNX model is from what the model returned then.
+
+        Args:
+            onnx_model: Path of an ONNX file, a ModelProto, a ``torch.onnx.ONNXProgram`` or an `OnnxModel`.
+            atol: Largest absolute difference.
+            rtol: Largest relative difference, ``|a - b| / (|a| + rtol)``.
+            progress_bar: Show progress on the terminal.
+            skip_none: Do not compare outputs that are None on either side.
+            include_io: Add the feeds and both outputs to each row.
+
+        Returns:
+            Rows with SUCCESS, abs, rel, error, index, duration_torch, ort_duration, n_inputs, n_none, n_empty.
+        """
+        from exportkit.verify import check_recorded_calls
+
+        return check_recorded_calls(
+            self.observation,
+            onnx_model,
+            atol,
+            rtol,
+            progress_bar=progress_bar,
+            skip_none=skip_none,
+            include_io=include_io,
+        )

@@ -1,0 +1,18 @@
+"""Nested values ⇄ leaves with paths, and reversible registration of caches with torch's pytree and optree."""
+
+from exportkit.trees.flatten import Tree, check_opened, flatten, join
+from exportkit.trees.make import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
+from exportkit.trees.registry import register_flattening_functions
+from exportkit.trees.text import string_type
+
+__all__ = [
+    "Tree",
+    "check_opened",
+    "flatten",
+    "join",
+    "make_dynamic_cache",
+    "make_encoder_decoder_cache",
+    "make_static_cache",
+    "register_flattening_functions",
+    "string_type",
+]

@@ -1,0 +1,183 @@
+"""Nested values ⇄ leaves with paths.
+
+In comes any nested value (arguments or outputs of a model); out comes a `Tree`: its leaves, each with a stable readable
+path such as ``layers[0].keys`` or ``inner.scale``, and what is needed to build the value again. The order of the keys
+of a dict does not matter: leaves are known by their path, never by their position.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+
+from exportkit import _torch_compat
+from exportkit.errors import UnregisteredClassError
+from exportkit.trees.objects import PathPart, is_cache_class, put_together, take_apart
+
+# A namespace of our own: nobody else sees what is registered here, and nobody's registrations can be in the way.
+_NAMESPACE = "exportkit"
+# Dicts flatten in the order of their keys, as in torch; set once and for good, as only this namespace sees it.
+_insertion_order = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
+_insertion_order.__enter__()
+_lock = threading.RLock()
+_opened: set[type] = set()
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A nested value, taken apart.
+
+    Attributes:
+        paths: Path of each leaf inside the value; the path of a value that is itself a leaf is "".
+        leaves: The leaves: tensors, and constants (numbers, strings, None, ...).
+        growing: By path, the axis that grows by one with each token: the length axis of a dynamic cache layer.
+    """
+
+    paths: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    growing: Mapping[str, int]
+    _structure: optree.PyTreeSpec = field(repr=False)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the leaves that are tensors, by path."""
+        return {p: leaf for p, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+
+    def constants(self) -> dict[str, Any]:
+        """Returns the leaves that are no tensors, by path."""
+        return {p: leaf for p, leaf in zip(self.paths, self.leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
+
+    def map(self, change: Callable[[Any], Any]) -> Tree:
+        """Returns the same tree with ``change(leaf)`` for each leaf."""
+        return Tree(self.paths, tuple(change(leaf) for leaf in self.leaves), self.growing, self._structure)
+
+    def with_leaves(self, leaves: Mapping[str, Any]) -> Tree:
+        """Returns the same tree with the leaves of the given paths replaced."""
+        kept = zip(self.paths, self.leaves, strict=True)
+        return Tree(self.paths, tuple(leaves.get(p, leaf) for p, leaf in kept), self.growing, self._structure)
+
+    def build(self) -> Any:
+        """Returns the nested value, holding the leaves themselves; containers and caches are new objects."""
+        return self._structure.unflatten(self.leaves)
+
+
+def flatten(value: Any) -> Tree:
+    """Returns the `Tree` of a nested value.
+
+    Lists, tuples, dicts, named tuples, caches, and every class registered with ``torch.utils._pytree`` are opened;
+    any other object is a leaf.
+    """
+    parts, leaves, structure = _flatten(value)
+    unopened = {type(leaf) for leaf in leaves if _can_open(type(leaf))}
+    if unopened:
+        for cls in unopened:
+            _open(cls)
+        return flatten(value)
+    paths = tuple(_path(steps) for steps in parts)
+    growing = {p: grows for p, steps in zip(paths, parts, strict=True) if (grows := _growing_axis(steps)) is not None}
+    return Tree(paths, tuple(leaves), growing, structure)
+
+
+def join(name: str, path: str) -> str:
+    """Returns the path of a leaf of the argument ``name``: ``x``, ``x[0]`` or ``x.inner``."""
+    if not path or not name:
+        return name or path
+    return f"{name}{path}" if path.startswith("[") else f"{name}.{path}"
+
+
+def check_opened(name: str, tree: Tree) -> None:
+    """Raises UnregisteredClassError if a leaf is an object that holds tensors nobody told us how to reach."""
+    for path, leaf in tree.constants().items():
+        held = [key for key, value in vars(leaf).items() if _holds_tensor(value)] if hasattr(leaf, "__dict__") else []
+        if held and not isinstance(leaf, torch.nn.Module | type):
+            raise UnregisteredClassError(
+                f"An object of class {type(leaf).__name__} holds tensors that cannot become inputs of a graph.",
+                where=join(name, path),
+                expected="a class registered with torch's pytree",
+                got=f"{type(leaf).__module__}.{type(leaf).__qualname__} with tensors in {', '.join(sorted(held))}",
+                hint="torch.utils._pytree.register_pytree_node(cls, flatten, unflatten), before the model runs; "
+                "for a dataclass torch.export.register_dataclass(cls).",
+            )
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_holds_tensor(item) for item in value)
+    if isinstance(value, dict):
+        return any(_holds_tensor(item) for item in value.values())
+    return isinstance(value, torch.Tensor)
+
+
+def _flatten(value: Any) -> tuple[list[tuple[Any, ...]], list[Any], optree.PyTreeSpec]:
+    return optree.tree_flatten_with_path(value, none_is_leaf=True, namespace=_NAMESPACE)
+
+
+def _can_open(cls: type) -> bool:
+    if cls in _opened or issubclass(cls, torch.Tensor):
+        return False
+    return is_cache_class(cls) or _torch_compat.registered_node(cls) is not None
+
+
+def _open(cls: type) -> None:
+    """Teaches our namespace how to take ``cls`` apart: as a cache, or the way it is registered with torch."""
+    with _lock:
+        if cls in _opened:
+            return
+        if is_cache_class(cls):
+            optree.register_pytree_node(cls, _flatten_cache, _build_cache, namespace=_NAMESPACE)
+        else:
+            optree.register_pytree_node(cls, _flatten_registered, _Rebuild(cls), namespace=_NAMESPACE)
+        _opened.add(cls)
+
+
+def _flatten_cache(cache: Any) -> tuple[list[Any], Any, tuple[PathPart, ...]]:
+    tensors, paths, part = take_apart(cache)
+    return list(tensors), part, tuple(paths)
+
+
+def _build_cache(part: Any, tensors: Sequence[Any]) -> Any:
+    return put_together(tensors, part)
+
+
+def _flatten_registered(value: Any) -> tuple[list[Any], Any, tuple[str | int, ...]]:
+    node = _torch_compat.registered_node(type(value))
+    if node is None:  # registered once, and taken back since: then it has no parts for torch either
+        raise UnregisteredClassError(
+            f"Class {type(value).__name__} was registered with torch's pytree and no longer is.",
+            hint="keep the registration active while the model is observed and exported.",
+        )
+    if node.flatten_with_keys is None:
+        children, context = node.flatten(value)
+        children = list(children)
+        return children, (node, context), tuple(range(len(children)))
+    pairs, context = node.flatten_with_keys(value)
+    return [child for _, child in pairs], (node, context), tuple(_torch_compat.key_name(key) for key, _ in pairs)
+
+
+@dataclass(frozen=True)
+class _Rebuild:
+    """Builds an object of a class registered with torch, from what `_flatten_registered` kept of it."""
+
+    cls: type
+
+    def __call__(self, kept: Any, children: Sequence[Any]) -> Any:
+        node, context = kept
+        return node.unflatten(list(children), context)
+
+
+def _path(steps: Sequence[Any]) -> str:
+    path = ""
+    for step in steps:
+        if isinstance(step, PathPart) or (isinstance(step, str) and step.isidentifier()):
+            path = join(path, step)
+        else:
+            path += f"[{step!r}]"
+    return path
+
+
+def _growing_axis(steps: Sequence[Any]) -> int | None:
+    return next((step.grows for step in reversed(steps) if isinstance(step, PathPart)), None)

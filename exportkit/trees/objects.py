@@ -1,0 +1,203 @@
+"""Takes cache objects apart into tensors and a description, and puts them together again.
+
+In comes a cache of any class; out go its tensors with readable paths (``layers[0].keys``) and a `Part` tree that holds
+everything else: classes, windows, counters, flags. Rebuilding sets attributes directly, so no tensor is copied and no
+``update`` runs, and the new cache behaves as the old one did.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit import _torch_compat
+from exportkit.errors import TreeError
+
+# Tensors that transformers derives from another attribute of the same layer: rebuilt, never an input of a graph.
+_DERIVED = {"_sliding_window_tensor": "sliding_window"}
+
+# The axis of these attributes grows by one with each token, in layers that do not preallocate it.
+_GROWING = {"keys": 2, "values": 2, "indexer_keys": 1}
+
+
+class PathPart(str):
+    """One step of a leaf's path inside a cache; ``grows`` is the axis that grows with each token, or None."""
+
+    __slots__ = ("grows",)
+    grows: int | None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands where the tensor number ``index`` goes."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """An object, list, tuple or dict in a cache: its class and what it holds, by attribute, position or key."""
+
+    cls: type
+    items: tuple[tuple[Any, Any], ...]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A counter whose value is symbolic while a graph is traced; on rebuilding it is read from the stored length."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method bound to the very object that is being taken apart; rebound to the rebuilt one."""
+
+    function: Any
+
+
+@functools.lru_cache(maxsize=1024)
+def is_cache_class(cls: type) -> bool:
+    """Returns whether ``cls`` is a key-value or state cache: a transformers Cache, or a class named ``...Cache``."""
+    if issubclass(cls, torch.nn.Module | torch.Tensor | tuple | list | dict) or cls.__module__.startswith("torch"):
+        return False
+    return issubclass(cls, _torch_compat.cache_bases()) or cls.__name__.endswith("Cache")
+
+
+def take_apart(cache: Any) -> tuple[list[torch.Tensor], list[PathPart], Part]:
+    """Returns the tensors of a cache, their paths inside it, and the description that `put_together` needs.
+
+    Args:
+        cache: An object of a class for which `is_cache_class` holds.
+    """
+    tensors: list[torch.Tensor] = []
+    paths: list[PathPart] = []
+
+    def visit(value: Any, path: str, grows: int | None) -> Any:
+        if isinstance(value, torch.Tensor):
+            step = PathPart(path)
+            step.grows = grows
+            tensors.append(value)
+            paths.append(step)
+            return Slot(len(tensors) - 1)
+        if isinstance(value, list | tuple):
+            return Part(type(value), tuple((i, visit(v, f"{path}[{i}]", grows)) for i, v in enumerate(value)))
+        if isinstance(value, dict):
+            return Part(type(value), tuple((k, visit(v, f"{path}[{k!r}]", grows)) for k, v in value.items()))
+        if isinstance(value, torch.SymInt):
+            return Unknown()
+        if _is_opened(type(value)):
+            return Part(type(value), tuple(_attributes(value, path, visit)))
+        return value
+
+    return tensors, paths, visit(cache, "", None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_opened(cls: type) -> bool:
+    return issubclass(cls, _torch_compat.cache_bases()) or is_cache_class(cls)
+
+
+def _attributes(value: Any, path: str, visit: Any) -> Iterator[tuple[str, Any]]:
+    preallocated = hasattr(value, "max_cache_len")
+    for name, attribute in vars(value).items():
+        if name in _DERIVED:
+            continue
+        if isinstance(attribute, types.MethodType) and attribute.__self__ is value:
+            yield name, Method(attribute.__func__)
+            continue
+        grows = None if preallocated else _GROWING.get(name)
+        yield name, visit(attribute, f"{path}.{name}" if path else name, grows)
+
+
+def put_together(tensors: Sequence[Any], part: Part) -> Any:
+    """Returns the cache that `take_apart` described, holding ``tensors`` themselves."""
+
+    def build(item: Any) -> Any:
+        if isinstance(item, Slot):
+            return tensors[item.index]
+        if not isinstance(item, Part):
+            return item
+        if issubclass(item.cls, dict):
+            return item.cls((key, build(value)) for key, value in item.items)
+        if issubclass(item.cls, list | tuple):
+            values = [build(value) for _, value in item.items]
+            return item.cls(*values) if hasattr(item.cls, "_fields") else item.cls(values)
+        return _build_object(item, build)
+
+    return build(part)
+
+
+def _build_object(part: Part, build: Any) -> Any:
+    value = part.cls.__new__(part.cls)
+    state = {name: build(item) for name, item in part.items}
+    for name, item in state.items():
+        if isinstance(item, Method):
+            state[name] = types.MethodType(item.function, value)
+        elif isinstance(item, Unknown):
+            keys = state.get("keys")
+            state[name] = 0 if keys is None else keys.shape[-2]
+    for name, source in _DERIVED.items():
+        if source in state:
+            state[name] = torch.tensor(state[source], dtype=torch.long)
+    value.__dict__.update(state)
+    return value
+
+
+def dump_part(item: Any) -> Any:
+    """Returns a description as plain JSON data, for files that outlive the process.
+
+    Raises:
+        TreeError: if it holds a value that JSON cannot, such as a CUDA stream.
+    """
+    if item is None or isinstance(item, bool | int | float | str):
+        return item
+    if isinstance(item, Slot):
+        return {"slot": item.index}
+    if isinstance(item, Unknown):
+        return {"unknown": True}
+    if isinstance(item, Part):
+        return {"class": _class_name(item.cls), "items": [[dump_part(k), dump_part(v)] for k, v in item.items]}
+    if isinstance(item, type):
+        return {"type": _class_name(item)}
+    if isinstance(item, torch.dtype | torch.device):
+        return {type(item).__name__: str(item).removeprefix("torch.")}
+    raise TreeError(
+        f"A cache holds a value of class {type(item).__name__}, which cannot be written as JSON.",
+        got=repr(item)[:200],
+        hint="use a cache without offloading or quantisation for a program that is saved.",
+    )
+
+
+def load_part(data: Any) -> Any:
+    """Returns the description that `dump_part` wrote."""
+    if not isinstance(data, dict):
+        return data
+    kind, value = next(iter(data.items()))
+    if kind == "slot":
+        return Slot(value)
+    if kind == "unknown":
+        return Unknown()
+    if kind == "class":
+        return Part(_load_class(value), tuple((load_part(k), load_part(v)) for k, v in data["items"]))
+    if kind == "type":
+        return _load_class(value)
+    return torch.device(value) if kind == "device" else getattr(torch, value)
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _load_class(name: str) -> type:
+    module, _, qualified = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for step in qualified.split("."):
+        found = getattr(found, step)
+    if not isinstance(found, type):
+        raise TreeError(f"{name} is not a class.", hint="the file was written by another version, or is damaged.")
+    return found

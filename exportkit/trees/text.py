@@ -1,0 +1,100 @@
+"""Describes nested values in one line: types, shapes, value ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from exportkit import _torch_compat
+from exportkit.trees.objects import is_cache_class
+
+# Numbers of the element types in ONNX's TensorProto.DataType (onnx.proto), which users of the peers read.
+_ONNX_TYPES = {
+    torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.uint16: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7,
+    torch.bool: 9, torch.float16: 10, torch.float64: 11, torch.uint32: 12, torch.uint64: 13, torch.complex64: 14,
+    torch.complex128: 15, torch.bfloat16: 16, torch.float8_e4m3fn: 17, torch.float8_e4m3fnuz: 18,
+    torch.float8_e5m2: 19, torch.float8_e5m2fnuz: 20,
+}  # fmt: skip
+
+
+def string_type(
+    value: Any, with_shape: bool = False, with_min_max: bool = False, with_device: bool = False, limit: int = 20
+) -> str:
+    """Returns a one-line description of a nested value.
+
+    A tensor is ``T`` and the number of its ONNX element type (1 float32, 7 int64, ...), then ``r`` and its rank, or
+    ``s`` and its shape. ``#2[...]`` is a list of two. Caches are shown by their keys and values.
+
+    Args:
+        value: Any nested value.
+        with_shape: Show shapes instead of ranks.
+        with_min_max: Show the smallest and largest value of each tensor, as ``[min,max]``.
+        with_device: Prefix each tensor with ``C`` (CPU), ``G`` and the index (CUDA), or the name of its device.
+        limit: Longest list that is written out; of longer ones, only the length.
+
+    Example:
+        >>> string_type((torch.ones(2, 6), {"mask": torch.ones(2, 7, dtype=torch.int64)}), with_shape=True)
+        '(T1s2x6,dict(mask:T7s2x7))'
+    """
+
+    def tensor(leaf: torch.Tensor) -> str:
+        device = _device(leaf.device) if with_device else ""
+        size = f"s{'x'.join(map(str, leaf.shape))}" if with_shape else f"r{leaf.ndim}"
+        return f"{device}T{_ONNX_TYPES.get(leaf.dtype, leaf.dtype)}{size}{_range(leaf) if with_min_max else ''}"
+
+    def items(values: Any) -> str:
+        values = list(values)
+        return "..." if len(values) > limit else ",".join(describe(item) for item in values)
+
+    def describe(item: Any) -> str:
+        if isinstance(item, torch.Tensor):
+            return tensor(item)
+        if item is None or isinstance(item, bool | int | float | complex | str):
+            return "None" if item is None else type(item).__name__
+        if isinstance(item, tuple):
+            return f"({items(item)})"
+        if isinstance(item, list):
+            return f"#{len(item)}[{items(item)}]"
+        if is_cache_class(type(item)):
+            return _cache(item)
+        if isinstance(item, Mapping):
+            name = "dict" if type(item) is dict else type(item).__name__
+            return f"{name}({','.join(f'{k}:{describe(v)}' for k, v in item.items())})"
+        return _other(item)
+
+    def _cache(cache: Any) -> str:
+        name = type(cache).__name__
+        if hasattr(cache, "layers"):
+            full = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+            fields = {"key_cache": [layer.keys for layer in full], "value_cache": [layer.values for layer in full]}
+            for states in ("conv_states", "recurrent_states"):
+                found = [s for layer in cache.layers for s in getattr(layer, states, {}).values() if s is not None]
+                fields |= {states: found} if found else {}
+        else:
+            fields = {k: v for k, v in vars(cache).items() if isinstance(v, torch.Tensor) or is_cache_class(type(v))}
+        return f"{name}({', '.join(f'{key}={describe(field)}' for key, field in fields.items())})"
+
+    def _other(item: Any) -> str:
+        node = _torch_compat.registered_node(type(item))
+        if node is None:
+            return type(item).__name__
+        return f"{type(item).__name__}({items(node.flatten(item)[0])})"
+
+    return describe(value)
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "C"
+    return f"G{device.index or 0}" if device.type == "cuda" else str(device)
+
+
+def _range(leaf: torch.Tensor) -> str:
+    if leaf.numel() == 0:
+        return "[empty]"
+    if leaf.is_complex():
+        return "[complex]"
+    values = leaf.detach().to(torch.float64) if leaf.is_floating_point() else leaf.detach()
+    return f"[{values.min().item():.6g},{values.max().item():.6g}]"

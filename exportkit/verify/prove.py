@@ -1,0 +1,95 @@
+"""Proves an ONNX model: on every recorded call, and on sizes that nobody has run, with the model itself as the truth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from exportkit.arguments import Arguments, build_arguments, recorded_call, run_eager, solve_sizes, unseen_sizes
+from exportkit.errors import ExportkitError
+from exportkit.export import OnnxModel
+from exportkit.trees import Tree, flatten
+from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions
+from exportkit.verify.report import Report, Row
+
+_ENOUGH_UNSEEN = 3
+
+
+def verify(onnx_model: OnnxModel, unseen: bool = True) -> Report:
+    """Returns the proof of an ONNX model.
+
+    Args:
+        onnx_model: The model.
+        unseen: Also try sizes that were not recorded.
+    """
+    exported = onnx_model.exported
+    rows = [_recorded_row(onnx_model, index) for index in range(len(exported.observation.calls))]
+    combinations = unseen_sizes(exported.plan, exported.sizes) if unseen else []
+    rows += [_unseen_row(onnx_model, item.label, item.sizes) for item in combinations]
+    findings = tuple(finding.text for finding in exported.plan.findings)
+    return Report(tuple(rows), min(_ENOUGH_UNSEEN, len(combinations)), findings)
+
+
+def _recorded_row(onnx_model: OnnxModel, index: int) -> Row:
+    exported = onnx_model.exported
+    call = exported.observation.calls[index]
+    shapes = {path: tuple(tensor.shape) for path, tensor in call.tensors().items()}
+    sizes = solve_sizes(exported.plan, shapes)
+    arguments = recorded_call(exported.observation, index)
+    return _row(onnx_model, Row("recorded", str(index), sizes, "proven"), arguments, call.outputs, call.latency)
+
+
+def _unseen_row(onnx_model: OnnxModel, label: str, sizes: Mapping[str, int]) -> Row:
+    exported = onnx_model.exported
+    blank = Row("unseen", label, sizes, "no call")
+    try:
+        arguments = build_arguments(exported.plan, exported.observation, sizes)
+        started = time.perf_counter()
+        outputs = flatten(run_eager(exported.model, exported.method, arguments))
+    except Exception as error:
+        return replace(blank, where=f"the model itself raises {type(error).__name__}: {_short(error)}")
+    return _row(onnx_model, replace(blank, status="proven"), arguments, outputs, time.perf_counter() - started)
+
+
+def _row(onnx_model: OnnxModel, row: Row, arguments: Arguments, expected: Tree, eager_seconds: float) -> Row:
+    args, kwargs = arguments.call()
+    started = time.perf_counter()
+    try:
+        got = flatten(onnx_model(*args, **kwargs)).tensors()
+    except ExportkitError as error:
+        return replace(row, status="refused", where=_short(error))
+    onnx_seconds = time.perf_counter() - started
+    differences = list(compare_outputs(onnx_model, arguments, expected.tensors(), got))
+    wrong = next((d for d in differences if d.reason is not None), None)
+    return replace(
+        row,
+        status="differs" if wrong else "proven",
+        absolute=max((d.absolute for d in differences), default=0.0),
+        where=f"{wrong.path or 'output'}: {wrong.reason}" if wrong else "",
+        eager_seconds=eager_seconds,
+        onnx_seconds=onnx_seconds,
+    )
+
+
+def compare_outputs(
+    onnx_model: OnnxModel, arguments: Arguments, expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]
+) -> Iterator[Difference]:
+    """Yields one difference for each output leaf; positions that the call's attention mask hides are left out."""
+    mask = find_mask(arguments.tensors())
+    plan, axes = onnx_model.exported.plan, onnx_model.file.output_axes
+    names = tuple(map(str, plan.by_path[mask[0]].sizes)) if mask and mask[0] in plan.by_path else ()
+    for path in [*expected, *(path for path in got if path not in expected)]:
+        if path not in got or path not in expected:
+            yield Difference(path, "only the model returns it" if path in expected else "only the graph returns it")
+            continue
+        visible = None
+        if mask is not None and names:
+            visible = visible_positions(mask[1], names, axes.get(path, ()), tuple(expected[path].shape))
+        yield compare_tensors(path, expected[path], got[path], visible)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:240]

@@ -1,0 +1,85 @@
+"""The proof as a value: one row for each call, and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["proven", "differs", "refused", "no call"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call, in eager mode and in onnxruntime.
+
+    Attributes:
+        kind: Whether the call was recorded, or has sizes that nobody had run.
+        label: The recorded call's number, or what the sizes stand for.
+        sizes: Sizes of the variables.
+        status: ``proven``; ``differs``: another result; ``refused``: onnxruntime raised; ``no call``: the model
+            itself refuses these sizes, so there is nothing to prove.
+        absolute: Largest absolute difference over all outputs.
+        where: Output leaf and position of the difference, or the error.
+        eager_seconds: Duration of the model.
+        onnx_seconds: Duration of onnxruntime.
+    """
+
+    kind: Literal["recorded", "unseen"]
+    label: str
+    sizes: Mapping[str, int]
+    status: Status
+    absolute: float = float("nan")
+    where: str = ""
+    eager_seconds: float = float("nan")
+    onnx_seconds: float = float("nan")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `OnnxModel.verify`. Prints as a table.
+
+    Attributes:
+        rows: A row for each call.
+        expected_unseen: How many unseen combinations of sizes must be proven.
+        findings: What a person should know, such as constants that are baked in.
+    """
+
+    rows: tuple[Row, ...]
+    expected_unseen: int
+    findings: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every recorded call is proven, and no unseen one is wrong, and enough of these are proven."""
+        return not self.problems()
+
+    def problems(self) -> tuple[str, ...]:
+        """Returns what stands against a proof, a sentence each."""
+        found = [
+            f"{r.kind} call {r.label}: {r.status}, {r.where}" for r in self.rows if r.status in ("differs", "refused")
+        ]
+        recorded = [row for row in self.rows if row.kind == "recorded"]
+        found += [f"recorded call {r.label}: {r.where}" for r in recorded if r.status == "no call"]
+        if not recorded:
+            found.append("no recorded call was checked")
+        proven = sum(row.status == "proven" for row in self.rows if row.kind == "unseen")
+        if proven < self.expected_unseen:
+            found.append(f"only {proven} of {self.expected_unseen} unseen combinations of sizes could be proven")
+        return tuple(found)
+
+    def __str__(self) -> str:
+        header = ("call", "sizes", "result", "max difference", "where")
+        rows = [header, *(_cells(row) for row in self.rows)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines += [f"note: {text}" for text in self.findings]
+        lines.append("proven" if self.ok else "NOT PROVEN: " + "; ".join(self.problems()))
+        return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, str, str, str, str]:
+    sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
+    absolute = "" if row.absolute != row.absolute else f"{row.absolute:.1e}"
+    return f"{row.kind} {row.label}", sizes, row.status, absolute, row.where
