@@ -77,7 +77,7 @@ def register_node(
 
 
 def deregister_node(cls: type) -> None:
-    """Undoes `register_node`, in torch's registry and in optree's namespace "torch". Seen in torch 2.13, optree 0.20."""
+    """Undoes `register_node`, in torch and in optree's namespace "torch". Seen in torch 2.13, optree 0.20."""
     import optree
 
     _require(torch.utils._pytree, "_deregister_pytree_node", "torch 2.13")(cls)

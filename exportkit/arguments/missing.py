@@ -1,4 +1,7 @@
-"""What stands for an input that a call lacks: nothing along an axis that is free, else zeros, else ones; tried, not assumed."""
+"""What stands for an input that a call lacks: nothing along a free axis, else zeros, else ones.
+
+Which of them is right is tried on the recorded calls, not assumed.
+"""
 
 from __future__ import annotations
 

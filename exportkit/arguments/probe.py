@@ -21,7 +21,7 @@ from exportkit.axes.names import name_variables
 from exportkit.axes.table import AxisKey, known
 from exportkit.errors import ExportkitError
 from exportkit.observe import Observation
-from exportkit.trees import flatten, join
+from exportkit.trees import Tree, flatten, join
 
 
 def probe_plan(plan: Plan, table: CallTable, observation: Observation, model: torch.nn.Module, method: str) -> Plan:
@@ -141,12 +141,7 @@ class _Probe:
 
     def _rows_repeat_in(self, index: int, axes: Mapping[str, int]) -> bool:
         recorded = recorded_call(self.observation, index)
-        doubled = {
-            name: tree.with_leaves(
-                {p: torch.cat([t, t], axes[f]) for p, t in tree.tensors().items() if (f := join(name, p)) in axes}
-            )
-            for name, tree in recorded.trees.items()
-        }
+        doubled = {name: _doubled(name, tree, axes) for name, tree in recorded.trees.items()}
         before = self._outputs(recorded)
         after = self._outputs(Arguments(doubled, self.observation))
         if before is None or after is None or before.keys() != after.keys():
@@ -159,6 +154,11 @@ class _Probe:
             return flatten(run_eager(self.model, self.method, arguments)).tensors()
         except Exception:
             return None
+
+
+def _doubled(name: str, tree: Tree, axes: Mapping[str, int]) -> Tree:
+    tensors = {p: (t, axes[full]) for p, t in tree.tensors().items() if (full := join(name, p)) in axes}
+    return tree.with_leaves({path: torch.cat([tensor, tensor], axis) for path, (tensor, axis) in tensors.items()})
 
 
 def _repeats(before: torch.Tensor, after: torch.Tensor) -> bool | None:

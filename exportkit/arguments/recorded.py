@@ -42,15 +42,7 @@ def recorded_dynamic_shapes(
         name: nested_spec(name, tree, lambda path: {axis: namer(path, axis) for axis in axes[path]})
         for name, tree in trees.items()
     }
-    collisions = {observation.signature.var_keyword, observation.signature.var_positional} & _extra_names(
-        trees, observation
-    )
-    if collisions:
-        name = next(iter(collisions))
-        raise InvalidRequestError(
-            f"Keyword argument name collision: {name!r} is given by name and is also the parameter *{name} or **{name}.",
-            hint="rename the keyword argument; dynamic shapes cannot tell the two apart.",
-        )
+    _check_collisions(trees, observation)
     if observation.signature.var_positional is None and not _any_named(observation):
         return _as_tuple(specs, observation)
     return specs
@@ -76,12 +68,10 @@ def recorded_arguments(
             completed[name] = have
             continue
         own = {} if have is None else have.tensors()
-        made = {
-            p: own[p] if p in own else _empty(last[f], axes[f], growing[f])
-            for p in tree.tensors()
-            for f in (join(name, p),)
-        }
-        completed[name] = tree.with_leaves(made)
+        for path in tree.tensors():
+            full = join(name, path)
+            own.setdefault(path, _empty(last[full], axes[full], growing[full]))
+        completed[name] = tree.with_leaves(own)
     return shaped(Arguments(completed, observation), flat, as_args_kwargs)
 
 
@@ -186,15 +176,22 @@ def _as_tuple(specs: Mapping[str, Any], observation: Observation) -> tuple[Any, 
     return tuple(specs.get(name) for name in names[: last + 1])
 
 
-def _extra_names(trees: Mapping[str, Tree], observation: Observation) -> set[str]:
-    catch_all = observation.signature.var_keyword
-    return set(trees[catch_all].build()) if catch_all in trees else set()
+def _check_collisions(trees: Mapping[str, Tree], observation: Observation) -> None:
+    signature = observation.signature
+    catch_all = signature.var_keyword
+    extra = trees[catch_all].build() if catch_all is not None and catch_all in trees else {}
+    for name in (signature.var_keyword, signature.var_positional):
+        if name in extra:
+            raise InvalidRequestError(
+                f"Keyword argument name collision: {name!r} is given by name, and is the name of *{name} or **{name}.",
+                hint="rename the keyword argument; dynamic shapes cannot tell the two apart.",
+            )
 
 
 def _hinted(observation: Observation, hints: BatchHints) -> Callable[[Leaf], bool]:
     """A test whether the user named a leaf's input, by name or position; elements of *args have positions too."""
     if not hints or isinstance(hints, bool):
-        return lambda leaf: bool(hints)
+        return lambda _leaf: bool(hints)
     signature = observation.signature
     known = {leaf for call in observation.calls for leaf in call.tensors()}
     roots: set[str] = set()
@@ -243,7 +240,7 @@ def _batch_axis(leaf: Leaf, batch: tuple[int | None, ...] | None) -> int:
 
 def _namer(observation: Observation, table: CallTable, dim_names: DimNames) -> Callable[[str, int], Any]:
     if not dim_names:
-        return lambda path, axis: torch.export.Dim.DYNAMIC
+        return lambda _path, _axis: torch.export.Dim.DYNAMIC
     if dim_names is True:
         plan = infer_plan(table)
 

@@ -24,7 +24,7 @@ def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], AxisSpec | None]
         tree: Its value.
         spec_of: Gives ``{axis: ...}`` for the full path of a leaf.
     """
-    marked = {}
+    marked: dict[int, AxisSpec | None] = {}
     for path, tensor in tree.tensors().items():
         marked.setdefault(id(tensor), spec_of(join(name, path)))
     return _spec(tree.build(), marked)

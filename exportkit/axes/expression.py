@@ -42,6 +42,7 @@ class Expression:
 
     @property
     def is_static(self) -> bool:
+        """Whether the size never changes."""
         return not self.terms
 
     @property

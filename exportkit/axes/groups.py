@@ -35,7 +35,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Sum:
-    """``whole = first + second + constant``, or ``factor * first`` where there is no second; positions in the groups."""
+    """``whole = factor * first + second + constant``, where there may be no second; positions in the groups."""
 
     whole: int
     first: int
@@ -109,9 +109,8 @@ def _fits(whole: Group, operands: tuple[Group, Group], needed: int) -> bool:
 
 
 def _multiples(groups: Sequence[Group], whole: int, first: int, distinct: int) -> Iterator[Sum]:
-    pairs = {
-        (a, b) for a, b in zip(groups[first].seen, groups[whole].seen, strict=True) if a is not None and b is not None
-    }
+    both = zip(groups[first].seen, groups[whole].seen, strict=True)
+    pairs = {(a, b) for a, b in both if a is not None and b is not None}
     if len(pairs) < (2 if groups[first].grows else distinct):
         return
     offsets = {b - a for a, b in pairs}

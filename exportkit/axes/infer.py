@@ -46,10 +46,8 @@ def guess_batch(plan: Plan, table: CallTable) -> Plan:
     fixed = [leaf for leaf, axis, sizes in table.axes() if axis == 0 and len(known(sizes)) == 1]
     sizes = {next(iter(known(leaf.sizes(0)))) for leaf in fixed}
     leading_outputs = {shape[0] for shapes in table.output_shapes for shape in shapes if shape}
-    varying_lead = any(
-        axis == 0 and leaf.rank > 1 and len(known(s)) > 1 for leaf, axis, s in table.axes() if leaf.growing is not None
-    )
-    if len(sizes) != 1 or not sizes <= leading_outputs or varying_lead or all(leaf.rank < 2 for leaf in fixed):
+    caches_vary = any(leaf.growing is not None and len(known(leaf.sizes(0))) > 1 for leaf in table.leaves)
+    if len(sizes) != 1 or not sizes <= leading_outputs or caches_vary or all(leaf.rank < 2 for leaf in fixed):
         return plan
     size = sizes.pop()
     evidence = f"leading axis of every input and of an output, always {size}; not confirmed by a run"

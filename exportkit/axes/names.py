@@ -1,4 +1,4 @@
-"""Names the variables of a plan with the field's standard terms, from where they stand: no name of a model is needed."""
+"""Names the variables of a plan with the field's standard terms, from where they stand in the inputs."""
 
 from __future__ import annotations
 

@@ -111,11 +111,8 @@ class Plan:
         for variable in self.variables:
             if variable.name == name:
                 return variable
-        raise PlanError(
-            f"The plan has no variable {name!r}.",
-            expected=", ".join(v.name for v in self.variables) or "none",
-            got=name,
-        )
+        names = ", ".join(variable.name for variable in self.variables)
+        raise PlanError(f"The plan has no variable {name!r}.", expected=names or "none", got=name)
 
     def with_role(self, role: Role) -> Variable | None:
         """Returns the first variable of that role, or None."""
@@ -131,9 +128,8 @@ class Plan:
 
     def axes_of(self, name: str) -> tuple[AxisKey, ...]:
         """Returns the axes whose size is exactly the variable ``name``."""
-        return tuple(
-            (leaf.path, i) for leaf in self.leaves for i, size in enumerate(leaf.sizes) if size.variable == name
-        )
+        sizes = ((leaf.path, axis, size) for leaf in self.leaves for axis, size in enumerate(leaf.sizes))
+        return tuple((path, axis) for path, axis, size in sizes if size.variable == name)
 
     def dynamic_axes(self) -> dict[str, tuple[int, ...]]:
         """Returns the axes of each leaf that are not static, by path."""

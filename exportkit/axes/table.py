@@ -31,10 +31,12 @@ class Leaf:
 
     @property
     def rank(self) -> int:
+        """Number of axes."""
         return len(next(shape for shape in self.shapes if shape is not None))
 
     @property
     def is_integer(self) -> bool:
+        """Whether the elements are integers or booleans."""
         return self.dtype == "bool" or "int" in self.dtype
 
     def sizes(self, axis: int) -> Sizes:

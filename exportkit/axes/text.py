@@ -23,10 +23,8 @@ def _shape(leaf: PlannedLeaf) -> str:
 
 
 def _seen(leaf: PlannedLeaf) -> str:
-    shapes = dict.fromkeys(
-        "absent" if shape is None else "x".join(map(str, shape)) or "scalar" for shape in leaf.shapes
-    )
-    return " ".join(shapes)
+    shapes = ["absent" if shape is None else "x".join(map(str, shape)) or "scalar" for shape in leaf.shapes]
+    return " ".join(dict.fromkeys(shapes))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -114,7 +114,7 @@ def export(
     started = time.perf_counter()
     sizes = choose_sizes(plan)
     arguments = build_arguments(plan, observation, sizes)
-    outputs = _eager_outputs(model, method, plan, arguments)
+    outputs = _eager_outputs(model, method, arguments)
     fills = find_fills(plan, observation, model, method)
     seconds["arguments"] = time.perf_counter() - started
     started = time.perf_counter()
@@ -144,7 +144,7 @@ def _plan(model: torch.nn.Module, source: Any, probe: bool) -> tuple[Plan, str]:
     )
 
 
-def _eager_outputs(model: torch.nn.Module, method: str, plan: Plan, arguments: Arguments) -> Any:
+def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments) -> Any:
     try:
         return run_eager(model, method, arguments)
     except Exception as error:
@@ -154,7 +154,7 @@ def _eager_outputs(model: torch.nn.Module, method: str, plan: Plan, arguments: A
             where=shapes,
             expected="sizes like those recorded",
             got=f"{type(error).__name__}: {str(error)[:300]}",
-            hint="observe more calls at other sizes, so that the relation shows; print(observer.plan()) shows what was found.",
+            hint="observe more sizes, so that the relation shows; print(observer.plan()) says what was found.",
         ) from error
 
 

@@ -98,9 +98,8 @@ def _given_tensors(
     accepted = {*signature.plain()} | ({*kwargs} if signature.var_keyword else set())
     unknown = [name for name in kwargs if name not in accepted]
     if unknown:
-        raise ArgumentError(
-            f"The model has no input {unknown[0]!r}.", expected=", ".join(signature.names), got=unknown[0]
-        )
+        names = ", ".join(signature.names)
+        raise ArgumentError(f"The model has no input {unknown[0]!r}.", expected=names, got=unknown[0])
     for name, value in signature.bind(args, kwargs).items():
         tree: Tree = flatten(value)
         for path, leaf in zip(tree.paths, tree.leaves, strict=True):

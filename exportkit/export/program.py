@@ -19,6 +19,7 @@ from exportkit import _torch_compat
 from exportkit.arguments import Arguments, nested_spec
 from exportkit.axes import Plan
 from exportkit.errors import ExportError
+from exportkit.observe import Signature
 from exportkit.observe.recorder import recording_paused
 from exportkit.trees import Tree, flatten, join, register_flattening_functions
 
@@ -97,10 +98,7 @@ def _flat_parameters(arguments: Arguments) -> tuple[dict[str, tuple[str, Tree]],
                 places[parameter] = (name, key)
 
     def rebuild(given: Mapping[str, Any]) -> Any:
-        values = {
-            n: list(v) if n == signature.var_positional else dict(v) if n == signature.var_keyword else v
-            for n, v in fixed.items()
-        }
+        values = {name: _opened(name, value, signature) for name, value in fixed.items()}
         for parameter, value in given.items():
             name, key = places[parameter]
             if key is None:
@@ -110,6 +108,13 @@ def _flat_parameters(arguments: Arguments) -> tuple[dict[str, tuple[str, Tree]],
         return signature.unbind(values)
 
     return flat, rebuild
+
+
+def _opened(name: str, value: Any, signature: Signature) -> Any:
+    """``*args`` and ``**kwargs`` as containers whose elements can be replaced."""
+    if name == signature.var_positional:
+        return list(value)
+    return dict(value) if name == signature.var_keyword else value
 
 
 def _free_name(name: str, key: int | str | None, taken: set[str]) -> str:
@@ -135,9 +140,8 @@ def _output_order(outputs: Any) -> tuple[str, ...]:
     paths: dict[int, list[str]] = {}
     for path, tensor in flatten(outputs).tensors().items():
         paths.setdefault(id(tensor), []).append(path)
-    return tuple(
-        paths[id(leaf)].pop(0) for leaf in _torch_compat.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)
-    )
+    leaves = _torch_compat.tree_leaves(outputs)
+    return tuple(paths[id(leaf)].pop(0) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Calls as they were seen: `Call` is one record of inputs, outputs and latency; `Observation` holds the calls of a method.
+"""Calls as they were seen: a `Call` is one record of inputs, outputs and latency, an `Observation` holds many.
 
 In come the recorder's snapshots; out go frozen values that the later stages read. Nothing here knows what varies.
 """

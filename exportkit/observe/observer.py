@@ -271,14 +271,7 @@ class InputObserver:
         Returns:
             Rows with SUCCESS, abs, rel, error, index, duration_torch, ort_duration, n_inputs, n_none, n_empty.
         """
-        from exportkit.verify import check_recorded_calls
+        from exportkit.verify import Tolerance, check_recorded_calls
 
-        return check_recorded_calls(
-            self.observation,
-            onnx_model,
-            atol,
-            rtol,
-            progress_bar=progress_bar,
-            skip_none=skip_none,
-            include_io=include_io,
-        )
+        tolerance = Tolerance(atol, rtol, skip_none)
+        return check_recorded_calls(self.observation, onnx_model, tolerance, progress_bar, include_io)

@@ -58,6 +58,7 @@ class Recorder:
 
     @property
     def signature(self) -> Signature:
+        """Parameters of the observed method."""
         return self._signature
 
     def allow(self, more_calls: int) -> None:

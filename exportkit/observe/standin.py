@@ -42,6 +42,7 @@ class StandIn:
         return getattr(type(self._model), self._name).__get__(self._model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the original through all listeners."""
         call = self.original()
         for listener in self._listeners:
             call = _through(listener, call)

@@ -1,4 +1,4 @@
-"""The recorded calls under the names that users of ``torch.onnx.InputObserver`` have in their code (``observer.info``)."""
+"""``observer.info``: the recorded calls under the names that users of ``torch.onnx.InputObserver`` know."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ class ObservedInput:
 
     @property
     def flat_list(self) -> list[torch.Tensor]:
+        """The tensors of this call, in signature order."""
         return list(self._call.tensors().values())
 
     @property
     def aligned_flat_list(self) -> list[torch.Tensor | None]:
+        """The tensors that any call had, None where this one lacks it."""
         tensors = self._call.tensors()
         return [tensors.get(path) for path in self._paths]
 
     @property
     def n_aligned_tensors(self) -> int:
+        """How many tensors any call had."""
         return len(self._paths)
 
     def __len__(self) -> int:
@@ -46,11 +49,13 @@ class ObservedInfo:
 
     @property
     def inputs(self) -> list[ObservedInput]:
+        """The inputs of each call."""
         paths = tuple(self._observation.tensor_paths())
         return [ObservedInput(call, paths) for call in self._observation.calls]
 
     @property
     def flat_outputs(self) -> list[list[torch.Tensor | None]]:
+        """The output tensors of each call, None included."""
         kept = (torch.Tensor, type(None))
         return [[leaf for leaf in call.outputs.leaves if isinstance(leaf, kept)] for call in self._observation.calls]
 
@@ -61,4 +66,5 @@ class ObservedInfo:
 
     @property
     def signature_names(self) -> list[str]:
+        """Names of the method's parameters."""
         return list(self._observation.signature.names)

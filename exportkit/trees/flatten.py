@@ -127,10 +127,11 @@ def _open(cls: type) -> None:
     with _lock:
         if cls in _opened:
             return
+        register: Any = optree.register_pytree_node  # its types ask more of a class than it does
         if is_cache_class(cls):
-            optree.register_pytree_node(cls, _flatten_cache, _build_cache, namespace=_NAMESPACE)
+            register(cls, _flatten_cache, _build_cache, namespace=_NAMESPACE)
         else:
-            optree.register_pytree_node(cls, _flatten_registered, _Rebuild(cls), namespace=_NAMESPACE)
+            register(cls, _flatten_registered, _build_registered, namespace=_NAMESPACE)
         _opened.add(cls)
 
 
@@ -158,15 +159,9 @@ def _flatten_registered(value: Any) -> tuple[list[Any], Any, tuple[str | int, ..
     return [child for _, child in pairs], (node, context), tuple(_torch_compat.key_name(key) for key, _ in pairs)
 
 
-@dataclass(frozen=True)
-class _Rebuild:
-    """Builds an object of a class registered with torch, from what `_flatten_registered` kept of it."""
-
-    cls: type
-
-    def __call__(self, kept: Any, children: Sequence[Any]) -> Any:
-        node, context = kept
-        return node.unflatten(list(children), context)
+def _build_registered(kept: Any, children: Sequence[Any]) -> Any:
+    node, context = kept
+    return node.unflatten(list(children), context)
 
 
 def _path(steps: Sequence[Any]) -> str:

@@ -29,7 +29,7 @@ def make_dynamic_cache(key_value_pairs: Sequence[KeyValue], sliding_window: int 
     """
     from transformers import cache_utils
 
-    layers = []
+    layers: list[Any] = []
     for index, (keys, values) in enumerate(_checked(key_value_pairs)):
         if sliding_window is None:
             layer = cache_utils.DynamicLayer()
@@ -62,7 +62,7 @@ def make_static_cache(key_value_pairs: Sequence[KeyValue], max_cache_len: int | 
     """
     from transformers import cache_utils
 
-    layers = []
+    layers: list[Any] = []
     for keys, values in _checked(key_value_pairs):
         length = keys.shape[2]
         layer = cache_utils.StaticLayer(max_cache_len=length if max_cache_len is None else max_cache_len)

@@ -60,9 +60,14 @@ class Method:
     function: Any
 
 
-@functools.lru_cache(maxsize=1024)
 def is_cache_class(cls: type) -> bool:
     """Returns whether ``cls`` is a key-value or state cache: a transformers Cache, or a class named ``...Cache``."""
+    key: Any = cls  # mypy takes type[Any] for unhashable
+    return _is_cache_class(key)
+
+
+@functools.lru_cache(maxsize=1024)  # asked for every leaf of every call
+def _is_cache_class(cls: Any) -> bool:
     if issubclass(cls, torch.nn.Module | torch.Tensor | tuple | list | dict) or cls.__module__.startswith("torch"):
         return False
     return issubclass(cls, _torch_compat.cache_bases()) or cls.__name__.endswith("Cache")
@@ -98,7 +103,7 @@ def take_apart(cache: Any) -> tuple[list[torch.Tensor], list[PathPart], Part]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_opened(cls: type) -> bool:
+def _is_opened(cls: Any) -> bool:
     return issubclass(cls, _torch_compat.cache_bases()) or is_cache_class(cls)
 
 
@@ -133,7 +138,7 @@ def put_together(tensors: Sequence[Any], part: Part) -> Any:
 
 
 def _build_object(part: Part, build: Any) -> Any:
-    value = part.cls.__new__(part.cls)
+    value: Any = object.__new__(part.cls)
     state = {name: build(item) for name, item in part.items}
     for name, item in state.items():
         if isinstance(item, Method):

@@ -52,7 +52,7 @@ def register_flattening_functions(patch_transformers: bool = False) -> Iterator[
 
 
 def known_cache_classes() -> list[type]:
-    """Returns the cache classes of all loaded modules: subclasses of transformers' Cache, and ``...Cache`` classes of models."""
+    """Returns the cache classes that are loaded: those of transformers, and ``...Cache`` classes of its models."""
     found: dict[type, None] = {}
     bases = _torch_compat.cache_bases()
     if bases:
@@ -66,7 +66,7 @@ def known_cache_classes() -> list[type]:
     return list(found)
 
 
-def _with_subclasses(cls: type) -> Iterator[type]:
+def _with_subclasses(cls: Any) -> Iterator[type]:
     yield cls
     for subclass in cls.__subclasses__():
         yield from _with_subclasses(subclass)

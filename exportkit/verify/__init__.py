@@ -2,7 +2,7 @@
 
 from exportkit.verify.compare import Difference, compare_tensors
 from exportkit.verify.prove import verify
-from exportkit.verify.recorded import check_recorded_calls
+from exportkit.verify.recorded import Tolerance, check_recorded_calls
 from exportkit.verify.report import Report, Row
 
-__all__ = ["Difference", "Report", "Row", "check_recorded_calls", "compare_tensors", "verify"]
+__all__ = ["Difference", "Report", "Row", "Tolerance", "check_recorded_calls", "compare_tensors", "verify"]

@@ -1,4 +1,4 @@
-"""Compares what onnxruntime returned with what the model returned: leaf by leaf, padding left out, and says where they differ."""
+"""Compares what onnxruntime returned with what the model returned, leaf by leaf, and says where they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proves an ONNX model: on every recorded call, and on sizes that nobody has run, with the model itself as the truth."""
+"""Proves an ONNX model on every recorded call and on sizes that nobody has run, with the model itself as the truth."""
 
 from __future__ import annotations
 

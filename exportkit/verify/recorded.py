@@ -1,7 +1,7 @@
 """``check_discrepancies``: recorded calls against any ONNX model, also one that exportkit did not make.
 
-Rows have the columns of ``torch.onnx.InputObserver``. Inputs are matched by name where the graph's names are the leaves'
-names, else by order.
+Rows have the columns of ``torch.onnx.InputObserver``. Inputs are matched by
+name where the graph's names are the leaves' names, else by order.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,43 @@ from exportkit.observe import Call, Observation
 from exportkit.verify.compare import find_mask, visible_by_shape
 
 
+@dataclass(frozen=True)
+class Tolerance:
+    """When two outputs count as equal.
+
+    Attributes:
+        atol: Largest absolute difference.
+        rtol: Largest relative difference, ``|a - b| / (|a| + rtol)``.
+        skip_none: Whether an output that is None on the model's side is not compared.
+    """
+
+    atol: float
+    rtol: float
+    skip_none: bool = True
+
+
 def check_recorded_calls(
     observation: Observation,
     onnx_model: Any,
-    atol: float,
-    rtol: float,
+    tolerance: Tolerance,
     progress_bar: bool = False,
-    skip_none: bool = True,
     include_io: bool = False,
 ) -> list[dict[str, Any]]:
-    """Returns one row for each recorded call; the arguments are those of `InputObserver.check_discrepancies`."""
+    """Returns one row for each recorded call, as `InputObserver.check_discrepancies` describes them."""
     observation.require_calls()
     session = _session(onnx_model)
     plan = plan_calls(observation)
     paths = _paths_of_inputs(session, observation)
     rows = []
     for call in _tracked(observation.calls, progress_bar):
-        rows.append(_row(call, session, paths, plan, (atol, rtol), skip_none, include_io))
+        row, feeds, outputs = _best_attempt(call, session, paths, plan, tolerance)
+        own = call.tensors()
+        row["index"], row["duration_torch"], row["n_inputs"] = call.index, call.latency, len(paths)
+        row["n_none"] = sum(path not in own for path in paths.values())
+        row["n_empty"] = sum(tensor.numel() == 0 for tensor in feeds.values())
+        if include_io:
+            row |= {"inputs": feeds, "outputs_torch": _expected(call), "outputs_onnx": outputs}
+        rows.append(row)
     return rows
 
 
@@ -82,98 +103,87 @@ def _torch_name(path: str) -> str:
     return "".join(c if c.isalnum() or c == "_" else "_" for c in path.replace("]", "").replace("[", "_"))
 
 
-def _row(
-    call: Call,
-    session: Session,
-    paths: Mapping[str, str],
-    plan: Plan,
-    tolerance: tuple[float, float],
-    skip_none: bool,
-    include_io: bool,
-) -> dict[str, Any]:
+def _best_attempt(
+    call: Call, session: Session, paths: Mapping[str, str], plan: Plan, tolerance: Tolerance
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Row, feeds and outputs of a call; what stands for a missing input is tried: empty or zeros, then ones."""
     own = call.tensors()
-    complete = {**own, **fill_missing(plan, own, {})}
-    attempts = [complete]
-    if len(complete) > len(own):  # what stands for a missing input is tried: empty or zeros, then ones
-        attempts.append({**own, **fill_missing(plan, own, dict.fromkeys(complete, 1))})
-    results = [
-        _attempt({n: t[p] for n, p in paths.items()}, session, call, tolerance, skip_none, include_io) for t in attempts
-    ]
-    row = next((result for result in results if result["SUCCESS"]), results[0])
-    missing = sum(path not in own for path in paths.values())
-    empty = sum(complete[path].numel() == 0 for path in paths.values())
-    return row | {
-        "index": call.index,
-        "duration_torch": call.latency,
-        "n_inputs": len(paths),
-        "n_none": missing,
-        "n_empty": empty,
-    }
+    attempts = []
+    for value in (0, 1):
+        missing = fill_missing(plan, own, {leaf.path: value for leaf in plan.leaves})
+        complete = {**own, **missing}
+        feeds = {name: complete[path] for name, path in paths.items()}
+        row, outputs = _attempt(feeds, session, call, tolerance)
+        attempts.append((row, feeds, outputs))
+        if row["SUCCESS"] or not any(tensor.numel() for tensor in missing.values()):
+            break
+    return next((attempt for attempt in attempts if attempt[0]["SUCCESS"]), attempts[0])
 
 
 def _attempt(
-    feeds: dict[str, torch.Tensor],
-    session: Session,
-    call: Call,
-    tolerance: tuple[float, float],
-    skip_none: bool,
-    include_io: bool,
-) -> dict[str, Any]:
+    feeds: Mapping[str, torch.Tensor], session: Session, call: Call, tolerance: Tolerance
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
     started = time.perf_counter()
-    outputs: list[torch.Tensor] = []
     try:
         outputs = session.run(feeds)
-        error = ""
-    except ExportkitError as failure:
-        error = str(failure)
+    except ExportkitError as error:
+        return {"SUCCESS": False, "error": str(error), "ort_duration": time.perf_counter() - started}, []
     duration = time.perf_counter() - started
-    expected = [leaf for leaf in call.outputs.leaves if leaf is None or isinstance(leaf, torch.Tensor)]
     mask = find_mask(call.tensors())
-    hidden = None if mask is None else mask[1]
-    row = {"SUCCESS": False, "error": error} if error else _verdict(expected, outputs, tolerance, skip_none, hidden)
-    row["ort_duration"] = duration
-    return row | ({"inputs": feeds, "outputs_torch": expected, "outputs_onnx": outputs} if include_io else {})
+    row = _verdict(_expected(call), outputs, tolerance, None if mask is None else mask[1])
+    return {**row, "ort_duration": duration}, outputs
+
+
+def _expected(call: Call) -> list[torch.Tensor | None]:
+    return [leaf for leaf in call.outputs.leaves if leaf is None or isinstance(leaf, torch.Tensor)]
 
 
 def _verdict(
     expected: Sequence[torch.Tensor | None],
     got: Sequence[torch.Tensor],
-    tolerance: tuple[float, float],
-    skip_none: bool,
+    tolerance: Tolerance,
     mask: torch.Tensor | None,
 ) -> dict[str, Any]:
-    if skip_none and len(expected) != len(got):
+    if tolerance.skip_none and len(expected) != len(got):
         expected = [tensor for tensor in expected if tensor is not None]
     if len(expected) != len(got):
         return {"SUCCESS": False, "error": "not the same number of outputs"}
-    atol, rtol = tolerance
     absolute = relative = 0.0
     for a, b in zip(expected, got, strict=True):
-        if a is None:
-            if not skip_none:
-                return {"SUCCESS": False, "error": "missing output"}
+        if a is None and tolerance.skip_none:
             continue
-        if a.shape != b.shape:
-            return {"SUCCESS": False, "error": f"not the same shape: {tuple(a.shape)} and {tuple(b.shape)}"}
-        if a.dtype != b.dtype:
-            return {"SUCCESS": False, "error": f"not the same type: {a.dtype} and {b.dtype}"}
-        visible = visible_by_shape(mask, tuple(a.shape))
-        if visible is not None:  # what padding computes is arbitrary
-            a, b = torch.where(visible, a, 0), torch.where(visible, b, 0)
-        far, share = _distance(a, b, rtol)
+        error = _mismatch(a, b)
+        if a is None or error:
+            return {"SUCCESS": False, "error": error}
+        far, share = _distance(a, b, tolerance.rtol, visible_by_shape(mask, tuple(a.shape)))
         absolute, relative = max(absolute, far), max(relative, share)
-    return {"SUCCESS": absolute <= atol and relative <= rtol, "error": "", "abs": absolute, "rel": relative}
+    success = absolute <= tolerance.atol and relative <= tolerance.rtol
+    return {"SUCCESS": success, "error": "", "abs": absolute, "rel": relative}
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor, rtol: float) -> tuple[float, float]:
-    """Largest absolute and relative difference; equal values, and NaN on both sides, are 0 apart."""
+def _mismatch(expected: torch.Tensor | None, got: torch.Tensor) -> str:
+    if expected is None:
+        return "missing output"
+    if expected.shape != got.shape:
+        return f"not the same shape: {tuple(expected.shape)} and {tuple(got.shape)}"
+    if expected.dtype != got.dtype:
+        return f"not the same type: {expected.dtype} and {got.dtype}"
+    return ""
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor, rtol: float, visible: torch.Tensor | None) -> tuple[float, float]:
+    """Largest absolute and relative difference; equal values, NaN on both sides, and padding are 0 apart."""
     if a.numel() == 0:
         return 0.0, 0.0
     wide = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.detach().cpu().to(wide), b.detach().cpu().to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
-    far = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=float("inf"))
-    share = torch.where(same, 0.0, far / (a.abs() + rtol)).nan_to_num(nan=float("inf"))
+    if visible is not None:
+        same = same | ~visible.cpu()
+    far = torch.where(same, 0.0, (a - b).abs())
+    far = torch.where(far.isnan(), torch.inf, far)  # NaN or an infinity on one side only
+    share = torch.where(same, 0.0, far / (a.abs() + rtol))
+    share = torch.where(share.isnan(), torch.inf, share)
     return far.max().item(), share.max().item()
 
 

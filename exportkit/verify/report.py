@@ -56,9 +56,8 @@ class Report:
 
     def problems(self) -> tuple[str, ...]:
         """Returns what stands against a proof, a sentence each."""
-        found = [
-            f"{r.kind} call {r.label}: {r.status}, {r.where}" for r in self.rows if r.status in ("differs", "refused")
-        ]
+        wrong = [row for row in self.rows if row.status in ("differs", "refused")]
+        found = [f"{row.kind} call {row.label}: {row.status}, {row.where}" for row in wrong]
         recorded = [row for row in self.rows if row.kind == "recorded"]
         found += [f"recorded call {r.label}: {r.where}" for r in recorded if r.status == "no call"]
         if not recorded:
