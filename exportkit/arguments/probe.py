@@ -6,6 +6,7 @@ equal sizes in all calls are pulled apart, and stay apart where the model accept
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,6 +23,8 @@ from exportkit.axes.table import AxisKey, known
 from exportkit.errors import ExportkitError
 from exportkit.observe import Observation
 from exportkit.trees import Tree, flatten, join
+
+_MOST_CHOICES = 32  # ways to choose the batch axes that are tried, an eager run or two each
 
 
 def probe_plan(plan: Plan, table: CallTable, observation: Observation, model: torch.nn.Module, method: str) -> Plan:
@@ -61,8 +64,8 @@ class _Probe:
         if varying is not None and len(known(varying.seen)) > 1:
             return plan
         for size in self._batch_candidates():
-            axes = self._constant_axes(size)
-            if axes and self._rows_repeat(axes):
+            axes = next((choice for choice in self._constant_axes(size) if self._rows_repeat(choice)), None)
+            if axes is not None:
                 evidence = f"always {size}; with rows repeated, the outputs repeated too"
                 seen = tuple(size for _ in self.observation.calls)
                 plan = _without_guess(plan, self.table)
@@ -122,13 +125,22 @@ class _Probe:
         leading = Counter(next(iter(known(s))) for _, axis, s in self.table.axes() if axis == 0 and len(known(s)) == 1)
         return [size for size, _ in leading.most_common() if size > 0]
 
-    def _constant_axes(self, size: int) -> list[AxisKey]:
-        """The first axis of each leaf that always has that size."""
-        found: dict[str, AxisKey] = {}
+    def _constant_axes(self, size: int) -> Iterator[list[AxisKey]]:
+        """Yields choices of one axis for each leaf that always has that size: the first ones, then others.
+
+        The leaves of one argument take the same choice, as the layers of a cache do.
+        """
+        found: dict[str, dict[str, list[int]]] = {}
         for leaf, axis, sizes in self.table.axes():
             if known(sizes) == {size} and leaf.growing != axis:
-                found.setdefault(leaf.path, (leaf.path, axis))
-        return list(found.values())
+                found.setdefault(leaf.argument, {}).setdefault(leaf.path, []).append(axis)
+        turns = [range(max(len(axes) for axes in leaves.values())) for leaves in found.values()]
+        for turn in itertools.islice(itertools.product(*turns), _MOST_CHOICES if found else 0):
+            yield [
+                (path, axes[min(which, len(axes) - 1)])
+                for which, leaves in zip(turn, found.values(), strict=True)
+                for path, axes in leaves.items()
+            ]
 
     def _rows_repeat(self, axes: list[AxisKey]) -> bool:
         """Returns whether doubling the given axes doubles outputs along one axis, both halves as before.

@@ -15,6 +15,7 @@ from exportkit.axes import Plan, Variable
 from exportkit.errors import ArgumentError
 
 _SEARCH_LIMIT = 20_000
+_SMALLEST_PATCH = 4
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
     """Returns combinations of sizes that were neither recorded nor exported with.
 
     Batch 1 and more than 1; for models with a cache also one token, an empty cache, and several tokens on a filled
-    one; longer and shorter than anything recorded.
+    one; longer and shorter than anything recorded. The model may refuse some of them.
 
     Args:
         plan: The plan.
@@ -77,7 +78,7 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
     return found
 
 
-_LONGER, _LONGEST, _OTHER = "longer", "longest", "other"
+_LONGER, _LONGEST, _OTHER, _SHORTEST = "longer", "longest", "other", "shortest"
 
 
 def _with_cache(plan: Plan) -> list[tuple[str, dict[str, int | str]]]:
@@ -98,6 +99,7 @@ def _without_cache() -> list[tuple[str, dict[str, int | str]]]:
         ("longer", {"batch": _LONGER, "sequence": _LONGER, "past": _LONGER, "other": _LONGER}),
         ("longest", {"batch": 1, "sequence": _LONGEST, "past": _LONGEST, "other": _LONGEST}),
         ("other sizes", {"batch": _OTHER, "sequence": _OTHER, "past": _OTHER, "other": _OTHER}),
+        ("shortest", {"batch": _OTHER, "sequence": _SHORTEST, "past": _SHORTEST, "other": _SHORTEST}),
     ]
 
 
@@ -105,14 +107,16 @@ def _seen(variable: Variable) -> list[int]:
     return sorted({size for size in variable.seen if size})
 
 
-def _step(seen: Sequence[int]) -> int:
-    """Image sizes and the like come in multiples of a patch: new sizes keep the common factor of those seen."""
-    return math.gcd(*seen) if len(seen) > 1 else 1
+def _step(variable: Variable) -> int:
+    """Image sizes and the like come in multiples of a patch: new sizes keep a large common factor of those seen."""
+    seen = _seen(variable)
+    factor = math.gcd(*seen) if len(seen) > 1 and variable.role == "other" else 1
+    return factor if factor >= _SMALLEST_PATCH else 1
 
 
 def _export_sizes(variable: Variable, taken: frozenset[int]) -> Iterator[int]:
     seen = _seen(variable)
-    step = _step(seen)
+    step = _step(variable)
     yield from (size for size in reversed(seen) if size > 1 and size not in taken)
     start = (max(seen, default=2) // step) * step
     for distance in itertools.count(1):
@@ -134,11 +138,11 @@ def _by_cost(options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 
 def _fresh_sizes(variable: Variable, exported: int) -> dict[str, int]:
     seen = _seen(variable)
-    step = _step(seen)
+    step = _step(variable)
     known = {*seen, exported}
     top = max(known)
     longer = top + step if step > 1 else top + 2
     longest = longer + step if step > 1 else longer + 3
-    between = [s for s in range(2 * step if step > 1 else 2, top) if s % step == 0 and s not in known]
+    between = [s for s in range(max(step, 2), top) if s % step == 0 and s not in known]
     other = between[len(between) // 2] if between else top + 1 if step == 1 else longest + step
-    return {_LONGER: longer, _LONGEST: longest, _OTHER: other}
+    return {_LONGER: longer, _LONGEST: longest, _OTHER: other, _SHORTEST: min([*between, other])}

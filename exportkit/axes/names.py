@@ -19,8 +19,8 @@ def name_variables(plan: Plan) -> Plan:
     names: dict[str, str] = {}
     roles: dict[str, Role] = {}
     for variable in plan.variables:
-        name, role = ("batch", "batch") if variable.name == batch else _name_and_role(plan, variable)
         taken = set(names.values())
+        name, role = ("batch", "batch") if variable.name == batch else _name_and_role(plan, variable, taken)
         unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 1000))) if n not in taken)
         names[variable.name], roles[variable.name] = unique, role  # type: ignore[assignment]
     leaves = tuple(replace(leaf, sizes=tuple(size.renamed(names) for size in leaf.sizes)) for leaf in plan.leaves)
@@ -41,7 +41,7 @@ def _batch(plan: Plan) -> str | None:
     return name if max(ranks) > 1 else None
 
 
-def _name_and_role(plan: Plan, variable: Variable) -> tuple[str, Role]:
+def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str, Role]:
     leaves = [(leaf, axis) for path, axis in plan.axes_of(variable.name) for leaf in (plan.by_path[path],)]
     if any(leaf.growing == axis for leaf, axis in leaves):
         crossing = all(".cross_attention_cache." in leaf.path for leaf, axis in leaves if leaf.growing == axis)
@@ -52,18 +52,18 @@ def _name_and_role(plan: Plan, variable: Variable) -> tuple[str, Role]:
         return "sequence", "sequence"
     tokens = [leaf for leaf, axis in leaves if axis == 1 and len(leaf.sizes) == _TOKENS_RANK and _is_integer(leaf)]
     if tokens:
-        return _token_name(tokens[0])
+        return _token_name(tokens[0], taken)
     leaf, axis = leaves[0] if leaves else (plan.leaves[0], 0)
     if _is_image(leaf) and axis >= _IMAGE_RANK - 2:
         return ("height", "width")[axis - 2], "other"
     return f"{_identifier(leaf.path)}_axis_{axis}", "other"
 
 
-def _token_name(leaf: PlannedLeaf) -> tuple[str, Role]:
-    stem = _SUFFIXES.sub("", leaf.argument)
-    if stem in ("input", "attention", "position", "token_type"):
+def _token_name(leaf: PlannedLeaf, taken: set[str]) -> tuple[str, Role]:
+    """The first length of tokens is ``sequence``; further ones are ``decoder_sequence`` and the like."""
+    if "sequence" not in taken:
         return "sequence", "sequence"
-    stem = stem.removesuffix("_input").removesuffix("_attention")
+    stem = _SUFFIXES.sub("", leaf.argument).removesuffix("_input").removesuffix("_attention")
     return f"{_identifier(stem)}_sequence", "sequence"
 
 

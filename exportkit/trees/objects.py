@@ -62,8 +62,7 @@ class Method:
 
 def is_cache_class(cls: type) -> bool:
     """Returns whether ``cls`` is a key-value or state cache: a transformers Cache, or a class named ``...Cache``."""
-    key: Any = cls  # mypy takes type[Any] for unhashable
-    return _is_cache_class(key)
+    return _is_cache_class(cls)
 
 
 @functools.lru_cache(maxsize=1024)  # asked for every leaf of every call
@@ -104,7 +103,7 @@ def take_apart(cache: Any) -> tuple[list[torch.Tensor], list[PathPart], Part]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_opened(cls: Any) -> bool:
-    return issubclass(cls, _torch_compat.cache_bases()) or is_cache_class(cls)
+    return issubclass(cls, _torch_compat.cache_bases()) or _is_cache_class(cls)
 
 
 def _attributes(value: Any, path: str, visit: Any) -> Iterator[tuple[str, Any]]:

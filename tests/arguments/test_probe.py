@@ -1,0 +1,127 @@
+"""The model confirms what the sizes suggest."""
+
+import pytest
+import torch
+
+from exportkit import InputObserver
+
+
+class Elementwise(torch.nn.Module):
+    """Two inputs that have nothing to do with each other."""
+
+    def forward(self, x, y):
+        return x * 2, y + 1
+
+
+class Added(torch.nn.Module):
+    """Two inputs that must have one length."""
+
+    def forward(self, x, y):
+        return x + y
+
+
+class Positions(torch.nn.Module):
+    """Like m-rope: the first axis of the positions is not the batch."""
+
+    def forward(self, ids, positions):
+        return torch.nn.functional.one_hot(ids, 9).float() * positions.sum(0)[..., None]
+
+
+class Vector(torch.nn.Module):
+    """An input without a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Softmaxed(torch.nn.Module):
+    """Rows depend on each other, so no axis is a batch."""
+
+    def forward(self, x):
+        return torch.softmax(x, dim=0)
+
+
+class Counting(torch.nn.Module):
+    """Keeps what a forward in training mode changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.norm(x)
+
+
+def planned(model, *calls, probe=True):
+    observer = InputObserver()
+    with observer(model):
+        for args in calls:
+            model(*args)
+    return observer.plan(probe=probe)
+
+
+def sizes_of(plan):
+    return {leaf.path: tuple(map(str, leaf.sizes)) for leaf in plan.leaves}
+
+
+def test_axes_equal_by_coincidence_are_pulled_apart():
+    calls = [(torch.randn(2, 6), torch.randn(4, 6)), (torch.randn(3, 7), torch.randn(5, 7))]
+    assert len({sizes_of(planned(Elementwise(), *calls))[name][1] for name in "xy"}) == 2
+    assert len({sizes_of(planned(Elementwise(), *calls, probe=False))[name][1] for name in "xy"}) == 1
+
+
+def test_axes_that_the_model_needs_equal_stay_together():
+    calls = [(torch.randn(2, 6), torch.randn(2, 6)), (torch.randn(3, 7), torch.randn(3, 7))]
+    sizes = sizes_of(planned(Added(), *calls))
+    assert sizes["x"] == sizes["y"]
+    assert sizes["x"][0] == "batch"
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_a_batch_that_never_varied_is_found_where_it_is(batch):
+    positions = [(torch.randint(9, (batch, n)), torch.ones(4, batch, n)) for n in (5, 3)]
+    assert sizes_of(planned(Positions(), *positions)) == {
+        "ids": ("batch", "sequence"),
+        "positions": ("4", "batch", "sequence"),
+    }
+
+
+def test_one_call_is_enough_to_find_the_batch():
+    assert sizes_of(planned(Vector(), (torch.randn(1, 6),))) == {"x": ("batch", "6")}
+
+
+def test_an_axis_that_the_model_fixes_is_no_batch():
+    plan = planned(Vector(), (torch.randn(6),))
+    assert sizes_of(plan) == {"x": ("6",)}
+    assert any("batch stays static" in finding.text for finding in plan.findings)
+
+
+def test_rows_that_depend_on_each_other_are_no_batch():
+    assert sizes_of(planned(Softmaxed(), (torch.randn(3, 6),))) == {"x": ("3", "6")}
+
+
+def test_probing_leaves_buffers_and_random_state_as_they_were():
+    model = Counting().train()
+    observer = InputObserver()
+    with observer(model):
+        model(torch.randn(3, 4))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    observer.plan()
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+    assert observer.num_obs() == 1
+
+
+def test_probing_while_observing_records_nothing():
+    model, observer = Added(), InputObserver()
+    with observer(model):
+        model(torch.randn(2, 6), torch.randn(2, 6))
+        observer.plan()
+    assert observer.num_obs() == 1
