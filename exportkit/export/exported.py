@@ -114,14 +114,14 @@ def export(
     started = time.perf_counter()
     sizes = choose_sizes(plan)
     arguments = build_arguments(plan, observation, sizes)
-    outputs = _eager_outputs(model, method, arguments)
+    outputs = flatten(_eager_outputs(model, method, arguments))
     fills = find_fills(plan, observation, model, method)
     seconds["arguments"] = time.perf_counter() - started
     started = time.perf_counter()
     captured = capture(model, method, plan, arguments, outputs)
     seconds["export"] = time.perf_counter() - started
-    plan = plan.with_findings(_fill_findings(fills))
-    return Exported(captured, plan, sizes, fills, flatten(outputs), model, method, seconds)
+    plan = plan.with_findings([*_fill_findings(fills), *_mode_findings(model)])
+    return Exported(captured, plan, sizes, fills, outputs, model, method, seconds)
 
 
 def _plan(model: torch.nn.Module, source: Any, probe: bool) -> tuple[Plan, str]:
@@ -156,6 +156,13 @@ def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments) ->
             got=f"{type(error).__name__}: {str(error)[:300]}",
             hint="observe more sizes, so that the relation shows; print(observer.plan()) says what was found.",
         ) from error
+
+
+def _mode_findings(model: torch.nn.Module) -> list[Finding]:
+    if not model.training:
+        return []
+    text = "the model is in training mode, where dropout and batch statistics differ from call to call; model.eval() first."
+    return [Finding("training mode", "", text)]
 
 
 def _fill_findings(fills: Fills) -> list[Finding]:

@@ -1,7 +1,6 @@
 """Captures the model as one ExportedProgram whose inputs are the tensors of the plan, and nothing else.
 
-While torch traces, ``forward`` has a flat explicit signature: ``*args`` and ``**kwargs`` with tensors cannot be
-exported, and Python constants need not be inputs. Everything is put back afterwards.
+While torch traces, ``forward`` is a function with a flat explicit signature; everything is put back afterwards.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from exportkit import _torch_compat
 from exportkit.arguments import Arguments, nested_spec
 from exportkit.axes import Plan
 from exportkit.errors import ExportError
-from exportkit.observe import Signature
+from exportkit.export.flat import FlatSignature
 from exportkit.observe.recorder import recording_paused
 from exportkit.trees import Tree, flatten, join, register_flattening_functions
 
@@ -41,8 +40,10 @@ class Captured:
     output_paths: tuple[str, ...]
 
 
-def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Arguments, outputs: Any) -> Captured:
+def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Arguments, outputs: Tree) -> Captured:
     """Returns the program that torch.export traces for the arguments, with the plan's variables as dynamic axes.
+
+    The program returns what the model returns; if there are Python constants among that, a tuple of its tensors.
 
     Args:
         model: The model.
@@ -54,85 +55,56 @@ def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Argument
     Raises:
         ExportError: if torch cannot trace the model.
     """
-    dynamic = plan.dynamic_axes()
-    spec_of = lambda path: dict.fromkeys(dynamic[path], torch.export.Dim.DYNAMIC)  # noqa: E731
-    flat, rebuild = _flat_parameters(arguments)
-    kwargs = {name: tree.map(_clone).build() for name, (_, tree) in flat.items()}
-    with register_flattening_functions():
-        specs = {name: nested_spec(path, tree, spec_of) for name, (path, tree) in flat.items()}
+    flat = FlatSignature.of(arguments)
+    kwargs = {name: parameter.tree.map(_clone).build() for name, parameter in flat.parameters.items()}
+    tensors_only = any(leaf is not None for leaf in outputs.constants().values())
+    call = getattr(model, method)
+
+    def forward(**given: Any) -> Any:
+        inputs = {id(tensor) for value in given.values() for tensor in flatten(value).tensors().values()}
+        args, named = flat.call(given)
+        return _returned(call(*args, **named), inputs, tensors_only)
+
+    with (
+        register_flattening_functions(),
+        _forward_replaced(model, forward, flat.parameters),
+        _quiet(),
+        recording_paused(),
+        torch.no_grad(),
+    ):
+        specs = _specs(flat, plan)
         order = _input_order(flat, kwargs)
-        call = getattr(model, method)
-
-        def forward(**given: Any) -> Any:
-            args, named = rebuild(given)
-            return call(*args, **named)
-
-        with _forward_replaced(model, forward, list(flat)), _quiet(), recording_paused(), torch.no_grad():
-            try:
-                program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs)
-            except Exception as error:
-                raise _export_error(error, plan) from error
-        return Captured(program, order, _output_order(outputs))
+        try:
+            program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs)
+        except Exception as error:
+            raise _export_error(error, plan) from error
+        return Captured(program, order, tuple(outputs.tensors()) if tensors_only else _output_order(outputs.build()))
 
 
-def _flat_parameters(arguments: Arguments) -> tuple[dict[str, tuple[str, Tree]], Callable[[Mapping[str, Any]], Any]]:
-    """One parameter for each argument that holds tensors, elements of ``*args`` and ``**kwargs`` one by one.
-
-    Returns them as name -> (path, tree), with the function that makes ``args, kwargs`` of their values.
-    """
-    signature = arguments.observation.signature
-    flat: dict[str, tuple[str, Tree]] = {}
-    places: dict[str, tuple[str, Any]] = {}
-    fixed: dict[str, Any] = {}
-    for name, tree in arguments.trees.items():
-        parts = {None: tree}
-        if name == signature.var_positional:
-            parts = {i: flatten(value) for i, value in enumerate(tree.build())}
-        elif name == signature.var_keyword:
-            parts = {key: flatten(value) for key, value in tree.build().items()}
-        fixed[name] = tree.build()
-        for key, part in parts.items():
-            if part.tensors():
-                parameter = _free_name(name, key, set(flat) | set(arguments.trees) - {name})
-                flat[parameter] = (_part_path(name, key), part)
-                places[parameter] = (name, key)
-
-    def rebuild(given: Mapping[str, Any]) -> Any:
-        values = {name: _opened(name, value, signature) for name, value in fixed.items()}
-        for parameter, value in given.items():
-            name, key = places[parameter]
-            if key is None:
-                values[name] = value
-            else:
-                values[name][key] = value
-        return signature.unbind(values)
-
-    return flat, rebuild
+def _returned(result: Any, inputs: set[int], tensors_only: bool) -> Any:
+    """What the traced function returns: inputs that come back are copied, as a graph's input cannot be its output."""
+    tree = flatten(result)
+    if any(id(leaf) in inputs for leaf in tree.leaves):
+        tree = tree.map(lambda leaf: leaf.clone() if id(leaf) in inputs else leaf)
+        result = tree.build()
+    return tuple(tree.tensors().values()) if tensors_only else result
 
 
-def _opened(name: str, value: Any, signature: Signature) -> Any:
-    """``*args`` and ``**kwargs`` as containers whose elements can be replaced."""
-    if name == signature.var_positional:
-        return list(value)
-    return dict(value) if name == signature.var_keyword else value
+def _specs(flat: FlatSignature, plan: Plan) -> dict[str, Any]:
+    dynamic = plan.dynamic_axes()
+
+    def spec_of(path: str) -> dict[int, Any]:
+        return dict.fromkeys(dynamic[path], torch.export.Dim.DYNAMIC)
+
+    return {name: nested_spec(part.path, part.tree, spec_of) for name, part in flat.parameters.items()}
 
 
-def _free_name(name: str, key: int | str | None, taken: set[str]) -> str:
-    wanted = name if key is None else key if isinstance(key, str) else f"{name}_{key}"
-    return wanted if wanted not in taken and wanted.isidentifier() else f"{name}_{key}"
-
-
-def _part_path(name: str, key: int | str | None) -> str:
-    return name if key is None else f"{name}[{key}]" if isinstance(key, int) else f"{name}.{key}"
-
-
-def _input_order(flat: Mapping[str, tuple[str, Tree]], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+def _input_order(flat: FlatSignature, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Paths of the tensors in the order in which torch flattens the arguments, whoever registered their classes."""
     paths = {}
     for name, value in kwargs.items():
-        root = flat[name][0]
         for path, tensor in flatten(value).tensors().items():
-            paths[id(tensor)] = join(root, path)
+            paths[id(tensor)] = join(flat.parameters[name].path, path)
     return tuple(paths[id(leaf)] for leaf in _torch_compat.tree_leaves(dict(kwargs)) if isinstance(leaf, torch.Tensor))
 
 
@@ -145,7 +117,7 @@ def _output_order(outputs: Any) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _forward_replaced(model: torch.nn.Module, forward: Callable[..., Any], parameters: list[str]) -> Iterator[None]:
+def _forward_replaced(model: torch.nn.Module, forward: Callable[..., Any], parameters: Iterable[str]) -> Iterator[None]:
     """Gives the model another ``forward`` with explicit parameters, and takes it away again."""
     kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in parameters]
     forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+_SHOWN_PROBLEMS = 3
+
 Status = Literal["proven", "differs", "refused", "no call"]
 
 
@@ -74,8 +76,16 @@ class Report:
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
         lines += [f"note: {text}" for text in self.findings]
-        lines.append("proven" if self.ok else "NOT PROVEN: " + "; ".join(self.problems()))
+        lines.append(self.verdict())
         return "\n".join(lines)
+
+    def verdict(self) -> str:
+        """Returns ``proven``, or ``NOT PROVEN`` and the first reasons."""
+        problems = self.problems()
+        if not problems:
+            return "proven"
+        more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+        return "NOT PROVEN: " + "; ".join(problems[:_SHOWN_PROBLEMS]) + more
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str]:

@@ -332,3 +332,39 @@ def test_libraries_stay_quiet(tmp_path, capfd):
         exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
+
+
+class Returns(torch.nn.Module):
+    """Returns its input, the same tensor twice, constants, and nothing."""
+
+    def forward(self, x):
+        doubled = x * 2
+        return {"same": x, "twice": (doubled, doubled), "count": 3, "nothing": None}
+
+
+def test_inputs_repeated_tensors_and_constants_are_returned_as_they_are(tmp_path):
+    model = Returns()
+    observer = observe(model, ((torch.randn(2, 3),), {}), ((torch.randn(4, 3),), {}))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(onnx_model(x), model(x))
+    assert onnx_model.verify().ok
+
+
+def test_inputs_that_the_model_changes_are_left_alone_by_the_graph(tmp_path):
+    class InPlace(torch.nn.Module):
+        def forward(self, x):
+            return x.add_(1) * 2
+
+    model = InPlace()
+    observer = observe(model, ((torch.zeros(2, 3),), {}), ((torch.zeros(4, 3),), {}))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    x = torch.zeros(5, 3)
+    assert onnx_model(x).unique().tolist() == [2.0]
+    assert not bool(x.any())
+
+
+def test_training_mode_is_a_finding():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout()).train()
+    exported = exportkit.export(model, observe(model, ((torch.ones(3, 4),), {})))
+    assert any("training mode" in finding.text for finding in exported.plan.findings)
