@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from exportkit.arguments.build import merged_trees
+from exportkit.arguments.shapes import nested_spec
 from exportkit.axes import CallTable, Constant, Leaf, Plan, infer_plan
 from exportkit.observe import Observation
 from exportkit.trees import join
@@ -57,7 +58,7 @@ def plan_calls(observation: Observation, model: torch.nn.Module | None = None, m
     plan = infer_plan(table, constants_of(observation))
     if model is not None:
         plan = probe_plan(plan, table, observation, model, method)
-    return replace(plan, calls=observation)
+    return replace(plan, calls=observation, structure=structure_of(observation))
 
 
 def constants_of(observation: Observation) -> tuple[Constant, ...]:
@@ -67,6 +68,11 @@ def constants_of(observation: Observation) -> tuple[Constant, ...]:
         for name, tree in merged_trees(observation).items()
         for path, value in tree.constants().items()
     )
+
+
+def structure_of(observation: Observation) -> dict[str, Any]:
+    """Returns how the leaves are nested in each argument, in the form of torch's dynamic shapes, as plain data."""
+    return {name: nested_spec(name, tree, lambda path: path) for name, tree in merged_trees(observation).items()}
 
 
 def _dtype(tensor: Any) -> str:

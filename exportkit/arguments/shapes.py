@@ -10,10 +10,8 @@ import torch
 from exportkit import _torch_compat
 from exportkit.trees import Tree, flatten, join
 
-AxisSpec = dict[int, Any]
 
-
-def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], AxisSpec | None]) -> Any:
+def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], Any]) -> Any:
     """Returns the dynamic shapes of one argument, nested as ``torch.export`` expects them.
 
     Tensors become ``{axis: ...}``, constants None; lists, tuples and dicts stay what they are; an object of a class
@@ -22,15 +20,15 @@ def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], AxisSpec | None]
     Args:
         name: The parameter.
         tree: Its value.
-        spec_of: Gives ``{axis: ...}`` for the full path of a leaf.
+        spec_of: Gives what stands for a leaf, such as ``{axis: ...}``, by its full path.
     """
-    marked: dict[int, AxisSpec | None] = {}
+    marked: dict[int, Any] = {}
     for path, tensor in tree.tensors().items():
         marked.setdefault(id(tensor), spec_of(join(name, path)))
     return _spec(tree.build(), marked)
 
 
-def _spec(value: Any, marked: Mapping[int, AxisSpec | None]) -> Any:
+def _spec(value: Any, marked: Mapping[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return marked[id(value)]
     if type(value) in (list, tuple):

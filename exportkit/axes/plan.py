@@ -88,6 +88,8 @@ class Plan:
         variables: The sizes that callers choose.
         constants: Inputs that are no tensors.
         findings: What a person should know.
+        structure: How the leaves are nested in each argument: lists, tuples and dicts with the path of a leaf, or None
+            for a constant, in the form that torch's dynamic shapes have. A cache is the list of its leaves.
         calls: The recorded calls that the plan was made from, for the stages that need their values.
     """
 
@@ -95,6 +97,7 @@ class Plan:
     variables: tuple[Variable, ...]
     constants: tuple[Constant, ...] = ()
     findings: tuple[Finding, ...] = ()
+    structure: Mapping[str, Any] = field(default_factory=dict)
     calls: Any = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -152,6 +155,21 @@ class Plan:
     def with_findings(self, findings: Collection[Finding]) -> Plan:
         """Returns the plan with findings added."""
         return replace(self, findings=(*self.findings, *findings))
+
+    def source(self) -> str:
+        """Returns Python code to paste: dynamic shapes for torch.export, and with names for torch.onnx.
+
+        Example:
+            >>> import torch, exportkit
+            >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+            >>> with observer(model):
+            ...     _ = model(torch.ones(3, 4))
+            >>> "'input': {0: DYNAMIC}" in observer.plan().source()
+            True
+        """
+        from exportkit.axes.source import plan_source
+
+        return plan_source(self)
 
     def __str__(self) -> str:
         from exportkit.axes.text import plan_table

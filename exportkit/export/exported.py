@@ -161,7 +161,7 @@ def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments) ->
 def _mode_findings(model: torch.nn.Module) -> list[Finding]:
     if not model.training:
         return []
-    text = "the model is in training mode, where dropout and batch statistics differ from call to call; model.eval() first."
+    text = "the model is in training mode: dropout and batch statistics differ from call to call; model.eval() first."
     return [Finding("training mode", "", text)]
 
 
