@@ -1,7 +1,11 @@
 """Sphinx configuration: `make docs` builds the pages in docs/_build/html."""
 
+import logging
 import os
 from importlib.metadata import version as installed_version
+
+# Importing the theme turns on logging at level INFO; what the ONNX optimizer logs about each pass is left out.
+logging.getLogger("onnx_ir").setLevel(logging.WARNING)
 
 # The gallery examples run during the build and load nothing from the Hugging Face hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,6 +30,8 @@ html_title = f"exportkit {release}"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes of dataclasses are listed once
+autodoc_typehints_format = "short"
 
 sphinx_gallery_conf = {
     "examples_dirs": "../gallery",

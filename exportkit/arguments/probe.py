@@ -19,7 +19,7 @@ from exportkit.arguments.eager import run_eager
 from exportkit.arguments.sizes import choose_sizes
 from exportkit.axes import CallTable, Expression, Finding, Leaf, Plan, Variable, infer_plan
 from exportkit.axes.names import name_variables
-from exportkit.axes.table import AxisKey, known
+from exportkit.axes.table import AxisKey, Sizes, known
 from exportkit.errors import ExportkitError
 from exportkit.observe import Observation
 from exportkit.trees import Tree, flatten, join
@@ -74,15 +74,25 @@ class _Probe:
         return name_variables(_without_guess(plan, self.table)).with_findings([Finding("batch", "", text)])
 
     def add_relations(self, plan: Plan) -> Plan:
-        """Returns a plan with weaker relations (seen twice only), if the model accepts that one and not this one."""
+        """Returns a plan with relations of weaker evidence, if the model accepts that one and not this one."""
         bolder = infer_plan(self.table, plan.constants, distinct_for_a_sum=2)
         batch = plan.with_role("batch")
         if batch is not None and len(known(batch.seen)) == 1:
             bolder = _without_guess(bolder, self.table).with_variable(batch, plan.axes_of(batch.name))
-        if self.runs(bolder):
-            return bolder
+        for candidate in (self._tied(plan), bolder, self._tied(bolder)):
+            if self.runs(candidate):
+                return candidate
         text = "the model refuses sizes other than those recorded; the relation between its inputs was not found."
         return plan.with_findings([Finding("sizes", "", text)])
+
+    def _tied(self, plan: Plan) -> Plan:
+        """The plan in which inputs given in few calls take the variables that had their sizes in those calls."""
+        found = {}
+        for leaf, axis, sizes in self.table.axes():
+            if None in leaf.shapes and plan.by_path[leaf.path].sizes[axis].is_static:
+                same = [v for v in plan.variables if _agrees(v, sizes)]
+                found |= {(leaf.path, axis): Expression.of(same[0].name)} if same else {}
+        return plan.with_sizes(found)
 
     def pull_apart(self, plan: Plan) -> Plan:
         """Returns the plan with axes of different inputs separated, where the model accepts different sizes."""
@@ -181,6 +191,10 @@ def _repeats(before: torch.Tensor, after: torch.Tensor) -> bool | None:
     if before.ndim != after.ndim or len(longer) != 1 or after.shape[longer[0]] != 2 * before.shape[longer[0]]:
         return None
     return True if all(close(before, half) for half in after.chunk(2, dim=longer[0])) else None
+
+
+def _agrees(variable: Variable, sizes: Sizes) -> bool:
+    return all(size is None or size == other for size, other in zip(sizes, variable.seen, strict=True))
 
 
 def _twins(a: Leaf, b: Leaf) -> bool:

@@ -74,7 +74,8 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
             pick = picks.get(variable.role, picks["other"])
             sizes[variable.name] = pick if isinstance(pick, int) else fresh[variable.name][pick]
         text = label if batch is None else f"{label}, batch {sizes[batch.name]}"
-        found.append(UnseenSizes(text, sizes))
+        if all(sizes != earlier.sizes for earlier in found):
+            found.append(UnseenSizes(text, sizes))
     return found
 
 

@@ -12,7 +12,8 @@ def plan_table(plan: Plan) -> str:
     rows = [("input", "type", "shape", "seen")]
     rows += [(leaf.path, leaf.dtype, _shape(leaf), _seen(leaf)) for leaf in plan.leaves]
     lines = _aligned(rows)
-    lines += ["", *_aligned([("variable", "evidence"), *((v.name, v.evidence) for v in plan.variables)])]
+    if plan.variables:
+        lines += ["", *_aligned([("variable", "evidence"), *((v.name, v.evidence) for v in plan.variables)])]
     if plan.findings:
         lines += ["", *(f"note: {finding.text}" for finding in plan.findings)]
     return "\n".join(lines)

@@ -45,7 +45,7 @@ class InputObserver:
         >>> observer.num_obs()
         2
         >>> observer.infer_dynamic_shapes()
-        ({0: <_DimHint.DYNAMIC...>}, {})
+        ({0: DimHint(DYNAMIC)}, {})
     """
 
     def __init__(self, value_if_missing: Mapping[str | int, Any] | None = None) -> None:

@@ -101,14 +101,17 @@ class Recorder:
         return result
 
     def _take_place(self) -> int | None:
-        if getattr(_paused, "on", False) or _torch_compat.is_tracing():
+        if self._is_full() or getattr(_paused, "on", False) or _torch_compat.is_tracing():
             return None
         with self._lock:
-            if len(self._calls) + self._running >= self._limit:
+            if self._is_full():
                 return None
             self._running += 1
             self._next_index += 1
             return self._next_index - 1
+
+    def _is_full(self) -> bool:
+        return len(self._calls) + self._running >= self._limit
 
     def _begin(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun:
         bound = self._signature.bind(args, kwargs)

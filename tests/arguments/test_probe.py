@@ -125,3 +125,18 @@ def test_probing_while_observing_records_nothing():
         model(torch.randn(2, 6), torch.randn(2, 6))
         observer.plan()
     assert observer.num_obs() == 1
+
+
+class Masked(torch.nn.Module):
+    """A mask that only some calls have."""
+
+    def forward(self, x, mask=None):
+        return x if mask is None else x * mask[..., None]
+
+
+def test_an_input_seen_once_takes_the_sizes_that_the_others_had_then():
+    model, observer = Masked(), InputObserver()
+    with observer(model):
+        model(torch.randn(1, 5, 8), torch.ones(1, 5))
+        model(torch.randn(1, 7, 8))
+    assert sizes_of(observer.plan()) == {"x": ("batch", "x_axis_1", "8"), "mask": ("batch", "x_axis_1")}

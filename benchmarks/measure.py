@@ -1,0 +1,94 @@
+"""Measuring tools shared by the benchmarks: interleaved CPU times, peak memory, and what they were measured on."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+PACKAGES = ("exportkit", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "optree")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """CPU time of one call in microseconds: median and quartiles over the repetitions."""
+
+    median: float
+    low: float
+    high: float
+
+
+def interleaved(blocks: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 5) -> dict[str, Timing]:
+    """Runs the blocks in turn, again and again, and returns the CPU time of each.
+
+    Neighbours in time see the same machine, so their ratio is steadier than either figure. The garbage collector runs
+    between the rounds only.
+
+    Args:
+        blocks: Functions by name; each returns the CPU seconds that one call took in it.
+        rounds: How often each block runs.
+        warm_up: Rounds before those that count.
+    """
+    for _ in range(warm_up):
+        for block in blocks.values():
+            block()
+    samples: dict[str, list[float]] = {name: [] for name in blocks}
+    with collector_off():
+        for _ in range(rounds):
+            gc.collect()
+            for name, block in blocks.items():
+                samples[name].append(1e6 * block())
+    return {name: _timing(values) for name, values in samples.items()}
+
+
+def cpu_seconds(step: Callable[[], object], calls: int) -> float:
+    """Returns the CPU time of one call of ``step``, from that of ``calls`` of them in a row."""
+    started = time.thread_time()
+    for _ in range(calls):
+        step()
+    return (time.thread_time() - started) / calls
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Keeps the garbage collector from running by itself, and from looking at what exists already."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def peak_mib() -> float:
+    """Returns the largest memory that this process ever had resident, in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes there, KiB elsewhere
+
+
+def environment() -> dict[str, object]:
+    """Returns versions, platform and date, without which figures mean nothing."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+
+
+def _timing(samples: list[float]) -> Timing:
+    low, median, high = statistics.quantiles(samples, n=4)
+    return Timing(*(round(value, 3) for value in (median, low, high)))
