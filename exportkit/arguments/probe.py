@@ -75,7 +75,7 @@ class _Probe:
 
     def add_relations(self, plan: Plan) -> Plan:
         """Returns a plan with relations of weaker evidence, if the model accepts that one and not this one."""
-        bolder = infer_plan(self.table, plan.constants, distinct_for_a_sum=2)
+        bolder = infer_plan(self.table, plan.constants, distinct=2)
         batch = plan.with_role("batch")
         if batch is not None and len(known(batch.seen)) == 1:
             bolder = _without_guess(bolder, self.table).with_variable(batch, plan.axes_of(batch.name))
@@ -95,8 +95,20 @@ class _Probe:
         return plan.with_sizes(found)
 
     def pull_apart(self, plan: Plan) -> Plan:
-        """Returns the plan with axes of different inputs separated, where the model accepts different sizes."""
+        """Returns the plan with axes of different inputs separated, where the model accepts different sizes.
+
+        Relations that the model does not need are given up too, but for those of a cache's length.
+        """
+        for number, size in enumerate(_doubtful(plan)):
+            axes = [(leaf.path, i) for leaf in plan.leaves for i, other in enumerate(leaf.sizes) if other == size]
+            name, seen = f"unrelated_{number}", self.table.sizes_of(axes[0])
+            evidence = f"sizes {', '.join(map(str, seen))}; accepted apart from {size}"
+            separate = plan.with_variable(Variable(name, "other", seen, evidence), axes)
+            if all(self._accepts_apart(separate, other, name) for other in size.variables()):
+                plan = separate
         for variable in plan.variables:
+            if variable.role == "batch" and len(known(variable.seen)) == 1:
+                continue  # confirmed by repeated rows: inputs that some calls ignore belong to it all the same
             for number, unit in enumerate(self._units(plan, variable)):
                 name = f"{variable.name}_part_{number}"
                 evidence = f"{variable.evidence}; accepted apart from {variable.name}"
@@ -191,6 +203,13 @@ def _repeats(before: torch.Tensor, after: torch.Tensor) -> bool | None:
     if before.ndim != after.ndim or len(longer) != 1 or after.shape[longer[0]] != 2 * before.shape[longer[0]]:
         return None
     return True if all(close(before, half) for half in after.chunk(2, dim=longer[0])) else None
+
+
+def _doubtful(plan: Plan) -> list[Expression]:
+    """Expressions that may fit by accident: those without a cache's length in them."""
+    past = {variable.name for variable in plan.variables if variable.role == "past"}
+    sizes = dict.fromkeys(size for leaf in plan.leaves for size in leaf.sizes)
+    return [size for size in sizes if not size.is_static and size.variable is None and not size.variables() & past]
 
 
 def _agrees(variable: Variable, sizes: Sizes) -> bool:

@@ -1,18 +1,24 @@
-"""Sizes as integer expressions over variables: ``3``, ``batch``, ``past_sequence + sequence``, ``4*images + 1``."""
+"""Sizes as integer expressions: ``3``, ``batch``, ``past + seq``, ``length//320 + 1``, ``min(past, 5)``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from exportkit.errors import PlanError
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A constant plus a sum of variables with integer coefficients.
+    """``min((sum of terms + shift) // divisor + constant, cap)``; most sizes need only the terms or the constant.
 
     Attributes:
         terms: Pairs of a variable and its coefficient, in a fixed order.
-        constant: What is added to them; the whole size, when there are no terms.
+        constant: What is added; the whole size, when there are no terms.
+        divisor: Divides the sum, rounded down.
+        shift: Is added before the division, below the divisor.
+        cap: The largest value, such as what a sliding window stores.
 
     Example:
         >>> total = Expression.of("past") + Expression.of("seq")
@@ -22,6 +28,9 @@ class Expression:
 
     terms: tuple[tuple[str, int], ...] = ()
     constant: int = 0
+    divisor: int = 1
+    shift: int = 0
+    cap: int | None = None
 
     @classmethod
     def of(cls, size: int | str) -> Expression:
@@ -29,6 +38,8 @@ class Expression:
         return cls(((size, 1),)) if isinstance(size, str) else cls((), size)
 
     def __add__(self, other: Expression) -> Expression:
+        if not (self.is_linear and other.is_linear):
+            raise PlanError("Only sums of variables and constants can be added.", got=f"{self} and {other}")
         sums = dict(self.terms)
         for name, factor in other.terms:
             sums[name] = sums.get(name, 0) + factor
@@ -36,9 +47,12 @@ class Expression:
 
     def __str__(self) -> str:
         parts = [name if factor == 1 else f"{factor}*{name}" for name, factor in self.terms]
+        if self.divisor != 1:
+            parts += [str(self.shift)] if self.shift else []
+            parts = [f"{_sum(parts)}//{self.divisor}" if len(parts) == 1 else f"({_sum(parts)})//{self.divisor}"]
         if self.constant or not parts:
             parts.append(str(self.constant))
-        return " + ".join(parts).replace("+ -", "- ")
+        return _sum(parts) if self.cap is None else f"min({_sum(parts)}, {self.cap})"
 
     @property
     def is_static(self) -> bool:
@@ -46,9 +60,15 @@ class Expression:
         return not self.terms
 
     @property
+    def is_linear(self) -> bool:
+        """Whether the size is a sum, without division and cap."""
+        return self.divisor == 1 and self.cap is None
+
+    @property
     def variable(self) -> str | None:
         """The variable's name, if the expression is nothing but one variable."""
-        return self.terms[0][0] if len(self.terms) == 1 and self.terms[0][1] == 1 and not self.constant else None
+        alone = len(self.terms) == 1 and self.terms[0][1] == 1 and not self.constant and self.is_linear
+        return self.terms[0][0] if alone else None
 
     def variables(self) -> frozenset[str]:
         """Returns the names of the variables in it."""
@@ -56,8 +76,30 @@ class Expression:
 
     def evaluate(self, sizes: Mapping[str, int]) -> int:
         """Returns the size, given those of the variables."""
-        return self.constant + sum(factor * sizes[name] for name, factor in self.terms)
+        total = sum(factor * sizes[name] for name, factor in self.terms)
+        value = (total + self.shift) // self.divisor + self.constant
+        return value if self.cap is None else min(value, self.cap)
+
+    def uncapped(self) -> Expression:
+        """Returns the expression without its cap."""
+        return replace(self, cap=None)
 
     def renamed(self, names: Mapping[str, str]) -> Expression:
         """Returns the expression with its variables renamed."""
-        return Expression(tuple((names.get(name, name), factor) for name, factor in self.terms), self.constant)
+        return replace(self, terms=tuple((names.get(name, name), factor) for name, factor in self.terms))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the expression as JSON data, without what has its default value."""
+        data = {"terms": [list(term) for term in self.terms]} if self.terms else {}
+        fields = {"constant": 0, "divisor": 1, "shift": 0, "cap": None}
+        return data | {name: getattr(self, name) for name, usual in fields.items() if getattr(self, name) != usual}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Expression:
+        """Returns the expression that `to_json` wrote."""
+        fields = {name: value for name, value in data.items() if name != "terms"}
+        return cls(terms=tuple((name, factor) for name, factor in data.get("terms", ())), **fields)
+
+
+def _sum(parts: list[str]) -> str:
+    return " + ".join(parts).replace("+ -", "- ")

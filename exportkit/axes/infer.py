@@ -5,33 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from exportkit.axes.expression import Expression
-from exportkit.axes.groups import DISTINCT_FOR_A_SUM, Group, Sum, find_sums, group_axes
+from exportkit.axes.groups import Group, group_axes
 from exportkit.axes.names import name_variables
-from exportkit.axes.plan import Constant, Finding, Plan, PlannedLeaf, Variable
+from exportkit.axes.plan import Constant, Finding, Plan, PlannedLeaf, Role, Variable
+from exportkit.axes.relations import DISTINCT_OBSERVATIONS, draft_name, find_relations, with_past
 from exportkit.axes.table import AxisKey, CallTable, Leaf, known
 
 
-def infer_plan(
-    table: CallTable, constants: Sequence[Constant] = (), distinct_for_a_sum: int = DISTINCT_FOR_A_SUM
-) -> Plan:
+def infer_plan(table: CallTable, constants: Sequence[Constant] = (), distinct: int = DISTINCT_OBSERVATIONS) -> Plan:
     """Returns the plan that the seen sizes suggest.
 
     Args:
         table: Shapes of all leaves in all calls.
         constants: Inputs that are no tensors.
-        distinct_for_a_sum: How many distinct observations make a sum of two plain axes believable.
+        distinct: How many distinct observations make a relation of plain axes believable.
     """
-    groups = group_axes(table)
-    sums = {found.whole: found for found in find_sums(groups, distinct_for_a_sum)}
+    groups = with_past(group_axes(table))
+    relations = find_relations(groups, distinct)
     changed: dict[AxisKey, Expression] = {}
     variables = []
     for number, group in enumerate(groups):
-        if number in sums:
-            size = _expression(sums[number])
-        else:
-            size = Expression.of(_draft(number))
-            variables.append(Variable(_draft(number), "other", group.seen, _evidence(group)))
-        changed |= dict.fromkeys(group.axes, size)
+        name = draft_name(number)
+        if number not in relations:
+            role: Role = "past" if group.grows else "other"
+            variables.append(Variable(name, role, group.seen, _evidence(group), maximum=group.limit))
+        changed |= dict.fromkeys(group.axes, relations.get(number, Expression.of(name)))
     plan = Plan(tuple(_static(leaf) for leaf in table.leaves), tuple(variables), tuple(constants))
     plan = guess_batch(plan.with_sizes(changed), table)
     return name_variables(plan).with_findings(_findings(table, constants))
@@ -56,17 +54,6 @@ def guess_batch(plan: Plan, table: CallTable) -> Plan:
     return plan.with_variable(variable, [(leaf.path, 0) for leaf in fixed])
 
 
-def _draft(number: int) -> str:
-    return f"variable_{number}"
-
-
-def _expression(found: Sum) -> Expression:
-    terms = [(_draft(found.first), found.factor)]
-    if found.second is not None:
-        terms.append((_draft(found.second), 1))
-    return Expression(tuple(terms), found.constant)
-
-
 def _static(leaf: Leaf) -> PlannedLeaf:
     first = next(shape for shape in leaf.shapes if shape is not None)
     sizes = tuple(Expression.of(size) for size in first)
@@ -76,7 +63,8 @@ def _static(leaf: Leaf) -> PlannedLeaf:
 def _evidence(group: Group) -> str:
     sizes = ", ".join("absent" if size is None else str(size) for size in group.seen)
     if group.grows:
-        return f"length of the cache: {sizes}"
+        what = "length of the cache" if group.axes else "all tokens less the new ones, which the windows bear out"
+        return f"{what}: {sizes}"
     count = len({path for path, _ in group.axes})
     return f"sizes {sizes}" if count == 1 else f"same sizes in {count} inputs: {sizes}"
 

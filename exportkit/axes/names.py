@@ -43,10 +43,12 @@ def _batch(plan: Plan) -> str | None:
 
 def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str, Role]:
     leaves = [(leaf, axis) for path, axis in plan.axes_of(variable.name) for leaf in (plan.by_path[path],)]
+    if not leaves and variable.role == "past":  # it only follows from others: every cache has a window
+        return "past_sequence", "past"
     if any(leaf.growing == axis for leaf, axis in leaves):
         crossing = all(".cross_attention_cache." in leaf.path for leaf, axis in leaves if leaf.growing == axis)
         return ("past_encoder_sequence", "other") if crossing else ("past_sequence", "past")
-    past = {v.name for v in plan.variables if any(plan.by_path[p].growing == a for p, a in plan.axes_of(v.name))}
+    past = {v.name for v in plan.variables if v.role == "past"}
     sums = [size for leaf in plan.leaves for size in leaf.sizes if len(size.terms) > 1]
     if any(variable.name in size.variables() and size.variables() & past for size in sums):
         return "sequence", "sequence"

@@ -27,12 +27,16 @@ class Variable:
         role: What it means: the batch, new tokens, stored tokens, or something else.
         seen: Its size in each recorded call; None where all of its leaves are absent.
         evidence: One sentence: why these axes vary, and vary together.
+        minimum: Smallest size that callers may choose.
+        maximum: Largest size that callers may choose, or None.
     """
 
     name: str
     role: Role
     seen: Sizes
     evidence: str
+    minimum: int = 0
+    maximum: int | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ class Leaf:
         dtype: Element type, such as ``int64``.
         shapes: Its shape in each call; None where it is absent.
         growing: Axis that is 0 while the leaf is absent and grows by one with each token (dynamic caches), or None.
+        limit: The largest size of that axis, where the cache has a sliding window, or None.
     """
 
     path: str
@@ -28,6 +29,7 @@ class Leaf:
     dtype: str
     shapes: tuple[tuple[int, ...] | None, ...]
     growing: int | None = None
+    limit: int | None = None
 
     @property
     def rank(self) -> int:
@@ -47,7 +49,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class CallTable:
-    """All input leaves in signature order, and the leading sizes of the outputs of each call."""
+    """All input leaves in signature order, and the shapes of the outputs of each call."""
 
     leaves: tuple[Leaf, ...]
     output_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
@@ -69,6 +71,10 @@ class CallTable:
         for leaf in self.leaves:
             for axis in range(leaf.rank):
                 yield leaf, axis, leaf.sizes(axis)
+
+    def sizes_of(self, key: AxisKey) -> Sizes:
+        """Returns the value sequence of one axis."""
+        return next(leaf.sizes(key[1]) for leaf in self.leaves if leaf.path == key[0])
 
 
 def known(sizes: Sizes) -> set[int]:

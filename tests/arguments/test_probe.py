@@ -140,3 +140,24 @@ def test_an_input_seen_once_takes_the_sizes_that_the_others_had_then():
         model(torch.randn(1, 5, 8), torch.ones(1, 5))
         model(torch.randn(1, 7, 8))
     assert sizes_of(observer.plan()) == {"x": ("batch", "x_axis_1", "8"), "mask": ("batch", "x_axis_1")}
+
+
+class Sums(torch.nn.Module):
+    """Three lengths; the third is the sum of the others by accident."""
+
+    def forward(self, a, b, c):
+        return a.sum(1) + b.sum(1) + c.sum(1)
+
+
+class Joined(torch.nn.Module):
+    """Three lengths; the third must be the sum of the others."""
+
+    def forward(self, a, b, c):
+        return torch.cat([a, b], dim=1) * c
+
+
+@pytest.mark.parametrize(("model", "size"), [(Sums(), "c_axis_1"), (Joined(), "a_axis_1 + b_axis_1")])
+def test_a_sum_stays_where_the_model_needs_it(model, size):
+    lengths = [(2, 5), (3, 9), (6, 4)]
+    calls = [(torch.randn(4, a), torch.randn(4, b), torch.randn(4, a + b)) for a, b in lengths]
+    assert sizes_of(planned(model, *calls))["c"][1] == size
