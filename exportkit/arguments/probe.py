@@ -87,7 +87,7 @@ class _Probe:
 
     def _tied(self, plan: Plan) -> Plan:
         """The plan in which inputs given in few calls take the variables that had their sizes in those calls."""
-        found = {}
+        found: dict[AxisKey, Expression] = {}
         for leaf, axis, sizes in self.table.axes():
             if None in leaf.shapes and plan.by_path[leaf.path].sizes[axis].is_static:
                 same = [v for v in plan.variables if _agrees(v, sizes)]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from exportkit.axes import Plan, Variable
+from exportkit.axes import Expression, Plan, Variable
 from exportkit.errors import ArgumentError
 
 _SEARCH_LIMIT = 20_000
@@ -40,8 +40,7 @@ def choose_sizes(plan: Plan) -> dict[str, int]:
     names = [variable.name for variable in plan.variables]
     for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
         sizes = dict(zip(names, choice, strict=True))
-        values = [expression.evaluate(sizes) for expression in expressions]
-        if len(set(values)) == len(values) and not taken & set(values) and min(values, default=2) > 1:
+        if _are_distinct(expressions, sizes, taken):
             return sizes
     raise ArgumentError(
         "No distinct sizes were found for the variables of this plan.",
@@ -50,6 +49,14 @@ def choose_sizes(plan: Plan) -> dict[str, int]:
         got=f"static sizes {sorted(taken)}",
         hint="make one of the axes static, or give the arguments yourself.",
     )
+
+
+def _are_distinct(expressions: Collection[Expression], sizes: Mapping[str, int], taken: frozenset[int]) -> bool:
+    """Whether all sizes are distinct and greater than 1; a cache with a window is below its limit."""
+    values = {expression.uncapped(): expression.uncapped().evaluate(sizes) for expression in expressions}
+    below = all(e.cap is None or e.uncapped().evaluate(sizes) < e.cap for e in expressions)
+    found = set(values.values())
+    return below and len(found) == len(values) and not taken & found and min(found, default=2) > 1
 
 
 def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
@@ -67,12 +74,12 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
     fresh = {v.name: _fresh_sizes(v, exported[v.name]) for v in plan.variables}
     past, batch = plan.with_role("past"), plan.with_role("batch")
     combinations = _with_cache(plan) if past is not None else _without_cache()
-    found = []
+    found: list[UnseenSizes] = []
     for label, picks in combinations:
         sizes = {}
         for variable in plan.variables:
             pick = picks.get(variable.role, picks["other"])
-            sizes[variable.name] = pick if isinstance(pick, int) else fresh[variable.name][pick]
+            sizes[variable.name] = _within(variable, pick) if isinstance(pick, int) else fresh[variable.name][pick]
         text = label if batch is None else f"{label}, batch {sizes[batch.name]}"
         if all(sizes != earlier.sizes for earlier in found):
             found.append(UnseenSizes(text, sizes))
@@ -118,12 +125,15 @@ def _step(variable: Variable) -> int:
 def _export_sizes(variable: Variable, taken: frozenset[int]) -> Iterator[int]:
     seen = _seen(variable)
     step = _step(variable)
+    least, most = max(variable.minimum, 2), math.inf if variable.maximum is None else variable.maximum
     yield from (size for size in reversed(seen) if size > 1 and size not in taken)
     start = (max(seen, default=2) // step) * step
     for distance in itertools.count(1):
         for size in (start + distance * step, start - distance * step):
-            if size > 1 and size not in taken and size not in seen:
+            if least <= size <= most and size not in taken and size not in seen:
                 yield size
+        if distance * step > max(most - start, start):
+            return
 
 
 def _by_cost(options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
@@ -146,4 +156,10 @@ def _fresh_sizes(variable: Variable, exported: int) -> dict[str, int]:
     longest = longer + step if step > 1 else longer + 3
     between = [s for s in range(max(step, 2), top) if s % step == 0 and s not in known]
     other = between[len(between) // 2] if between else top + 1 if step == 1 else longest + step
-    return {_LONGER: longer, _LONGEST: longest, _OTHER: other, _SHORTEST: min([*between, other])}
+    sizes = {_LONGER: longer, _LONGEST: longest, _OTHER: other, _SHORTEST: min([*between, other])}
+    return {pick: _within(variable, size) for pick, size in sizes.items()}
+
+
+def _within(variable: Variable, size: int) -> int:
+    size = max(size, variable.minimum)
+    return size if variable.maximum is None else min(size, variable.maximum)

@@ -160,6 +160,103 @@ class Plan:
         """Returns the plan with findings added."""
         return replace(self, findings=(*self.findings, *findings))
 
+    def explain(self, path: str, axis: int) -> str:
+        """Returns why an axis of an input has its size, in sentences.
+
+        Args:
+            path: Path of the input; of a container such as a cache, its first leaf is explained.
+            axis: The axis.
+        """
+        from exportkit.axes.explain import explain_axis
+
+        return explain_axis(self, path, axis)
+
+    def rename(self, old: str, new: str) -> Plan:
+        """Returns the plan with the variable ``old`` called ``new``, also in ONNX.
+
+        Raises:
+            PlanError: if there is no such variable, or the name is taken.
+        """
+        from exportkit.axes import edit
+
+        return edit.rename(self, old, new)
+
+    def static(self, target: str, axis: int | None = None) -> Plan:
+        """Returns the plan in which a variable, or an axis of an input, is static.
+
+        Args:
+            target: A variable; or, together with ``axis``, the path of an input (of a container, all of its leaves).
+            axis: The axis.
+
+        Raises:
+            PlanError: if the recorded calls had several sizes there.
+        """
+        from exportkit.axes import edit
+
+        return edit.static(self, target, axis)
+
+    def dynamic(self, path: str, axis: int, name: str | None = None) -> Plan:
+        """Returns the plan in which a static axis of an input is a variable.
+
+        Args:
+            path: Path of the input; of a container, all of its leaves.
+            axis: The axis.
+            name: Name of the variable.
+
+        Raises:
+            PlanError: if the axis varies already, or the name is taken.
+        """
+        from exportkit.axes import edit
+
+        return edit.dynamic(self, path, axis, name)
+
+    def split(self, name: str, *paths: str) -> Plan:
+        """Returns the plan in which the axes of the inputs at ``paths`` are apart from the variable ``name``.
+
+        Raises:
+            PlanError: if these are none or all of its axes.
+        """
+        from exportkit.axes import edit
+
+        return edit.split(self, name, paths)
+
+    def tie(self, first: str, second: str) -> Plan:
+        """Returns the plan in which two variables are one, called ``first``.
+
+        Raises:
+            PlanError: if they had different sizes in a recorded call.
+        """
+        from exportkit.axes import edit
+
+        return edit.tie(self, first, second)
+
+    def range(self, name: str, minimum: int = 0, maximum: int | None = None) -> Plan:
+        """Returns the plan in which a variable is between ``minimum`` and ``maximum``.
+
+        Raises:
+            PlanError: if a recorded size is outside.
+        """
+        from exportkit.axes import edit
+
+        return edit.limit(self, name, minimum, maximum)
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON text, without the recorded calls."""
+        from exportkit.axes.json_form import dump_plan
+
+        return dump_plan(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Returns the plan that `to_json` wrote.
+
+        Raises:
+            PlanError: if the text is no plan, or one of another version.
+        """
+        from exportkit.axes.json_form import load_plan
+
+        return load_plan(text)
+
     def source(self) -> str:
         """Returns Python code to paste: dynamic shapes for torch.export, and with names for torch.onnx.
 
