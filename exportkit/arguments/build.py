@@ -11,7 +11,7 @@ import torch
 from exportkit.arguments.tensors import resize
 from exportkit.axes import Plan
 from exportkit.observe import Observation
-from exportkit.trees import Tree, check_opened, join
+from exportkit.trees import Tree, check_opened, join, set_stored_length
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,16 @@ class Arguments:
     Attributes:
         trees: Each argument's tree, in signature order.
         observation: The calls they were made from.
+        stored: Number of tokens in the caches, or None to leave their counters as they were recorded.
     """
 
     trees: Mapping[str, Tree]
     observation: Observation
+    stored: int | None = None
 
     def values(self) -> dict[str, Any]:
         """Returns the nested values by parameter; each time new containers and caches around the same tensors."""
-        return {name: tree.build() for name, tree in self.trees.items()}
+        return self._built(self.trees)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by full path."""
@@ -36,8 +38,15 @@ class Arguments:
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns ``args, kwargs`` with copies of the tensors, so that a model may change them in place."""
-        values = {name: tree.map(_copied).build() for name, tree in self.trees.items()}
-        return self.observation.signature.unbind(values)
+        copies = {name: tree.map(_copied) for name, tree in self.trees.items()}
+        return self.observation.signature.unbind(self._built(copies))
+
+    def _built(self, trees: Mapping[str, Tree]) -> dict[str, Any]:
+        values = {name: tree.build() for name, tree in trees.items()}
+        if self.stored is not None:
+            for value in values.values():
+                set_stored_length(value, self.stored)
+        return values
 
 
 def merged_trees(observation: Observation) -> dict[str, Tree]:
@@ -77,7 +86,8 @@ def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, in
             if (full := join(name, path)) in shapes
         }
         trees[name] = tree.with_leaves(made)
-    return Arguments(trees, observation)
+    past = plan.with_role("past")
+    return Arguments(trees, observation, None if past is None else sizes[past.name])
 
 
 def recorded_call(observation: Observation, index: int) -> Arguments:

@@ -90,7 +90,9 @@ def completed_call(plan: Plan, observation: Observation, index: int, fills: Mapp
         found = {} if own is None else own.tensors()
         leaves: dict[str, Any] = {p: found[p] if p in found else missing[join(name, p)] for p in tree.tensors()}
         trees[name] = tree.with_leaves(leaves)
-    return Arguments(trees, observation)
+    past = plan.with_role("past")
+    sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in call.tensors().items()})
+    return Arguments(trees, observation, None if past is None else sizes[past.name])
 
 
 def find_fills(plan: Plan, observation: Observation, model: torch.nn.Module, method: str) -> Fills:

@@ -11,7 +11,7 @@ from exportkit.arguments.build import merged_trees
 from exportkit.arguments.shapes import nested_spec
 from exportkit.axes import CallTable, Constant, Leaf, Plan, infer_plan
 from exportkit.observe import Observation
-from exportkit.trees import join
+from exportkit.trees import Growth, join
 
 
 def call_table(observation: Observation) -> CallTable:
@@ -23,12 +23,13 @@ def call_table(observation: Observation) -> CallTable:
         UnregisteredClassError: if an input is an object that holds tensors out of reach.
     """
     observation.require_calls()
-    arguments = {}
-    growing = {}
+    arguments: dict[str, str] = {}
+    growth: dict[str, Growth] = {}
     for name, tree in merged_trees(observation).items():
         for path in tree.tensors():
             arguments[join(name, path)] = name
-            growing[join(name, path)] = tree.growing.get(path)
+            if path in tree.growing:
+                growth[join(name, path)] = tree.growing[path]
     tensors = [call.tensors() for call in observation.calls]
     leaves = tuple(
         Leaf(
@@ -36,7 +37,8 @@ def call_table(observation: Observation) -> CallTable:
             argument,
             _dtype(next(found[path] for found in tensors if path in found)),
             tuple(tuple(found[path].shape) if path in found else None for found in tensors),
-            growing[path],
+            growth[path].axis if path in growth else None,
+            growth[path].limit if path in growth else None,
         )
         for path, argument in arguments.items()
     )

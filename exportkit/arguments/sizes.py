@@ -36,10 +36,13 @@ def choose_sizes(plan: Plan) -> dict[str, int]:
     """
     taken = plan.static_sizes()
     expressions = {size for leaf in plan.leaves for size in leaf.sizes if size.terms}
-    options = [list(itertools.islice(_export_sizes(variable, taken), 12)) for variable in plan.variables]
-    names = [variable.name for variable in plan.variables]
+    free = [variable for variable in plan.variables if variable.follows is None]
+    expressions -= {Expression.of(variable.name) for variable in plan.variables if variable.follows is not None}
+    options = [list(itertools.islice(_export_sizes(variable, taken), 12)) for variable in free]
+    names = [variable.name for variable in free]
     for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
         sizes = dict(zip(names, choice, strict=True))
+        sizes |= {v.name: sizes[v.follows] for v in plan.variables if v.follows is not None}
         if _are_distinct(expressions, sizes, taken):
             return sizes
     raise ArgumentError(
@@ -80,6 +83,9 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
         for variable in plan.variables:
             pick = picks.get(variable.role, picks["other"])
             sizes[variable.name] = _within(variable, pick) if isinstance(pick, int) else fresh[variable.name][pick]
+        for variable in plan.variables:
+            if variable.follows is not None:
+                sizes[variable.name] = 0 if past is not None and not sizes[past.name] else sizes[variable.follows]
         text = label if batch is None else f"{label}, batch {sizes[batch.name]}"
         if all(sizes != earlier.sizes for earlier in found):
             found.append(UnseenSizes(text, sizes))

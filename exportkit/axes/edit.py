@@ -19,8 +19,9 @@ def rename(plan: Plan, old: str, new: str) -> Plan:
     if any(variable.name == new for variable in plan.variables):
         raise PlanError(f"The plan has a variable {new!r} already.", hint=f"plan.tie({new!r}, {old!r}) makes them one.")
     leaves = tuple(replace(leaf, sizes=tuple(s.renamed({old: new}) for s in leaf.sizes)) for leaf in plan.leaves)
-    variables = tuple(replace(v, name=new) if v.name == old else v for v in plan.variables)
-    return replace(plan, leaves=leaves, variables=variables)
+    variables = [replace(v, follows=new) if v.follows == old else v for v in plan.variables]
+    variables = [replace(v, name=new) if v.name == old else v for v in variables]
+    return replace(plan, leaves=leaves, variables=tuple(variables))
 
 
 def static(plan: Plan, target: str, axis: int | None = None) -> Plan:

@@ -39,19 +39,28 @@ def guess_batch(plan: Plan, table: CallTable) -> Plan:
     """Returns the plan with the common leading axis as one variable, where it has the same size in all calls.
 
     This is what the sizes alone suggest: each input whose leading axis never changes has the same leading size, and so
-    has an output. To know it, the model must run again with more rows.
+    have the first outputs. To know it, the model must run again with more rows.
     """
     fixed = [leaf for leaf, axis, sizes in table.axes() if axis == 0 and len(known(sizes)) == 1]
     sizes = {next(iter(known(leaf.sizes(0)))) for leaf in fixed}
-    leading_outputs = {shape[0] for shapes in table.output_shapes for shape in shapes if shape}
+    leading_outputs = {shapes[0][0] for shapes in table.output_shapes if shapes and shapes[0]}
     caches_vary = any(leaf.growing is not None and len(known(leaf.sizes(0))) > 1 for leaf in table.leaves)
-    if len(sizes) != 1 or not sizes <= leading_outputs or caches_vary or all(leaf.rank < 2 for leaf in fixed):
+    if len(sizes) != 1 or leading_outputs != sizes or caches_vary or all(leaf.rank < 2 for leaf in fixed):
         return plan
     size = sizes.pop()
     evidence = f"leading axis of every input and of an output, always {size}; not confirmed by a run"
     seen = tuple(size for _ in table.leaves[0].shapes)
     variable = Variable("guessed_batch", "batch", seen, evidence)
     return plan.with_variable(variable, [(leaf.path, 0) for leaf in fixed])
+
+
+def without_guess(plan: Plan, table: CallTable) -> Plan:
+    """Returns the plan with a batch that was guessed from sizes that never changed made static again."""
+    guess = plan.with_role("batch")
+    if guess is None or len(known(guess.seen)) > 1:
+        return plan
+    static = {leaf.path: next(shape for shape in leaf.shapes if shape is not None) for leaf in table.leaves}
+    return plan.with_sizes({(p, axis): Expression.of(static[p][axis]) for p, axis in plan.axes_of(guess.name)})
 
 
 def _static(leaf: Leaf) -> PlannedLeaf:

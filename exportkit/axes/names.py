@@ -24,7 +24,9 @@ def name_variables(plan: Plan) -> Plan:
         unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 1000))) if n not in taken)
         names[variable.name], roles[variable.name] = unique, role  # type: ignore[assignment]
     leaves = tuple(replace(leaf, sizes=tuple(size.renamed(names) for size in leaf.sizes)) for leaf in plan.leaves)
-    variables = tuple(replace(v, name=names[v.name], role=roles[v.name]) for v in plan.variables)
+    variables = tuple(
+        replace(v, name=names[v.name], role=roles[v.name], follows=names.get(v.follows or "")) for v in plan.variables
+    )
     return replace(plan, leaves=leaves, variables=variables)
 
 

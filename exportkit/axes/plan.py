@@ -29,6 +29,7 @@ class Variable:
         evidence: One sentence: why these axes vary, and vary together.
         minimum: Smallest size that callers may choose.
         maximum: Largest size that callers may choose, or None.
+        follows: Another variable whose size it has once it is not 0: a cache of what the encoder returned.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Variable:
     evidence: str
     minimum: int = 0
     maximum: int | None = None
+    follows: str | None = None
 
 
 @dataclass(frozen=True)

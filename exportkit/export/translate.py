@@ -52,8 +52,10 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
         raise DestinationError(
             "An ONNX file cannot be written over a directory.", where=str(target), hint=f"{target / 'model.onnx'}"
         )
-    parent = next((p for p in target.absolute().parents if p.exists()), None)
-    if parent is None or not parent.is_dir() or not os.access(parent, os.W_OK):
+    parent = next(folder for folder in target.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise DestinationError("This path cannot be written to.", where=str(target), got=f"{parent} is a file")
+    if not os.access(parent, os.W_OK):
         raise DestinationError("This path cannot be written to.", where=str(target), got=f"{parent} is not writable")
     return target
 
@@ -79,7 +81,9 @@ def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = No
             got=_summary(error),
             hint="the full message of torch.onnx is the cause of this exception (__cause__).",
         ) from error
-    assert program is not None
+    if program is None:
+        raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
+    _check_opset(program.model, opset)
     inputs, outputs = _name_values(program.model.graph, captured)
     _name_axes(program.model, _axis_names(captured, plan))
     axes = {
@@ -89,6 +93,17 @@ def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = No
     path.parent.mkdir(parents=True, exist_ok=True)
     program.save(path, external_data=True)
     return OnnxFile(path, inputs, outputs, axes)
+
+
+def _check_opset(model: onnx_ir.Model, wanted: int | None) -> None:
+    written = model.opset_imports.get("")
+    if wanted is not None and written != wanted:
+        raise ExportError(
+            "torch.onnx cannot write this opset.",
+            expected=f"opset {wanted}",
+            got=f"opset {written}",
+            hint="choose another one, or leave it out: torch then takes the one it knows best.",
+        )
 
 
 def _summary(error: Exception) -> str:

@@ -73,6 +73,7 @@ class InputObserver:
             InvalidTypeError: if ``model`` is no ``torch.nn.Module``, or ``value_if_missing`` has a key that is neither
                 a name nor a position.
             UnknownMethodError: if the model has no such method.
+            InvalidRequestError: if that is a module inside the model, or not the method that was recorded before.
             UnknownInputError: if ``value_if_missing`` names an input that the method does not have.
         """
         signature = self._check(model, method_name)
@@ -103,12 +104,18 @@ class InputObserver:
                 got=type(model).__name__,
                 hint="of a pipeline, observe its model: `with observer(pipe.model):`.",
             )
-        if not callable(getattr(model, method_name, None)):
+        method = getattr(model, method_name, None)
+        if isinstance(method, torch.nn.Module):
+            raise InvalidRequestError(
+                f"{method_name!r} is no method of {type(model).__name__}, but a module inside it.",
+                hint=f"observe that module itself: `with observer(model.{method_name}):`.",
+            )
+        if not callable(method):
             raise UnknownMethodError(
                 f"Model type {type(model).__name__} does not have a method {method_name!r}.",
                 hint="name one of its methods, such as method_name='forward'.",
             )
-        signature = Signature.of(getattr(model, method_name))
+        signature = Signature.of(method)
         for key in self.value_if_missing:
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise InvalidTypeError(

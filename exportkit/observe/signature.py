@@ -77,14 +77,13 @@ class Signature:
                 given by position all the same.
         """
         positions = self._positions()
+        rest = tuple(values.get(self.var_positional or "", ()))
         by_name = set(self.names if named is None else named) - self.positional_only
-        if self.var_positional in values:
-            by_name -= set(positions)
         given = [name for name in positions if name in values and name not in by_name]
         leading = positions[: positions.index(given[-1]) + 1] if given else ()
-        args = tuple(values.get(name, self.defaults.get(name)) for name in leading)
-        if self.var_positional in values:
-            args += tuple(values[self.var_positional])
+        if rest:  # none may be left out before these
+            leading = positions
+        args = (*(values.get(name, self.defaults.get(name)) for name in leading), *rest)
         kwargs = {n: values[n] for n in self.plain() if n in values and n not in leading}
         return args, {**kwargs, **values.get(self.var_keyword or "", {})}
 

@@ -17,7 +17,7 @@ import torch
 
 from exportkit import _torch_compat
 from exportkit.errors import UnregisteredClassError
-from exportkit.trees.objects import PathPart, is_cache_class, put_together, take_apart
+from exportkit.trees.objects import Growth, PathPart, is_cache_class, put_together, take_apart
 
 # A namespace of our own: nobody else sees what is registered here, and nobody's registrations can be in the way.
 _NAMESPACE = "exportkit"
@@ -35,12 +35,12 @@ class Tree:
     Attributes:
         paths: Path of each leaf inside the value; the path of a value that is itself a leaf is "".
         leaves: The leaves: tensors, and constants (numbers, strings, None, ...).
-        growing: By path, the axis that grows by one with each token: the length axis of a dynamic cache layer.
+        growing: By path, the axis that grows by one with each token, in dynamic caches, and its limit.
     """
 
     paths: tuple[str, ...]
     leaves: tuple[Any, ...]
-    growing: Mapping[str, int]
+    growing: Mapping[str, Growth]
     _structure: optree.PyTreeSpec = field(repr=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ def flatten(value: Any) -> Tree:
             _open(cls)
         return flatten(value)
     paths = tuple(_path(steps) for steps in parts)
-    growing = {p: grows for p, steps in zip(paths, parts, strict=True) if (grows := _growing_axis(steps)) is not None}
+    growing = {path: growth for path, steps in zip(paths, parts, strict=True) if (growth := _growth(steps)) is not None}
     return Tree(paths, tuple(leaves), growing, structure)
 
 
@@ -92,8 +92,10 @@ def join(name: str, path: str) -> str:
 def check_opened(name: str, tree: Tree) -> None:
     """Raises UnregisteredClassError if a leaf is an object that holds tensors nobody told us how to reach."""
     for path, leaf in tree.constants().items():
-        held = [key for key, value in vars(leaf).items() if _holds_tensor(value)] if hasattr(leaf, "__dict__") else []
-        if held and not isinstance(leaf, torch.nn.Module | type):
+        if isinstance(leaf, torch.nn.Module | type):
+            continue
+        held = [key for key, value in _attributes(leaf).items() if _holds_tensor(value)]
+        if held:
             raise UnregisteredClassError(
                 f"An object of class {type(leaf).__name__} holds tensors that cannot become inputs of a graph.",
                 where=join(name, path),
@@ -102,6 +104,13 @@ def check_opened(name: str, tree: Tree) -> None:
                 hint="torch.utils._pytree.register_pytree_node(cls, flatten, unflatten), before the model runs; "
                 "for a dataclass torch.export.register_dataclass(cls).",
             )
+
+
+def _attributes(leaf: Any) -> dict[str, Any]:
+    """Attributes of an object, those in slots included."""
+    state = object.__getstate__(leaf)
+    plain, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(plain or {}), **(slots or {})}
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -151,12 +160,13 @@ def _flatten_registered(value: Any) -> tuple[list[Any], Any, tuple[str | int, ..
             f"Class {type(value).__name__} was registered with torch's pytree and no longer is.",
             hint="keep the registration active while the model is observed and exported.",
         )
+    children, context = node.flatten(value)
+    children = list(children)
     if node.flatten_with_keys is None:
-        children, context = node.flatten(value)
-        children = list(children)
         return children, (node, context), tuple(range(len(children)))
-    pairs, context = node.flatten_with_keys(value)
-    return [child for _, child in pairs], (node, context), tuple(_torch_compat.key_name(key) for key, _ in pairs)
+    # For the names alone: its context can be another one (dataclasses), which unflatten does not take.
+    names = tuple(_torch_compat.key_name(key) for key, _ in node.flatten_with_keys(value)[0])
+    return children, (node, context), names
 
 
 def _build_registered(kept: Any, children: Sequence[Any]) -> Any:
@@ -174,5 +184,5 @@ def _path(steps: Sequence[Any]) -> str:
     return path
 
 
-def _growing_axis(steps: Sequence[Any]) -> int | None:
-    return next((step.grows for step in reversed(steps) if isinstance(step, PathPart)), None)
+def _growth(steps: Sequence[Any]) -> Growth | None:
+    return next((step.growth for step in reversed(steps) if isinstance(step, PathPart)), None)

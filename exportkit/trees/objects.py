@@ -26,11 +26,24 @@ _DERIVED = {"_sliding_window_tensor": "sliding_window"}
 _GROWING = {"keys": 2, "values": 2, "indexer_keys": 1}
 
 
-class PathPart(str):
-    """One step of a leaf's path inside a cache; ``grows`` is the axis that grows with each token, or None."""
+@dataclass(frozen=True)
+class Growth:
+    """The length of a dynamic cache.
 
-    __slots__ = ("grows",)
-    grows: int | None
+    Attributes:
+        axis: The axis that grows by one with each token.
+        limit: Its largest size in a layer with a sliding window, or None.
+    """
+
+    axis: int
+    limit: int | None = None
+
+
+class PathPart(str):
+    """One step of a leaf's path inside a cache, and how its length grows, if it does."""
+
+    __slots__ = ("growth",)
+    growth: Growth | None
 
 
 @dataclass(frozen=True)
@@ -62,12 +75,15 @@ class Method:
 
 def is_cache_class(cls: type) -> bool:
     """Returns whether ``cls`` is a key-value or state cache: a transformers Cache, or a class named ``...Cache``."""
-    return _is_cache_class(cls)
+    known: Any = _is_cache_class  # mypy takes a class for something that cannot be hashed
+    return bool(known(cls))
 
 
 @functools.lru_cache(maxsize=1024)  # asked for every leaf of every call
 def _is_cache_class(cls: Any) -> bool:
-    if issubclass(cls, torch.nn.Module | torch.Tensor | tuple | list | dict) or cls.__module__.startswith("torch"):
+    if issubclass(cls, torch.nn.Module | torch.Tensor | tuple | list | dict) or not cls.__dictoffset__:
+        return False  # without __dict__ there are no attributes to look into
+    if cls.__module__.partition(".")[0] == "torch":
         return False
     return issubclass(cls, _torch_compat.cache_bases()) or cls.__name__.endswith("Cache")
 
@@ -81,41 +97,49 @@ def take_apart(cache: Any) -> tuple[list[torch.Tensor], list[PathPart], Part]:
     tensors: list[torch.Tensor] = []
     paths: list[PathPart] = []
 
-    def visit(value: Any, path: str, grows: int | None) -> Any:
+    def visit(value: Any, path: str, growth: Growth | None) -> Any:
         if isinstance(value, torch.Tensor):
             step = PathPart(path)
-            step.grows = grows
+            step.growth = growth
             tensors.append(value)
             paths.append(step)
             return Slot(len(tensors) - 1)
         if isinstance(value, list | tuple):
-            return Part(type(value), tuple((i, visit(v, f"{path}[{i}]", grows)) for i, v in enumerate(value)))
+            return Part(type(value), tuple((i, visit(v, f"{path}[{i}]", growth)) for i, v in enumerate(value)))
         if isinstance(value, dict):
-            return Part(type(value), tuple((k, visit(v, f"{path}[{k!r}]", grows)) for k, v in value.items()))
+            return Part(type(value), tuple((k, visit(v, f"{path}[{k!r}]", growth)) for k, v in value.items()))
         if isinstance(value, torch.SymInt):
             return Unknown()
-        if _is_opened(type(value)):
+        if _is_opened_class(type(value)):
             return Part(type(value), tuple(_attributes(value, path, visit)))
         return value
 
     return tensors, paths, visit(cache, "", None)
 
 
+def _is_opened_class(cls: type) -> bool:
+    """Whether an object of this class is taken apart where it is found inside a cache: caches and their layers."""
+    known: Any = _is_opened
+    return bool(known(cls))
+
+
 @functools.lru_cache(maxsize=1024)
 def _is_opened(cls: Any) -> bool:
-    return issubclass(cls, _torch_compat.cache_bases()) or _is_cache_class(cls)
+    return issubclass(cls, _torch_compat.cache_bases()) or is_cache_class(cls)
 
 
 def _attributes(value: Any, path: str, visit: Any) -> Iterator[tuple[str, Any]]:
     preallocated = hasattr(value, "max_cache_len")
+    window = getattr(value, "sliding_window", None)
+    limit = window - 1 if isinstance(window, int) else None
     for name, attribute in vars(value).items():
         if name in _DERIVED:
             continue
         if isinstance(attribute, types.MethodType) and attribute.__self__ is value:
             yield name, Method(attribute.__func__)
             continue
-        grows = None if preallocated else _GROWING.get(name)
-        yield name, visit(attribute, f"{path}.{name}" if path else name, grows)
+        growth = Growth(_GROWING[name], limit) if name in _GROWING and not preallocated else None
+        yield name, visit(attribute, f"{path}.{name}" if path else name, growth)
 
 
 def put_together(tensors: Sequence[Any], part: Part) -> Any:
@@ -150,6 +174,25 @@ def _build_object(part: Part, build: Any) -> Any:
             state[name] = torch.tensor(state[source], dtype=torch.long)
     value.__dict__.update(state)
     return value
+
+
+def set_stored_length(cache: Any, length: int) -> None:
+    """Sets the Python counters of stored tokens in a cache, which its tensors need not show (sliding windows).
+
+    Args:
+        cache: A cache, changed in place; any other value is left alone. Of an encoder-decoder cache, the part of the
+            decoder is meant.
+        length: Number of tokens that were stored so far.
+    """
+    if isinstance(cache, list | tuple):
+        for item in cache:
+            set_stored_length(item, length)
+    elif _is_opened_class(type(cache)):
+        for name, value in vars(cache).items():
+            if name == "cumulative_length" and isinstance(value, int):
+                cache.cumulative_length = length
+            elif name != "cross_attention_cache":
+                set_stored_length(value, length)
 
 
 def dump_part(item: Any) -> Any:

@@ -10,14 +10,13 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import torch
 
 from exportkit import _torch_compat
 from exportkit.trees.objects import Part, dump_part, is_cache_class, load_part, put_together, take_apart
-
-_lock = threading.RLock()
-_holders: dict[type, int] = {}  # class -> how many open contexts hold our registration of it
 
 
 @contextlib.contextmanager
@@ -27,7 +26,8 @@ def register_flattening_functions(patch_transformers: bool = False) -> Iterator[
     Registered are the cache classes of transformers (DynamicCache, StaticCache, EncoderDecoderCache, ... and those that
     a loaded model defines for itself). A registered cache flattens to its tensors in the order of its layers, without
     copies: for a plain DynamicCache ``keys, values`` of layer 0, then of layer 1, and so on. Contexts can be nested,
-    left in any order, and entered from several threads; each undoes its own registrations only.
+    left in any order, and entered from several threads; each undoes its own registrations only. Inside the context
+    ``torch.export.load`` can also read programs that take caches: it accepts the cache classes in their example inputs.
 
     Args:
         patch_transformers: Also import transformers first, so that its classes are registered even when nothing has
@@ -43,12 +43,9 @@ def register_flattening_functions(patch_transformers: bool = False) -> Iterator[
     """
     if patch_transformers:
         importlib.import_module("transformers.cache_utils")
-    held = [cls for cls in known_cache_classes() if _hold(cls)]
-    try:
+    caches = known_cache_classes()
+    with _nodes.held(caches), _loadable.held([*caches, *_layer_classes()]):
         yield
-    finally:
-        for cls in held:
-            _release(cls)
 
 
 def known_cache_classes() -> list[type]:
@@ -56,8 +53,7 @@ def known_cache_classes() -> list[type]:
     found: dict[type, None] = {}
     bases = _torch_compat.cache_bases()
     if bases:
-        for cls in _with_subclasses(bases[0]):
-            found[cls] = None
+        found |= dict.fromkeys(_with_subclasses(bases[0]))
     for name, module in list(sys.modules.items()):
         if module is not None and name.startswith("transformers.models.") and ".modeling_" in name:
             for cls in vars(module).values():
@@ -66,34 +62,79 @@ def known_cache_classes() -> list[type]:
     return list(found)
 
 
-def _with_subclasses(cls: Any) -> Iterator[type]:
+def _layer_classes() -> list[type]:
+    bases = _torch_compat.cache_bases()[1:]
+    return list(dict.fromkeys(cls for base in bases for cls in _with_subclasses(base)))
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
     yield cls
-    for subclass in cls.__subclasses__():
+    subclasses: list[type] = cls.__subclasses__()
+    for subclass in subclasses:
         yield from _with_subclasses(subclass)
 
 
-def _hold(cls: type) -> bool:
-    """Registers ``cls``, or counts one more holder; False where somebody else registered it."""
-    with _lock:
-        if cls in _holders:
-            _holders[cls] += 1
+class _Shared:
+    """A context for each class, entered once however many need it, and left with the last of them.
+
+    Args:
+        context: Returns the context of a class, or None where somebody else did the same already.
+    """
+
+    def __init__(self, context: Callable[[type], contextlib.AbstractContextManager[None] | None]) -> None:
+        self._context = context
+        self._lock = threading.RLock()
+        self._holders: dict[type, int] = {}
+        self._open: dict[type, contextlib.AbstractContextManager[None]] = {}
+
+    @contextlib.contextmanager
+    def held(self, classes: Iterable[type]) -> Iterator[None]:
+        """Holds the contexts of these classes."""
+        with contextlib.ExitStack() as stack:
+            for cls in classes:
+                if self._take(cls):
+                    stack.callback(self._give, cls)
+            yield
+
+    def _take(self, cls: type) -> bool:
+        with self._lock:
+            if cls not in self._open:
+                context = self._context(cls)
+                if context is None:
+                    return False
+                context.__enter__()
+                self._open[cls] = context
+            self._holders[cls] = self._holders.get(cls, 0) + 1
             return True
-        if _torch_compat.registered_node(cls) is not None:
-            return False
-        _torch_compat.register_node(cls, _flatten, _unflatten, _keys, dump_part, load_part)
-        _holders[cls] = 1
-        return True
+
+    def _give(self, cls: type) -> None:
+        with self._lock:
+            self._holders[cls] -= 1
+            if not self._holders[cls]:
+                del self._holders[cls]
+                self._open.pop(cls).__exit__(None, None, None)
 
 
-def _release(cls: type) -> None:
-    with _lock:
-        _holders[cls] -= 1
-        if _holders[cls]:
-            return
-        del _holders[cls]
-        node = _torch_compat.registered_node(cls)
-        if node is not None and node.flatten is _flatten:
-            _torch_compat.deregister_node(cls)
+def _node(cls: type) -> contextlib.AbstractContextManager[None] | None:
+    return _registered(cls) if _torch_compat.registered_node(cls) is None else None
+
+
+@contextlib.contextmanager
+def _registered(cls: type) -> Iterator[None]:
+    _torch_compat.register_node(cls, _flatten, _unflatten, _keys, dump_part, load_part)
+    yield
+    node = _torch_compat.registered_node(cls)
+    if node is not None and node.flatten is _flatten:  # and not somebody else's, who replaced ours meanwhile
+        _torch_compat.deregister_node(cls)
+
+
+def _safe_global(cls: type) -> contextlib.AbstractContextManager[None] | None:
+    serialization: Any = torch.serialization  # its types ask for functions, and take classes
+    return None if cls in serialization.get_safe_globals() else serialization.safe_globals([cls])
+
+
+_nodes = _Shared(_node)
+_loadable = _Shared(_safe_global)
 
 
 def _flatten(cache: Any) -> tuple[list[Any], Part]:

@@ -96,5 +96,7 @@ def _range(leaf: torch.Tensor) -> str:
         return "[empty]"
     if leaf.is_complex():
         return "[complex]"
-    values = leaf.detach().to(torch.float64) if leaf.is_floating_point() else leaf.detach()
+    if leaf.is_meta or leaf.layout is not torch.strided:
+        return "[?]"
+    values = leaf.detach().to(torch.float64)  # not every type has a minimum, unsigned integers for one
     return f"[{values.min().item():.6g},{values.max().item():.6g}]"

@@ -1,0 +1,47 @@
+"""Puts questions to the model: does it accept arguments of these sizes, and what does it return for them?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from exportkit.arguments.build import Arguments, build_arguments
+from exportkit.arguments.eager import run_eager
+from exportkit.arguments.sizes import choose_sizes
+from exportkit.axes import CallTable, Plan
+from exportkit.errors import ExportkitError
+from exportkit.observe import Observation
+from exportkit.trees import flatten
+
+
+class AskedModel:
+    """A model, its recorded calls, and answers from running it in eager mode."""
+
+    def __init__(self, model: torch.nn.Module, method: str, observation: Observation, table: CallTable) -> None:
+        self._model, self._method = model, method
+        self.observation, self.table = observation, table
+
+    def outputs(self, arguments: Arguments) -> dict[str, torch.Tensor] | None:
+        """Returns the tensors that the model returns by path, or None if it refuses the arguments."""
+        try:
+            return flatten(run_eager(self._model, self._method, arguments)).tensors()
+        except Exception:
+            return None
+
+    def accepts(self, plan: Plan, sizes: Mapping[str, int] | None = None) -> bool:
+        """Returns whether the model accepts arguments of the given sizes, by default those an export would use."""
+        try:
+            arguments = build_arguments(plan, self.observation, choose_sizes(plan) if sizes is None else sizes)
+        except ExportkitError:
+            return False
+        return self.outputs(arguments) is not None
+
+    def accepts_apart(self, plan: Plan, first: str, second: str) -> bool:
+        """Returns whether the model accepts two variables at different sizes, either of them the larger one."""
+        try:
+            sizes = choose_sizes(plan)
+        except ExportkitError:
+            return False
+        swapped = {**sizes, first: sizes[second], second: sizes[first]}
+        return self.accepts(plan, sizes) and self.accepts(plan, swapped)

@@ -1,0 +1,127 @@
+"""Finds the batch where it never varied: rows are repeated, and every output must repeat with them.
+
+The procedure is that of a person: take the first axis of each input that has the batch's size, double it, and look at
+the outputs. Where that fails, other axes are tried, and flat rows (image features) that are a multiple of the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from exportkit.arguments.ask import AskedModel
+from exportkit.arguments.build import Arguments, recorded_call
+from exportkit.arguments.compare import close
+from exportkit.axes import CallTable, Expression, Finding, Plan, Variable
+from exportkit.axes.infer import without_guess
+from exportkit.axes.names import name_variables
+from exportkit.axes.table import AxisKey, known
+from exportkit.trees import Tree, join
+
+_MOST_CHOICES = 32  # ways to choose the batch axes that are tried, an eager run or two each
+_VARIABLE = "confirmed_batch"
+
+Choice = dict[str, tuple[int, int]]  # path -> axis, and how many rows of it belong to one row of the batch
+
+
+def confirm_batch(plan: Plan, asked: AskedModel) -> Plan:
+    """Returns the plan with the batch axes that repeated rows show; a guess they do not confirm becomes static."""
+    varying = plan.with_role("batch")
+    if varying is not None and len(known(varying.seen)) > 1:
+        return plan
+    plan = without_guess(plan, asked.table)
+    for size in _sizes(asked.table):
+        choice = next((choice for choice in _choices(asked.table, size) if _rows_repeat(asked, choice)), None)
+        if choice is not None:
+            evidence = f"always {size}; with rows repeated, the outputs repeated too"
+            seen = tuple(size for _ in asked.observation.calls)
+            return name_variables(_with_batch(plan, Variable(_VARIABLE, "batch", seen, evidence), choice))
+    text = "no axis was found to be the batch: no input's rows could be repeated. The batch stays static."
+    return name_variables(plan).with_findings([Finding("batch", "", text)])
+
+
+def _with_batch(plan: Plan, batch: Variable, choice: Choice) -> Plan:
+    plain = [(path, axis) for path, (axis, factor) in choice.items() if factor == 1]
+    multiples: dict[AxisKey, Expression] = {
+        (path, axis): Expression(((batch.name, factor),)) for path, (axis, factor) in choice.items() if factor > 1
+    }
+    return plan.with_variable(batch, plain).with_sizes(multiples)
+
+
+def _sizes(table: CallTable) -> list[int]:
+    """Sizes that never change on a leading axis, the most frequent first."""
+    leading = Counter(next(iter(known(s))) for _, axis, s in table.axes() if axis == 0 and len(known(s)) == 1)
+    return [size for size, _ in leading.most_common() if size > 0]
+
+
+def _choices(table: CallTable, size: int) -> Iterator[Choice]:
+    """Yields choices of one axis for each input that always has that size: the first ones, then others.
+
+    The leaves of one argument take the same choice, as the layers of a cache do. Inputs without such an axis are left
+    as they are, and then repeated on their first axis if that is a multiple of the size.
+    """
+    axes: dict[str, dict[str, list[int]]] = {}
+    for leaf, axis, sizes in table.axes():
+        if known(sizes) == {size} and leaf.growing != axis:
+            axes.setdefault(leaf.argument, {}).setdefault(leaf.path, []).append(axis)
+    if not axes:
+        return
+    rows = _rows(table, size, {path for leaves in axes.values() for path in leaves})
+    turns = itertools.product(*(range(max(map(len, leaves.values()))) for leaves in axes.values()))
+    for turn in itertools.islice(turns, _MOST_CHOICES):
+        chosen: Choice = {
+            path: (found[min(which, len(found) - 1)], 1)
+            for which, leaves in zip(turn, axes.values(), strict=True)
+            for path, found in leaves.items()
+        }
+        yield chosen
+        if rows:
+            yield {**chosen, **rows}
+
+
+def _rows(table: CallTable, size: int, taken: set[str]) -> Choice:
+    """Inputs without an axis of the batch's size whose first axis is a multiple of it."""
+    found: Choice = {}
+    for leaf in table.leaves:
+        lengths = known(leaf.sizes(0)) if leaf.rank else set()
+        if leaf.path not in taken and len(lengths) == 1 and min(lengths) > size and min(lengths) % size == 0:
+            found[leaf.path] = (0, min(lengths) // size)
+    return found
+
+
+def _rows_repeat(asked: AskedModel, choice: Choice) -> bool:
+    """Returns whether doubling the chosen axes doubles outputs along one axis, both halves as before.
+
+    Asked of the call with the most tensors, and of the first call where that is another one.
+    """
+    counts = [len(call.tensors()) for call in asked.observation.calls]
+    calls = dict.fromkeys([counts.index(max(counts)), 0])
+    return all(_rows_repeat_in(asked, index, choice) for index in calls)
+
+
+def _rows_repeat_in(asked: AskedModel, index: int, choice: Choice) -> bool:
+    recorded = recorded_call(asked.observation, index)
+    doubled = {name: _doubled(name, tree, choice) for name, tree in recorded.trees.items()}
+    before, after = asked.outputs(recorded), asked.outputs(Arguments(doubled, asked.observation))
+    if before is None or after is None or before.keys() != after.keys():
+        return False
+    same = [_repeats(before[path], after[path]) for path in before]
+    return None not in same and True in same
+
+
+def _doubled(name: str, tree: Tree, choice: Mapping[str, tuple[int, int]]) -> Tree:
+    tensors = {path: (t, choice[full][0]) for path, t in tree.tensors().items() if (full := join(name, path)) in choice}
+    return tree.with_leaves({path: torch.cat([tensor, tensor], axis) for path, (tensor, axis) in tensors.items()})
+
+
+def _repeats(before: torch.Tensor, after: torch.Tensor) -> bool | None:
+    """True if ``after`` is ``before`` twice along one axis, False if it is the same, None if it is neither."""
+    if before.shape == after.shape:
+        return False if close(before, after) else None
+    longer = [i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=False)) if a != b]
+    if before.ndim != after.ndim or len(longer) != 1 or after.shape[longer[0]] != 2 * before.shape[longer[0]]:
+        return None
+    return True if all(close(before, half) for half in after.chunk(2, dim=longer[0])) else None

@@ -1,0 +1,119 @@
+"""Every private API that exportkit uses is there and does what its one function says."""
+
+import optree
+import pytest
+import torch
+
+from exportkit import _torch_compat
+from exportkit.errors import CompatibilityError
+
+
+class Node:
+    def __init__(self, leaves):
+        self.leaves = leaves
+
+
+def _register(cls=Node):
+    _torch_compat.register_node(
+        cls,
+        lambda node: (list(node.leaves), "context"),
+        lambda leaves, _: cls(list(leaves)),
+        lambda node: [f"leaf_{i}" for i in range(len(node.leaves))],
+        lambda context: [context],
+        lambda data: data[0],
+    )
+
+
+def test_class_is_registered_and_taken_back_everywhere():
+    assert _torch_compat.registered_node(Node) is None
+    _register()
+    node = _torch_compat.registered_node(Node)
+    leaves, structure = torch.utils._pytree.tree_flatten(Node([1, 2]))
+
+    assert node.flatten(Node([1, 2])) == ([1, 2], "context")
+    assert leaves == optree.tree_leaves(Node([1, 2]), namespace="torch") == [1, 2]
+    assert torch.utils._pytree.treespec_loads(torch.utils._pytree.treespec_dumps(structure)) == structure
+    assert [_torch_compat.key_name(key) for key, _ in node.flatten_with_keys(Node([1, 2]))[0]] == ["leaf_0", "leaf_1"]
+    _torch_compat.deregister_node(Node)
+    assert _torch_compat.registered_node(Node) is None
+    assert Node not in optree.register_pytree_node.get(namespace="torch")
+    _register()
+    _torch_compat.deregister_node(Node)
+
+
+def test_class_that_somebody_took_out_of_optree_can_still_be_taken_back():
+    _register()
+    optree.unregister_pytree_node(Node, namespace="torch")
+    _torch_compat.deregister_node(Node)
+
+    assert _torch_compat.registered_node(Node) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (torch.utils._pytree.MappingKey("a"), "a"),
+        (torch.utils._pytree.SequenceKey(3), 3),
+        (torch.utils._pytree.GetAttrKey("b"), "b"),
+        (torch.utils._pytree.MappingKey((1, 2)), "(1, 2)"),
+    ],
+)
+def test_key_of_a_leaf_has_a_name(key, name):
+    assert _torch_compat.key_name(key) == name
+
+
+def test_leaves_come_in_the_order_of_torch():
+    assert _torch_compat.tree_leaves({"b": [1, None], "a": (2,)}) == [1, None, 2]
+
+
+def test_tracing_is_noticed():
+    seen = []
+
+    class Looks(torch.nn.Module):
+        def forward(self, x):
+            seen.append(_torch_compat.is_tracing())
+            return x + 1
+
+    model = Looks()
+    model(torch.ones(2))
+    torch.export.export(model, (torch.ones(2),))
+    with torch._subclasses.FakeTensorMode():
+        model(torch.ones(2))
+    model(torch.ones(2))
+
+    assert seen[0] is False
+    assert seen[-1] is False
+    assert len(seen) > 2
+    assert all(seen[1:-1])
+
+
+def test_sizes_of_a_program_are_read():
+    class Doubles(torch.nn.Module):
+        def forward(self, x):
+            return torch.cat([x, x])
+
+    dynamic = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Doubles(), (torch.ones(4, 3),), dynamic_shapes=(dynamic,))
+    sizes = _torch_compat.stored_sizes(program)
+
+    rows, columns = sizes["x"]
+    assert isinstance(rows, str)
+    assert columns == 3
+    assert sizes["cat"] == (f"2*{rows}", 3)
+
+
+def test_base_classes_of_caches_are_found():
+    from transformers import cache_utils
+
+    assert _torch_compat.cache_bases() == (
+        cache_utils.Cache,
+        cache_utils.CacheLayerMixin,
+        cache_utils.LinearAttentionCacheLayerMixin,
+        cache_utils.DummyLayer,
+    )
+
+
+def test_private_api_that_is_gone_is_named_with_the_version():
+    with pytest.raises(CompatibilityError, match=r"torch\.utils\._pytree\.not_there is gone") as raised:
+        _torch_compat._require(torch.utils._pytree, "not_there", "torch 2.13")
+    assert f"got: torch {torch.__version__}" in str(raised.value)

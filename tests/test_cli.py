@@ -1,0 +1,215 @@
+"""The command line: what it prints and writes, its exit codes, and what it says of wrong input."""
+
+import logging
+import re
+import warnings
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+from typer.testing import CliRunner
+
+import exportkit
+from exportkit import cli
+from exportkit.errors import ExportError
+from exportkit.scenarios import Case
+from exportkit.verify import Row
+from tests import models
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def last_line(result):
+    return result.stdout.rstrip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    models.tiny_llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    models.tiny_bert().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def differs(monkeypatch):
+    """Makes every proof find a difference."""
+    row = Row("recorded", "0", {}, "differs", 0.5, "logits: 0.5 off")
+    monkeypatch.setattr(exportkit.OnnxModel, "verify", lambda self: exportkit.Report((row,), 0))
+
+
+class TestHelp:
+    def test_the_version(self):
+        result = run("--version")
+        assert (result.exit_code, result.stdout) == (0, f"exportkit {exportkit.__version__}\n")
+
+    def test_the_help_names_the_commands_and_fits_one_screen(self):
+        result = run("--help")
+        assert result.exit_code == 0
+        assert len(result.stdout.splitlines()) <= 24
+        assert all(command in result.stdout for command in ("demo", "export"))
+
+    @pytest.mark.parametrize("command", ["demo", "export"])
+    def test_the_help_of_a_command_has_an_example(self, command):
+        result = run(command, "--help")
+        assert result.exit_code == 0
+        assert re.search(rf"Example: +exportkit {command} ", result.stdout)
+
+
+@pytest.mark.runtime
+class TestExport:
+    def test_a_proven_model(self, llama, tmp_path):
+        out = tmp_path / "new" / "folder"
+        result = run("export", llama, "--out", out)
+        assert result.exit_code == 0, result.output
+        assert last_line(result) == "proven"
+        assert "past_sequence + sequence" in result.stdout  # the plan
+        assert (out / "report.txt").read_text().rstrip() in result.stdout
+        assert {file.name for file in out.iterdir()} == {"model.onnx", "model.onnx.data", "report.txt"}
+
+    def test_progress_goes_to_stderr_and_libraries_are_silent(self, bert, tmp_path):
+        result = run("export", bert, "--out", tmp_path)
+        stages = [f"BertForSequenceClassification: {stage}" for stage in ("observe", "export", "ONNX", "verify")]
+        assert [line for line in result.stderr.splitlines() if "loading" not in line] == stages
+
+    def test_nothing_stays_silenced(self, bert, tmp_path):
+        filters = list(warnings.filters)
+        run("export", bert, "--out", tmp_path, "--no-verify")
+        assert transformers_logging.is_progress_bar_enabled()
+        assert logging.root.manager.disable == logging.NOTSET
+        assert warnings.filters == filters
+
+    def test_without_a_proof_it_says_so_and_leaves_no_old_one(self, bert, tmp_path):
+        (tmp_path / "report.txt").write_text("proven")
+        result = run("export", bert, "--out", tmp_path, "--no-verify", "--opset", 21)
+        assert (result.exit_code, last_line(result)) == (0, "not verified")
+        assert {file.name for file in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+
+    def test_the_opset_is_the_one_asked_for(self, bert, tmp_path):
+        import onnx
+
+        run("export", bert, "--out", tmp_path, "--no-verify", "--opset", 21)
+        model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
+        assert {opset.domain: opset.version for opset in model.opset_import}[""] == 21
+
+    @pytest.mark.usefixtures("differs")
+    def test_a_difference_exits_with_1_and_is_reported(self, bert, tmp_path):
+        result = run("export", bert, "--out", tmp_path)
+        assert result.exit_code == 1
+        assert last_line(result).startswith("NOT PROVEN: recorded call 0: differs, logits: 0.5 off")
+        assert "logits: 0.5 off" in (tmp_path / "report.txt").read_text()
+
+    def test_a_model_that_cannot_be_exported_exits_with_1(self, bert, tmp_path, monkeypatch):
+        def refuse(*_):
+            raise ExportError("torch.export could not trace the model.", hint="mend it.")
+
+        monkeypatch.setattr(exportkit, "export", refuse)
+        result = run("export", bert, "--out", tmp_path)
+        assert (result.exit_code, last_line(result)) == (1, "NOT PROVEN: the export failed")
+        assert "could not trace the model.\n  hint: mend it." in result.stderr
+        assert not list(tmp_path.iterdir())
+
+    def test_the_exit_code_of_an_encoder_decoder_is_its_verdict(self, tmp_path):
+        models.tiny_t5().save_pretrained(tmp_path / "t5")
+        result = run("export", tmp_path / "t5", "--out", tmp_path)
+        assert last_line(result).startswith("proven" if result.exit_code == 0 else "NOT PROVEN")
+        assert result.exit_code in (0, 1)
+
+
+class TestWrongInput:
+    def check(self, result, *texts):
+        assert result.exit_code == 2
+        assert "Traceback" not in result.stderr
+        assert all(text in result.stderr for text in texts), result.stderr
+        assert not result.stdout
+
+    def test_a_missing_folder(self, tmp_path):
+        self.check(run("export", tmp_path / "none", "--out", tmp_path), "no such checkpoint folder", "hint:")
+
+    def test_a_folder_without_configuration(self, tmp_path):
+        (tmp_path / "empty").mkdir()
+        self.check(run("export", tmp_path / "empty", "--out", tmp_path), "no config.json", "got: an empty folder")
+
+    def test_an_unknown_architecture(self, tmp_path):
+        (tmp_path / "config.json").write_text('{"architectures": ["FancyForCausalLM"]}')
+        self.check(run("export", tmp_path, "--out", tmp_path), "architecture is unknown", "got: FancyForCausalLM")
+
+    def test_a_model_without_a_default_run(self, tmp_path):
+        models.tiny_llava().save_pretrained(tmp_path)
+        self.check(run("export", tmp_path, "--out", tmp_path), "no default run", "in Python")
+
+    @pytest.mark.parametrize("below", ["", "deeper"])
+    def test_an_output_folder_that_is_a_file(self, bert, tmp_path, below):
+        (tmp_path / "file").touch()
+        self.check(run("export", bert, "--out", tmp_path / "file" / below), str(tmp_path / "file"))
+
+    def test_an_output_folder_that_cannot_be_made(self, bert):
+        self.check(run("export", bert, "--out", "/proc/exportkit"), "/proc/exportkit")
+
+    def test_the_output_folder_of_the_demo(self, tmp_path):
+        (tmp_path / "file").touch()
+        self.check(run("demo", "--out", tmp_path / "file"), "output folder cannot be made")
+
+    @pytest.mark.parametrize("arguments", [["export"], ["export", "model"], ["deploy"], ["demo", "--fast"]])
+    def test_wrong_usage(self, arguments):
+        self.check(run(*arguments), "Usage: ")
+
+    def test_an_opset_that_torch_does_not_write(self, bert, tmp_path):
+        self.check(run("export", bert, "--out", tmp_path, "--opset", 7), "--opset")
+
+    def test_debug_shows_the_traceback(self, tmp_path):
+        result = run("export", tmp_path / "none", "--out", tmp_path, "--debug")
+        assert result.exit_code == 2
+        assert "Traceback" in result.stderr
+        assert "no such checkpoint folder" in result.stderr
+
+    def test_ctrl_c_is_quiet(self, tmp_path, monkeypatch):
+        def interrupted(_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("exportkit.scenarios.checkpoint.load_case", interrupted)
+        result = run("export", "model", "--out", tmp_path)
+        assert result.exit_code == 130
+        assert result.stdout == ""
+        assert result.stderr.splitlines() == ["loading model"]
+
+
+@pytest.mark.runtime
+class TestDemo:
+    @pytest.mark.slow
+    def test_three_models_are_proven_and_shown_in_one_table(self, tmp_path):
+        result = run("demo", "--out", tmp_path)
+        assert (result.exit_code, last_line(result)) == (0, "all proven"), result.output
+        assert "past_sequence + sequence" in result.stdout  # the plan of the Llama
+        table, *lines = re.split(r"(?m)^(?=.*\): proven$)", result.stdout[result.stdout.index("observed graph") :])
+        assert max(map(len, table.splitlines())) <= 80
+        assert len(lines) == len(list(tmp_path.glob("*.onnx"))) == 3
+
+    def test_a_model_that_fails_leaves_the_others_their_turn(self, monkeypatch):
+        def cases():
+            model = models.Classifier().eval()
+            yield Case("idle", "never called", model, lambda: None)
+            yield Case("busy", "two batches", model, lambda: [model(torch.ones(n, 6)) for n in (2, 4)])
+
+        monkeypatch.setattr("exportkit.scenarios.demo.demo_cases", cases)
+        result = run("demo")
+        assert (result.exit_code, last_line(result)) == (1, "not proven: idle")
+        assert "idle (never called): No inputs were captured." in result.stdout
+        assert "busy (two batches): proven" in result.stdout
+
+    @pytest.mark.usefixtures("differs")
+    def test_a_difference_exits_with_1(self, monkeypatch):
+        model = models.Classifier().eval()
+        case = Case("busy", "one batch", model, lambda: model(torch.ones(2, 6)))
+        monkeypatch.setattr("exportkit.scenarios.demo.demo_cases", lambda: [case])
+        result = run("demo")
+        assert (result.exit_code, last_line(result)) == (1, "not proven: busy")
+        assert "busy (one batch): recorded call 0: differs, logits: 0.5 off" in result.stdout
