@@ -4,10 +4,11 @@ from exportkit.arguments.build import Arguments, build_arguments, recorded_call
 from exportkit.arguments.compare import close, outputs_close, tolerances
 from exportkit.arguments.eager import run_eager
 from exportkit.arguments.missing import Fills, completed_call, fill_missing, find_fills, solve_sizes
-from exportkit.arguments.planning import call_table, plan_calls
+from exportkit.arguments.planning import plan_calls
 from exportkit.arguments.recorded import exportable_arguments, recorded_arguments, recorded_dynamic_shapes
 from exportkit.arguments.shapes import nested_spec
 from exportkit.arguments.sizes import UnseenSizes, choose_sizes, unseen_sizes
+from exportkit.arguments.table import call_table
 
 __all__ = [
     "Arguments",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.tensors import resize
+from exportkit.arguments.tensors import padded, resize
 from exportkit.axes import Plan
 from exportkit.observe import Observation
 from exportkit.trees import Tree, check_opened, join, set_stored_length
@@ -80,11 +80,12 @@ def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, in
     sources = largest_tensors(observation)
     trees = {}
     for name, tree in merged_trees(observation).items():
-        made = {
-            path: resize(sources[full], shapes[full], dynamic[full])
-            for path in tree.tensors()
-            if (full := join(name, path)) in shapes
-        }
+        made = {}
+        for path in tree.tensors():
+            full = join(name, path)
+            if full in shapes:
+                tensor = resize(sources[full], shapes[full], dynamic[full])
+                made[path] = padded(tensor) if plan.by_path[full].restored else tensor
         trees[name] = tree.with_leaves(made)
     past = plan.with_role("past")
     return Arguments(trees, observation, None if past is None else sizes[past.name])

@@ -98,17 +98,19 @@ def completed_call(plan: Plan, observation: Observation, index: int, fills: Mapp
 def find_fills(plan: Plan, observation: Observation, model: torch.nn.Module, method: str) -> Fills:
     """Returns what missing inputs must be filled with, so that the model returns what it returned without them."""
     optional = [leaf.path for leaf in plan.leaves if leaf.is_optional]
+    ones = {leaf.path: 1 for leaf in plan.leaves if leaf.restored}
     calls = [call.index for call in observation.calls if any(path not in call.tensors() for path in optional)]
     if not calls:
-        return Fills({})
-    best, fewest = {}, calls
+        return Fills(ones)
+    best: dict[str, int] = {}
+    fewest = calls
     for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
         wrong = [index for index in calls if not _reproduces(plan, observation, index, values, model, method)]
         if len(wrong) < len(fewest):
             best, fewest = values, wrong
         if not wrong:
             break
-    return Fills(best, tuple(fewest))
+    return Fills({**best, **ones}, tuple(fewest))
 
 
 def _choices(plan: Plan, observation: Observation, calls: list[int], optional: list[str]) -> Iterator[dict[str, int]]:

@@ -2,7 +2,7 @@
 
 Rows repeated must give repeated rows in the outputs: that is the batch. Lengths of tokens that never varied are
 changed, and vary where the model accepts that. Axes that had equal sizes in all calls are pulled apart, and stay apart
-where the model accepts that in both directions.
+where the model accepts that in both directions. An attention mask that no call had is restored if it changes nothing.
 """
 
 from __future__ import annotations
@@ -12,22 +12,32 @@ import torch
 from exportkit.arguments.ask import AskedModel
 from exportkit.arguments.probe_batch import confirm_batch
 from exportkit.arguments.probe_sizes import add_relations, extend_tokens, pull_apart
-from exportkit.axes import CallTable, Plan
+from exportkit.arguments.restore import restore_mask, restored_finding
+from exportkit.arguments.table import call_table, constants_of
+from exportkit.axes import Plan, infer_plan
 from exportkit.axes.names import name_variables
 from exportkit.observe import Observation
 
 
-def probe_plan(plan: Plan, table: CallTable, observation: Observation, model: torch.nn.Module, method: str) -> Plan:
-    """Returns the plan as the model confirms it.
+def probe_plan(observation: Observation, model: torch.nn.Module, method: str) -> tuple[Plan, Observation]:
+    """Returns the plan as the model confirms it, and the calls it is for, with an attention mask if that was restored.
 
     Args:
-        plan: What the sizes suggest.
-        table: The seen sizes.
         observation: The calls.
         model: The model.
         method: The observed method.
     """
-    asked = AskedModel(model, method, observation, table)
+    asked = AskedModel(model, method, observation, call_table(observation))
+    plan = _confirmed(asked)
+    masked = restore_mask(plan, asked)
+    if masked is None:
+        return plan, observation
+    plan = _confirmed(AskedModel(model, method, masked, call_table(masked)))
+    return plan.with_findings([restored_finding()]), masked
+
+
+def _confirmed(asked: AskedModel) -> Plan:
+    plan = infer_plan(asked.table, constants_of(asked.observation))
     plan = extend_tokens(confirm_batch(plan, asked), asked)
     if not asked.accepts(plan):
         plan = add_relations(plan, asked)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from exportkit.arguments.build import Arguments, build_arguments, merged_trees
-from exportkit.arguments.planning import call_table
 from exportkit.arguments.shapes import nested_spec
 from exportkit.arguments.sizes import choose_sizes
+from exportkit.arguments.table import call_table
 from exportkit.axes import CallTable, Leaf, Plan, infer_plan
 from exportkit.errors import InvalidRequestError, PlanError, UnknownInputError
 from exportkit.observe import Observation

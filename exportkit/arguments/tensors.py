@@ -40,6 +40,13 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
     return result.contiguous()
 
 
+def padded(mask: torch.Tensor) -> torch.Tensor:
+    """Returns a mask of ones with the first position of its first row hidden, as padding on the left does."""
+    if mask.shape[0] and mask.shape[-1] > 1:
+        mask[0, 0] = 0
+    return mask
+
+
 def _stretched(mask: torch.Tensor, axis: int, size: int) -> torch.Tensor:
     """Indices that shrink or stretch a mask; one single position is the one that most rows keep."""
     have = mask.shape[axis]

@@ -52,6 +52,7 @@ class PlannedLeaf:
         sizes: One expression for each axis.
         shapes: Its shape in each recorded call; None where it is absent.
         growing: Length axis of a dynamic cache, or None.
+        restored: Whether no call had it: a mask of ones that was added since.
     """
 
     path: str
@@ -60,11 +61,12 @@ class PlannedLeaf:
     sizes: tuple[Expression, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
     growing: int | None = None
+    restored: bool = False
 
     @property
     def is_optional(self) -> bool:
-        """Whether some recorded calls lack it."""
-        return None in self.shapes
+        """Whether it may be left out: some recorded calls lack it."""
+        return self.restored or None in self.shapes
 
 
 @dataclass(frozen=True)

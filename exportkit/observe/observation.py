@@ -70,6 +70,8 @@ class Observation:
         problems: What exportkit itself could not do while recording; the model's own calls were not affected.
         method_name: Name of the observed method.
         model_name: Class of the observed model.
+        removed: Inputs that the user left out.
+        restored: Inputs that no call had, and that were added since.
     """
 
     signature: Signature
@@ -78,6 +80,8 @@ class Observation:
     problems: tuple[str, ...] = ()
     method_name: str = "forward"
     model_name: str = "model"
+    removed: frozenset[str] = frozenset()
+    restored: frozenset[str] = frozenset()
 
     def require_calls(self) -> None:
         """Raises NoCallsError if no call was stored, ObservationError if recording failed each time."""
@@ -137,4 +141,4 @@ class Observation:
     def without(self, names: set[str]) -> Observation:
         """Returns the same calls without the arguments of these names."""
         kept = [replace(c, arguments={n: t for n, t in c.arguments.items() if n not in names}) for c in self.calls]
-        return replace(self, calls=tuple(kept))
+        return replace(self, calls=tuple(kept), removed=self.removed | names)

@@ -70,11 +70,10 @@ def test_size_one_that_is_accepted_obliviously_narrows_the_range():
     ids = torch.tensor([[5, 6, 7, 8]])
     shapes = {"input_ids": {0: D, 1: D}, "use_cache": None}
     with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        program = torch.export.export(
-            tiny_llama(), (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes
-        )
+        program = torch.export.export(tiny_llama(), (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes)
 
-    assert [(limits.lower, limits.upper) for limits in program.range_constraints.values()][0] == (1, 2)
+    batch, _ = program.range_constraints.values()
+    assert (batch.lower, batch.upper) == (1, 2)
 
 
 def test_distinct_sizes_greater_than_one_give_free_axes():
@@ -142,7 +141,7 @@ def test_list_of_one_tensor_is_still_a_list_in_the_dynamic_shapes():
 def test_values_that_kwargs_catches_cannot_be_exported(value, named):
     spec = {0: D} if isinstance(value, torch.Tensor) else None
     shapes = {"x": {0: D}, "kwargs": {"y": spec}} if named else {"x": {0: D}, "y": spec}
-    with pytest.raises(Exception, match="Must provide a tree_name|top-level keys must be the arg names"):
+    with pytest.raises(Exception, match=r"Must provide a tree_name|top-level keys must be the arg names"):
         torch.export.export(Caught(), (), {"x": torch.ones(4), "y": value}, dynamic_shapes=shapes)
 
 
@@ -165,12 +164,22 @@ def test_program_refuses_a_call_of_another_structure():
         program.module()([torch.ones(4), torch.ones(4)])
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-def test_onnx_export_takes_names_and_sums_of_names():
+def _onnx_axes(*shapes):
+    """Names of the input axes after an ONNX export with these dynamic shapes."""
     example = (torch.ones(2, 5), torch.ones(2, 4), torch.ones(2, 9))
-    shapes = ({0: "batch", 1: "past"}, {0: "batch", 1: "new"}, {0: "batch", 1: "past+new"})
     with _quiet():
-        program = torch.onnx.export(Concatenates(), example, dynamic_shapes=shapes, verbose=False)
+        program = torch.onnx.export(Concatenates().eval(), example, dynamic_shapes=shapes, verbose=False)
+    return [[str(size) for size in value.shape] for value in program.model.graph.inputs]
 
-    axes = [[str(size) for size in value.shape] for value in program.model.graph.inputs]
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_onnx_export_takes_names_and_sums_of_names():
+    axes = _onnx_axes({0: "batch", 1: "past"}, {0: "batch", 1: "new"}, {0: "batch", 1: "past+new"})
+
     assert axes == [["batch", "past"], ["batch", "new"], ["batch", "past+new"]]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_onnx_export_warns_of_one_name_for_axes_that_are_tied():
+    with pytest.warns(UserWarning, match="The axis name: batch will not be used"):
+        _onnx_axes({0: "batch", 1: "past"}, {0: "batch", 1: "new"}, {0: "batch", 1: "total"})

@@ -1,0 +1,39 @@
+"""What a person should know about the inputs before the model is exported, besides the sizes."""
+
+from __future__ import annotations
+
+from exportkit.axes import Finding, Plan
+from exportkit.observe import Observation
+
+
+def audit(plan: Plan, observation: Observation) -> list[Finding]:
+    """Returns findings: inputs that no call gave, and axes that may vary and were seen with one size only.
+
+    Args:
+        plan: The plan, to which the findings belong.
+        observation: The calls.
+    """
+    return [*_never_given(observation), *_one_size(plan)]
+
+
+def _never_given(observation: Observation) -> list[Finding]:
+    given = {name for call in observation.calls for name in call.arguments if call.has(name)}
+    missing = [name for name in observation.signature.plain() if name not in given | observation.removed]
+    if not missing:
+        return []
+    names = ", ".join(missing)
+    return [Finding("never given", names, f"given in no call, so no input of the graph: {names}.")]
+
+
+def _one_size(plan: Plan) -> list[Finding]:
+    """Static axes of inputs, the caches and sizes of 1 left out: heads and broadcasts are meant to be static."""
+    axes = [
+        (leaf.path, [axis for axis, size in enumerate(leaf.sizes) if size.is_static and size.constant != 1])
+        for leaf in plan.leaves
+        if leaf.growing is None
+    ]
+    texts = [f"{path} axis {', '.join(map(str, found))}" for path, found in axes if found]
+    if not texts:
+        return []
+    where = "; ".join(texts)
+    return [Finding("one size", where, f"seen with one size only, so static: {where}.")]

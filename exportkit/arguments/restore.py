@@ -1,0 +1,73 @@
+"""Restores an attention mask that the caller may have had and the model never saw.
+
+``generate`` drops a mask that is all ones (transformers 5.23), and a graph without a mask cannot serve a padded batch.
+So where a decoder with a cache takes a mask and was given none, a mask of ones is added to each call, if the model
+returns the same with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from exportkit.arguments.ask import AskedModel
+from exportkit.arguments.build import recorded_call
+from exportkit.arguments.compare import outputs_close
+from exportkit.arguments.missing import solve_sizes
+from exportkit.axes import Finding, Plan
+from exportkit.observe import Observation
+from exportkit.trees import flatten
+
+MASK = "attention_mask"
+
+
+def restore_mask(plan: Plan, asked: AskedModel) -> Observation | None:
+    """Returns the calls with a mask of ones ``(batch, past + new)``, or None where there is nothing to restore.
+
+    Args:
+        plan: What the calls without a mask suggest.
+        asked: The model.
+    """
+    observation = asked.observation
+    wanted = MASK in observation.signature.plain() and MASK not in observation.removed
+    if not wanted or any(call.has(MASK) for call in observation.calls):
+        return None
+    masked = _with_masks(plan, observation)
+    if masked is None or not all(_same_with_mask(asked, masked, index) for index in _first_and_last(observation)):
+        return None
+    return replace(masked, restored=observation.restored | {MASK})
+
+
+def restored_finding() -> Finding:
+    """Returns what a person should know about a restored mask."""
+    text = (
+        f"{MASK} was never given to forward, as generate drops a mask of ones; it is an input of the graph all the "
+        "same, so that padded batches can be served. Left out, it is all ones."
+    )
+    return Finding("restored input", MASK, text)
+
+
+def _with_masks(plan: Plan, observation: Observation) -> Observation | None:
+    past, new, batch = (plan.with_role(role) for role in ("past", "sequence", "batch"))
+    if past is None or new is None or batch is None:
+        return None
+    calls = []
+    for call in observation.calls:
+        shapes = {path: tuple(tensor.shape) for path, tensor in call.tensors().items()}
+        sizes = solve_sizes(plan, shapes)
+        device = next(iter(call.tensors().values())).device
+        mask = torch.ones(sizes[batch.name], sizes[past.name] + sizes[new.name], dtype=torch.int64, device=device)
+        arguments = {**call.arguments, MASK: flatten(mask)}
+        ordered = {name: arguments[name] for name in observation.signature.names if name in arguments}
+        calls.append(replace(call, arguments=ordered, named=call.named | {MASK}))
+    return replace(observation, calls=tuple(calls))
+
+
+def _same_with_mask(asked: AskedModel, masked: Observation, index: int) -> bool:
+    outputs = asked.outputs(recorded_call(masked, index))
+    return outputs is not None and outputs_close(masked.calls[index].outputs.tensors(), outputs)
+
+
+def _first_and_last(observation: Observation) -> list[int]:
+    return list(dict.fromkeys([0, len(observation.calls) - 1]))

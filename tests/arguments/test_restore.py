@@ -1,0 +1,98 @@
+"""An attention mask that generate dropped, and other things a person should know."""
+
+import pytest
+import torch
+
+import exportkit
+from tests.models import tiny_llama
+
+
+def generated(prompt=7, **options):
+    model, observer = tiny_llama(), exportkit.InputObserver()
+    ids = torch.randint(3, 60, (1, prompt))
+    with observer(model):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, **options)
+    return model, observer
+
+
+def findings(plan):
+    return {finding.kind: finding.text for finding in plan.findings}
+
+
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory):
+    torch.manual_seed(0)
+    model, observer = generated()
+    assert not any(call.has("attention_mask") for call in observer.observation.calls)
+    return model, exportkit.export(model, observer).to_onnx(tmp_path_factory.mktemp("restored") / "model.onnx")
+
+
+def test_a_mask_of_ones_that_generate_dropped_is_an_input_of_the_graph(restored):
+    _, onnx_model = restored
+    plan = onnx_model.exported.plan
+    assert str(plan.by_path["attention_mask"].sizes[1]) == "past_sequence + sequence"
+    assert "attention_mask" in onnx_model.session.inputs
+    assert "padded batches" in findings(plan)["restored input"]
+
+
+def test_the_graph_serves_padded_batches(restored):
+    model, onnx_model = restored
+    ids, mask = torch.randint(3, 60, (3, 5)), torch.ones(3, 5, dtype=torch.int64)
+    mask[0, :2] = 0
+    positions = torch.arange(5).expand(3, 5)
+    kwargs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    expected, got = model(**kwargs, logits_to_keep=1).logits, onnx_model(**kwargs).logits
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(got, onnx_model(**{**kwargs, "attention_mask": torch.ones_like(mask)}).logits)
+
+
+def test_a_mask_that_is_left_out_is_all_ones(restored):
+    model, onnx_model = restored
+    kwargs = {"input_ids": torch.randint(3, 60, (2, 5)), "position_ids": torch.arange(5).expand(2, 5)}
+    torch.testing.assert_close(
+        onnx_model(**kwargs).logits, model(**kwargs, logits_to_keep=1).logits, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_the_proof_covers_padded_calls(restored):
+    _, onnx_model = restored
+    assert onnx_model.verify().ok
+
+
+def test_an_input_that_the_user_removed_is_not_restored():
+    _, observer = generated()
+    observer.remove_inputs(["attention_mask"])
+    assert "attention_mask" not in observer.plan().by_path
+
+
+def test_a_mask_that_was_given_is_left_as_it_is():
+    model, observer = tiny_llama(), exportkit.InputObserver()
+    ids = torch.randint(3, 60, (1, 7))
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
+    with observer(model):
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    plan = observer.plan()
+    assert "restored input" not in findings(plan)
+    assert not plan.by_path["attention_mask"].is_optional
+
+
+def test_what_recorded_calls_infer_has_no_restored_mask():
+    _, observer = generated()
+    assert "attention_mask" not in observer.infer_dynamic_shapes()
+    assert "attention_mask" not in observer.infer_arguments(exportable=True)
+
+
+class Many(torch.nn.Module):
+    def forward(self, x, labels=None, weights=None, *, scale=1.0):
+        return x * scale
+
+
+def test_inputs_that_no_call_gave_and_sizes_seen_once_are_findings():
+    model, observer = Many(), exportkit.InputObserver()
+    with observer(model):
+        for rows in (2, 3):
+            model(torch.randn(rows, 5), weights=None, scale=2.0)
+    found = findings(observer.plan())
+    assert found["never given"] == "given in no call, so no input of the graph: labels, weights."
+    assert found["one size"] == "seen with one size only, so static: x axis 1."
+    assert found["constant"] == "scale=2.0 is baked into the graph."
