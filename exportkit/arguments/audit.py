@@ -5,6 +5,8 @@ from __future__ import annotations
 from exportkit.axes import Finding, Plan
 from exportkit.observe import Observation
 
+_SHOWN = 4  # inputs that one finding names
+
 
 def audit(plan: Plan, observation: Observation) -> list[Finding]:
     """Returns findings: inputs that no call gave, and axes that may vary and were seen with one size only.
@@ -26,14 +28,16 @@ def _never_given(observation: Observation) -> list[Finding]:
 
 
 def _one_size(plan: Plan) -> list[Finding]:
-    """Static axes of inputs, the caches and sizes of 1 left out: heads and broadcasts are meant to be static."""
+    """Static axes of inputs, caches and sizes of 1 left out: heads, states and broadcasts are meant to be static."""
+    caches = {leaf.argument for leaf in plan.leaves if leaf.growing is not None}
     axes = [
         (leaf.path, [axis for axis, size in enumerate(leaf.sizes) if size.is_static and size.constant != 1])
         for leaf in plan.leaves
-        if leaf.growing is None
+        if leaf.argument not in caches
     ]
     texts = [f"{path} axis {', '.join(map(str, found))}" for path, found in axes if found]
     if not texts:
         return []
-    where = "; ".join(texts)
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    where = "; ".join(texts[:_SHOWN]) + more
     return [Finding("one size", where, f"seen with one size only, so static: {where}.")]

@@ -1,4 +1,4 @@
-"""From calls to a plan: infers from the seen sizes, lets the model confirm the rest, and says what a person should know."""
+"""From calls to a plan: infers from the seen sizes, lets the model confirm the rest, adds what a person should know."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 
 from exportkit.arguments.ask import AskedModel
-from exportkit.arguments.build import recorded_call
+from exportkit.arguments.build import Arguments, recorded_call
 from exportkit.arguments.compare import outputs_close
 from exportkit.arguments.missing import solve_sizes
+from exportkit.arguments.tensors import padded
 from exportkit.axes import Finding, Plan
 from exportkit.observe import Observation
 from exportkit.trees import flatten
@@ -35,6 +36,8 @@ def restore_mask(plan: Plan, asked: AskedModel) -> Observation | None:
         return None
     masked = _with_masks(plan, observation)
     if masked is None or not all(_same_with_mask(asked, masked, index) for index in _first_and_last(observation)):
+        return None
+    if not _hides(asked, masked):
         return None
     return replace(masked, restored=observation.restored | {MASK})
 
@@ -67,6 +70,15 @@ def _with_masks(plan: Plan, observation: Observation) -> Observation | None:
 def _same_with_mask(asked: AskedModel, masked: Observation, index: int) -> bool:
     outputs = asked.outputs(recorded_call(masked, index))
     return outputs is not None and outputs_close(masked.calls[index].outputs.tensors(), outputs)
+
+
+def _hides(asked: AskedModel, masked: Observation) -> bool:
+    """Whether a 0 in the mask changes the result: else it is a mask over something else, or ignored."""
+    last = masked.calls[-1]
+    mask = last.arguments[MASK].map(lambda leaf: padded(leaf.clone()))
+    call = replace(last, arguments={**last.arguments, MASK: mask})
+    outputs = asked.outputs(Arguments(call.arguments, masked))
+    return outputs is not None and not outputs_close(last.outputs.tensors(), outputs)
 
 
 def _first_and_last(observation: Observation) -> list[int]:
