@@ -68,8 +68,8 @@ class Tree:
 def flatten(value: Any) -> Tree:
     """Returns the `Tree` of a nested value.
 
-    Lists, tuples, dicts, named tuples, caches, and every class registered with ``torch.utils._pytree`` are opened;
-    any other object is a leaf.
+    Lists, tuples, dicts, named tuples, caches, and every class registered with torch's pytree are opened; any other
+    object is a leaf.
     """
     parts, leaves, structure = _flatten(value)
     unopened = {type(leaf) for leaf in leaves if _can_open(type(leaf))}

@@ -34,11 +34,11 @@ def register_flattening_functions(patch_transformers: bool = False) -> Iterator[
             loaded it yet. Without it, only classes of modules that are loaded already are registered.
 
     Example:
-        >>> import torch
+        >>> import optree, torch
         >>> from exportkit import make_dynamic_cache, register_flattening_functions
         >>> cache = make_dynamic_cache([(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))])
         >>> with register_flattening_functions():
-        ...     len(torch.utils._pytree.tree_leaves(cache))
+        ...     len(optree.tree_leaves(cache, namespace="torch"))
         2
     """
     if patch_transformers:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,51 +39,65 @@ def string_type(
         >>> string_type((torch.ones(2, 6), {"mask": torch.ones(2, 7, dtype=torch.int64)}), with_shape=True)
         '(T1s2x6,dict(mask:T7s2x7))'
     """
+    return _Describer(with_shape, with_min_max, with_device, limit).describe(value)
 
-    def tensor(leaf: torch.Tensor) -> str:
-        device = _device(leaf.device) if with_device else ""
-        size = f"s{'x'.join(map(str, leaf.shape))}" if with_shape else f"r{leaf.ndim}"
-        return f"{device}T{_ONNX_TYPES.get(leaf.dtype, leaf.dtype)}{size}{_range(leaf) if with_min_max else ''}"
 
-    def items(values: Any) -> str:
-        values = list(values)
-        return "..." if len(values) > limit else ",".join(describe(item) for item in values)
+@dataclass(frozen=True)
+class _Describer:
+    """The choices of `string_type`, and a method for each kind of value."""
 
-    def describe(item: Any) -> str:
-        if isinstance(item, torch.Tensor):
-            return tensor(item)
-        if item is None or isinstance(item, bool | int | float | complex | str):
-            return "None" if item is None else type(item).__name__
-        if isinstance(item, tuple):
-            return f"({items(item)})"
-        if isinstance(item, list):
-            return f"#{len(item)}[{items(item)}]"
-        if is_cache_class(type(item)):
-            return _cache(item)
-        if isinstance(item, Mapping):
-            name = "dict" if type(item) is dict else type(item).__name__
-            return f"{name}({','.join(f'{k}:{describe(v)}' for k, v in item.items())})"
-        return _other(item)
+    with_shape: bool
+    with_min_max: bool
+    with_device: bool
+    limit: int
 
-    def _cache(cache: Any) -> str:
-        name = type(cache).__name__
-        if hasattr(cache, "layers"):
-            full = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-            fields = {"key_cache": [layer.keys for layer in full], "value_cache": [layer.values for layer in full]}
-            for states in ("conv_states", "recurrent_states"):
-                found = [s for layer in cache.layers for s in getattr(layer, states, {}).values() if s is not None]
-                fields |= {states: found} if found else {}
-        else:
-            fields = {k: v for k, v in vars(cache).items() if isinstance(v, torch.Tensor) or is_cache_class(type(v))}
-        return f"{name}({', '.join(f'{key}={describe(field)}' for key, field in fields.items())})"
+    def describe(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if value is None or isinstance(value, bool | int | float | complex | str):
+            return "None" if value is None else type(value).__name__
+        if isinstance(value, tuple):
+            return f"({self._items(value)})"
+        if isinstance(value, list):
+            return f"#{len(value)}[{self._items(value)}]"
+        if is_cache_class(type(value)):
+            return self._cache(value)
+        if isinstance(value, Mapping):
+            name = "dict" if type(value) is dict else type(value).__name__
+            return f"{name}({','.join(f'{k}:{self.describe(v)}' for k, v in value.items())})"
+        return self._object(value)
 
-    def _other(item: Any) -> str:
-        node = _torch_compat.registered_node(type(item))
+    def _tensor(self, tensor: torch.Tensor) -> str:
+        device = _device(tensor.device) if self.with_device else ""
+        size = f"s{'x'.join(map(str, tensor.shape))}" if self.with_shape else f"r{tensor.ndim}"
+        values = _range(tensor) if self.with_min_max else ""
+        return f"{device}T{_ONNX_TYPES.get(tensor.dtype, tensor.dtype)}{size}{values}"
+
+    def _items(self, values: Iterable[Any]) -> str:
+        items = list(values)
+        return "..." if len(items) > self.limit else ",".join(self.describe(item) for item in items)
+
+    def _cache(self, cache: Any) -> str:
+        fields = _cache_fields(cache)
+        return f"{type(cache).__name__}({', '.join(f'{key}={self.describe(item)}' for key, item in fields.items())})"
+
+    def _object(self, value: Any) -> str:
+        node = _torch_compat.registered_node(type(value))
         if node is None:
-            return type(item).__name__
-        return f"{type(item).__name__}({items(node.flatten(item)[0])})"
+            return type(value).__name__
+        return f"{type(value).__name__}({self._items(node.flatten(value)[0])})"
 
-    return describe(value)
+
+def _cache_fields(cache: Any) -> dict[str, Any]:
+    """What a cache holds, by the names under which older versions of transformers held it."""
+    if not hasattr(cache, "layers"):
+        return {k: v for k, v in vars(cache).items() if isinstance(v, torch.Tensor) or is_cache_class(type(v))}
+    full = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    fields = {"key_cache": [layer.keys for layer in full], "value_cache": [layer.values for layer in full]}
+    for states in ("conv_states", "recurrent_states"):
+        found = [s for layer in cache.layers for s in getattr(layer, states, {}).values() if s is not None]
+        fields |= {states: found} if found else {}
+    return fields
 
 
 def _device(device: torch.device) -> str:
