@@ -72,7 +72,13 @@ def recorded_arguments(
             full = join(name, path)
             own.setdefault(path, _empty(last[full], axes[full], growing[full]))
         completed[name] = tree.with_leaves(own)
-    return shaped(Arguments(completed, observation), flat, as_args_kwargs)
+    empty = all(0 in tensor.shape for tree in completed.values() for tensor in _past(tree))
+    return shaped(Arguments(completed, observation, 0 if empty else None), flat, as_args_kwargs)
+
+
+def _past(tree: Tree) -> list[torch.Tensor]:
+    """The tensors of caches that grow."""
+    return [tensor for path, tensor in tree.tensors().items() if path in tree.growing]
 
 
 def exportable_arguments(plan: Plan, observation: Observation, flat: bool = False, as_args_kwargs: bool = False) -> Any:
@@ -127,12 +133,26 @@ def _given(observation: Observation, which: Any) -> Mapping[str, Tree]:
         return observation.calls[which].arguments
     if isinstance(which, tuple | dict):
         args, kwargs = (which, {}) if isinstance(which, tuple) else ((), which)
+        _check_given(observation, args, kwargs)
         return {name: flatten(value) for name, value in observation.signature.bind(args, kwargs).items()}
     raise InvalidRequestError(
         f"Unexpected type {type(which).__name__} for the call to complete.",
         expected="None, the number of a recorded call, a tuple of positional or a dict of named arguments",
         got=repr(which)[:100],
     )
+
+
+def _check_given(observation: Observation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    signature = observation.signature
+    for name in kwargs:
+        if signature.var_keyword is None:
+            signature.name_of(name)
+    if signature.var_positional is None and len(args) > len(signature.plain()):
+        raise InvalidRequestError(
+            "More values were given than the method has inputs.",
+            expected=f"at most {len(signature.plain())}: {', '.join(signature.plain())}",
+            got=len(args),
+        )
 
 
 def _is_complete(have: Tree, merged: Tree) -> bool:

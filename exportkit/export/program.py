@@ -20,7 +20,7 @@ from exportkit.axes import Plan
 from exportkit.errors import ExportError
 from exportkit.export.flat import FlatSignature
 from exportkit.observe.recorder import recording_paused
-from exportkit.trees import Tree, flatten, join, register_flattening_functions
+from exportkit.trees import Tree, flatten, join, registered_caches
 
 _ABSENT = object()
 
@@ -66,7 +66,7 @@ def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Argument
         return _returned(call(*args, **named), inputs, tensors_only)
 
     with (
-        register_flattening_functions(),
+        registered_caches(),
         _forward_replaced(model, forward, flat.parameters),
         _quiet(),
         recording_paused(),
@@ -91,12 +91,18 @@ def _returned(result: Any, inputs: set[int], tensors_only: bool) -> Any:
 
 
 def _specs(flat: FlatSignature, plan: Plan) -> dict[str, Any]:
-    dynamic = plan.dynamic_axes()
+    largest = {variable.name: variable.maximum for variable in plan.variables}
 
     def spec_of(path: str) -> dict[int, Any]:
-        return dict.fromkeys(dynamic[path], torch.export.Dim.DYNAMIC)
+        sizes = enumerate(plan.by_path[path].sizes)
+        return {axis: _dim(largest.get(size.variable or "")) for axis, size in sizes if not size.is_static}
 
     return {name: nested_spec(part.path, part.tree, spec_of) for name, part in flat.parameters.items()}
+
+
+def _dim(maximum: int | None) -> Any:
+    """A dynamic axis; torch.export needs no minimum, as it takes 2 for one and the graph serves less all the same."""
+    return torch.export.Dim.DYNAMIC if maximum is None else torch.export.Dim.DYNAMIC(max=maximum)
 
 
 def _input_order(flat: FlatSignature, kwargs: Mapping[str, Any]) -> tuple[str, ...]:

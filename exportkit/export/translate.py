@@ -16,7 +16,7 @@ from exportkit.axes import Plan
 from exportkit.errors import DestinationError, ExportError
 from exportkit.export.names import input_names, output_names
 from exportkit.export.program import Captured
-from exportkit.trees import register_flattening_functions
+from exportkit.trees import registered_caches
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -73,7 +73,7 @@ def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = No
         ExportError: if an operator cannot be translated.
     """
     try:
-        with _torch_compat.quiet_onnx_export(), register_flattening_functions():
+        with _torch_compat.quiet_onnx_export(), registered_caches():
             program = torch.onnx.export(captured.program, (), verbose=False, opset_version=opset)
     except Exception as error:
         raise ExportError(

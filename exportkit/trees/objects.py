@@ -177,7 +177,9 @@ def _build_object(part: Part, build: Any) -> Any:
 
 
 def set_stored_length(cache: Any, length: int) -> None:
-    """Sets the Python counters of stored tokens in a cache, which its tensors need not show (sliding windows).
+    """Sets what Python knows of the stored tokens in a cache, and its tensors need not show.
+
+    That is the counter of a sliding window, and whether the encoder's part of an encoder-decoder cache is filled.
 
     Args:
         cache: A cache, changed in place; any other value is left alone. Of an encoder-decoder cache, the part of the
@@ -191,6 +193,9 @@ def set_stored_length(cache: Any, length: int) -> None:
         for name, value in vars(cache).items():
             if name == "cumulative_length" and isinstance(value, int):
                 cache.cumulative_length = length
+            elif name == "is_updated" and isinstance(value, dict):
+                layers = cache.cross_attention_cache.layers
+                cache.is_updated = {i: layers[i].get_seq_length() > 0 if i < len(layers) else False for i in value}
             elif name != "cross_attention_cache":
                 set_stored_length(value, length)
 

@@ -30,8 +30,8 @@ def register_flattening_functions(patch_transformers: bool = False) -> Iterator[
     ``torch.export.load`` can also read programs that take caches: it accepts the cache classes in their example inputs.
 
     Args:
-        patch_transformers: Also import transformers first, so that its classes are registered even when nothing has
-            loaded it yet. Without it, only classes of modules that are loaded already are registered.
+        patch_transformers: Insist on transformers: without it, an ImportError. By default its classes are registered
+            where it is installed.
 
     Example:
         >>> import optree, torch
@@ -41,8 +41,18 @@ def register_flattening_functions(patch_transformers: bool = False) -> Iterator[
         ...     len(optree.tree_leaves(cache, namespace="torch"))
         2
     """
-    if patch_transformers:
+    try:
         importlib.import_module("transformers.cache_utils")
+    except ImportError:
+        if patch_transformers:
+            raise
+    with registered_caches():
+        yield
+
+
+@contextlib.contextmanager
+def registered_caches() -> Iterator[None]:
+    """Registers the cache classes that are loaded, as `register_flattening_functions` does; imports nothing."""
     caches = known_cache_classes()
     with _nodes.held(caches), _loadable.held([*caches, *_layer_classes()]):
         yield

@@ -368,3 +368,22 @@ def test_training_mode_is_a_finding():
     model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout()).train()
     exported = exportkit.export(model, observe(model, ((torch.ones(3, 4),), {})))
     assert any("training mode" in finding.text for finding in exported.plan.findings)
+
+
+def test_an_edited_plan_is_exported(tmp_path):
+    model = torch.nn.Linear(4, 2)
+    plan = observe(model, ((torch.ones(3, 4),), {})).plan().rename("batch", "rows").range("rows", 1, 16)
+    exported = exportkit.export(model, plan)
+    (allowed,) = exported.program.range_constraints.values()
+    assert allowed.upper == 16
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.session.shapes["input"] == ("rows", 4)
+    report = onnx_model.verify()
+    assert report.ok
+    assert max(row.sizes["rows"] for row in report.rows) <= 16
+
+
+def test_a_batch_made_static_is_static(tmp_path):
+    model = torch.nn.Linear(4, 2)
+    plan = observe(model, ((torch.ones(3, 4),), {})).plan().static("batch")
+    assert exportkit.export(model, plan).to_onnx(tmp_path / "model.onnx").session.shapes["input"] == (3, 4)

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from exportkit import InputObserver, make_dynamic_cache, register_flattening_functions, string_type
-from tests.models import Add, IdsDecoder, OptionalAdd, Scale, Total, random_cache, random_ids, tiny_llama, tiny_t5
+from tests.models import (
+    Add,
+    IdsDecoder,
+    OptionalAdd,
+    Scale,
+    Total,
+    random_cache,
+    random_ids,
+    tiny_llama,
+    tiny_mistral,
+    tiny_t5,
+)
 from tests.observe.test_dynamic_shapes import Ignores, calls, ones
 
 D = torch.export.Dim.DYNAMIC
@@ -271,3 +282,22 @@ def test_exportable_arguments_have_the_form_of_recorded_ones():
 def test_exportable_arguments_are_made_of_all_calls():
     with pytest.raises(ValueError, match="built from all calls together"):
         _observed_optional().infer_arguments(1, exportable=True)
+
+
+def test_values_for_inputs_that_do_not_exist_are_an_error():
+    observer = calls(Add(), ((ones(2, 3), ones(2, 3)), {}))
+    with pytest.raises(ValueError, match="no such input"):
+        observer.infer_arguments({"w": torch.ones(2, 3)})
+    with pytest.raises(ValueError, match="More values were given"):
+        observer.infer_arguments((torch.ones(2, 3),) * 3)
+
+
+@pytest.mark.parametrize("build", [tiny_t5, tiny_mistral])
+def test_a_completed_prompt_gives_what_the_prompt_gave(build):
+    model, observer = build(), InputObserver()
+    ids = torch.randint(3, 60, (1, 9))
+    with observer(model):
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+    with torch.no_grad():
+        again = model(**observer.infer_arguments(0), return_dict=True)
+    torch.testing.assert_close(again.logits, observer.observation.calls[0].outputs.tensors()["logits"])
