@@ -27,9 +27,9 @@ def rename(plan: Plan, old: str, new: str) -> Plan:
 def static(plan: Plan, target: str, axis: int | None = None) -> Plan:
     """Returns the plan in which a variable, or one axis of an input, has the one size that was seen."""
     if axis is None:
-        variable = plan.variable(target)
-        size = _only_size(f"The variable {target!r}", variable.seen)
-        return plan.with_sizes(
+        size = _only_size(f"The variable {target!r}", plan.variable(target).seen)
+        free = tuple(replace(v, follows=None) if v.follows == target else v for v in plan.variables)
+        return replace(plan, variables=free).with_sizes(
             {
                 (leaf.path, i): _with_value(expression, target, size)
                 for leaf in plan.leaves

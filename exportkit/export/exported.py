@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from exportkit.arguments import Arguments, Fills, build_arguments, choose_sizes, find_fills, plan_calls, run_eager
 from exportkit.axes import Finding, Plan
-from exportkit.errors import ArgumentError, InvalidTypeError, PlanError
+from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
 from exportkit.export.translate import check_destination, translate
@@ -110,18 +110,42 @@ def export(
     started = time.perf_counter()
     plan, method = _plan(model, observer_or_plan, probe)
     seconds["plan"] = time.perf_counter() - started
-    observation: Observation = plan.calls
+    try:
+        exported = _traced(model, method, plan, seconds)
+    except ExportError:
+        cautious = _without_extended(plan)
+        if cautious is None:
+            raise
+        exported = _traced(model, method, cautious, seconds)
+    findings = [*_fill_findings(exported.fills), *_mode_findings(model)]
+    return replace(exported, plan=exported.plan.with_findings(findings))
+
+
+def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float]) -> Exported:
     started = time.perf_counter()
     sizes = choose_sizes(plan)
-    arguments = build_arguments(plan, observation, sizes)
+    arguments = build_arguments(plan, plan.calls, sizes)
     outputs = flatten(_eager_outputs(model, method, arguments))
-    fills = find_fills(plan, observation, model, method)
+    fills = find_fills(plan, plan.calls, model, method)
     seconds["arguments"] = time.perf_counter() - started
     started = time.perf_counter()
     captured = capture(model, method, plan, arguments, outputs)
     seconds["export"] = time.perf_counter() - started
-    plan = plan.with_findings([*_fill_findings(fills), *_mode_findings(model)])
     return Exported(captured, plan, sizes, fills, outputs, model, method, seconds)
+
+
+def _without_extended(plan: Plan) -> Plan | None:
+    """The plan in which lengths that no recorded call varied are static; None where there are none.
+
+    The model accepts other lengths in eager mode, and tracing it may still fix them, for instance in a Python loop.
+    """
+    extended = [v.name for v in plan.variables if v.role != "batch" and len({s for s in v.seen if s is not None}) == 1]
+    if not extended:
+        return None
+    for name in extended:
+        plan = plan.static(name)
+    text = f"torch.export fixed {', '.join(extended)}, which no recorded call varied; static at the recorded size."
+    return plan.with_findings([Finding("fixed by the trace", ", ".join(extended), text)])
 
 
 def _plan(model: torch.nn.Module, source: Any, probe: bool) -> tuple[Plan, str]:

@@ -387,3 +387,20 @@ def test_a_batch_made_static_is_static(tmp_path):
     model = torch.nn.Linear(4, 2)
     plan = observe(model, ((torch.ones(3, 4),), {})).plan().static("batch")
     assert exportkit.export(model, plan).to_onnx(tmp_path / "model.onnx").session.shapes["input"] == (3, 4)
+
+
+def test_a_length_that_only_the_trace_fixes_is_static_and_said_to_be_so(tmp_path):
+    class Loop(torch.nn.Module):
+        """Accepts any number of tokens, and a trace unrolls the loop over them."""
+
+        def forward(self, ids):
+            total = torch.zeros_like(ids[:, 0])
+            for step in range(ids.shape[1]):
+                total = total + ids[:, step]
+            return total
+
+    model = Loop()
+    exported = exportkit.export(model, observe(model, ((torch.ones(2, 5, dtype=torch.int64),), {})))
+    assert [str(size) for size in exported.plan.leaves[0].sizes] == ["batch", "5"]
+    assert any("fixed sequence" in finding.text for finding in exported.plan.findings)
+    assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
