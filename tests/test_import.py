@@ -11,8 +11,8 @@ import exportkit
 
 ROOT = Path(exportkit.__file__).parent
 
-# Each stage may import those before it; axes is the reasoning alone.
-STAGES = ["errors", "_torch_compat", "trees", "observe", "axes", "arguments", "export", "verify"]
+# Each stage may import those before it; axes is the reasoning alone, and patching knows nothing of the line.
+STAGES = ["errors", "_torch_compat", "patching", "trees", "observe", "axes", "arguments", "export", "verify"]
 # Doors to later stages: what a user calls on an early value and what is imported when it is called.
 DOORS = {"observe/observer.py", "export/onnx_model.py"}
 # Beside the line, on top of it: they may import all of it, and nothing of it imports them.
@@ -113,8 +113,6 @@ model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
 with observer(model):
     model(torch.ones(3, 4))
 observer.plan(), observer.infer_dynamic_shapes(), observer.infer_arguments(exportable=True)
-with exportkit.register_flattening_functions():
-    pass
 print(*sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -3,7 +3,7 @@
 from exportkit.arguments.build import Arguments, build_arguments, recorded_call
 from exportkit.arguments.compare import close, outputs_close, tolerances
 from exportkit.arguments.eager import run_eager
-from exportkit.arguments.missing import Fills, completed_call, fill_missing, find_fills, solve_sizes
+from exportkit.arguments.missing import Fills, completed_call, fill_missing, find_fills, size_in, solve_sizes
 from exportkit.arguments.planning import plan_calls
 from exportkit.arguments.recorded import exportable_arguments, recorded_arguments, recorded_dynamic_shapes
 from exportkit.arguments.shapes import nested_spec
@@ -29,6 +29,7 @@ __all__ = [
     "recorded_call",
     "recorded_dynamic_shapes",
     "run_eager",
+    "size_in",
     "solve_sizes",
     "tolerances",
     "unseen_sizes",

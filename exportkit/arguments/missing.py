@@ -15,7 +15,7 @@ import torch
 from exportkit.arguments.build import Arguments, merged_trees
 from exportkit.arguments.compare import outputs_close
 from exportkit.arguments.eager import run_eager
-from exportkit.axes import Plan
+from exportkit.axes import Expression, Plan
 from exportkit.observe import Observation
 from exportkit.trees import Tree, flatten, join
 
@@ -48,7 +48,7 @@ def solve_sizes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         for leaf in plan.leaves
         if leaf.path in shapes
         for axis, size in enumerate(leaf.sizes)
-        if not size.is_static
+        if not size.is_static and (size.is_linear or _is_below_cap(size, shapes[leaf.path][axis]))
     ]
     for _ in range(2):  # sums are of plain variables, so two rounds settle them
         for size, value in equations:
@@ -58,6 +58,35 @@ def solve_sizes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
                 rest = value - size.constant - sum(f * sizes[n] for n, f in size.terms if n != name)
                 sizes[name] = max(rest // factor, 0)
     return {variable.name: sizes.get(variable.name, 0) for variable in plan.variables}
+
+
+def _is_below_cap(size: Expression, value: int) -> bool:
+    """Whether a window is not full, so that it shows how much was stored."""
+    return size.divisor == 1 and size.cap is not None and value < size.cap
+
+
+def size_in(plan: Plan, name: str, shapes: Mapping[str, tuple[Any, ...]]) -> Any:
+    """Returns the size of a variable in the given shapes, which may be symbolic; None if they do not show it.
+
+    Args:
+        plan: The plan.
+        name: The variable.
+        shapes: Shapes by path, of ints or of a trace's symbols.
+    """
+    sizes = [
+        (size, shapes[leaf.path][axis])
+        for leaf in plan.leaves
+        if leaf.path in shapes
+        for axis, size in enumerate(leaf.sizes)
+    ]
+    plain = {size.variable: value for size, value in reversed(sizes) if size.variable is not None}
+    if name in plain:
+        return plain[name]
+    for size, value in sizes:
+        others = [(other, factor) for other, factor in size.terms if other != name]
+        if size.is_linear and (name, 1) in size.terms and all(other in plain for other, _ in others):
+            return value - size.constant - sum(factor * plain[other] for other, factor in others)
+    return None
 
 
 def fill_missing(plan: Plan, given: Mapping[str, torch.Tensor], fills: Mapping[str, int]) -> dict[str, torch.Tensor]:

@@ -117,7 +117,7 @@ def export(
         if cautious is None:
             raise
         exported = _traced(model, method, cautious, seconds)
-    findings = [*_fill_findings(exported.fills), *_mode_findings(model)]
+    findings = [*_rule_findings(exported), *_fill_findings(exported.fills), *_mode_findings(model)]
     return replace(exported, plan=exported.plan.with_findings(findings))
 
 
@@ -180,6 +180,11 @@ def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments) ->
             got=f"{type(error).__name__}: {str(error)[:300]}",
             hint="observe more sizes, so that the relation shows; print(observer.plan()) says what was found.",
         ) from error
+
+
+def _rule_findings(exported: Exported) -> list[Finding]:
+    rules = ", ".join(exported.captured.rules)
+    return [Finding("exported with", rules, f"exported with: {rules}.")] if rules else []
 
 
 def _mode_findings(model: torch.nn.Module) -> list[Finding]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.arguments import fill_missing
+from exportkit.arguments import fill_missing, solve_sizes
 from exportkit.axes import Plan
 from exportkit.errors import ArgumentError, UnregisteredClassError
 from exportkit.export.session import Session
 from exportkit.export.translate import OnnxFile
 from exportkit.observe import Signature
-from exportkit.trees import Tree, flatten, join
+from exportkit.trees import Tree, flatten, join, set_stored_length
 
 if TYPE_CHECKING:
     from exportkit.export.exported import Exported
@@ -65,8 +65,10 @@ class OnnxModel:
             ArgumentError: if the arguments do not fit the graph.
             RuntimeFailure: if onnxruntime refuses them.
         """
-        results = self.session.run(self.feeds(*args, **kwargs))
-        return self.structured(dict(zip(self.file.outputs.values(), results, strict=True)))
+        feeds = self.feeds(*args, **kwargs)
+        results = self.session.run(feeds)
+        outputs = self.structured(dict(zip(self.file.outputs.values(), results, strict=True)))
+        return self._counted(outputs, {self.file.inputs[name]: tensor for name, tensor in feeds.items()})
 
     def feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for these arguments, by name of its input."""
@@ -75,6 +77,17 @@ class OnnxModel:
         _check(plan, given)
         complete = {**given, **fill_missing(plan, given, self.exported.fills.values)}
         return {name: complete[path] for name, path in self.file.inputs.items()}
+
+    def _counted(self, outputs: Any, given: Mapping[str, torch.Tensor]) -> Any:
+        """The outputs with the counters of their caches at what is stored now: the past and the new tokens."""
+        plan = self.exported.plan
+        past, new = plan.with_role("past"), plan.with_role("sequence")
+        if past is not None and new is not None:
+            sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in given.items()})
+            values = outputs.values() if isinstance(outputs, Mapping) else [outputs]
+            for value in values:
+                set_stored_length(value, sizes[past.name] + sizes[new.name])
+        return outputs
 
     def structured(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Returns tensors by path as the nested value that the model returns."""

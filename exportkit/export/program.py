@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from exportkit import _torch_compat
-from exportkit.arguments import Arguments, nested_spec
+from exportkit.arguments import Arguments, nested_spec, size_in
 from exportkit.axes import Plan
 from exportkit.errors import ExportError
 from exportkit.export.flat import FlatSignature
 from exportkit.observe.recorder import recording_paused
-from exportkit.trees import Tree, flatten, join, registered_caches
+from exportkit.patching import applied, matching_rules
+from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
 
 _ABSENT = object()
 
@@ -33,11 +34,13 @@ class Captured:
         program: The program; its ``module()`` is called with the model's own arguments, less the constants.
         input_paths: Path of the leaf behind each graph input, in graph order.
         output_paths: Path of the leaf behind each tensor that the graph returns, in graph order.
+        rules: Names of the rewrites that were in force while it was traced.
     """
 
     program: torch.export.ExportedProgram
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
+    rules: tuple[str, ...] = ()
 
 
 def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Arguments, outputs: Tree) -> Captured:
@@ -59,14 +62,17 @@ def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Argument
     kwargs = {name: parameter.tree.map(_clone).build() for name, parameter in flat.parameters.items()}
     tensors_only = any(leaf is not None for leaf in outputs.constants().values())
     call = getattr(model, method)
+    rules = matching_rules(model, arguments.values())
 
     def forward(**given: Any) -> Any:
         inputs = {id(tensor) for value in given.values() for tensor in flatten(value).tensors().values()}
+        _set_stored_lengths(flat, plan, given)
         args, named = flat.call(given)
         return _returned(call(*args, **named), inputs, tensors_only)
 
     with (
         registered_caches(),
+        applied(rules, model),
         _forward_replaced(model, forward, flat.parameters),
         _quiet(),
         recording_paused(),
@@ -78,7 +84,24 @@ def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Argument
             program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs)
         except Exception as error:
             raise _export_error(error, plan) from error
-        return Captured(program, order, tuple(outputs.tensors()) if tensors_only else _output_order(outputs.build()))
+        returned = tuple(outputs.tensors()) if tensors_only else _output_order(outputs.build())
+        return Captured(program, order, returned, tuple(rule.name for rule in rules))
+
+
+def _set_stored_lengths(flat: FlatSignature, plan: Plan, given: Mapping[str, Any]) -> None:
+    """Sets the counters of caches to what the traced inputs say, so that the trace does not freeze them."""
+    past = plan.with_role("past")
+    if past is None:
+        return
+    shapes = {
+        join(flat.parameters[name].path, path): tuple(tensor.shape)
+        for name, value in given.items()
+        for path, tensor in flatten(value).tensors().items()
+    }
+    length = size_in(plan, past.name, shapes)
+    if length is not None:
+        for value in given.values():
+            set_stored_length(value, length)
 
 
 def _returned(result: Any, inputs: set[int], tensors_only: bool) -> Any:

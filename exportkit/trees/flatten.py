@@ -65,6 +65,41 @@ class Tree:
         return self._structure.unflatten(self.leaves)
 
 
+@dataclass(frozen=True)
+class Opened:
+    """An object of a class registered with torch's pytree, taken apart: a tree puts an object of that class together.
+
+    Attributes:
+        node: The registration.
+        context: What the registration keeps besides the children.
+        names: Path step of each child.
+        children: The children.
+    """
+
+    node: _torch_compat.Registered
+    context: Any
+    names: tuple[str | int, ...]
+    children: list[Any]
+
+    def with_children(self, children: list[Any]) -> Opened:
+        """Returns the same object with other children."""
+        return Opened(self.node, self.context, self.names, children)
+
+
+def open_registered(value: Any) -> Opened | None:
+    """Returns an object taken apart the way its class is registered with torch, or None if it is not."""
+    node = _torch_compat.registered_node(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten(value)
+    children = list(children)
+    if node.flatten_with_keys is None:
+        return Opened(node, context, tuple(range(len(children))), children)
+    # For the names alone: its context can be another one (dataclasses), which unflatten does not take.
+    names = tuple(_torch_compat.key_name(key) for key, _ in node.flatten_with_keys(value)[0])
+    return Opened(node, context, names, children)
+
+
 def flatten(value: Any) -> Tree:
     """Returns the `Tree` of a nested value.
 
@@ -136,11 +171,10 @@ def _open(cls: type) -> None:
     with _lock:
         if cls in _opened:
             return
-        register: Any = optree.register_pytree_node  # its types ask more of a class than it does
         if is_cache_class(cls):
-            register(cls, _flatten_cache, _build_cache, namespace=_NAMESPACE)
+            _register(cls, _flatten_cache, _build_cache, namespace=_NAMESPACE)
         else:
-            register(cls, _flatten_registered, _build_registered, namespace=_NAMESPACE)
+            _register(cls, _flatten_registered, _build_registered, namespace=_NAMESPACE)
         _opened.add(cls)
 
 
@@ -154,24 +188,26 @@ def _build_cache(part: Any, tensors: Sequence[Any]) -> Any:
 
 
 def _flatten_registered(value: Any) -> tuple[list[Any], Any, tuple[str | int, ...]]:
-    node = _torch_compat.registered_node(type(value))
-    if node is None:  # registered once, and taken back since: then it has no parts for torch either
+    opened = open_registered(value)
+    if opened is None:  # registered once, and taken back since: then it has no parts for torch either
         raise UnregisteredClassError(
             f"Class {type(value).__name__} was registered with torch's pytree and no longer is.",
             hint="keep the registration active while the model is observed and exported.",
         )
-    children, context = node.flatten(value)
-    children = list(children)
-    if node.flatten_with_keys is None:
-        return children, (node, context), tuple(range(len(children)))
-    # For the names alone: its context can be another one (dataclasses), which unflatten does not take.
-    names = tuple(_torch_compat.key_name(key) for key, _ in node.flatten_with_keys(value)[0])
-    return children, (node, context), names
+    return _flatten_opened(opened)
+
+
+def _flatten_opened(opened: Opened) -> tuple[list[Any], Any, tuple[str | int, ...]]:
+    return opened.children, (opened.node, opened.context), opened.names
 
 
 def _build_registered(kept: Any, children: Sequence[Any]) -> Any:
     node, context = kept
     return node.unflatten(list(children), context)
+
+
+_register: Any = optree.register_pytree_node  # its types ask more of a class than it does
+_register(Opened, _flatten_opened, _build_registered, namespace=_NAMESPACE)
 
 
 def _path(steps: Sequence[Any]) -> str:

@@ -109,8 +109,8 @@ class _Writer:
             return {"tensor": len(self.tensors) - 1}
         if cls is list:
             return self._all(value)
-        if cls is tuple or cls is torch.Size:
-            return {"tuple" if cls is tuple else "size": self._all(value)}
+        if cls is tuple:
+            return {"tuple": self._all(value)}
         if cls is dict:
             return {"dict": [[_exact(key, "A key of a dict"), self.dump(item)] for key, item in value.items()]}
         if optree.is_namedtuple_class(cls):
@@ -250,7 +250,6 @@ def _load_enum(name: str, member: str) -> Any:
 _READERS: dict[str, Callable[[_Reader, Any, Any], Any]] = {
     "tensor": lambda reader, index, _: reader.tensors[index],
     "tuple": lambda reader, items, _: tuple(reader.load(items)),
-    "size": lambda reader, items, _: torch.Size(reader.load(items)),
     "dict": lambda reader, items, _: {reader.load(key): reader.load(value) for key, value in items},
     "fields": lambda reader, name, data: reader.fields(name, data["items"]),
     "cache": lambda reader, part, data: reader.cache(part, data["first"]),

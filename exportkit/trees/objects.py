@@ -20,10 +20,10 @@ from exportkit import _torch_compat
 from exportkit.errors import TreeError
 
 # Tensors that transformers derives from another attribute of the same layer: rebuilt, never an input of a graph.
-_DERIVED = {"_sliding_window_tensor": "sliding_window"}
+DERIVED = {"_sliding_window_tensor": "sliding_window"}
 
 # The axis of these attributes grows by one with each token, in layers that do not preallocate it.
-_GROWING = {"keys": 2, "values": 2, "indexer_keys": 1}
+GROWING = {"keys": 2, "values": 2, "indexer_keys": 1}
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,15 @@ def take_apart(cache: Any) -> tuple[list[torch.Tensor], list[PathPart], Part]:
             return Part(type(value), tuple((k, visit(v, f"{path}[{k!r}]", growth)) for k, v in value.items()))
         if isinstance(value, torch.SymInt):
             return Unknown()
-        if _is_opened_class(type(value)):
+        if is_opened_class(type(value)):
             return Part(type(value), tuple(_attributes(value, path, visit)))
         return value
 
     return tensors, paths, visit(cache, "", None)
 
 
-def _is_opened_class(cls: type) -> bool:
-    """Whether an object of this class is taken apart where it is found inside a cache: caches and their layers."""
+def is_opened_class(cls: type) -> bool:
+    """Returns whether an object of ``cls`` is taken apart where it is found inside a cache: caches and their layers."""
     known: Any = _is_opened
     return bool(known(cls))
 
@@ -133,12 +133,12 @@ def _attributes(value: Any, path: str, visit: Any) -> Iterator[tuple[str, Any]]:
     window = getattr(value, "sliding_window", None)
     limit = window - 1 if isinstance(window, int) else None
     for name, attribute in vars(value).items():
-        if name in _DERIVED:
+        if name in DERIVED:
             continue
         if isinstance(attribute, types.MethodType) and attribute.__self__ is value:
             yield name, Method(attribute.__func__)
             continue
-        growth = Growth(_GROWING[name], limit) if name in _GROWING and not preallocated else None
+        growth = Growth(GROWING[name], limit) if name in GROWING and not preallocated else None
         yield name, visit(attribute, f"{path}.{name}" if path else name, growth)
 
 
@@ -169,7 +169,7 @@ def _build_object(part: Part, build: Any) -> Any:
         elif isinstance(item, Unknown):
             keys = state.get("keys")
             state[name] = 0 if keys is None else keys.shape[-2]
-    for name, source in _DERIVED.items():
+    for name, source in DERIVED.items():
         if source in state:
             state[name] = torch.tensor(state[source], dtype=torch.long)
     value.__dict__.update(state)
@@ -189,7 +189,7 @@ def set_stored_length(cache: Any, length: int) -> None:
     if isinstance(cache, list | tuple):
         for item in cache:
             set_stored_length(item, length)
-    elif _is_opened_class(type(cache)):
+    elif is_opened_class(type(cache)):
         for name, value in vars(cache).items():
             if name == "cumulative_length" and isinstance(value, int):
                 cache.cumulative_length = length

@@ -88,7 +88,7 @@ def visible_positions(
         size = shape[axis]
         # an axis of the mask's own length, or of its last part: the new tokens of "past + new"
         if length >= set(_terms(name)) and isinstance(name, str) and 0 < size <= mask.shape[1]:
-            return _tail(mask, axis, shape)
+            return visible_tail(mask, axis, shape)
     return None
 
 
@@ -101,12 +101,14 @@ def visible_by_shape(mask: torch.Tensor | None, shape: tuple[int, ...]) -> torch
     if mask is None or bool(mask.all()) or len(shape) < 2 or shape[0] != mask.shape[0]:
         return None
     axis = 2 if len(shape) == 4 else 1
-    return _tail(mask, axis, shape) if 1 < shape[axis] <= mask.shape[1] else None
+    return visible_tail(mask, axis, shape) if 1 < shape[axis] <= mask.shape[1] else None
 
 
-def _tail(mask: torch.Tensor, axis: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The last columns of the mask, as many as the axis is long, ready to broadcast."""
+def visible_tail(mask: torch.Tensor, axis: int, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Returns the last columns of the mask, as many as the axis is long, ready to broadcast; None if it is longer."""
     size = shape[axis]
+    if size > mask.shape[1] or shape[0] != mask.shape[0]:
+        return None
     tail = mask[:, mask.shape[1] - size :].bool()
     return tail.reshape(len(tail), *(size if i == axis else 1 for i in range(1, len(shape))))
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 
 from exportkit.arguments import Arguments, build_arguments, recorded_call, run_eager, solve_sizes, unseen_sizes
+from exportkit.axes import Plan
 from exportkit.errors import ExportkitError
 from exportkit.export import OnnxModel
 from exportkit.trees import Tree, flatten
-from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions
+from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions, visible_tail
 from exportkit.verify.report import Report, Row
 
 _ENOUGH_UNSEEN = 3
@@ -81,14 +82,25 @@ def compare_outputs(
     mask = find_mask(arguments.tensors())
     plan, axes = onnx_model.exported.plan, onnx_model.file.output_axes
     names = tuple(map(str, plan.by_path[mask[0]].sizes)) if mask and mask[0] in plan.by_path else ()
+    caches = onnx_model.exported.outputs.growing if mask and _covers_past(plan, mask[0]) else {}
     for path in [*expected, *(path for path in got if path not in expected)]:
         if path not in got or path not in expected:
             yield Difference(path, "only the model returns it" if path in expected else "only the graph returns it")
             continue
         visible = None
         if mask is not None and names:
-            visible = visible_positions(mask[1], names, axes.get(path, ()), tuple(expected[path].shape))
+            shape = tuple(expected[path].shape)
+            visible = visible_positions(mask[1], names, axes.get(path, ()), shape)
+            if path in caches:  # also where a window has cut it, so that its length has no name
+                visible = visible_tail(mask[1], caches[path].axis, shape)
         yield compare_tensors(path, expected[path], got[path], visible)
+
+
+def _covers_past(plan: Plan, path: str) -> bool:
+    """Whether a mask is over all tokens, those in the cache included, and not over what an encoder was given."""
+    past = plan.with_role("past")
+    leaf = plan.by_path.get(path)
+    return past is not None and leaf is not None and past.name in leaf.sizes[-1].variables()
 
 
 def _short(error: Exception) -> str:

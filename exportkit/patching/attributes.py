@@ -1,0 +1,53 @@
+"""Replaces attributes of a class for a while, and puts back what was there, in any order of leaving."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_lock = threading.RLock()
+_open: dict[tuple[type, str], list[tuple[object, Any]]] = {}  # who replaced an attribute, and by what, in order
+_originals: dict[tuple[type, str], Any] = {}
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def replaced_attributes(cls: type, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Gives a class other attributes for the time of a ``with`` block.
+
+    Blocks may overlap in any order and in several threads: the latest one still open decides, and with the last one the
+    class is as it was.
+    """
+    token = object()
+    for name, value in attributes.items():
+        _push(cls, name, token, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            _pop(cls, name, token)
+
+
+def _push(cls: type, name: str, token: object, value: Any) -> None:
+    with _lock:
+        if not _open.setdefault((cls, name), []):
+            _originals[cls, name] = vars(cls).get(name, _ABSENT)
+        _open[cls, name].append((token, value))
+        setattr(cls, name, value)
+
+
+def _pop(cls: type, name: str, token: object) -> None:
+    with _lock:
+        rest = [entry for entry in _open[cls, name] if entry[0] is not token]
+        _open[cls, name] = rest
+        if rest:
+            setattr(cls, name, rest[-1][1])
+            return
+        del _open[cls, name]
+        original = _originals.pop((cls, name))
+        if original is _ABSENT:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, original)

@@ -1,0 +1,52 @@
+"""Rules that rewrite what cannot be traced as it is, for the time of an export. Each is keyed by what it rewrites.
+
+In come the model and the arguments of the trace; out come the rules that match them. A rule changes nothing of what the
+model computes, is reported, and is undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit.patching.experts import batched_experts, has_experts
+from exportkit.patching.windows import has_windows, traced_windows
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rewrite.
+
+    Attributes:
+        name: A few words for reports.
+        matches: Whether it is needed, given the model and the arguments by name.
+        applied: Context in which it is in force.
+    """
+
+    name: str
+    matches: Callable[[torch.nn.Module, Mapping[str, Any]], bool]
+    applied: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]]
+
+
+RULES = (
+    Rule("sliding windows of symbolic length", has_windows, traced_windows),
+    Rule("experts as batched matrix products", has_experts, batched_experts),
+)
+
+
+def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rule]:
+    """Returns the rules that the model and its arguments need."""
+    return [rule for rule in RULES if rule.matches(model, arguments)]
+
+
+@contextlib.contextmanager
+def applied(rules: Sequence[Rule], model: torch.nn.Module) -> Iterator[None]:
+    """Puts rules in force for the time of a ``with`` block."""
+    with contextlib.ExitStack() as stack:
+        for rule in rules:
+            stack.enter_context(rule.applied(model))
+        yield
