@@ -20,7 +20,7 @@ from exportkit.observe import InputObserver, Observation
 from exportkit.trees import Tree, flatten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Exported:
     """An exported model, before it is written as ONNX.
 
@@ -40,9 +40,14 @@ class Exported:
     sizes: Mapping[str, int]
     fills: Fills
     outputs: Tree
-    model: torch.nn.Module = field(repr=False)
+    model: torch.nn.Module
     method: str = "forward"
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
+
+    def __repr__(self) -> str:
+        names = ", ".join(variable.name for variable in self.plan.variables) or "none"
+        where = f"{self.observation.model_name}.{self.method}"
+        return f"Exported({where}, {len(self.captured.input_paths)} inputs, variables: {names})"
 
     @property
     def program(self) -> torch.export.ExportedProgram:

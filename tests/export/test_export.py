@@ -127,6 +127,13 @@ def test_weights_are_external_data(nested):
     assert onnx_model.size > onnx_model.path.stat().st_size
 
 
+def test_an_export_prints_in_one_line(nested):
+    _, exported, _ = nested
+    start = "Exported(Nested.forward, 4 inputs, variables: batch, data_x_axis_1, bias_axis_1, "
+    assert repr(exported).startswith(start)
+    assert "\n" not in repr(exported)
+
+
 def test_the_program_is_called_like_the_model(nested):
     model, exported, _ = nested
     call = nested_call(4, 9, 5)
