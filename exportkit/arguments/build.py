@@ -38,8 +38,11 @@ class Arguments:
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns ``args, kwargs`` with copies of the tensors, so that a model may change them in place."""
-        copies = {name: tree.map(_copied) for name, tree in self.trees.items()}
-        return self.observation.signature.unbind(self._built(copies))
+        return self.observation.signature.unbind(self.copies())
+
+    def copies(self) -> dict[str, Any]:
+        """Returns the nested values by parameter, with copies of the tensors."""
+        return self._built({name: tree.map(_copied) for name, tree in self.trees.items()})
 
     def _built(self, trees: Mapping[str, Tree]) -> dict[str, Any]:
         values = {name: tree.build() for name, tree in trees.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,18 +11,31 @@ import torch
 from exportkit.arguments.build import Arguments
 from exportkit.observe.recorder import recording_paused
 
+Around = Callable[[dict[str, Any], Callable[[Mapping[str, Any]], Any]], Any]
 
-def run_eager(model: torch.nn.Module, method: str, arguments: Arguments) -> Any:
+
+def run_eager(model: torch.nn.Module, method: str, arguments: Arguments, around: Around | None = None) -> Any:
     """Returns what ``model.<method>`` returns for copies of the arguments.
+
+    Args:
+        model: The model.
+        method: The method.
+        arguments: Its arguments.
+        around: Gets the arguments by name and a function that calls the method with such, and returns the result.
 
     Raises:
         Exception: whatever the model raises.
     """
-    args, kwargs = arguments.call()
-    call = model if method == "forward" else getattr(model, method)
+    target = model if method == "forward" else getattr(model, method)
+
+    def call(values: Mapping[str, Any]) -> Any:
+        args, kwargs = arguments.observation.signature.unbind(values)
+        return target(*args, **kwargs)
+
+    values = arguments.copies()
     devices = sorted({t.device.index or 0 for t in arguments.tensors().values() if t.device.type == "cuda"})
     with torch.no_grad(), recording_paused(), torch.random.fork_rng(devices=devices), _buffers_kept(model):
-        return call(*args, **kwargs)
+        return call(values) if around is None else around(values, call)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,19 @@ def extend_tokens(plan: Plan, asked: AskedModel) -> Plan:
             if _accepts_lengths(followed, name, length, asked):
                 plan = followed
                 break
-    return name_variables(plan)
+    return name_variables(_with_fixed_lengths(plan))
+
+
+def _with_fixed_lengths(plan: Plan) -> Plan:
+    """The plan in which a cache of what an encoder of fixed length returned is never longer than that."""
+    fixed = {size.constant for leaf in plan.leaves if leaf.growing is None for size in leaf.sizes if size.is_static}
+    variables = [
+        replace(v, maximum=max(known(v.seen)))
+        if v.follows is None and len(known(v.seen)) == 2 and min(known(v.seen)) == 0 and max(known(v.seen)) in fixed
+        else v
+        for v in plan.variables
+    ]
+    return replace(plan, variables=tuple(variables))
 
 
 def add_relations(plan: Plan, asked: AskedModel) -> Plan:

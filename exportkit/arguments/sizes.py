@@ -26,10 +26,14 @@ class UnseenSizes:
     sizes: Mapping[str, int]
 
 
-def choose_sizes(plan: Plan) -> dict[str, int]:
+def choose_sizes(plan: Plan, partly_cached: bool = False) -> dict[str, int]:
     """Returns a size for each variable: distinct, greater than 1, near the recorded ones.
 
     The sizes of expressions (``past + sequence``) are distinct from all others too.
+
+    Args:
+        plan: The plan.
+        partly_cached: Let caches that follow a length be shorter than it, instead of as long.
 
     Raises:
         ArgumentError: if no such sizes are found.
@@ -43,7 +47,7 @@ def choose_sizes(plan: Plan) -> dict[str, int]:
     for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
         sizes = dict(zip(names, choice, strict=True))
         sizes |= {v.name: sizes[v.follows] for v in plan.variables if v.follows is not None}
-        if _are_distinct(expressions, sizes, taken):
+        if _are_distinct(expressions, sizes, taken) and (not partly_cached or _shorten(plan, sizes)):
             return sizes
     raise ArgumentError(
         "No distinct sizes were found for the variables of this plan.",
@@ -52,6 +56,23 @@ def choose_sizes(plan: Plan) -> dict[str, int]:
         got=f"static sizes {sorted(taken)}",
         hint="make one of the axes static, or give the arguments yourself.",
     )
+
+
+def _shorten(plan: Plan, sizes: dict[str, int]) -> bool:
+    """Gives caches that follow a length a distinct smaller size; returns whether there is one for each.
+
+    What is left of the length is a size of the graph too, so it is distinct and greater than 1 as well.
+    """
+    for variable in plan.variables:
+        length = variable.filled_length(sizes)
+        if length is not None:
+            used = {size.evaluate({**sizes, variable.name: 0}) for leaf in plan.leaves for size in leaf.sizes}
+            free = [size for size in range(2, length - 1) if not {size, length - size} & used]
+            shorter = next((size for size in free if size != length - size), None)
+            if shorter is None:
+                return False
+            sizes[variable.name] = shorter
+    return True
 
 
 def _are_distinct(expressions: Collection[Expression], sizes: Mapping[str, int], taken: frozenset[int]) -> bool:
@@ -84,8 +105,9 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
             pick = picks.get(variable.role, picks["other"])
             sizes[variable.name] = _within(variable, pick) if isinstance(pick, int) else fresh[variable.name][pick]
         for variable in plan.variables:
-            if variable.follows is not None:
-                sizes[variable.name] = 0 if past is not None and not sizes[past.name] else sizes[variable.follows]
+            filled = variable.filled_length(sizes)
+            if filled is not None:
+                sizes[variable.name] = 0 if past is not None and not sizes[past.name] else filled
         text = label if batch is None else f"{label}, batch {sizes[batch.name]}"
         if all(sizes != earlier.sizes for earlier in found):
             found.append(UnseenSizes(text, sizes))

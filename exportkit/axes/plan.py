@@ -40,6 +40,16 @@ class Variable:
     maximum: int | None = None
     follows: str | None = None
 
+    def filled_length(self, sizes: Mapping[str, int]) -> int | None:
+        """Returns the size that it has whenever it is not 0; None if it takes many.
+
+        Args:
+            sizes: Sizes of the other variables.
+        """
+        if self.follows is not None:
+            return sizes[self.follows]
+        return self.maximum if {size for size in self.seen if size is not None} == {0, self.maximum} else None
+
 
 @dataclass(frozen=True)
 class PlannedLeaf:

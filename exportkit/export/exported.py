@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
 from exportkit.export.translate import check_destination, translate
 from exportkit.observe import InputObserver, Observation
+from exportkit.patching import Rule, adapted_call, matching_rules
 from exportkit.trees import Tree, flatten
 
 
@@ -128,13 +129,14 @@ def export(
 
 def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float]) -> Exported:
     started = time.perf_counter()
-    sizes = choose_sizes(plan)
+    rules = matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())
+    sizes = choose_sizes(plan, partly_cached=any(rule.adapt is not None for rule in rules))
     arguments = build_arguments(plan, plan.calls, sizes)
-    outputs = flatten(_eager_outputs(model, method, arguments))
+    outputs = flatten(_eager_outputs(model, method, arguments, rules))
     fills = find_fills(plan, plan.calls, model, method)
     seconds["arguments"] = time.perf_counter() - started
     started = time.perf_counter()
-    captured = capture(model, method, plan, arguments, outputs)
+    captured = capture(model, method, plan, arguments, outputs, rules)
     seconds["export"] = time.perf_counter() - started
     return Exported(captured, plan, sizes, fills, outputs, model, method, seconds)
 
@@ -173,9 +175,9 @@ def _plan(model: torch.nn.Module, source: Any, probe: bool) -> tuple[Plan, str]:
     )
 
 
-def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments) -> Any:
+def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments, rules: Sequence[Rule]) -> Any:
     try:
-        return run_eager(model, method, arguments)
+        return run_eager(model, method, arguments, lambda values, call: adapted_call(rules, values, call))
     except Exception as error:
         shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in arguments.tensors().items())
         raise ArgumentError(

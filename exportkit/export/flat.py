@@ -52,8 +52,8 @@ class FlatSignature:
                     found[_name(argument, key, taken)] = Parameter(_path(argument, key), part, argument, key)
         return cls(signature, found, arguments.values())
 
-    def call(self, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the model's own ``args, kwargs`` for values of the flat parameters."""
+    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the model's own arguments by parameter, for values of the flat parameters."""
         values = {name: _changeable(self.signature, name, value) for name, value in self.fixed.items()}
         for name, value in given.items():
             parameter = self.parameters[name]
@@ -61,7 +61,7 @@ class FlatSignature:
                 values[parameter.argument] = value
             else:
                 values[parameter.argument][parameter.key] = value
-        return self.signature.unbind(values)
+        return values
 
 
 def _parts(signature: Signature, argument: str, tree: Tree) -> dict[Any, Tree]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from exportkit.arguments import Arguments, nested_spec, size_in
 from exportkit.axes import Plan
 from exportkit.errors import ExportError
 from exportkit.export.flat import FlatSignature
+from exportkit.observe import Signature
 from exportkit.observe.recorder import recording_paused
-from exportkit.patching import applied, matching_rules
+from exportkit.patching import Rule, adapted_call, applied
 from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
 
 _ABSENT = object()
@@ -43,7 +44,9 @@ class Captured:
     rules: tuple[str, ...] = ()
 
 
-def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Arguments, outputs: Tree) -> Captured:
+def capture(
+    model: torch.nn.Module, method: str, plan: Plan, arguments: Arguments, outputs: Tree, rules: Sequence[Rule] = ()
+) -> Captured:
     """Returns the program that torch.export traces for the arguments, with the plan's variables as dynamic axes.
 
     The program returns what the model returns; if there are Python constants among that, a tuple of its tensors.
@@ -54,6 +57,7 @@ def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Argument
         plan: Says which axes are dynamic.
         arguments: Arguments at distinct sizes greater than 1.
         outputs: What the model returned for them in eager mode; used for its structure.
+        rules: Rewrites to trace with.
 
     Raises:
         ExportError: if torch cannot trace the model.
@@ -62,13 +66,12 @@ def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Argument
     kwargs = {name: parameter.tree.map(_clone).build() for name, parameter in flat.parameters.items()}
     tensors_only = any(leaf is not None for leaf in outputs.constants().values())
     call = getattr(model, method)
-    rules = matching_rules(model, arguments.values())
 
     def forward(**given: Any) -> Any:
         inputs = {id(tensor) for value in given.values() for tensor in flatten(value).tensors().values()}
         _set_stored_lengths(flat, plan, given)
-        args, named = flat.call(given)
-        return _returned(call(*args, **named), inputs, tensors_only)
+        result = adapted_call(rules, flat.values(given), lambda values: _called(call, flat.signature, values))
+        return _returned(result, inputs, tensors_only)
 
     with (
         registered_caches(),
@@ -77,6 +80,7 @@ def capture(model: torch.nn.Module, method: str, plan: Plan, arguments: Argument
         _quiet(),
         recording_paused(),
         torch.no_grad(),
+        without_gradients(model.parameters()),
     ):
         specs = _specs(flat, plan)
         order = _input_order(flat, kwargs)
@@ -102,6 +106,11 @@ def _set_stored_lengths(flat: FlatSignature, plan: Plan, given: Mapping[str, Any
     if length is not None:
         for value in given.values():
             set_stored_length(value, length)
+
+
+def _called(call: Callable[..., Any], signature: Signature, values: Mapping[str, Any]) -> Any:
+    args, kwargs = signature.unbind(values)
+    return call(*args, **kwargs)
 
 
 def _returned(result: Any, inputs: set[int], tensors_only: bool) -> Any:
@@ -143,6 +152,19 @@ def _output_order(outputs: Any) -> tuple[str, ...]:
         paths.setdefault(id(tensor), []).append(path)
     leaves = _torch_compat.tree_leaves(outputs)
     return tuple(paths[id(leaf)].pop(0) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+@contextlib.contextmanager
+def without_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Lets parameters need no gradient: if they do, torch lays attention out in a way that cannot be translated."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ class Session:
     def __init__(self, model: str | Path | bytes, threads: int = 0) -> None:
         runtime = require_onnxruntime()
         options = runtime.SessionOptions()
-        options.log_severity_level = 3  # errors only
+        options.log_severity_level = 4  # what fails is raised, not printed
         options.intra_op_num_threads = threads
         source = model if isinstance(model, bytes) else str(model)
         try:

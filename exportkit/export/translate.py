@@ -15,7 +15,7 @@ from exportkit import _torch_compat
 from exportkit.axes import Plan
 from exportkit.errors import DestinationError, ExportError
 from exportkit.export.names import input_names, output_names
-from exportkit.export.program import Captured
+from exportkit.export.program import Captured, without_gradients
 from exportkit.trees import registered_caches
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = No
         ExportError: if an operator cannot be translated.
     """
     try:
-        with _torch_compat.quiet_onnx_export(), registered_caches():
+        parameters = captured.program.parameters()
+        with _torch_compat.quiet_onnx_export(), registered_caches(), without_gradients(parameters):
             program = torch.onnx.export(captured.program, (), verbose=False, opset_version=opset)
     except Exception as error:
         raise ExportError(

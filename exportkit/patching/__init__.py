@@ -1,5 +1,5 @@
 """Rewrites for the time of an export: what cannot be traced as it is, changed reversibly and reported."""
 
-from exportkit.patching.rules import RULES, Rule, applied, matching_rules
+from exportkit.patching.rules import RULES, Rule, adapted_call, applied, matching_rules
 
-__all__ = ["RULES", "Rule", "applied", "matching_rules"]
+__all__ = ["RULES", "Rule", "adapted_call", "applied", "matching_rules"]

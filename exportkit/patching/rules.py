@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
 from exportkit.patching.experts import batched_experts, has_experts
 from exportkit.patching.windows import has_windows, traced_windows
 
@@ -25,22 +26,38 @@ class Rule:
         name: A few words for reports.
         matches: Whether it is needed, given the model and the arguments by name.
         applied: Context in which it is in force.
+        adapt: Changes the arguments of the traced call, by name; returns them with what undoes that in its result.
     """
 
     name: str
     matches: Callable[[torch.nn.Module, Mapping[str, Any]], bool]
     applied: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]]
+    adapt: Callable[[dict[str, Any]], tuple[dict[str, Any], Callable[[Any], Any]]] | None = None
 
 
 RULES = (
     Rule("sliding windows of symbolic length", has_windows, traced_windows),
     Rule("experts as batched matrix products", has_experts, batched_experts),
+    Rule("encoder states projected as far as uncached", has_cross_cache, nothing_replaced, with_uncached_states),
 )
 
 
 def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rule]:
     """Returns the rules that the model and its arguments need."""
     return [rule for rule in RULES if rule.matches(model, arguments)]
+
+
+def adapted_call(rules: Sequence[Rule], arguments: dict[str, Any], call: Callable[[dict[str, Any]], Any]) -> Any:
+    """Returns ``call(arguments)`` with the arguments and the result as the rules want them."""
+    undo = []
+    for rule in rules:
+        if rule.adapt is not None:
+            arguments, finish = rule.adapt(arguments)
+            undo.append(finish)
+    result = call(arguments)
+    for finish in reversed(undo):
+        result = finish(result)
+    return result
 
 
 @contextlib.contextmanager

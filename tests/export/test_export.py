@@ -411,3 +411,9 @@ def test_a_length_that_only_the_trace_fixes_is_static_and_said_to_be_so(tmp_path
     assert [str(size) for size in exported.plan.leaves[0].sizes] == ["batch", "5"]
     assert any("fixed sequence" in finding.text for finding in exported.plan.findings)
     assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
+
+
+def test_parameters_need_gradients_again_afterwards(tmp_path):
+    model = torch.nn.Linear(4, 2)
+    exportkit.export(model, observe(model, ((torch.ones(3, 4),), {}))).to_onnx(tmp_path / "model.onnx")
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -6,7 +6,7 @@ import torch
 import exportkit
 from exportkit.patching import applied, matching_rules
 from exportkit.patching.attributes import replaced_attributes
-from tests.arguments.generative import TEXT, gemma3_text, llama, padded_left
+from tests.arguments.generative import TEXT, gemma3_text, llama, padded_left, t5, whisper
 
 
 def mistral(window=6):
@@ -101,6 +101,16 @@ def test_experts_are_exported_and_their_implementation_is_put_back(tmp_path):
     assert model.get_experts_implementation() == before
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("build", [t5, whisper])
+def test_one_decoder_graph_serves_the_first_call_and_later_ones_of_encoder_decoders(build, tmp_path):
+    model, inputs = build()
+    exported = exportkit.export(model.eval(), observed(model, inputs))
+    assert exported.captured.rules == ("encoder states projected as far as uncached",)
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+    assert {row.sizes["past_encoder_sequence"] == 0 for row in report.rows} == {True, False}
 
 
 def test_rules_are_undone_when_the_export_fails():

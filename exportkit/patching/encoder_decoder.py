@@ -1,0 +1,65 @@
+"""One decoder graph for encoder-decoder models: it projects the part of the encoder's states that is not cached yet.
+
+transformers projects the encoder's states to keys and values in the first call, and reads them from the cache in later
+ones; a trace freezes one of both. Here the cache is always extended: by all positions in the first call, and by none in
+later ones, when the cached part is as long as the states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+STATES = "encoder_outputs"
+
+
+def has_cross_cache(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the arguments hold the encoder's states, and a cache of what was projected from them."""
+    return _states(arguments) is not None and any(_cross_layers(value) for value in arguments.values())
+
+
+@contextlib.contextmanager
+def nothing_replaced(_model: torch.nn.Module) -> Iterator[None]:
+    """This rule changes arguments and results, and no class."""
+    yield
+
+
+def with_uncached_states(arguments: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Returns the arguments with the uncached part of the encoder's states, and what puts the whole in a result."""
+    states = _states(arguments)
+    caches = [value for value in arguments.values() if _cross_layers(value)]
+    if states is None or not caches:
+        return arguments, lambda result: result
+    cached = _cross_layers(caches[0])[0].keys.shape[2]
+    rest = states[:, cached:]
+    for cache in caches:
+        cache.is_updated = dict.fromkeys(cache.is_updated, False)
+    return {**arguments, STATES: (rest,)}, lambda result: _with_states(result, rest, states)
+
+
+def _states(arguments: Mapping[str, Any]) -> torch.Tensor | None:
+    value = arguments.get(STATES)
+    first = (
+        value[0] if isinstance(value, list | tuple) and value else next(iter(value.values()), None) if value else None
+    )
+    return first if isinstance(first, torch.Tensor) and first.ndim == 3 else None
+
+
+def _cross_layers(value: Any) -> list[Any]:
+    layers = getattr(getattr(value, "cross_attention_cache", None), "layers", [])
+    return [layer for layer in layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+
+
+def _with_states(result: Any, rest: torch.Tensor, states: torch.Tensor) -> Any:
+    """The result with the whole states where the model returned the part that it was given."""
+    if isinstance(result, Mapping):
+        for key, value in result.items():
+            if value is rest:
+                result[key] = states  # type: ignore[index]  # outputs of transformers can be assigned to
+        return result
+    if type(result) in (list, tuple):
+        return type(result)(states if value is rest else value for value in result)
+    return result
