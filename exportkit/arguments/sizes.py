@@ -26,7 +26,7 @@ class UnseenSizes:
     sizes: Mapping[str, int]
 
 
-def choose_sizes(plan: Plan, partly_cached: bool = False) -> dict[str, int]:
+def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = None) -> dict[str, int]:
     """Returns a size for each variable: distinct, greater than 1, near the recorded ones.
 
     The sizes of expressions (``past + sequence``) are distinct from all others too.
@@ -34,6 +34,7 @@ def choose_sizes(plan: Plan, partly_cached: bool = False) -> dict[str, int]:
     Args:
         plan: The plan.
         partly_cached: Let caches that follow a length be shorter than it, instead of as long.
+        chunk: Let the new tokens be more than a chunk of this size, and no multiple of it.
 
     Raises:
         ArgumentError: if no such sizes are found.
@@ -42,7 +43,7 @@ def choose_sizes(plan: Plan, partly_cached: bool = False) -> dict[str, int]:
     expressions = {size for leaf in plan.leaves for size in leaf.sizes if size.terms}
     free = [variable for variable in plan.variables if variable.follows is None]
     expressions -= {Expression.of(variable.name) for variable in plan.variables if variable.follows is not None}
-    options = [list(itertools.islice(_export_sizes(variable, taken), 12)) for variable in free]
+    options = [list(itertools.islice(_export_sizes(variable, taken, chunk), 12)) for variable in free]
     names = [variable.name for variable in free]
     for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
         sizes = dict(zip(names, choice, strict=True))
@@ -150,7 +151,9 @@ def _step(variable: Variable) -> int:
     return factor if factor >= _SMALLEST_PATCH else 1
 
 
-def _export_sizes(variable: Variable, taken: frozenset[int]) -> Iterator[int]:
+def _export_sizes(variable: Variable, taken: frozenset[int], chunk: int | None) -> Iterator[int]:
+    if chunk is not None and variable.role == "sequence":
+        yield from (size for size in itertools.count(chunk + 2) if size % chunk and size not in taken)
     seen = _seen(variable)
     step = _step(variable)
     least, most = max(variable.minimum, 2), math.inf if variable.maximum is None else variable.maximum

@@ -47,12 +47,12 @@ def gemma3_text():
     return Gemma3ForCausalLM(config), padded_left(7)
 
 
-def falcon_h1():
+def falcon_h1(**changes):
     """Attention and a state-space mixer in each layer."""
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
     config = FalconH1Config(
-        **TEXT,
+        **{**TEXT, **changes},
         head_dim=8,
         mamba_d_ssm=32,
         mamba_n_heads=4,

@@ -6,7 +6,7 @@ import torch
 import exportkit
 from exportkit.patching import applied, matching_rules
 from exportkit.patching.attributes import replaced_attributes
-from tests.arguments.generative import TEXT, gemma3_text, llama, padded_left, t5, whisper
+from tests.arguments.generative import TEXT, falcon_h1, gemma3_text, llama, padded_left, t5, whisper
 
 
 def mistral(window=6):
@@ -111,6 +111,15 @@ def test_one_decoder_graph_serves_the_first_call_and_later_ones_of_encoder_decod
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
     assert {row.sizes["past_encoder_sequence"] == 0 for row in report.rows} == {True, False}
+
+
+def test_a_state_space_model_is_traced_with_more_tokens_than_a_chunk(tmp_path):
+    model, inputs = falcon_h1(num_hidden_layers=1)
+    exported = exportkit.export(model.eval(), observed(model, inputs))
+    assert exported.sizes["sequence"] > 8
+    assert exported.sizes["sequence"] % 8
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
 
 
 def test_rules_are_undone_when_the_export_fails():
