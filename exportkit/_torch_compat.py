@@ -7,7 +7,9 @@ CompatibilityError when it is gone, so that an upgrade fails with a sentence and
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -100,10 +102,78 @@ def tree_leaves(value: Any) -> list[Any]:
 
 
 def is_tracing() -> bool:
-    """Returns whether the current thread runs inside torch.export, torch.compile or a fake mode. Seen in torch 2.13."""
+    """Returns whether the current thread runs inside torch.export, torch.compile, a fake mode or torch.func.
+
+    Seen in torch 2.13.
+    """
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return True
-    return _require(torch._guards, "detect_fake_mode", "torch 2.13")() is not None
+    transform, count_modes, context, fake_mode = _tracing_questions()
+    if transform() is not None:
+        return True
+    if not count_modes() and context() is None:  # as nearly always; to search for a fake mode takes long
+        return False
+    return fake_mode() is not None
+
+
+@functools.cache
+def _tracing_questions() -> tuple[Callable[[], Any], ...]:
+    return (
+        _require(torch._C._functorch, "peek_interpreter_stack", "torch 2.13"),
+        _require(torch._C, "_len_torch_dispatch_stack", "torch 2.13"),
+        _require(torch._guards, "TracingContext", "torch 2.13").try_get,
+        _require(torch._guards, "detect_fake_mode", "torch 2.13"),
+    )
+
+
+def is_capturing() -> bool:
+    """Returns whether the current CUDA stream is being captured into a graph: what is copied then has no values yet."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+# To wrap the memory of a tensor for copy-on-write is not safe in two threads at once, and torch lets go of the GIL.
+_copy_on_write_lock = threading.Lock()
+
+
+def copy_on_write(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns a copy that shares memory until either is written, or None where torch has none. Seen in torch 2.13.
+
+    The one that is written, or asked for its address, moves to memory of its own: tests/observe/test_snapshot.py shows
+    what that means for those who hold the memory by other ways.
+    """
+    clone = getattr(torch, "_lazy_clone", None)
+    if clone is None:
+        return None
+    try:
+        with _copy_on_write_lock:
+            copy = clone(tensor)
+    except RuntimeError:  # memory that torch did not allocate itself: of numpy, of a file, shared, pinned
+        return None
+    return copy if isinstance(copy, torch.Tensor) else None
+
+
+def is_copy_on_write(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor shares its memory by copy-on-write, so was not written since. Seen in torch 2.13."""
+    return bool(getattr(torch._C, "_is_cow_tensor", lambda _: False)(tensor))
+
+
+def is_only_holder(tensor: torch.Tensor) -> bool:
+    """Returns whether nothing but this one tensor is known to hold its memory. Seen in torch 2.13.
+
+    False for tensors that were seen through numpy or DLPack, for views and their bases, and where torch does not tell.
+    """
+    storages = getattr(torch._C, "_storage_Use_Count", None)
+    if storages is None or not hasattr(tensor, "_use_count"):
+        return False
+    storage = tensor.untyped_storage()
+    # x.numpy() forbids to resize the storage; DLPack holds the tensor; the storage is held by it and by Python
+    return bool(storage.resizable() and tensor._use_count() == 1 and storages(storage._cdata) == 2)
+
+
+def memory_address(tensor: torch.Tensor) -> int | None:
+    """Returns where the memory of a tensor begins, without moving it, or None if unknown. Seen in torch 2.13."""
+    address = getattr(torch._C, "_data_address", None)
+    return None if address is None else int(address(tensor))
 
 
 def symbol_name(size: Any) -> str | int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from exportkit.arguments.build import Arguments
+from exportkit.observe import Observation
 from exportkit.observe.recorder import recording_paused
+from exportkit.trees import flatten
 
 Around = Callable[[dict[str, Any], Callable[[Mapping[str, Any]], Any]], Any]
 
@@ -36,6 +39,25 @@ def run_eager(model: torch.nn.Module, method: str, arguments: Arguments, around:
     devices = sorted({t.device.index or 0 for t in arguments.tensors().values() if t.device.type == "cuda"})
     with torch.no_grad(), recording_paused(), torch.random.fork_rng(devices=devices), _buffers_kept(model):
         return call(values) if around is None else around(values, call)
+
+
+def replayed(observation: Observation, model: torch.nn.Module, method: str) -> Observation:
+    """Returns the calls with outputs that belong to their inputs.
+
+    Where only shapes were saved, the values of the inputs are made up, and so are those of the outputs: then the model
+    runs again. Calls that it refuses are left as they are.
+    """
+    if observation.has_values:
+        return observation
+    calls = []
+    for call in observation.calls:
+        try:
+            outputs = flatten(run_eager(model, method, Arguments(call.arguments, observation)))
+        except Exception:
+            calls.append(call)
+            continue
+        calls.append(replace(call, outputs=outputs))
+    return replace(observation, calls=tuple(calls), has_values=True)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from exportkit.arguments.audit import audit
+from exportkit.arguments.eager import replayed
 from exportkit.arguments.probe import probe_plan
 from exportkit.arguments.table import call_table, constants_of, structure_of
 from exportkit.axes import Plan, infer_plan
@@ -24,7 +25,7 @@ def plan_calls(observation: Observation, model: torch.nn.Module | None = None, m
     if model is None:
         plan = infer_plan(call_table(observation), constants_of(observation))
     else:
-        plan, observation = probe_plan(observation, model, method)
+        plan, observation = probe_plan(replayed(observation, model, method), model, method)
     restored = observation.restored
     leaves = tuple(replace(leaf, restored=leaf.argument in restored) for leaf in plan.leaves)
     plan = replace(plan, leaves=leaves, calls=observation, structure=structure_of(observation))

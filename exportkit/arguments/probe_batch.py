@@ -37,7 +37,7 @@ def confirm_batch(plan: Plan, asked: AskedModel) -> Plan:
         choice = next((choice for choice in _choices(asked.table, size) if _rows_repeat(asked, choice)), None)
         if choice is not None:
             evidence = f"always {size}; with rows repeated, the outputs repeated too"
-            seen = tuple(size for _ in asked.observation.calls)
+            seen = tuple(size for _ in asked.table.leaves[0].shapes)
             return name_variables(_with_batch(plan, Variable(_VARIABLE, "batch", seen, evidence), choice))
     text = "no axis was found to be the batch: no input's rows could be repeated. The batch stays static."
     return name_variables(plan).with_findings([Finding("batch", "", text)])

@@ -35,7 +35,7 @@ def recorded_dynamic_shapes(
     observation.require_calls()
     _check_consistent(observation)
     trees = _without_caught_constants(merged_trees(observation), observation)
-    table = call_table(observation)
+    table = call_table(observation, stored_only=True)
     axes = dynamic_axes(observation, table, batch_hints)
     namer = _namer(observation, table, dim_names)
     specs = {
@@ -57,7 +57,7 @@ def recorded_arguments(
     """
     observation.require_calls()
     given = _given(observation, which)
-    table = call_table(observation)
+    table = call_table(observation, stored_only=True)
     axes = dynamic_axes(observation, table, None)
     growing = {leaf.path: leaf.growing for leaf in table.leaves}
     last = {path: tensor for call in observation.calls for path, tensor in call.tensors().items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +10,20 @@ import torch
 from exportkit.arguments.build import merged_trees
 from exportkit.arguments.shapes import nested_spec
 from exportkit.axes import CallTable, Constant, Leaf
-from exportkit.observe import Observation
+from exportkit.observe import Observation, SeenShapes
 from exportkit.trees import Growth, join
 
+_MOST_FURTHER_CALLS = 100  # with other shapes than the stored ones; more of them would tell nothing new
 
-def call_table(observation: Observation) -> CallTable:
+
+def call_table(observation: Observation, stored_only: bool = False) -> CallTable:
     """Returns the shapes of all input tensors in all calls, and those of the outputs.
+
+    First come the stored calls, then those calls of which only the shapes were kept, where these are new.
+
+    Args:
+        observation: The calls.
+        stored_only: Leave the latter out.
 
     Raises:
         NoCallsError: if there is no call.
@@ -30,19 +39,29 @@ def call_table(observation: Observation) -> CallTable:
             if path in tree.growing:
                 growth[join(name, path)] = tree.growing[path]
     tensors = [call.tensors() for call in observation.calls]
+    shapes = [{path: tuple(tensor.shape) for path, tensor in found.items()} for found in tensors]
+    further = [] if stored_only else _further(observation, shapes)
+    shapes += [{path: tuple(shape) for path, shape in seen.inputs.items()} for seen in further]
     leaves = tuple(
         Leaf(
             path,
             argument,
             _dtype(next(found[path] for found in tensors if path in found)),
-            tuple(tuple(found[path].shape) if path in found else None for found in tensors),
+            tuple(found.get(path) for found in shapes),
             growth[path].axis if path in growth else None,
             growth[path].limit if path in growth else None,
         )
         for path, argument in arguments.items()
     )
     outputs = tuple(tuple(tuple(t.shape) for t in call.outputs.tensors().values()) for call in observation.calls)
-    return CallTable(leaves, outputs)
+    return CallTable(leaves, (*outputs, *(tuple(map(tuple, seen.outputs.values())) for seen in further)))
+
+
+def _further(observation: Observation, stored: Sequence[Mapping[str, tuple[int, ...]]]) -> list[SeenShapes]:
+    """Calls of which only the shapes are known, with shapes that no stored call had."""
+    known = [set(shapes.items()) for shapes in stored]
+    new = [seen for seen in observation.seen if not any({*seen.inputs.items()} <= shapes for shapes in known)]
+    return new[:_MOST_FURTHER_CALLS]
 
 
 def constants_of(observation: Observation) -> tuple[Constant, ...]:

@@ -2,6 +2,7 @@
 
 from exportkit.observe.observation import Call, Failure, Observation
 from exportkit.observe.observer import InputObserver
+from exportkit.observe.seen import SeenShapes
 from exportkit.observe.signature import Signature
 
-__all__ = ["Call", "Failure", "InputObserver", "Observation", "Signature"]
+__all__ = ["Call", "Failure", "InputObserver", "Observation", "SeenShapes", "Signature"]

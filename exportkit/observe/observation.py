@@ -5,13 +5,15 @@ In come the recorder's snapshots; out go frozen values that the later stages rea
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from exportkit.errors import NoCallsError, ObservationError
+from exportkit.observe.seen import SeenShapes
 from exportkit.observe.signature import Signature
 from exportkit.trees import Tree, flatten, join
 
@@ -36,7 +38,7 @@ class Call:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the input tensors by full path, such as ``past_key_values.layers[0].keys``."""
-        return {join(name, p): t for name, tree in self.arguments.items() for p, t in tree.tensors().items()}
+        return tensors_by_path(self.arguments)
 
     def constants(self) -> dict[str, Any]:
         """Returns the inputs that are no tensors by full path, ``None`` included."""
@@ -72,6 +74,8 @@ class Observation:
         model_name: Class of the observed model.
         removed: Inputs that the user left out.
         restored: Inputs that no call had, and that were added since.
+        has_values: Whether the tensors hold the values that were seen; if not, only their shapes and types were.
+        seen: Shapes of all calls that returned, stored or not, with the number of calls that had them.
     """
 
     signature: Signature
@@ -82,6 +86,8 @@ class Observation:
     model_name: str = "model"
     removed: frozenset[str] = frozenset()
     restored: frozenset[str] = frozenset()
+    has_values: bool = True
+    seen: tuple[SeenShapes, ...] = field(default=(), compare=False)
 
     def require_calls(self) -> None:
         """Raises NoCallsError if no call was stored, ObservationError if recording failed each time."""
@@ -141,4 +147,45 @@ class Observation:
     def without(self, names: set[str]) -> Observation:
         """Returns the same calls without the arguments of these names."""
         kept = [replace(c, arguments={n: t for n, t in c.arguments.items() if n not in names}) for c in self.calls]
-        return replace(self, calls=tuple(kept), removed=self.removed | names)
+        seen = tuple(shapes.without(names) for shapes in self.seen) if names else self.seen
+        return replace(self, calls=tuple(kept), removed=self.removed | names, seen=seen)
+
+    def save(self, directory: str | os.PathLike[str], values: bool = True) -> None:
+        """Writes the observation into a directory, to plan and export elsewhere, without the inputs at hand.
+
+        Args:
+            directory: A new or empty directory, or one that holds an observation, which is replaced.
+            values: Also write the values of the tensors, not only their shapes and types.
+
+        Raises:
+            DestinationError: if the directory cannot be written, or holds something else.
+            ObservationError: if a tensor is of a kind that cannot be written, such as a sparse one.
+            TreeError: if a container is of a class that cannot be found by its name.
+        """
+        from exportkit.observe.storage import save_observation
+
+        save_observation(self, directory, values)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Observation:
+        """Returns the observation that `save` wrote; all tensors are on the CPU.
+
+        Where only shapes were written, the values are made up: ones for integers and booleans, else numbers between
+        0.1 and 1, and `has_values` is False. Constants that JSON cannot hold come back as placeholders.
+
+        Args:
+            directory: The directory.
+
+        Raises:
+            DestinationError: if there is no observation, or a file of it is missing.
+            ObservationError: if a file is damaged, or of another version.
+            TreeError: if a class is not there, for it was not imported or not registered with torch's pytree.
+        """
+        from exportkit.observe.storage import load_observation
+
+        return load_observation(directory)
+
+
+def tensors_by_path(arguments: Mapping[str, Tree]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of arguments by full path."""
+    return {join(name, path): tensor for name, tree in arguments.items() for path, tensor in tree.tensors().items()}

@@ -10,7 +10,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -60,22 +60,39 @@ class InputObserver:
 
     @contextlib.contextmanager
     def __call__(
-        self, model: torch.nn.Module, store_n_calls: int = 3, method_name: str = "forward"
+        self,
+        model: torch.nn.Module,
+        store_n_calls: int = 3,
+        method_name: str = "forward",
+        shapes: Literal["all", "stored"] = "all",
+        max_bytes: int | None = None,
     ) -> Iterator[InputObserver]:
         """Records calls of ``model`` for the time of a ``with`` block.
 
         Args:
             model: The model to observe. It behaves as always, and nothing stays on it afterwards.
-            store_n_calls: How many calls to store, in this block.
+            store_n_calls: How many calls to store with their values, in this block.
             method_name: Method to observe.
+            shapes: "all" counts the shapes of further calls (``observation.seen``); "stored" takes the observer off
+                the model as soon as the calls are stored, so that further ones cost nothing.
+            max_bytes: Most memory for the values of all calls; of the call that would pass it, and of those after it,
+                only the shapes are kept. Memory that is shared with the model's own tensors counts.
 
         Raises:
             InvalidTypeError: if ``model`` is no ``torch.nn.Module``, or ``value_if_missing`` has a key that is neither
                 a name nor a position.
             UnknownMethodError: if the model has no such method.
-            InvalidRequestError: if that is a module inside the model, or not the method that was recorded before.
+            InvalidRequestError: if that is a module inside the model, or not the method that was recorded before, or if
+                ``shapes`` is neither "all" nor "stored".
             UnknownInputError: if ``value_if_missing`` names an input that the method does not have.
         """
+        if shapes not in ("all", "stored"):
+            raise InvalidRequestError(
+                "An observer keeps shapes of all calls or of the stored ones.",
+                where="shapes",
+                expected="'all' or 'stored'",
+                got=repr(shapes),
+            )
         signature = self._check(model, method_name)
         if self._recorder is None:
             self._recorder = Recorder(signature, method_name, type(model).__name__)
@@ -87,14 +104,15 @@ class InputObserver:
                 hint="use one InputObserver for each method.",
             )
         self._model, self._method_name = weakref.ref(model), method_name
-        self._recorder.allow(store_n_calls)
-        known_problems = len(self._recorder.observation().problems)
-        stand_in = attach(model, method_name, self._recorder)
+        recorder = self._recorder
+        recorder.allow(store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes)
+        known = len(recorder.problems), len(recorder.limits)
+        place = attach(model, method_name, recorder, leaves_when_spent=shapes == "stored")
         try:
             yield self
         finally:
-            stand_in.remove(self._recorder)
-            self._report(known_problems)
+            place.leave()
+            _report(recorder.problems[known[0] :], recorder.limits[known[1] :])
 
     def _check(self, model: torch.nn.Module, method_name: str) -> Signature:
         if not isinstance(model, torch.nn.Module):
@@ -127,16 +145,6 @@ class InputObserver:
                 signature.name_of(key)
         return signature
 
-    def _report(self, known_problems: int) -> None:
-        problems = self._recorder.observation().problems[known_problems:] if self._recorder else ()
-        if problems:
-            warnings.warn(
-                f"exportkit could not record {len(problems)} of the observed calls; the model was not affected. "
-                f"First problem: {problems[0]}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-
     @property
     def observation(self) -> Observation:
         """The calls as they were seen, with missing arguments stood in for, and removed ones left out.
@@ -157,7 +165,7 @@ class InputObserver:
 
     def num_obs(self) -> int:
         """Returns how many calls are stored."""
-        return 0 if self._recorder is None else len(self._recorder.observation().calls)
+        return 0 if self._recorder is None else self._recorder.num_calls()
 
     def is_empty(self) -> bool:
         """Returns whether no call is stored."""
@@ -282,3 +290,15 @@ class InputObserver:
 
         tolerance = Tolerance(atol, rtol, skip_none)
         return check_recorded_calls(self.observation, onnx_model, tolerance, progress_bar, include_io)
+
+
+def _report(problems: tuple[str, ...], limits: tuple[str, ...]) -> None:
+    """Warns where the ``with`` block of the user ends."""
+    texts = [f"exportkit: {limit}" for limit in limits]
+    if problems:
+        texts.append(
+            f"exportkit could not record {len(problems)} of the observed calls; the model was not affected. "
+            f"First problem: {problems[0]}"
+        )
+    for text in texts:
+        warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -1,32 +1,49 @@
 """Records calls of one method: inputs before, outputs after, both and the latency as one record.
 
 The observed run is sacred: whatever fails in here is kept as a problem and reported when observing ends, and the
-method returns or raises what it would have without us.
+method returns or raises what it would have without us. While a call runs, only snapshots are taken; the trees with
+their paths are made when somebody asks for the observation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
 
 from exportkit import _torch_compat
-from exportkit.observe.observation import Call, Failure, Observation
+from exportkit.observe.memory import Memory, Share
+from exportkit.observe.observation import Call, Failure, Observation, tensors_by_path
+from exportkit.observe.seen import MOST_SHAPES, SeenShapes, ShapeCounter
 from exportkit.observe.signature import Signature
-from exportkit.observe.snapshot import snapshot
+from exportkit.observe.snapshot import Copying, Snapshot, outlined_shapes
 from exportkit.trees import Tree, string_type
+from exportkit.trees.outline import outlined_tree
+
+Method = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """What is known of a call while the method runs."""
+class _Begun(NamedTuple):
+    """What is kept of the inputs while the method runs."""
 
-    index: int
-    arguments: dict[str, Tree]
-    named: frozenset[str]
+    number: int
+    inputs: Snapshot
+    large: frozenset[int]
+    share: Share
+
+
+class _Stored(NamedTuple):
+    """One call with its values."""
+
+    inputs: Snapshot
+    outputs: Snapshot
+    latency: float
 
 
 _paused = threading.local()
@@ -49,59 +66,121 @@ class Recorder:
     def __init__(self, signature: Signature, method_name: str, model_name: str) -> None:
         self._signature, self._method_name, self._model_name = signature, method_name, model_name
         self._lock = threading.Lock()
-        self._calls: dict[int, Call] = {}
+        self._stored: dict[int, _Stored] = {}
         self._failures: list[Failure] = []
         self._problems: list[str] = []
+        self._limits: list[str] = []
         self._running = 0  # calls that hold a place in the budget and have not ended yet
         self._next_index = 0
         self._limit = 0
+        self._memory = Memory(None, [])
+        self._counts_shapes = True
+        self._counter = ShapeCounter(
+            lambda filled: tensors_by_path(self._trees(filled)), lambda filled: outlined_tree(filled).tensors()
+        )
+        self._calls: dict[int, Call] = {}
+        self._known: tuple[tuple[int, ...], Observation] | None = None
+        self._reading = threading.Lock()
 
     @property
     def signature(self) -> Signature:
         """Parameters of the observed method."""
         return self._signature
 
-    def allow(self, more_calls: int) -> None:
-        """Stores up to ``more_calls`` calls beyond those stored so far."""
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What could not be recorded."""
+        return tuple(self._problems)
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Which limits were reached, so that less was kept than could have been."""
+        overflow = f"More than {MOST_SHAPES} different shapes were seen; further ones are not kept."
+        return (*self._limits, *([overflow] if self._counter.overflowed else []))
+
+    def allow(self, more_calls: int, counts_shapes: bool = True, max_bytes: int | None = None) -> None:
+        """Stores up to ``more_calls`` calls beyond those stored so far, and all in all ``max_bytes`` of values.
+
+        Args:
+            more_calls: How many calls to store with their values.
+            counts_shapes: Count the shapes of further calls.
+            max_bytes: Most memory for the values of all calls stored, those before included.
+        """
         with self._lock:
-            self._limit = len(self._calls) + more_calls
+            self._limit = len(self._stored) + more_calls
+            self._counts_shapes = counts_shapes
+            snapshots = [side for call in self._stored.values() for side in (call.inputs, call.outputs)]
+            self._memory = Memory(max_bytes, [part for snapshot in snapshots for part in snapshot.memory()])
+
+    def is_spent(self) -> bool:
+        """Returns whether all calls that are to be stored have ended."""
+        return len(self._stored) >= self._limit
+
+    def num_calls(self) -> int:
+        """Returns how many calls are stored."""
+        return len(self._stored)
 
     def observation(self) -> Observation:
         """Returns what was recorded so far."""
-        with self._lock:
-            calls = tuple(self._calls[index] for index in sorted(self._calls))
-            renumbered = tuple(replace(call, index=number) for number, call in enumerate(calls))
-            return Observation(
-                self._signature,
-                renumbered,
-                tuple(self._failures),
-                tuple(self._problems),
-                self._method_name,
-                self._model_name,
-            )
+        with self._reading:
+            state = len(self._stored), len(self._failures), len(self._problems), self._counter.total
+            if self._known is None or self._known[0] != state:
+                self._known = state, self._observation()
+            return self._known[1]
 
-    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs ``method(*args, **kwargs)``, records it if there is room, and returns what it returned."""
+    def _observation(self) -> Observation:
+        with self._lock:
+            indices = sorted(self._stored)
+        made = [call for index in indices if (call := self._guarded(functools.partial(self._call, index))) is not None]
+        calls = tuple(replace(call, index=number) for number, call in enumerate(made))
+        seen = self._guarded(lambda: self._counter.seen(_shapes(call) for call in calls))
+        return Observation(
+            self._signature,
+            calls,
+            tuple(self._failures),
+            (*self._problems, *self.limits),
+            self._method_name,
+            self._model_name,
+            seen=seen or (),
+        )
+
+    def _call(self, index: int) -> Call:
+        """The call with its trees, which are made once."""
+        if index not in self._calls:
+            stored = self._stored[index]
+            args, kwargs = stored.inputs.value()
+            arguments = self._trees((args, kwargs))
+            named = frozenset(n for n in arguments if n in kwargs or n == self._signature.var_keyword)
+            outputs = outlined_tree(stored.outputs.value())
+            self._calls[index] = Call(index, arguments, named, outputs, stored.latency)
+        return self._calls[index]
+
+    def _trees(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Tree]:
+        return {name: outlined_tree(value) for name, value in self._signature.bind(*inputs).items()}
+
+    def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs ``method(*args, **kwargs)``, records what there is room for, and returns what it returned."""
+        if (self._is_full() and not self._counts_shapes) or getattr(_paused, "on", False) or _torch_compat.is_tracing():
+            return method(*args, **kwargs)
+        begun = self._begin((args, kwargs))
+        if begun is not None:
+            return self._store(begun, method, args, kwargs)
+        if self._counts_shapes:
+            return self._count(method, args, kwargs)
+        return method(*args, **kwargs)
+
+    def _begin(self, inputs: Any) -> _Begun | None:
+        """Takes a place in the budget and a snapshot of the inputs; None if there is no room, or it cannot be done."""
         index = self._take_place()
         if index is None:
-            return method(*args, **kwargs)
-        begun = self._guarded(lambda: self._begin(index, args, kwargs))
-        started = time.perf_counter()
-        try:
-            result = method(*args, **kwargs)
-        except BaseException as error:
-            self._fail(error, args, kwargs)
-            raise
-        latency = time.perf_counter() - started
-        call = self._guarded(lambda: self._end(begun, result, latency)) if begun is not None else None
-        with self._lock:
-            self._running -= 1
-            if call is not None:
-                self._calls[call.index] = call
-        return result
+            return None
+        begun: _Begun | None = self._guarded(lambda: self._begun(index, inputs))
+        if begun is None:
+            self._give_place()
+        return begun
 
     def _take_place(self) -> int | None:
-        if self._is_full() or getattr(_paused, "on", False) or _torch_compat.is_tracing():
+        if self._is_full() or _torch_compat.is_capturing():
             return None
         with self._lock:
             if self._is_full():
@@ -110,22 +189,70 @@ class Recorder:
             self._next_index += 1
             return self._next_index - 1
 
+    def _give_place(self) -> None:
+        with self._lock:
+            self._running -= 1
+
     def _is_full(self) -> bool:
-        return len(self._calls) + self._running >= self._limit
+        return len(self._stored) + self._running >= self._limit
 
-    def _begin(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun:
-        bound = self._signature.bind(args, kwargs)
-        named = frozenset(name for name in bound if name in kwargs or name == self._signature.var_keyword)
-        return _Begun(index, {name: snapshot(value) for name, value in bound.items()}, named)
+    def _begun(self, index: int, inputs: Any) -> _Begun | None:
+        copying = Copying(inputs)
+        large, share = copying.large(), self._room_for(copying)
+        return None if share is None else _Begun(index, copying.snapshot(), large, share)
 
-    def _end(self, begun: _Begun, result: Any, latency: float) -> Call:
-        return Call(begun.index, begun.arguments, begun.named, snapshot(result), latency)
+    def _room_for(self, copying: Copying) -> Share | None:
+        """Takes the memory for a snapshot; where it is not enough, only shapes are kept from there on."""
+        share = self._memory.take(copying.memory)
+        if share is None:
+            with self._lock:
+                self._limit = 0
+                self._limits.append(
+                    f"Values of {len(self._stored)} calls are kept; with the next one they would take more than "
+                    f"{self._memory.limit} bytes (max_bytes), so that only shapes are kept from there on."
+                )
+        return share
+
+    def _store(self, begun: _Begun, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        started = time.perf_counter()
+        try:
+            result = method(*args, **kwargs)
+        except BaseException as error:
+            self._fail(error, args, kwargs)
+            self._end(begun, None)
+            raise
+        latency = time.perf_counter() - started
+        self._end(begun, self._guarded(lambda: self._stored_call(begun, result, latency)))
+        return result
+
+    def _stored_call(self, begun: _Begun, result: Any, latency: float) -> _Stored | None:
+        copying = Copying(result, begun.large)
+        if self._room_for(copying) is not None:
+            return _Stored(begun.inputs, copying.snapshot(), latency)
+        if self._counts_shapes:
+            self._counter.count((begun.inputs.outline, begun.inputs.shapes()), (copying.outline, copying.shapes()))
+        return None
+
+    def _end(self, begun: _Begun, stored: _Stored | None) -> None:
+        with self._lock:
+            self._running -= 1
+            if stored is not None:
+                self._stored[begun.number] = stored
+        if stored is None:
+            begun.share.give_back()
 
     def _fail(self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         text = self._guarded(lambda: string_type(self._signature.bind(args, kwargs), with_shape=True))
         with self._lock:
-            self._running -= 1
             self._failures.append(Failure(f"{type(error).__name__}: {error}", text or "?"))
+
+    def _count(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the method and counts the shapes of its inputs, as they were before, and outputs."""
+        inputs = self._guarded(lambda: outlined_shapes((args, kwargs)))
+        result = method(*args, **kwargs)
+        if inputs is not None:
+            self._guarded(lambda: self._counter.count(inputs, outlined_shapes(result)))
+        return result
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
         try:
@@ -134,3 +261,11 @@ class Recorder:
             with self._lock:
                 self._problems.append(f"{type(error).__name__}: {error}")
             return None
+
+
+def _shapes(call: Call) -> SeenShapes:
+    return SeenShapes(_sizes(call.tensors()), _sizes(call.outputs.tensors()))
+
+
+def _sizes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {path: tuple(tensor.shape) for path, tensor in tensors.items()}

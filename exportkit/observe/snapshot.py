@@ -1,19 +1,224 @@
-"""Snapshots of nested values: what a call was given, as it was at that moment, whatever the model does to it later."""
+"""Snapshots of nested values: what a call was given, as it was at that moment, whatever the model does to it later.
+
+In comes a value that belongs to somebody else; out comes a `Snapshot`, made as quickly as its safety allows:
+
+- Small tensors of one shape are copied together, by one kernel.
+- Large ones are shared by copy-on-write, where that cannot be noticed. To keep references and compare version counters
+  would not do: that shows afterwards that a value is lost, and copying on the way is what must be avoided.
+- All others are copied one by one.
+
+Copy-on-write never changes the values that anybody sees through torch. But the tensor that is written first moves to
+other memory, so whoever holds its memory by another way (numpy, DLPack, an address) would then be cut off. So it is
+used only for tensors that are not written as a rule, and of which nobody can have seen the memory: values that a cache
+replaces when it grows, fresh results of the model, and what is still shared since an earlier snapshot. Everything else
+that is large is copied: preallocated caches, plain inputs, views, and all that is not in the CPU's memory (a captured
+CUDA graph has addresses in it, and ``record_stream`` does nothing for shared memory).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from exportkit.trees import Tree, flatten
+from exportkit import _torch_compat
+from exportkit.observe.memory import Parts
+from exportkit.trees.outline import Outline, outline
+
+Result = TypeVar("Result")
+
+FEW = 4  # up to here, looking for tensors that are alike costs more than copying each
+SMALL = 2**16  # bytes; up to here, starting a copy costs more than copying
+LARGE = 2**20  # bytes; from here on, copying costs more than all else in a call that is recorded
+
+# Types that torch.stack copies as they are; it requantises quantised ones, and does not know some of the rarer ones.
+_STACKED = frozenset(
+    {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8}
+    | {torch.uint8, torch.bool, torch.complex64, torch.complex128}
+)
+
+_dtype = operator.attrgetter("dtype")
+
+# Positions of tensors, and the copy of one of them, or of several along its first axis.
+_Piece = tuple[Sequence[int], torch.Tensor]
 
 
-def snapshot(value: Any) -> Tree:
-    """Returns the tree of a nested value with copies of its tensors, cut off from autograd and inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        return flatten(value).map(_copy)
+class Snapshot(NamedTuple):
+    """A nested value as it was.
+
+    Attributes:
+        outline: Its structure.
+        pieces: Copies of its tensors.
+    """
+
+    outline: Outline
+    pieces: list[_Piece]
+
+    def value(self) -> Any:
+        """Returns the nested value with the copies, as `outlined_tree` takes it."""
+        return self.outline.fill(self._tensors())
+
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Returns the shapes of the tensors."""
+        return _shapes(self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for positions, piece in self.pieces:
+            # detached from the piece, so that each of them can be changed in place
+            parts = [piece] if len(positions) == 1 else [part.detach() for part in piece.unbind()]
+            found |= zip(positions, parts, strict=True)
+        return [found[position] for position in range(len(found))]
+
+    def memory(self) -> Parts:
+        """Returns the memory that the copies hold."""
+        return [(_torch_compat.memory_address(piece), _bytes(piece)) for _, piece in self.pieces]
 
 
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+class Copying:
+    """The copies that are to be made of a value.
+
+    Args:
+        value: Any nested value.
+        inputs: Identities of the large tensors that the model was given; None if this is what it was given.
+    """
+
+    def __init__(self, value: Any, inputs: frozenset[int] | None = None) -> None:
+        self.outline, self._tensors, runs = outline(value)
+        self._inputs = inputs
+        self._together, self._apart = _grouped(self._tensors, runs)
+
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Returns the shapes of the tensors."""
+        return _shapes(self._tensors)
+
+    def large(self) -> frozenset[int]:
+        """Returns the identities of the large tensors."""
+        return frozenset(id(self._tensors[i]) for i in self._apart if _bytes(self._tensors[i]) >= LARGE)
+
+    def memory(self) -> Parts:
+        """Returns the memory that the copies will hold."""
+        together = [(None, len(group) * _bytes(self._tensors[group[0]])) for group in self._together]
+        return [*together, *((self._shared_address(i), _bytes(self._tensors[i])) for i in self._apart)]
+
+    def snapshot(self) -> Snapshot:
+        """Makes the copies, cut off from autograd and inference mode; afterwards the originals are let go."""
+        pieces = _plainly(self._pieces)
+        del self._tensors
+        return Snapshot(self.outline, pieces)
+
+    def _pieces(self) -> list[_Piece]:
+        pieces = [piece for group in self._together for piece in self._copied_together(group)]
+        return [*pieces, *(([i], self._copied(i)) for i in self._apart)]
+
+    def _copied_together(self, group: Sequence[int]) -> list[_Piece]:
+        try:
+            return [(group, torch.stack(operator.itemgetter(*group)(self._tensors)))]
+        except RuntimeError:  # of other shapes, or on several devices
+            return [([i], self._copied(i)) for i in group]
+
+    def _copied(self, index: int) -> torch.Tensor:
+        tensor = self._tensors[index]
+        shared = _torch_compat.copy_on_write(tensor) if self._may_share(index) else None
+        if shared is not None:
+            return shared
+        return tensor.clone() if type(tensor) is torch.Tensor else tensor.detach().clone()
+
+    def _shared_address(self, index: int) -> int | None:
+        return _torch_compat.memory_address(self._tensors[index]) if self._may_share(index) else None
+
+    def _may_share(self, index: int) -> bool:
+        tensor = self._tensors[index]
+        if _bytes(tensor) < LARGE or not _is_ordinary(tensor):
+            return False
+        if _torch_compat.is_copy_on_write(tensor):
+            return True
+        if not _torch_compat.is_only_holder(tensor) or tensor.untyped_storage().nbytes() > 1.1 * tensor.nbytes:
+            return False
+        if index in self._growing:
+            return tensor.is_inference() or not tensor._version  # a tensor of inference mode has no version
+        is_fresh = self._inputs is not None and id(tensor) not in self._inputs
+        return is_fresh and not tensor.is_inference() and not tensor._version
+
+    @functools.cached_property
+    def _growing(self) -> frozenset[int]:
+        return self.outline.growing()
+
+
+def outlined_shapes(value: Any) -> tuple[Outline, tuple[torch.Size, ...]]:
+    """Returns the outline of a value and the shapes of its tensors, and keeps nothing of it."""
+    taken = outline(value, keep_values=False)
+    return taken.outline, _shapes(taken.tensors)
+
+
+def _shapes(tensors: list[torch.Tensor]) -> tuple[torch.Size, ...]:
+    """The shapes of tensors; that of a nested tensor, which has none, is ()."""
+    try:
+        return tuple([tensor.shape for tensor in tensors])
+    except RuntimeError:
+        return tuple(torch.Size(()) if tensor.is_nested else tensor.shape for tensor in tensors)
+
+
+def _plainly(step: Callable[[], Result]) -> Result:
+    """What ``step`` returns, run without autograd and outside of inference mode."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return step()
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return step()
+    return step()
+
+
+def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Sequence[int]], list[int]]:
+    """The positions of tensors that are copied together, and of those that are copied apart."""
+    if len(tensors) <= FEW:
+        return [], list(range(len(tensors)))
+    alike = [run for run in runs if _are_alike(tensors[run.start : run.stop])]
+    together: list[Sequence[int]] = [*alike]
+    groups: dict[Any, list[int]] = {}
+    apart: list[int] = []
+    for index in _between(alike, len(tensors)):
+        tensor = tensors[index]
+        stacks = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        if stacks and _is_small(tensor) and tensor.is_contiguous():
+            groups.setdefault((tensor.shape, tensor.dtype), []).append(index)
+        else:
+            apart.append(index)
+    together += [group for group in groups.values() if len(group) > 1]
+    apart += [group[0] for group in groups.values() if len(group) == 1]
+    return together, apart
+
+
+def _between(runs: list[range], end: int) -> Iterator[int]:
+    """The positions outside of runs, which come in order."""
+    starts = [0, *(run.stop for run in runs)]
+    stops = [*(run.start for run in runs), end]
+    return itertools.chain.from_iterable(map(range, starts, stops))
+
+
+def _are_alike(tensors: list[torch.Tensor]) -> bool:
+    """Whether ordinary tensors can be copied together if they have one shape, which torch.stack checks."""
+    first = tensors[0]
+    if not _is_small(first) or first.layout is not torch.strided or first.is_nested:
+        return False
+    return len(set(map(_dtype, tensors))) == 1 and all(map(torch.Tensor.is_contiguous, tensors))
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in _STACKED and _bytes(tensor) <= SMALL
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether it is what torch.empty returns on the CPU, neither a subclass nor a parameter."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_cpu
+    return plain and not (tensor.is_quantized or tensor.is_nested or tensor.is_neg() or tensor.is_conj())
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the values; of a sparse tensor as many as if it were dense."""
+    return tensor.numel() * tensor.dtype.itemsize

@@ -119,8 +119,9 @@ def take_apart(cache: Any) -> tuple[list[torch.Tensor], list[PathPart], Part]:
 
 def is_opened_class(cls: type) -> bool:
     """Returns whether an object of ``cls`` is taken apart where it is found inside a cache: caches and their layers."""
-    known: Any = _is_opened
-    return bool(known(cls))
+    known: Any = _is_opened  # mypy takes a class for something that cannot be hashed
+    opened: bool = known(cls)
+    return opened
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,260 @@
+"""What observing costs in time and memory: prints a table, writes ``results/observe.json``. Run it: `make bench`.
+
+Each figure is a ratio to ``torch.onnx.InputObserver`` in the same interleaved run (and to yobx, where it is installed),
+with the target beside it. Times are medians of CPU time; memory is measured in a fresh process for each observer.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from measure import Timing, cpu_seconds, environment, interleaved
+from observing import LAYERS, OBSERVERS, ReturnsCache, TakesCache, TwoTensors
+from rich.console import Console
+from rich.table import Table
+
+import exportkit
+
+RESULTS = Path(__file__).parent / "results" / "observe.json"
+MIB = 2**20
+WIDTH = 120
+
+
+class GrowsCache(torch.nn.Module):
+    """Adds a token to each layer, as a decoder does."""
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any) -> dict[str, Any]:
+        for layer in past_key_values.layers:
+            layer.keys = torch.cat([layer.keys, layer.keys[:, :, :1]], dim=2)
+            layer.values = torch.cat([layer.values, layer.values[:, :, :1]], dim=2)
+        return {"logits": input_ids, "past_key_values": past_key_values}
+
+
+class TakesNested(torch.nn.Module):
+    def forward(self, data: Any) -> torch.Tensor:
+        while "inner" in data:
+            data = data["inner"]
+        return data["x0"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure: ours, theirs, and what is to be reached.
+
+    ``ratio`` is what the target is about: ours to theirs, or what the case says.
+    """
+
+    case: str
+    unit: str
+    values: dict[str, float]
+    ratio: float
+    target: float
+
+    @property
+    def reached(self) -> bool:
+        return self.ratio <= self.target
+
+
+def main() -> None:
+    torch.set_grad_enabled(False)
+    with exportkit.register_flattening_functions(patch_transformers=True):
+        figures = [*stored_calls(), *after_the_budget(), *inference(), depth()]
+    figures += [memory()]
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    console.print(as_table(figures))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    data = {"environment": environment(), "figures": [asdict(f) | {"reached": f.reached} for f in figures]}
+    RESULTS.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def as_table(figures: list[Figure]) -> Table:
+    table = Table(
+        title="Observing: what is added to a call, and what is held",
+        caption="ratio: exportkit to torch.onnx.InputObserver, or as the case says; at most the target is wanted",
+        caption_justify="left",
+    )
+    table.add_column("case")
+    for name in ("exportkit", "torch", "yobx", "unit", "ratio", "target", ""):
+        table.add_column(name, justify="right")
+    for figure in figures:
+        values = [
+            f"{figure.values[name]:.4g}" if name in figure.values else "-" for name in ("exportkit", "torch", "yobx")
+        ]
+        verdict = "ok" if figure.reached else "MISSED"
+        table.add_row(figure.case, *values, figure.unit, f"{figure.ratio:.4f}", f"{figure.target:.4f}", verdict)
+    return table
+
+
+def observers() -> dict[str, Callable[[], Any]]:
+    """Returns those that are compared; yobx where it is installed."""
+    found: dict[str, Callable[[], Any]] = dict(OBSERVERS)
+    if importlib.util.find_spec("yobx") is not None:
+        from yobx.torch import InputObserver
+
+        found["yobx"] = InputObserver
+    return found
+
+
+def cache_arguments(layers: int, mib: float) -> dict[str, Any]:
+    """Returns token ids and a cache of so many layers, of that size altogether."""
+    tokens = max(1, round(mib * MIB / (layers * 2 * 8 * 128 * 4)))
+    shape = (1, 8, tokens, 128) if mib else (1, 2, 4, 8)
+    pairs = [(torch.rand(shape), torch.rand(shape)) for _ in range(layers)]
+    return {"input_ids": torch.ones(1, 1, dtype=torch.int64), "past_key_values": exportkit.make_dynamic_cache(pairs)}
+
+
+def stored_calls() -> list[Figure]:
+    small, two = cache_arguments(LAYERS, 0), {"x": torch.ones(2, 3), "y": torch.ones(2, 3)}
+    return [
+        _stored("stored call, 2 small tensors", TwoTensors(), two, 10, 200, target=1),
+        _stored(f"stored call, {LAYERS}-layer cache of small tensors", TakesCache(), small, 4, 100, target=1 / 8),
+        _stored("the same, cache returned too", ReturnsCache(), small, 4, 100, target=1 / 8),
+        _stored("stored call, 1 GiB cache", TakesCache(), cache_arguments(LAYERS, 1024), 3, 3, target=1 / 500),
+    ]
+
+
+def _stored(case: str, model: torch.nn.Module, arguments: Any, calls: int, rounds: int, target: float) -> Figure:
+    def observed(make: Callable[[], Any]) -> float:
+        observer = make()
+        with observer(model, store_n_calls=calls):
+            seconds = cpu_seconds(lambda: model(**arguments), calls)
+        assert observer.num_obs() == calls, "the observer did not store the measured calls"
+        return seconds
+
+    blocks: dict[str, Callable[[], float]] = {"plain": lambda: cpu_seconds(lambda: model(**arguments), calls)}
+    blocks |= {name: lambda make=make: observed(make) for name, make in observers().items()}
+    times = _times(blocks, rounds)
+    plain = times.pop("plain")
+    added = {name: value - plain for name, value in times.items()}
+    return Figure(case, "µs", added, added["exportkit"] / added["torch"], target)
+
+
+def after_the_budget() -> list[Figure]:
+    """Both modes as multiples of an unobserved call: torch's observer is shown for comparison."""
+    model, arguments, calls = TwoTensors(), {"x": torch.ones(2, 3), "y": torch.ones(2, 3)}, 500
+
+    def observed(make: Callable[[], Any], **options: Any) -> float:
+        with make()(model, store_n_calls=1, **options):
+            model(**arguments)
+            return cpu_seconds(lambda: model(**arguments), calls)
+
+    figures = []
+    for shapes, target in (("stored", 1.02), ("all", 12.0)):
+        blocks: dict[str, Callable[[], float]] = {
+            "plain": lambda: cpu_seconds(lambda: model(**arguments), calls),
+            "exportkit": lambda shapes=shapes: observed(exportkit.InputObserver, shapes=shapes),
+            "torch": lambda: observed(OBSERVERS["torch"]),
+        }
+        times = interleaved(blocks, 200)
+        ratio = times["exportkit"].median / times["plain"].median
+        case = f'call after the budget, shapes="{shapes}" (ratio to an unobserved call)'
+        figures.append(Figure(case, "µs", {name: times[name].median for name in ("exportkit", "torch")}, ratio, target))
+    return figures
+
+
+def inference() -> list[Figure]:
+    """The first question after the calls, so that all that is put off while they run is paid here."""
+    small = [cache_arguments(LAYERS, 0) for _ in range(3)]
+    large = [cache_arguments(2, 960) for _ in range(2)]
+    first = _inferred(f"infer_dynamic_shapes, {LAYERS} layers, 3 calls", small, 20, 1 / 10)
+    second = _inferred("infer_dynamic_shapes, 960 MiB cache, 2 calls (ratio to 1 ms)", large, 5, 1.0)
+    return [first, Figure(second.case, second.unit, second.values, second.values["exportkit"] / 1000, 1.0)]
+
+
+def _inferred(case: str, calls: list[dict[str, Any]], rounds: int, target: float) -> Figure:
+    model = TakesCache()
+
+    def asked(make: Callable[[], Any]) -> float:
+        observer = make()
+        with observer(model):
+            for arguments in calls:
+                model(**arguments)
+        return cpu_seconds(observer.infer_dynamic_shapes, 1)
+
+    times = _times({name: lambda make=make: asked(make) for name, make in observers().items()}, rounds)
+    return Figure(case, "µs", times, times["exportkit"] / times["torch"], target)
+
+
+def depth() -> Figure:
+    """The ratio is that of a value nested 32 deep to a flat one with as many tensors."""
+    model, leaves, calls = TakesNested(), 64, 10
+    values = {1: _nested(1, leaves), 32: _nested(32, leaves)}
+
+    def observed(make: Callable[[], Any], levels: int) -> float:
+        with make()(model, store_n_calls=calls):
+            return cpu_seconds(lambda: model(values[levels]), calls)
+
+    blocks: dict[str, Callable[[], float]] = {}
+    for levels in (1, 32):
+        blocks[f"plain {levels}"] = lambda levels=levels: cpu_seconds(lambda: model(values[levels]), calls)
+        for name, make in observers().items():
+            blocks[f"{name} {levels}"] = lambda make=make, levels=levels: observed(make, levels)
+    times = interleaved(blocks, 100)
+
+    def grown(name: str) -> float:
+        deep, flat = (times[f"{name} {levels}"].median - times[f"plain {levels}"].median for levels in (32, 1))
+        return deep / flat
+
+    ratios = {name: grown(name) for name in observers()}
+    return Figure(f"depth 32 to depth 1, {leaves} tensors", "times", ratios, ratios["exportkit"], 1.3)
+
+
+def _nested(levels: int, leaves: int) -> dict[str, Any]:
+    value: dict[str, Any] = {f"x{i}": torch.ones(2) for i in range(leaves - levels + 1)}
+    for _ in range(levels - 1):
+        value = {"inner": value, "x": torch.ones(2)}
+    return value
+
+
+def memory() -> Figure:
+    """Resident memory after 3 calls of a growing cache, divided by the size of all different tensors recorded."""
+    held = {name: _held_by(name) for name in observers()}
+    return Figure("memory held after 3 calls, 960 MiB cache, to payload", "times", held, held["exportkit"], 1.1)
+
+
+def _held_by(name: str) -> float:
+    output = subprocess.run([sys.executable, __file__, "--held-by", name], check=True, capture_output=True, text=True)
+    return float(output.stdout.split()[-1])
+
+
+def print_held(name: str) -> None:
+    torch.set_grad_enabled(False)
+    model, arguments = GrowsCache(), cache_arguments(LAYERS, 960)
+    process = psutil.Process()
+    payload = _size(arguments["past_key_values"])
+    before = process.memory_info().rss - payload
+    observer = observers()[name]()
+    with exportkit.register_flattening_functions(patch_transformers=True), observer(model):
+        for _ in range(3):
+            arguments["past_key_values"] = model(**arguments)["past_key_values"]
+            payload += _size(arguments["past_key_values"])
+    del arguments
+    gc.collect()
+    print((process.memory_info().rss - before) / payload)
+
+
+def _size(cache: Any) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def _times(blocks: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    timings: dict[str, Timing] = interleaved(blocks, rounds, warm_up=1)
+    return {name: timing.median for name, timing in timings.items()}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--held-by"]:
+        print_held(sys.argv[2])
+    else:
+        main()

@@ -1,0 +1,126 @@
+"""Shapes of all calls: what was seen how often, without the values.
+
+In come outlines of calls and the shapes of their tensors; out go `SeenShapes`. Calls of one structure and equal shapes
+take no more memory than one, and there is an end to how many different ones are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from exportkit.trees.outline import Outline
+
+MOST_SHAPES = 1000
+
+Shapes = Mapping[str, tuple[int, ...]]
+TensorsOf = Callable[[Any], Mapping[str, torch.Tensor]]
+# What tells one value from another here: its structure, and the shapes of its tensors.
+_Key = tuple[tuple[Any, ...], tuple[torch.Size, ...]]
+
+
+@dataclass(frozen=True)
+class SeenShapes:
+    """Shapes that one call had, or several.
+
+    Attributes:
+        inputs: Shape of each input tensor by full path.
+        outputs: Shape of each output tensor by its path in what the method returned.
+        count: Number of calls that had these shapes.
+    """
+
+    inputs: Shapes
+    outputs: Shapes
+    count: int = 1
+
+    def without(self, names: set[str]) -> SeenShapes:
+        """Returns the same shapes without the arguments of these names."""
+        kept = {path: shape for path, shape in self.inputs.items() if _argument(path) not in names}
+        return replace(self, inputs=kept)
+
+
+class ShapeCounter:
+    """Counts calls by their shapes.
+
+    Args:
+        inputs_of: Gives the tensors of a filled outline of ``(args, kwargs)`` by full path.
+        outputs_of: Gives the tensors of a filled outline of outputs by path.
+
+    Attributes:
+        total: Number of calls.
+        overflowed: Whether some calls had shapes that are not kept.
+    """
+
+    def __init__(self, inputs_of: TensorsOf, outputs_of: TensorsOf) -> None:
+        self._inputs, self._outputs = _Side(inputs_of), _Side(outputs_of)
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[_Key, _Key], list[int]] = {}  # lists of one, as the keys take long to hash
+        self.total = 0
+        self.overflowed = False
+
+    def count(self, inputs: tuple[Outline, Any], outputs: tuple[Outline, Any]) -> None:
+        """Counts one call, given by the outlines and shapes of both sides."""
+        key = (inputs[0].marks, inputs[1]), (outputs[0].marks, outputs[1])
+        with self._lock:
+            self.total += 1
+            known = self._counts.get(key)
+            if known is not None:
+                known[0] += 1
+            elif len(self._counts) < MOST_SHAPES:
+                self._counts[self._inputs.keep(*inputs), self._outputs.keep(*outputs)] = [1]
+            else:
+                self.overflowed = True
+
+    def seen(self, stored: Iterable[SeenShapes]) -> tuple[SeenShapes, ...]:
+        """Returns the shapes of all calls with their counts, first those of the ``stored`` calls, not counted here."""
+        with self._lock:
+            counted = [(key, count) for key, (count,) in self._counts.items()]
+        resolved = [
+            SeenShapes(self._inputs.by_path(inputs), self._outputs.by_path(outputs), count)
+            for (inputs, outputs), count in counted
+        ]
+        return _merged([*stored, *resolved])
+
+
+class _Side:
+    """What was seen of the inputs of all calls, or of the outputs."""
+
+    def __init__(self, tensors_of: TensorsOf) -> None:
+        self._tensors_of = tensors_of
+        self._outlines: dict[tuple[Any, ...], Outline] = {}
+        self._shapes: dict[torch.Size, torch.Size] = {}
+        self._paths: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+
+    def keep(self, outline: Outline, shapes: tuple[torch.Size, ...]) -> _Key:
+        """Keeps one object of those that are equal: the layers of a cache have one shape, and calls one structure."""
+        marks = self._outlines.setdefault(outline.marks, outline).marks
+        return marks, tuple(self._shapes.setdefault(shape, shape) for shape in shapes)
+
+    def by_path(self, key: _Key) -> Shapes:
+        """Returns shapes by path; paths are found once for each structure."""
+        marks, shapes = key
+        if marks not in self._paths:
+            self._paths[marks] = self._find_paths(self._outlines[marks], len(shapes))
+        return {path: tuple(shapes[position]) for path, position in self._paths[marks]}
+
+    def _find_paths(self, outline: Outline, count: int) -> list[tuple[str, int]]:
+        tensors = [torch.empty(0, device="meta") for _ in range(count)]
+        positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+        return [(path, positions[id(tensor)]) for path, tensor in self._tensors_of(outline.fill(tensors)).items()]
+
+
+def _merged(every: Iterable[SeenShapes]) -> tuple[SeenShapes, ...]:
+    found: dict[Any, SeenShapes] = {}
+    for one in every:
+        key = tuple(one.inputs.items()), tuple(one.outputs.items())
+        before = found.get(key)
+        found[key] = one if before is None else replace(before, count=before.count + one.count)
+    return tuple(found.values())
+
+
+def _argument(path: str) -> str:
+    return path.partition(".")[0].partition("[")[0]

@@ -1,0 +1,63 @@
+"""What the plan learns from calls whose values were not stored."""
+
+import torch
+
+import exportkit
+from exportkit import Observation
+
+
+class Linear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 2)
+
+    def forward(self, x, mask=None):
+        y = self.linear(x)
+        return y if mask is None else y * mask[..., None]
+
+
+def observed(*sizes, stored=1, **options):
+    model, observer = Linear(), exportkit.InputObserver()
+    with observer(model, store_n_calls=stored, **options):
+        for batch, length in sizes:
+            model(torch.randn(batch, length, 4))
+    return model, observer
+
+
+def sizes_of(plan):
+    return {leaf.path: tuple(map(str, leaf.sizes)) for leaf in plan.leaves}
+
+
+def test_shapes_of_calls_beyond_the_budget_are_part_of_the_plan():
+    _, observer = observed((2, 5), (2, 7), (3, 7), (2, 7))
+    assert observer.num_obs() == 1
+    assert sizes_of(observer.plan(probe=False)) == {"x": ("batch", "x_axis_1", "4")}
+    assert [seen.count for seen in observer.observation.seen] == [1, 2, 1]
+
+
+def test_what_the_peers_infer_rests_on_stored_calls_alone():
+    _, observer = observed((2, 5), (3, 7))
+    assert observer.infer_dynamic_shapes() == ({},)
+
+
+def test_an_export_is_right_for_all_of_them(tmp_path):
+    model, observer = observed((2, 5), (2, 7), (3, 9))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    x = torch.randn(3, 9, 4)
+    torch.testing.assert_close(onnx_model(x), model(x))
+    assert onnx_model.verify().ok
+
+
+def test_stored_shapes_alone_can_be_asked_for():
+    _, observer = observed((2, 5), (2, 7), shapes="stored")
+    assert sizes_of(observer.plan(probe=False)) == {"x": ("batch", "5", "4")}
+
+
+def test_an_export_from_shapes_alone_is_proven(tmp_path):
+    model, observer = observed((2, 5), (3, 7), stored=2)
+    observer.observation.save(tmp_path / "calls", values=False)
+    loaded = Observation.load(tmp_path / "calls")
+    assert not loaded.has_values
+    exported = exportkit.export(model, loaded)
+    assert sizes_of(exported.plan) == sizes_of(observer.plan())
+    assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
