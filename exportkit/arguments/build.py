@@ -57,6 +57,10 @@ def merged_trees(observation: Observation) -> dict[str, Tree]:
 
     Arguments that were only ever None are left out, unless the method cannot do without them.
     """
+    return dict(observation.remembered("merged trees", lambda: _merged_trees(observation)))
+
+
+def _merged_trees(observation: Observation) -> dict[str, Tree]:
     best: dict[str, Tree] = {}
     for name in observation.signature.names:
         trees = [call.arguments[name] for call in observation.calls if name in call.arguments]

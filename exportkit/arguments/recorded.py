@@ -7,15 +7,15 @@ to export with come from the plan (`exportable_arguments`).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from exportkit.arguments.build import Arguments, build_arguments, merged_trees
-from exportkit.arguments.shapes import nested_spec
 from exportkit.arguments.sizes import choose_sizes
-from exportkit.arguments.table import call_table
+from exportkit.arguments.table import call_table, structure_of
 from exportkit.axes import CallTable, Leaf, Plan, infer_plan
 from exportkit.errors import InvalidRequestError, PlanError, UnknownInputError
 from exportkit.observe import Observation
@@ -34,18 +34,38 @@ def recorded_dynamic_shapes(
     """
     observation.require_calls()
     _check_consistent(observation)
-    trees = _without_caught_constants(merged_trees(observation), observation)
+    structure = _without_caught_nones(structure_of(observation), observation)
     table = call_table(observation, stored_only=True)
     axes = dynamic_axes(observation, table, batch_hints)
     namer = _namer(observation, table, dim_names)
-    specs = {
-        name: nested_spec(name, tree, lambda path: {axis: namer(path, axis) for axis in axes[path]})
-        for name, tree in trees.items()
-    }
-    _check_collisions(trees, observation)
+    specs = {name: _marked(value, lambda p: {a: namer(p, a) for a in axes[p]}) for name, value in structure.items()}
+    _check_collisions(merged_trees(observation), observation)
     if observation.signature.var_positional is None and not _any_named(observation):
         return _as_tuple(specs, observation)
     return specs
+
+
+def _marked(value: Any, spec_of: Callable[[str], dict[int, Any]]) -> Any:
+    """A structure with ``{axis: ...}`` in the place of each path."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return spec_of(value)
+    if isinstance(value, dict):
+        return {key: _marked(item, spec_of) for key, item in value.items()}
+    items = [_marked(item, spec_of) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _without_caught_nones(structure: Mapping[str, Any], observation: Observation) -> dict[str, Any]:
+    """The structure without the Python values that ``**kwargs`` caught: see `_without_caught_constants`."""
+    kept = dict(structure)
+    catch_all = observation.signature.var_keyword
+    if catch_all in kept:
+        extra = {key: value for key, value in kept.pop(catch_all).items() if value is not None}
+        if extra:
+            kept[catch_all] = extra
+    return kept
 
 
 def recorded_arguments(
@@ -91,13 +111,24 @@ def exportable_arguments(plan: Plan, observation: Observation, flat: bool = Fals
 
 def dynamic_axes(observation: Observation, table: CallTable, batch_hints: BatchHints) -> dict[str, list[int]]:
     """Returns by path the axes that varied or grow with a cache, and the batch axis of hinted inputs."""
-    hinted = _hinted(observation, batch_hints)
-    batch = _batch_sizes(table)
+    varying = observation.remembered("varying axes", lambda: _varying(table))
+    if not batch_hints:
+        return varying
+    hinted, batch = _hinted(observation, batch_hints), _batch_sizes(table)
+    found = dict(varying)
+    for leaf in table.leaves:
+        if leaf.rank and hinted(leaf):
+            found[leaf.path] = sorted({*found[leaf.path], _batch_axis(leaf, batch)})
+    return found
+
+
+def _varying(table: CallTable) -> dict[str, list[int]]:
     found = {}
     for leaf in table.leaves:
-        axes = {axis for axis in range(leaf.rank) if len({s for s in leaf.sizes(axis) if s is not None}) > 1}
-        if leaf.rank and hinted(leaf):
-            axes.add(_batch_axis(leaf, batch))
+        shapes = [shape for shape in leaf.shapes if shape is not None]
+        axes = {axis for axis, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1}
+        if leaf.growing is not None and len(set(leaf.sizes(leaf.growing))) > 1:  # absent counts as 0 there
+            axes.add(leaf.growing)
         found[leaf.path] = sorted(axes)
     return found
 
@@ -241,8 +272,8 @@ def _root(
 
 def _batch_sizes(table: CallTable) -> tuple[int | None, ...] | None:
     """The value sequence that leads most inputs."""
-    leading = [leaf.sizes(0) for leaf in table.leaves if leaf.rank]
-    return max(leading, key=leading.count, default=None)
+    leading = Counter(leaf.sizes(0) for leaf in table.leaves if leaf.rank)
+    return max(leading, key=leading.__getitem__, default=None)
 
 
 def _batch_axis(leaf: Leaf, batch: tuple[int | None, ...] | None) -> int:

@@ -31,6 +31,10 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
         UnregisteredClassError: if an input is an object that holds tensors out of reach.
     """
     observation.require_calls()
+    return observation.remembered(f"table {stored_only}", lambda: _table(observation, stored_only))
+
+
+def _table(observation: Observation, stored_only: bool) -> CallTable:
     arguments: dict[str, str] = {}
     growth: dict[str, Growth] = {}
     for name, tree in merged_trees(observation).items():
@@ -75,7 +79,10 @@ def constants_of(observation: Observation) -> tuple[Constant, ...]:
 
 def structure_of(observation: Observation) -> dict[str, Any]:
     """Returns how the leaves are nested in each argument, in the form of torch's dynamic shapes, as plain data."""
-    return {name: nested_spec(name, tree, lambda path: path) for name, tree in merged_trees(observation).items()}
+    trees = merged_trees(observation)
+    return observation.remembered(
+        "structure", lambda: {name: nested_spec(name, tree, lambda path: path) for name, tree in trees.items()}
+    )
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -5,10 +5,11 @@ In come the recorder's snapshots; out go frozen values that the later stages rea
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ from exportkit.errors import NoCallsError, ObservationError
 from exportkit.observe.seen import SeenShapes
 from exportkit.observe.signature import Signature
 from exportkit.trees import Tree, flatten, join
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Call:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the input tensors by full path, such as ``past_key_values.layers[0].keys``."""
+        return dict(self._tensors)
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
         return tensors_by_path(self.arguments)
 
     def constants(self) -> dict[str, Any]:
@@ -146,9 +153,24 @@ class Observation:
 
     def without(self, names: set[str]) -> Observation:
         """Returns the same calls without the arguments of these names."""
+        if not names:
+            return self
         kept = [replace(c, arguments={n: t for n, t in c.arguments.items() if n not in names}) for c in self.calls]
-        seen = tuple(shapes.without(names) for shapes in self.seen) if names else self.seen
+        seen = tuple(shapes.without(names) for shapes in self.seen)
         return replace(self, calls=tuple(kept), removed=self.removed | names, seen=seen)
+
+    def remembered(self, what: str, make: Callable[[], Made]) -> Made:
+        """Returns ``make()``, which is called once for this observation: what follows from it never changes.
+
+        Args:
+            what: What is made.
+            make: Makes it from this observation alone.
+        """
+        known: dict[str, Any] = vars(self).setdefault("_remembered", {})
+        if what not in known:
+            known[what] = make()
+        made: Made = known[what]
+        return made
 
     def save(self, directory: str | os.PathLike[str], values: bool = True) -> None:
         """Writes the observation into a directory, to plan and export elsewhere, without the inputs at hand.

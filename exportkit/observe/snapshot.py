@@ -133,10 +133,12 @@ class Copying:
 
     def _may_share(self, index: int) -> bool:
         tensor = self._tensors[index]
-        if _bytes(tensor) < LARGE or not _is_ordinary(tensor):
+        if _bytes(tensor) < LARGE or type(tensor) is not torch.Tensor:
             return False
         if _torch_compat.is_copy_on_write(tensor):
             return True
+        if not _is_ordinary(tensor):
+            return False
         if not _torch_compat.is_only_holder(tensor) or tensor.untyped_storage().nbytes() > 1.1 * tensor.nbytes:
             return False
         if index in self._growing:
@@ -184,8 +186,8 @@ def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Seque
     apart: list[int] = []
     for index in _between(alike, len(tensors)):
         tensor = tensors[index]
-        stacks = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        if stacks and _is_small(tensor) and tensor.is_contiguous():
+        plain = _is_small(tensor) and type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if plain and not tensor.is_nested and tensor.is_contiguous():
             groups.setdefault((tensor.shape, tensor.dtype), []).append(index)
         else:
             apart.append(index)
@@ -210,12 +212,12 @@ def _are_alike(tensors: list[torch.Tensor]) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in _STACKED and _bytes(tensor) <= SMALL
+    return _bytes(tensor) <= SMALL and tensor.dtype in _STACKED
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether it is what torch.empty returns on the CPU, neither a subclass nor a parameter."""
-    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_cpu
+    """Whether it is what torch.empty returns on the CPU."""
+    plain = tensor.layout is torch.strided and tensor.is_cpu
     return plain and not (tensor.is_quantized or tensor.is_nested or tensor.is_neg() or tensor.is_conj())
 
 

@@ -7,6 +7,7 @@ of a dict does not matter: leaves are known by their path, never by their positi
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,10 @@ class Tree:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the leaves that are tensors, by path."""
+        return dict(self._tensors)
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
         return {p: leaf for p, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, torch.Tensor)}
 
     def constants(self) -> dict[str, Any]:

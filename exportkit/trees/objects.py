@@ -22,6 +22,9 @@ from exportkit.errors import TreeError
 # Tensors that transformers derives from another attribute of the same layer: rebuilt, never an input of a graph.
 DERIVED = {"_sliding_window_tensor": "sliding_window"}
 
+# Values of these types cannot change, and most attributes of a cache are of one: they are passed over quickly.
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+
 # The axis of these attributes grows by one with each token, in layers that do not preallocate it.
 GROWING = {"keys": 2, "values": 2, "indexer_keys": 1}
 
@@ -129,17 +132,25 @@ def _is_opened(cls: Any) -> bool:
     return issubclass(cls, _torch_compat.cache_bases()) or is_cache_class(cls)
 
 
+@functools.lru_cache(maxsize=1024)
+def _growth(axis: int, limit: int | None) -> Growth:
+    return Growth(axis, limit)
+
+
 def _attributes(value: Any, path: str, visit: Any) -> Iterator[tuple[str, Any]]:
     preallocated = hasattr(value, "max_cache_len")
     window = getattr(value, "sliding_window", None)
     limit = window - 1 if isinstance(window, int) else None
     for name, attribute in vars(value).items():
+        if type(attribute) in ATOMS:
+            yield name, attribute
+            continue
         if name in DERIVED:
             continue
         if isinstance(attribute, types.MethodType) and attribute.__self__ is value:
             yield name, Method(attribute.__func__)
             continue
-        growth = Growth(GROWING[name], limit) if name in GROWING and not preallocated else None
+        growth = _growth(GROWING[name], limit) if name in GROWING and not preallocated else None
         yield name, visit(attribute, f"{path}.{name}" if path else name, growth)
 
 

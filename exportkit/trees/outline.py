@@ -15,15 +15,13 @@ import optree
 import torch
 
 from exportkit.trees.flatten import Opened, Tree, flatten, open_registered
-from exportkit.trees.objects import DERIVED, GROWING, Method, is_cache_class, is_opened_class
+from exportkit.trees.objects import ATOMS, DERIVED, GROWING, Method, is_cache_class, is_opened_class
 
 # Only plain containers are opened in this namespace, which optree does natively; the rest is opened below.
 _NAMESPACE = "exportkit.outline"
 _insertion_order = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
 _insertion_order.__enter__()
 
-# Values of these types cannot change, and most attributes of a cache are of one: they are passed over quickly.
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _TENSOR = object()  # stands where a tensor goes; they are filled in in the order in which they were found
 
 
@@ -148,7 +146,7 @@ class _Taker:
         marks, tensors = self.marks, self.tensors
         marks.append(structure)
         for index, leaf in enumerate(leaves):
-            if type(leaf) in _ATOMS:
+            if type(leaf) in ATOMS:
                 continue
             marks.append(index)
             if isinstance(leaf, torch.Tensor):
@@ -174,7 +172,7 @@ class _Taker:
         marks.append(cls)
         state = {name: attribute for name, attribute in vars(value).items() if name not in DERIVED}
         for name, attribute in state.items():
-            if type(attribute) in _ATOMS:
+            if type(attribute) in ATOMS:
                 continue
             marks.append(name)
             if isinstance(attribute, torch.Tensor):
@@ -219,7 +217,7 @@ class _Taker:
                 columns[position] = None
             elif kinds == {torch.Tensor}:
                 found.append(position)
-            elif not kinds <= _ATOMS:
+            elif not kinds <= ATOMS:
                 return None
         for position in found:
             self.runs.append(range(len(self.tensors), len(self.tensors) + len(items)))
