@@ -220,3 +220,20 @@ def quiet_onnx_export() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def with_graph_module(
+    program: torch.export.ExportedProgram, module: torch.fx.GraphModule
+) -> torch.export.ExportedProgram:
+    """Returns the program with another graph for the same inputs and outputs, sharing weights. Seen in torch 2.13."""
+    return torch.export.ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=program.graph_signature,
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=_require(program, "verifiers", "torch 2.13"),
+    )

@@ -3,10 +3,19 @@
 from exportkit.arguments.build import Arguments, build_arguments, recorded_call
 from exportkit.arguments.compare import close, outputs_close, tolerances
 from exportkit.arguments.eager import run_eager
-from exportkit.arguments.missing import Fills, completed_call, fill_missing, find_fills, size_in, solve_sizes
+from exportkit.arguments.missing import (
+    Fills,
+    completed_call,
+    dependent_outputs,
+    fill_missing,
+    find_fills,
+    size_in,
+    solve_sizes,
+)
 from exportkit.arguments.planning import plan_calls
 from exportkit.arguments.recorded import exportable_arguments, recorded_arguments, recorded_dynamic_shapes
 from exportkit.arguments.shapes import nested_spec
+from exportkit.arguments.simplify import as_simplified
 from exportkit.arguments.sizes import UnseenSizes, choose_sizes, unseen_sizes
 from exportkit.arguments.table import call_table
 
@@ -14,11 +23,13 @@ __all__ = [
     "Arguments",
     "Fills",
     "UnseenSizes",
+    "as_simplified",
     "build_arguments",
     "call_table",
     "choose_sizes",
     "close",
     "completed_call",
+    "dependent_outputs",
     "exportable_arguments",
     "fill_missing",
     "find_fills",

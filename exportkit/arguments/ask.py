@@ -9,6 +9,7 @@ import torch
 from exportkit.arguments.build import Arguments, build_arguments
 from exportkit.arguments.eager import run_eager
 from exportkit.arguments.sizes import choose_sizes
+from exportkit.arguments.table import call_table
 from exportkit.axes import CallTable, Plan
 from exportkit.errors import ExportkitError
 from exportkit.observe import Observation
@@ -18,9 +19,13 @@ from exportkit.trees import flatten
 class AskedModel:
     """A model, its recorded calls, and answers from running it in eager mode."""
 
-    def __init__(self, model: torch.nn.Module, method: str, observation: Observation, table: CallTable) -> None:
-        self._model, self._method = model, method
-        self.observation, self.table = observation, table
+    def __init__(self, model: torch.nn.Module, method: str, observation: Observation) -> None:
+        self._model, self._method, self.observation = model, method, observation
+
+    @property
+    def table(self) -> CallTable:
+        """The shapes of all calls."""
+        return call_table(self.observation)
 
     def outputs(self, arguments: Arguments) -> dict[str, torch.Tensor] | None:
         """Returns the tensors that the model returns by path, or None if it refuses the arguments."""

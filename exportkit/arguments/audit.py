@@ -9,13 +9,13 @@ _SHOWN = 4  # inputs that one finding names
 
 
 def audit(plan: Plan, observation: Observation) -> list[Finding]:
-    """Returns findings: inputs that no call gave, and axes that may vary and were seen with one size only.
+    """Returns findings: inputs that no call gave or that are never read, and axes that may vary and were seen with one size only.
 
     Args:
         plan: The plan, to which the findings belong.
         observation: The calls.
     """
-    return [*_never_given(observation), *_one_size(plan)]
+    return [*_never_given(observation), *_simplified(plan), *_one_size(plan)]
 
 
 def _never_given(observation: Observation) -> list[Finding]:
@@ -25,6 +25,15 @@ def _never_given(observation: Observation) -> list[Finding]:
         return []
     names = ", ".join(missing)
     return [Finding("never given", names, f"given in no call, so no input of the graph: {names}.")]
+
+
+def _simplified(plan: Plan) -> list[Finding]:
+    lists = [Finding("joined", path, f"{path} is one input: its tensors, as many as are given, one after the other.")
+             for path in plan.joined]  # fmt: skip
+    if not plan.unused:
+        return lists
+    names = ", ".join(plan.unused)
+    return [*lists, Finding("never read", names, f"given, but never read, so no input of the graph: {names}.")]
 
 
 def _one_size(plan: Plan) -> list[Finding]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.tensors import padded, resize
-from exportkit.axes import Plan
+from exportkit.arguments.tensors import padded, resize, with_tokens
+from exportkit.axes import Plan, needed_tokens, tokens_fit
+from exportkit.errors import ArgumentError
 from exportkit.observe import Observation
 from exportkit.trees import Tree, check_opened, join, set_stored_length
 
@@ -82,9 +83,20 @@ def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, in
         plan: The plan; inputs that it does not have are left out.
         observation: Calls whose values are used.
         sizes: Sizes of all variables.
+
+    Raises:
+        ArgumentError: if the token ids have no room for the placeholders that belong to these sizes.
     """
     shapes, dynamic = plan.shapes(sizes), plan.dynamic_axes()
-    sources = largest_tensors(observation)
+    sources, needed = largest_tensors(observation), needed_tokens(plan.placeholders, shapes)
+    if not tokens_fit(plan.placeholders, shapes):
+        raise ArgumentError(
+            "The token ids have no room for their placeholders.",
+            where=", ".join(needed),
+            expected=", ".join(f"token {value} {n} times" for counts in needed.values() for value, n in counts.items()),
+            got=", ".join(f"{path} {shapes[path]}" for path in needed),
+            hint="choose more tokens, or fewer rows of features.",
+        )
     trees = {}
     for name, tree in merged_trees(observation).items():
         made = {}
@@ -92,7 +104,8 @@ def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, in
             full = join(name, path)
             if full in shapes:
                 tensor = resize(sources[full], shapes[full], dynamic[full])
-                made[path] = padded(tensor) if plan.by_path[full].restored else tensor
+                tensor = padded(tensor) if plan.by_path[full].restored else tensor
+                made[path] = with_tokens(tensor, needed[full]) if full in needed else tensor
         trees[name] = tree.with_leaves(made)
     past = plan.with_role("past")
     return Arguments(trees, observation, None if past is None else sizes[past.name])

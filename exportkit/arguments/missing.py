@@ -160,4 +160,23 @@ def _reproduces(
         outputs = flatten(run_eager(model, method, completed_call(plan, observation, index, fills)))
     except Exception:
         return False
-    return outputs_close(observation.calls[index].outputs.tensors(), outputs.tensors())
+    # what the model returns because of the filled inputs is left out again when the graph is called without them
+    expected, got = observation.calls[index].outputs.tensors(), outputs.tensors()
+    return outputs_close(expected, {path: tensor for path, tensor in got.items() if path in expected})
+
+
+def dependent_outputs(observation: Observation) -> dict[str, str]:
+    """Returns the outputs that some calls lack, by path, and the input on which they depend.
+
+    That is one which the same calls have and lack: features of an image are returned where they were given.
+    """
+    given = [call.tensors() for call in observation.calls]
+    returned = [call.outputs.tensors() for call in observation.calls]
+    inputs = {path: [path in tensors for tensors in given] for path in observation.tensor_paths()}
+    found: dict[str, str] = {}
+    for path in dict.fromkeys(path for tensors in returned for path in tensors):
+        pattern = [path in tensors for tensors in returned]
+        if not all(pattern):
+            source = next((name for name, other in inputs.items() if other == pattern), None)
+            found |= {} if source is None else {path: source}
+    return found

@@ -9,6 +9,7 @@ import torch
 from exportkit.arguments.audit import audit
 from exportkit.arguments.eager import replayed
 from exportkit.arguments.probe import probe_plan
+from exportkit.arguments.simplify import simplify_calls
 from exportkit.arguments.table import call_table, constants_of, structure_of
 from exportkit.axes import Plan, infer_plan
 from exportkit.observe import Observation
@@ -25,7 +26,9 @@ def plan_calls(observation: Observation, model: torch.nn.Module | None = None, m
     if model is None:
         plan = infer_plan(call_table(observation), constants_of(observation))
     else:
-        plan, observation = probe_plan(replayed(observation, model, method), model, method)
+        simple = simplify_calls(replayed(observation, model, method), model, method)
+        plan, observation = probe_plan(simple.observation, model, method)
+        plan = replace(plan, joined=simple.joined, unused=simple.unused)
     restored = observation.restored
     leaves = tuple(replace(leaf, restored=leaf.argument in restored) for leaf in plan.leaves)
     plan = replace(plan, leaves=leaves, calls=observation, structure=structure_of(observation))

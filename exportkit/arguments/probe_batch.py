@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -24,7 +24,8 @@ from exportkit.trees import Tree, join
 _MOST_CHOICES = 32  # ways to choose the batch axes that are tried, an eager run or two each
 _VARIABLE = "confirmed_batch"
 
-Choice = dict[str, tuple[int, int]]  # path -> axis, and how many rows of it belong to one row of the batch
+# Path -> axis, and how many rows of it belong to one row of the batch; None if that is another number in each row.
+Choice = dict[str, tuple[int, int | None]]
 
 
 def confirm_batch(plan: Plan, asked: AskedModel) -> Plan:
@@ -33,8 +34,10 @@ def confirm_batch(plan: Plan, asked: AskedModel) -> Plan:
     if varying is not None and len(known(varying.seen)) > 1:
         return plan
     plan = without_guess(plan, asked.table)
+    rows: Choice = {placeholder.rows: (0, None) for placeholder in plan.placeholders}
     for size in _sizes(asked.table):
-        choice = next((choice for choice in _choices(asked.table, size) if _rows_repeat(asked, choice)), None)
+        tried = ({**choice, **rows} for choice in _choices(asked.table, size, rows))
+        choice = next((choice for choice in tried if _rows_repeat(asked, choice)), None)
         if choice is not None:
             evidence = f"always {size}; with rows repeated, the outputs repeated too"
             seen = tuple(size for _ in asked.table.leaves[0].shapes)
@@ -46,7 +49,9 @@ def confirm_batch(plan: Plan, asked: AskedModel) -> Plan:
 def _with_batch(plan: Plan, batch: Variable, choice: Choice) -> Plan:
     plain = [(path, axis) for path, (axis, factor) in choice.items() if factor == 1]
     multiples: dict[AxisKey, Expression] = {
-        (path, axis): Expression(((batch.name, factor),)) for path, (axis, factor) in choice.items() if factor > 1
+        (path, axis): Expression(((batch.name, factor),))
+        for path, (axis, factor) in choice.items()
+        if factor is not None and factor > 1
     }
     return plan.with_variable(batch, plain).with_sizes(multiples)
 
@@ -57,19 +62,19 @@ def _sizes(table: CallTable) -> list[int]:
     return [size for size, _ in leading.most_common() if size > 0]
 
 
-def _choices(table: CallTable, size: int) -> Iterator[Choice]:
+def _choices(table: CallTable, size: int, apart: Collection[str]) -> Iterator[Choice]:
     """Yields choices of one axis for each input that always has that size: the first ones, then others.
 
     The leaves of one argument take the same choice, as the layers of a cache do. Inputs without such an axis are left
-    as they are, and then repeated on their first axis if that is a multiple of the size.
+    as they are, and then repeated on their first axis if that is a multiple of the size. Those ``apart`` are left out.
     """
     axes: dict[str, dict[str, list[int]]] = {}
     for leaf, axis, sizes in table.axes():
-        if known(sizes) == {size} and leaf.growing != axis:
+        if known(sizes) == {size} and leaf.growing != axis and leaf.path not in apart:
             axes.setdefault(leaf.argument, {}).setdefault(leaf.path, []).append(axis)
     if not axes:
         return
-    rows = _rows(table, size, {path for leaves in axes.values() for path in leaves})
+    rows = _rows(table, size, {*apart, *(path for leaves in axes.values() for path in leaves)})
     turns = itertools.product(*(range(max(map(len, leaves.values()))) for leaves in axes.values()))
     for turn in itertools.islice(turns, _MOST_CHOICES):
         chosen: Choice = {
@@ -112,7 +117,7 @@ def _rows_repeat_in(asked: AskedModel, index: int, choice: Choice) -> bool:
     return None not in same and True in same
 
 
-def _doubled(name: str, tree: Tree, choice: Mapping[str, tuple[int, int]]) -> Tree:
+def _doubled(name: str, tree: Tree, choice: Choice) -> Tree:
     tensors = {path: (t, choice[full][0]) for path, t in tree.tensors().items() if (full := join(name, path)) in choice}
     return tree.with_leaves({path: torch.cat([tensor, tensor], axis) for path, (tensor, axis) in tensors.items()})
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from exportkit.axes import Expression, Plan, Variable
+from exportkit.axes import Expression, Plan, Variable, tokens_fit
 from exportkit.errors import ArgumentError
 
 _SEARCH_LIMIT = 20_000
@@ -48,7 +48,9 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
     for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
         sizes = dict(zip(names, choice, strict=True))
         sizes |= {v.name: sizes[v.follows] for v in plan.variables if v.follows is not None}
-        if _are_distinct(expressions, sizes, taken) and (not partly_cached or _shorten(plan, sizes)):
+        if not _are_distinct(expressions, sizes, taken) or (partly_cached and not _shorten(plan, sizes)):
+            continue
+        if tokens_fit(plan.placeholders, plan.shapes(sizes)):
             return sizes
     raise ArgumentError(
         "No distinct sizes were found for the variables of this plan.",
@@ -109,10 +111,19 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
             filled = variable.filled_length(sizes)
             if filled is not None:
                 sizes[variable.name] = 0 if past is not None and not sizes[past.name] else filled
+        _fit_rows(plan, sizes)
         text = label if batch is None else f"{label}, batch {sizes[batch.name]}"
         if all(sizes != earlier.sizes for earlier in found):
             found.append(UnseenSizes(text, sizes))
     return found
+
+
+def _fit_rows(plan: Plan, sizes: dict[str, int]) -> None:
+    """Lets rows that placeholders stand for be as many as the tokens have room for: none beside a single token."""
+    rows = {name for p in plan.placeholders for name in plan.by_path[p.rows].sizes[0].variables()}
+    while rows and not tokens_fit(plan.placeholders, plan.shapes(sizes)):
+        largest = max(rows, key=lambda name: sizes[name])
+        sizes[largest] -= 1
 
 
 _LONGER, _LONGEST, _OTHER, _SHORTEST = "longer", "longest", "other", "shortest"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -73,3 +73,23 @@ def _invented(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return tensor.new_zeros(tuple(shape))
     generator = torch.Generator(device=tensor.device).manual_seed(0)
     return torch.randn(tuple(shape), generator=generator, device=tensor.device, dtype=torch.float32).to(tensor.dtype)
+
+
+def with_tokens(ids: torch.Tensor, counts: Mapping[int, int]) -> torch.Tensor:
+    """Returns token ids in which each token of ``counts`` occurs exactly so often, spread evenly over the rows.
+
+    Args:
+        ids: Token ids ``(batch, length)``.
+        counts: How often each token occurs; together less than there are positions.
+    """
+    others = [value for value in ids.unique().tolist() if value not in counts]
+    result = ids.clone()
+    for value in counts:
+        result[result == value] = others[0] if others else 0
+    length = ids.shape[1]
+    # column by column, so that every row gets its share, and the first column last: it holds the token that begins
+    free = [(row, column) for column in [*range(1, length), 0][:length] for row in range(ids.shape[0])]
+    wanted = [value for value, count in counts.items() for _ in range(count)]
+    for (row, column), value in zip(free, wanted, strict=False):
+        result[row, column] = value
+    return result

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from exportkit.axes.expression import Expression
 from exportkit.axes.groups import Group, group_axes
 from exportkit.axes.names import name_variables
+from exportkit.axes.placeholder import Placeholder
 from exportkit.axes.plan import Constant, Finding, Plan, PlannedLeaf, Role, Variable
 from exportkit.axes.relations import DISTINCT_OBSERVATIONS, draft_name, find_relations, with_past
 from exportkit.axes.table import AxisKey, CallTable, Leaf, known
@@ -61,6 +63,32 @@ def without_guess(plan: Plan, table: CallTable) -> Plan:
         return plan
     static = {leaf.path: next(shape for shape in leaf.shapes if shape is not None) for leaf in table.leaves}
     return plan.with_sizes({(p, axis): Expression.of(static[p][axis]) for p, axis in plan.axes_of(guess.name)})
+
+
+def with_rows(plan: Plan, placeholders: Sequence[Placeholder]) -> Plan:
+    """Returns the plan in which the rows that a placeholder stands for are a variable of their own.
+
+    They follow from how often the token occurs, so they are tied to no other size.
+    """
+    groups: dict[tuple[str, int], list[Placeholder]] = {}
+    for placeholder in placeholders:
+        groups.setdefault((placeholder.tokens, placeholder.value), []).append(placeholder)
+    for number, ((tokens, value), group) in enumerate(groups.items()):
+        largest = max(placeholder.factor for placeholder in group)
+        base = next(placeholder for placeholder in group if placeholder.factor == largest)
+        leaf = plan.by_path[base.rows]
+        times = "" if largest == 1 else f", {largest} times for each row"
+        evidence = f"as many as token {value} stands in {tokens}{times}; the model refuses other numbers"
+        seen = tuple(None if shape is None else shape[0] for shape in leaf.shapes)
+        name = f"rows_{number}"
+        sizes = {
+            (placeholder.rows, 0): Expression(((name, largest // placeholder.factor),))
+            for placeholder in group
+            if largest % placeholder.factor == 0
+        }
+        variable = Variable(name, "other", seen, evidence)
+        plan = replace(plan, variables=(*plan.variables, variable)).with_sizes(sizes)
+    return name_variables(replace(plan, placeholders=tuple(placeholders)))
 
 
 def _static(leaf: Leaf) -> PlannedLeaf:

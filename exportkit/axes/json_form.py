@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from exportkit.axes.expression import Expression
+from exportkit.axes.placeholder import Placeholder
 from exportkit.axes.plan import Constant, Finding, Plan, PlannedLeaf, Variable
 from exportkit.errors import PlanError
 
@@ -23,6 +24,9 @@ def dump_plan(plan: Plan) -> str:
         "leaves": [_fields(leaf) | {"sizes": [size.to_json() for size in leaf.sizes]} for leaf in plan.leaves],
         "constants": [_fields(constant) | {"value": _plain(constant.value)} for constant in plan.constants],
         "findings": [_fields(finding) for finding in plan.findings],
+        "placeholders": [_fields(placeholder) for placeholder in plan.placeholders],
+        "joined": list(plan.joined),
+        "unused": list(plan.unused),
         "structure": {name: _tagged(value) for name, value in plan.structure.items()},
     }
     return json.dumps(data, indent=1)
@@ -47,6 +51,9 @@ def load_plan(text: str) -> Plan:
             tuple(Variable(**(item | {"seen": tuple(item["seen"])})) for item in data["variables"]),
             tuple(Constant(**item) for item in data["constants"]),
             tuple(Finding(**item) for item in data["findings"]),
+            tuple(Placeholder(**item) for item in data["placeholders"]),
+            tuple(data["joined"]),
+            tuple(data["unused"]),
             {name: _untagged(value) for name, value in data["structure"].items()},
         )
     except (KeyError, TypeError, AttributeError) as error:

@@ -32,7 +32,9 @@ def name_variables(plan: Plan) -> Plan:
 
 def _batch(plan: Plan) -> str | None:
     """The variable that leads the caches, else the one that leads most leaves; None if that is a length of tokens."""
-    leading = [leaf for leaf in plan.leaves if leaf.sizes and leaf.sizes[0].variable is not None]
+    rows = {placeholder.rows for placeholder in plan.placeholders}
+    free = [leaf for leaf in plan.leaves if leaf.sizes and leaf.path not in rows]
+    leading = [leaf for leaf in free if leaf.sizes[0].variable is not None]
     caches = [leaf for leaf in leading if leaf.growing is not None]
     counts = Counter(leaf.sizes[0].variable for leaf in caches or leading)
     best = counts.most_common(1)
@@ -47,6 +49,9 @@ def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str
     leaves = [(leaf, axis) for path, axis in plan.axes_of(variable.name) for leaf in (plan.by_path[path],)]
     if not leaves and variable.role == "past":  # it only follows from others: every cache has a window
         return "past_sequence", "past"
+    rows = {placeholder.rows for placeholder in plan.placeholders}
+    if any(leaf.path in rows and axis == 0 for leaf, axis in leaves):
+        return _rows_name(next(leaf for leaf, axis in leaves if leaf.path in rows and axis == 0)), "other"
     if any(leaf.growing == axis for leaf, axis in leaves):
         crossing = all(".cross_attention_cache." in leaf.path for leaf, axis in leaves if leaf.growing == axis)
         return ("past_encoder_sequence", "other") if crossing else ("past_sequence", "past")
@@ -61,6 +66,14 @@ def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str
     if _is_image(leaf) and axis >= _IMAGE_RANK - 2:
         return ("height", "width")[axis - 2], "other"
     return f"{_identifier(leaf.path)}_axis_{axis}", "other"
+
+
+def _rows_name(leaf: PlannedLeaf) -> str:
+    """Rows of images are ``images``; rows in ``mm_encoder_outputs.image.pooler_output[0]`` are ``image_rows``."""
+    if _is_image(leaf):
+        return "images"
+    steps = leaf.path.split(".")
+    return f"{_identifier(steps[1] if len(steps) > 2 else _SUFFIXES.sub('', leaf.argument))}_rows"
 
 
 def _token_name(leaf: PlannedLeaf, taken: set[str]) -> tuple[str, Role]:

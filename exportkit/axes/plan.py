@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from exportkit.axes.expression import Expression
+from exportkit.axes.placeholder import Placeholder
 from exportkit.axes.table import AxisKey, Sizes
 from exportkit.errors import PlanError
 
@@ -106,6 +107,9 @@ class Plan:
         variables: The sizes that callers choose.
         constants: Inputs that are no tensors.
         findings: What a person should know.
+        placeholders: Tokens that stand for rows of other inputs.
+        joined: Paths of lists of tensors that are one input, their concatenation.
+        unused: Paths of tensors that the model was given and never reads; they are no inputs.
         structure: How the leaves are nested in each argument: lists, tuples and dicts with the path of a leaf, or None
             for a constant, in the form that torch's dynamic shapes have. A cache is the list of its leaves.
         calls: The recorded calls that the plan was made from, for the stages that need their values.
@@ -115,6 +119,9 @@ class Plan:
     variables: tuple[Variable, ...]
     constants: tuple[Constant, ...] = ()
     findings: tuple[Finding, ...] = ()
+    placeholders: tuple[Placeholder, ...] = ()
+    joined: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     structure: Mapping[str, Any] = field(default_factory=dict)
     calls: Any = field(default=None, compare=False, repr=False)
 

@@ -17,7 +17,7 @@ from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
 from exportkit.export.translate import check_destination, translate
 from exportkit.observe import InputObserver, Observation
-from exportkit.patching import Rule, adapted_call, chunk_size_of, matching_rules
+from exportkit.patching import FEATURE_ROWS, Rule, adapted_call, chunk_size_of, matching_rules
 from exportkit.trees import Tree, flatten
 
 
@@ -130,6 +130,7 @@ def export(
 def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float]) -> Exported:
     started = time.perf_counter()
     rules = matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())
+    rules += [FEATURE_ROWS] if plan.placeholders else []
     partly_cached = any(rule.adapt is not None for rule in rules)
     sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
     arguments = build_arguments(plan, plan.calls, sizes)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.arguments import fill_missing, solve_sizes
+from exportkit.arguments import as_simplified, dependent_outputs, fill_missing, solve_sizes
 from exportkit.axes import Plan
 from exportkit.errors import ArgumentError, UnregisteredClassError
 from exportkit.export.session import Session
@@ -65,18 +66,31 @@ class OnnxModel:
             ArgumentError: if the arguments do not fit the graph.
             RuntimeFailure: if onnxruntime refuses them.
         """
-        feeds = self.feeds(*args, **kwargs)
+        given = self._given(args, kwargs)
+        feeds = self._completed(given)
         results = self.session.run(feeds)
-        outputs = self.structured(dict(zip(self.file.outputs.values(), results, strict=True)))
+        returned: dict[str, torch.Tensor | None] = dict(zip(self.file.outputs.values(), results, strict=True))
+        absent = [path for path, source in self._dependent.items() if source not in given and path in returned]
+        outputs = self.structured({**returned, **dict.fromkeys(absent)})
         return self._counted(outputs, {self.file.inputs[name]: tensor for name, tensor in feeds.items()})
 
     def feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for these arguments, by name of its input."""
-        signature, plan = self.exported.observation.signature, self.exported.plan
-        given = _given_tensors(signature, plan, args, kwargs, self.exported.baked_constants())
+        return self._completed(self._given(args, kwargs))
+
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        plan = self.exported.plan
+        given = _given_tensors(self.exported.observation.signature, plan, args, kwargs, self.exported.baked_constants())
         _check(plan, given)
-        complete = {**given, **fill_missing(plan, given, self.exported.fills.values)}
+        return given
+
+    def _completed(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        complete = {**given, **fill_missing(self.exported.plan, given, self.exported.fills.values)}
         return {name: complete[path] for name, path in self.file.inputs.items()}
+
+    @functools.cached_property
+    def _dependent(self) -> Mapping[str, str]:
+        return dependent_outputs(self.exported.observation)
 
     def _counted(self, outputs: Any, given: Mapping[str, torch.Tensor]) -> Any:
         """The outputs with the counters of their caches at what is stored now: the past and the new tokens."""
@@ -89,8 +103,8 @@ class OnnxModel:
                 set_stored_length(value, sizes[past.name] + sizes[new.name])
         return outputs
 
-    def structured(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Returns tensors by path as the nested value that the model returns."""
+    def structured(self, tensors: Mapping[str, torch.Tensor | None]) -> Any:
+        """Returns tensors by path as the nested value that the model returns; None stands for one that is absent."""
         return self.exported.outputs.with_leaves(tensors).build()
 
     def verify(self, unseen: bool = True) -> Report:
@@ -107,7 +121,7 @@ class OnnxModel:
 def _given_tensors(
     signature: Signature, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], baked: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    given: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
     accepted = {*signature.plain()} | ({*kwargs} if signature.var_keyword else set())
     unknown = [name for name in kwargs if name not in accepted]
     if unknown:
@@ -118,17 +132,19 @@ def _given_tensors(
         for path, leaf in zip(tree.paths, tree.leaves, strict=True):
             full = join(name, path)
             if isinstance(leaf, torch.Tensor):
-                if full not in plan.by_path:
-                    raise ArgumentError(
-                        "The graph has no input for this tensor.",
-                        where=full,
-                        expected=", ".join(plan.by_path),
-                        got=tuple(leaf.shape),
-                        hint="observe a call that gives it, then export again.",
-                    )
-                given[full] = leaf
+                found[full] = leaf
             elif leaf is not None:
                 _check_constant(full, leaf, baked)
+    given = as_simplified(found, plan.joined, plan.unused)
+    for path, tensor in given.items():
+        if path not in plan.by_path:
+            raise ArgumentError(
+                "The graph has no input for this tensor.",
+                where=path,
+                expected=", ".join(plan.by_path),
+                got=tuple(tensor.shape),
+                hint="observe a call that gives it, then export again.",
+            )
     return given
 
 

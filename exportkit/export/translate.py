@@ -14,6 +14,7 @@ import torch
 from exportkit import _torch_compat
 from exportkit.axes import Plan
 from exportkit.errors import DestinationError, ExportError
+from exportkit.export.assertions import without_assertions
 from exportkit.export.names import input_names, output_names
 from exportkit.export.program import Captured, without_gradients
 from exportkit.trees import registered_caches
@@ -75,7 +76,7 @@ def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = No
     try:
         parameters = captured.program.parameters()
         with _torch_compat.quiet_onnx_export(), registered_caches(), without_gradients(parameters):
-            program = torch.onnx.export(captured.program, (), verbose=False, opset_version=opset)
+            program = torch.onnx.export(without_assertions(captured.program), (), verbose=False, opset_version=opset)
     except Exception as error:
         raise ExportError(
             "The program could not be translated to ONNX.",

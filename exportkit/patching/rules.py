@@ -15,6 +15,7 @@ import torch
 
 from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
 from exportkit.patching.experts import batched_experts, has_experts
+from exportkit.patching.feature_rows import guarded_scatter
 from exportkit.patching.windows import has_windows, traced_windows
 
 
@@ -40,6 +41,9 @@ RULES = (
     Rule("experts as batched matrix products", has_experts, batched_experts),
     Rule("encoder states projected as far as uncached", has_cross_cache, nothing_replaced, with_uncached_states),
 )
+
+# Needed where placeholders in the token ids stand for rows of an input, which is seen from values and not from a call.
+FEATURE_ROWS = Rule("features scattered as far as there are any", lambda *_: False, guarded_scatter)
 
 
 def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rule]:

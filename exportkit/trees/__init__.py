@@ -1,8 +1,8 @@
 """Nested values ⇄ leaves with paths, and reversible registration of caches with torch's pytree and optree."""
 
-from exportkit.trees.flatten import Tree, check_opened, flatten, join
+from exportkit.trees.flatten import Tree, check_opened, flatten, join, with_list
 from exportkit.trees.make import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
-from exportkit.trees.objects import Growth, set_stored_length
+from exportkit.trees.objects import Growth, is_cache_class, set_stored_length
 from exportkit.trees.registry import register_flattening_functions, registered_caches
 from exportkit.trees.text import string_type
 
@@ -11,6 +11,7 @@ __all__ = [
     "Tree",
     "check_opened",
     "flatten",
+    "is_cache_class",
     "join",
     "make_dynamic_cache",
     "make_encoder_decoder_cache",
@@ -19,4 +20,5 @@ __all__ = [
     "registered_caches",
     "set_stored_length",
     "string_type",
+    "with_list",
 ]

@@ -122,6 +122,23 @@ def flatten(value: Any) -> Tree:
     return Tree(paths, tuple(leaves), growing, structure)
 
 
+def with_list(tree: Tree, members: Sequence[torch.Tensor], others: list[torch.Tensor]) -> Tree:
+    """Returns the tree in which the list that holds exactly ``members`` holds ``others``."""
+
+    def is_wanted(value: Any) -> bool:
+        same = type(value) in (list, tuple) and len(value) == len(members)
+        return same and all(a is b for a, b in zip(value, members, strict=True))
+
+    changed = optree.tree_map(
+        lambda value: type(value)(others) if is_wanted(value) else value,
+        tree.build(),
+        is_leaf=is_wanted,
+        none_is_leaf=True,
+        namespace=_NAMESPACE,
+    )
+    return flatten(changed)
+
+
 def join(name: str, path: str) -> str:
     """Returns the path of a leaf of the argument ``name``: ``x``, ``x[0]`` or ``x.inner``."""
     if not path or not name:

@@ -41,12 +41,12 @@ attention_mask                              int64    (batch, past_sequence + seq
 position_ids                                int64    (4, batch, sequence)               4x1x12 4x1x1
 past_key_values.layers[0].keys and 3 alike  float32  (batch, 2, past_sequence, 8)       absent 1x2x12x8 1x2x13x8 1x2x14x8
 mm_token_type_ids                           int32    (batch, sequence)                  1x12 1x1
-mm_encoder_outputs.image.last_hidden_state  float32  (16*batch, 32)                     16x32 absent
-mm_encoder_outputs.image.pooler_output[0]   float32  (4*batch, 32)                      4x32 absent
+mm_encoder_outputs.image.pooler_output[0]   float32  (image_rows, 32)                   4x32 absent
 
 variable       evidence
 sequence       same sizes in 3 inputs: 12, 1, 1, 1
 past_sequence  length of the cache: 0, 12, 13, 14
+image_rows     as many as token 98 stands in input_ids; the model refuses other numbers
 batch          always 1; with rows repeated, the outputs repeated too
 """,
     "falcon_h1": """
