@@ -16,7 +16,7 @@ from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanE
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
 from exportkit.export.translate import check_destination, translate
-from exportkit.observe import InputObserver, Observation
+from exportkit.observe import Edge, InputObserver, Observation
 from exportkit.patching import FEATURE_ROWS, Rule, adapted_call, chunk_size_of, matching_rules
 from exportkit.trees import Tree, flatten
 
@@ -34,6 +34,8 @@ class Exported:
         model: The model, the truth that the result is compared with.
         method: The exported method.
         seconds: Duration of each stage, in seconds.
+        parts: Exports of what runs before the model and feeds it, such as an image encoder, by name.
+        edges: Which outputs of each part are inputs of this one.
     """
 
     captured: Captured
@@ -44,6 +46,8 @@ class Exported:
     model: torch.nn.Module
     method: str = "forward"
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    parts: Mapping[str, Exported] = field(default_factory=dict)
+    edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         names = ", ".join(variable.name for variable in self.plan.variables) or "none"
@@ -69,7 +73,7 @@ class Exported:
         """Writes the program as ONNX and returns it as something to call like the model.
 
         Args:
-            path: File to write; the weights go beside it, into ``<path>.data``.
+            path: File to write; the weights go beside it, into ``<path>.data``, and parts into ``<stem>.<part>.onnx``.
             opset: ONNX opset; by default torch's own choice.
 
         Raises:
@@ -80,7 +84,11 @@ class Exported:
         started = time.perf_counter()
         file = translate(self.captured, self.plan, target, opset)
         self.seconds["onnx"] = time.perf_counter() - started
-        return OnnxModel(file, self)
+        parts = {
+            name: part.to_onnx(target.with_name(f"{target.stem}.{name}{target.suffix}"), opset)
+            for name, part in self.parts.items()
+        }
+        return OnnxModel(file, self, parts)
 
 
 def export(
@@ -124,7 +132,18 @@ def export(
             raise
         exported = _traced(model, method, cautious, seconds)
     findings = [*_rule_findings(exported), *_fill_findings(exported.fills), *_mode_findings(model)]
-    return replace(exported, plan=exported.plan.with_findings(findings))
+    exported = replace(exported, plan=exported.plan.with_findings(findings))
+    return _with_parts(exported, observer_or_plan, probe)
+
+
+def _with_parts(exported: Exported, source: Any, probe: bool) -> Exported:
+    parts = source.parts if isinstance(source, InputObserver) else {}
+    modules = {name: exported.model.get_submodule(part.module) for name, part in parts.items()}
+    return replace(
+        exported,
+        parts={name: export(modules[name], part.observation, probe=probe) for name, part in parts.items()},
+        edges={name: part.edges for name, part in parts.items()},
+    )
 
 
 def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float]) -> Exported:

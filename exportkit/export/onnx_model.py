@@ -28,10 +28,11 @@ class OnnxModel:
     Args:
         file: The ONNX file and the paths behind its inputs and outputs.
         exported: The export that it comes from.
+        parts: The graphs of what feeds the model, by name: they run when their own inputs are given.
     """
 
-    def __init__(self, file: OnnxFile, exported: Exported) -> None:
-        self.file, self.exported = file, exported
+    def __init__(self, file: OnnxFile, exported: Exported, parts: Mapping[str, OnnxModel] | None = None) -> None:
+        self.file, self.exported, self.parts = file, exported, dict(parts or {})
         self._session: Session | None = None
 
     def __repr__(self) -> str:
@@ -80,9 +81,28 @@ class OnnxModel:
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         plan = self.exported.plan
-        given = _given_tensors(self.exported.observation.signature, plan, args, kwargs, self.exported.baked_constants())
+        own, made = self._from_parts(args, kwargs)
+        found = _given_tensors(self.exported.observation.signature, plan, args, own, self.exported.baked_constants())
+        given = as_simplified({**found, **made}, plan.joined, plan.unused)
         _check(plan, given)
         return given
+
+    def _from_parts(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
+        """The arguments that are not those of parts alone, and what the parts make of theirs, by path of the input."""
+        positional = dict(zip(self.exported.observation.signature.plain(), args, strict=False))
+        own, made = dict(kwargs), dict[str, torch.Tensor]()
+        taken = _arguments(self.exported.plan)
+        for name, part in self.parts.items():
+            wanted = _arguments(part.exported.plan)
+            given = {key: value for key, value in {**positional, **kwargs}.items() if key in wanted}
+            if any(value is not None for key, value in given.items() if key not in taken):
+                outputs = flatten(part(**given)).tensors()
+                for edge in self.exported.edges[name]:
+                    made |= {to: outputs[path] for path in outputs if (to := edge.renamed(path)) is not None}
+            own = {key: value for key, value in own.items() if key in taken or key not in wanted}
+        return own, made
 
     def _completed(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         complete = {**given, **fill_missing(self.exported.plan, given, self.exported.fills.values)}
@@ -135,17 +155,11 @@ def _given_tensors(
                 found[full] = leaf
             elif leaf is not None:
                 _check_constant(full, leaf, baked)
-    given = as_simplified(found, plan.joined, plan.unused)
-    for path, tensor in given.items():
-        if path not in plan.by_path:
-            raise ArgumentError(
-                "The graph has no input for this tensor.",
-                where=path,
-                expected=", ".join(plan.by_path),
-                got=tuple(tensor.shape),
-                hint="observe a call that gives it, then export again.",
-            )
-    return given
+    return found
+
+
+def _arguments(plan: Plan) -> set[str]:
+    return {leaf.argument for leaf in plan.leaves}
 
 
 def _check_constant(path: str, value: Any, baked: Mapping[str, Any]) -> None:
@@ -166,8 +180,16 @@ def _check_constant(path: str, value: Any, baked: Mapping[str, Any]) -> None:
 
 
 def _check(plan: Plan, given: Mapping[str, torch.Tensor]) -> None:
-    """Raises ArgumentError if a tensor has the wrong type, rank or static size, or a required one is missing."""
+    """Raises ArgumentError if a tensor is unknown or has the wrong type or size, or a required one is missing."""
     for path, tensor in given.items():
+        if path not in plan.by_path:
+            raise ArgumentError(
+                "The graph has no input for this tensor.",
+                where=path,
+                expected=", ".join(plan.by_path),
+                got=tuple(tensor.shape),
+                hint="observe a call that gives it, then export again.",
+            )
         leaf = plan.by_path[path]
         dtype = str(tensor.dtype).removeprefix("torch.")
         fits = len(leaf.sizes) == tensor.ndim and all(

@@ -2,7 +2,8 @@
 
 from exportkit.observe.observation import Call, Failure, Observation
 from exportkit.observe.observer import InputObserver
+from exportkit.observe.parts import Edge, Part
 from exportkit.observe.seen import SeenShapes
 from exportkit.observe.signature import Signature
 
-__all__ = ["Call", "Failure", "InputObserver", "Observation", "SeenShapes", "Signature"]
+__all__ = ["Call", "Edge", "Failure", "InputObserver", "Observation", "Part", "SeenShapes", "Signature"]

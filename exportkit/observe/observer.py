@@ -16,6 +16,7 @@ import torch
 
 from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError, ObservationError, UnknownMethodError
 from exportkit.observe.observation import Observation
+from exportkit.observe.parts import Part, PartWatch, Wanted
 from exportkit.observe.recorder import Recorder
 from exportkit.observe.signature import Signature
 from exportkit.observe.standin import attach
@@ -54,6 +55,7 @@ class InputObserver:
         self._removed: set[str] = set()
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._method_name = "forward"
+        self._watch: PartWatch | None = None
 
     def __repr__(self) -> str:
         return f"InputObserver({self.num_obs()} calls)"
@@ -66,6 +68,7 @@ class InputObserver:
         method_name: str = "forward",
         shapes: Literal["all", "stored"] = "all",
         max_bytes: int | None = None,
+        parts: Wanted | None = None,
     ) -> Iterator[InputObserver]:
         """Records calls of ``model`` for the time of a ``with`` block.
 
@@ -77,6 +80,8 @@ class InputObserver:
                 the model as soon as the calls are stored, so that further ones cost nothing.
             max_bytes: Most memory for the values of all calls; of the call that would pass it, and of those after it,
                 only the shapes are kept. Memory that is shared with the model's own tensors counts.
+            parts: Submodules or methods to record too, such as ``["encoder"]`` or ``["get_image_features"]``: those
+                that run before the model and feed it. "auto" finds them.
 
         Raises:
             InvalidTypeError: if ``model`` is no ``torch.nn.Module``, or ``value_if_missing`` has a key that is neither
@@ -104,14 +109,20 @@ class InputObserver:
                 hint="use one InputObserver for each method.",
             )
         self._model, self._method_name = weakref.ref(model), method_name
+        self._watch = PartWatch(model, method_name, parts) if parts is not None else None
         recorder = self._recorder
         recorder.allow(store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes)
         known = len(recorder.problems), len(recorder.limits)
         place = attach(model, method_name, recorder, leaves_when_spent=shapes == "stored")
+        watch = self._watch
         try:
+            if watch is not None:
+                watch.enter(store_n_calls, max_bytes)
             yield self
         finally:
             place.leave()
+            if watch is not None:
+                watch.leave()
             _report(recorder.problems[known[0] :], recorder.limits[known[1] :])
 
     def _check(self, model: torch.nn.Module, method_name: str) -> Signature:
@@ -157,6 +168,11 @@ class InputObserver:
                 "No inputs were captured.", hint="run the model inside `with observer(model):` before asking."
             )
         return self._recorder.observation().completed(self.value_if_missing).without(self._removed)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The parts that were recorded with the model (``parts=``) and ran, by name."""
+        return {} if self._watch is None else self._watch.parts(self.observation)
 
     @property
     def info(self) -> ObservedInfo | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from exportkit.axes import Plan
 from exportkit.errors import ExportkitError
 from exportkit.export import OnnxModel
 from exportkit.trees import Tree, flatten
+from exportkit.verify.assembled import assembled_rows
 from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions, visible_tail
 from exportkit.verify.report import Report, Row
 
@@ -31,7 +33,9 @@ def verify(onnx_model: OnnxModel, unseen: bool = True) -> Report:
     combinations = unseen_sizes(exported.plan, exported.sizes) if unseen else []
     rows += [_unseen_row(onnx_model, item.label, item.sizes) for item in combinations]
     findings = tuple(finding.text for finding in exported.plan.findings)
-    return Report(tuple(rows), min(_ENOUGH_UNSEEN, len(combinations)), findings)
+    rows += assembled_rows(onnx_model, lambda *row: _row(onnx_model, *row))
+    parts = {name: verify(part, unseen) for name, part in onnx_model.parts.items()}
+    return Report(tuple(rows), min(_ENOUGH_UNSEEN, len(combinations)), findings, parts)
 
 
 def _recorded_row(onnx_model: OnnxModel, index: int) -> Row:
@@ -55,11 +59,18 @@ def _unseen_row(onnx_model: OnnxModel, label: str, sizes: Mapping[str, int]) -> 
     return _row(onnx_model, replace(blank, status="proven"), arguments, outputs, time.perf_counter() - started)
 
 
-def _row(onnx_model: OnnxModel, row: Row, arguments: Arguments, expected: Tree, eager_seconds: float) -> Row:
+def _row(
+    onnx_model: OnnxModel,
+    row: Row,
+    arguments: Arguments,
+    expected: Tree,
+    eager_seconds: float,
+    run: Callable[[], Any] | None = None,
+) -> Row:
     args, kwargs = arguments.call()
     started = time.perf_counter()
     try:
-        got = flatten(onnx_model(*args, **kwargs)).tensors()
+        got = flatten(onnx_model(*args, **kwargs) if run is None else run()).tensors()
     except ExportkitError as error:
         return replace(row, status="refused", where=_short(error))
     onnx_seconds = time.perf_counter() - started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 _SHOWN_PROBLEMS = 3
@@ -16,7 +16,7 @@ class Row:
     """One call, in eager mode and in onnxruntime.
 
     Attributes:
-        kind: Whether the call was recorded, or has sizes that nobody had run.
+        kind: Whether the call was recorded, or has sizes that nobody had run, or went through all parts.
         label: The recorded call's number, or what the sizes stand for.
         sizes: Sizes of the variables.
         status: ``proven``; ``differs``: another result; ``refused``: onnxruntime raised; ``no call``: the model
@@ -27,7 +27,7 @@ class Row:
         onnx_seconds: Duration of onnxruntime.
     """
 
-    kind: Literal["recorded", "unseen"]
+    kind: Literal["recorded", "unseen", "assembled"]
     label: str
     sizes: Mapping[str, int]
     status: Status
@@ -45,11 +45,13 @@ class Report:
         rows: A row for each call.
         expected_unseen: How many unseen combinations of sizes must be proven.
         findings: What a person should know, such as constants that are baked in.
+        parts: Reports of the parts that feed the model, by name.
     """
 
     rows: tuple[Row, ...]
     expected_unseen: int
     findings: tuple[str, ...] = ()
+    parts: Mapping[str, Report] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -67,17 +69,21 @@ class Report:
         proven = sum(row.status == "proven" for row in self.rows if row.kind == "unseen")
         if proven < self.expected_unseen:
             found.append(f"only {proven} of {self.expected_unseen} unseen combinations of sizes could be proven")
+        found += [f"{name}: {problem}" for name, part in self.parts.items() for problem in part.problems()]
         return tuple(found)
 
     def __str__(self) -> str:
+        parts = [line for name, part in self.parts.items() for line in (name, *part.lines(), "")]
+        return "\n".join([*parts, *self.lines(), self.verdict()])
+
+    def lines(self) -> list[str]:
+        """Returns the table of the calls and the findings, without the parts and the verdict."""
         header = ("call", "sizes", "result", "max difference", "where")
         rows = [header, *(_cells(row) for row in self.rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        lines += [f"note: {text}" for text in self.findings]
-        lines.append(self.verdict())
-        return "\n".join(lines)
+        return lines + [f"note: {text}" for text in self.findings]
 
     def verdict(self) -> str:
         """Returns ``proven``, or ``NOT PROVEN`` and the first reasons."""
