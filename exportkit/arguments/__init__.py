@@ -3,6 +3,7 @@
 from exportkit.arguments.build import Arguments, build_arguments, recorded_call
 from exportkit.arguments.compare import close, outputs_close, tolerances
 from exportkit.arguments.eager import run_eager
+from exportkit.arguments.echoes import value_at
 from exportkit.arguments.missing import (
     Fills,
     completed_call,
@@ -44,4 +45,5 @@ __all__ = [
     "solve_sizes",
     "tolerances",
     "unseen_sizes",
+    "value_at",
 ]

@@ -9,7 +9,7 @@ _SHOWN = 4  # inputs that one finding names
 
 
 def audit(plan: Plan, observation: Observation) -> list[Finding]:
-    """Returns findings: inputs that no call gave or that are never read, and axes that may vary and were seen with one size only.
+    """Returns findings: inputs that no call gave, or that are never read, and axes that were seen with one size only.
 
     Args:
         plan: The plan, to which the findings belong.

@@ -28,7 +28,7 @@ def plan_calls(observation: Observation, model: torch.nn.Module | None = None, m
     else:
         simple = simplify_calls(replayed(observation, model, method), model, method)
         plan, observation = probe_plan(simple.observation, model, method)
-        plan = replace(plan, joined=simple.joined, unused=simple.unused)
+        plan = replace(plan, joined=simple.joined, unused=simple.unused, echoes=simple.echoes)
     restored = observation.restored
     leaves = tuple(replace(leaf, restored=leaf.argument in restored) for leaf in plan.leaves)
     plan = replace(plan, leaves=leaves, calls=observation, structure=structure_of(observation))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ import torch
 from exportkit.arguments.ask import AskedModel
 from exportkit.arguments.build import Arguments
 from exportkit.arguments.compare import outputs_close
+from exportkit.arguments.eager import replayed
+from exportkit.arguments.echoes import find_echoes, first_step
 from exportkit.observe import Call, Observation, SeenShapes
 from exportkit.trees import Tree, is_cache_class, join, with_list
 
@@ -32,11 +34,13 @@ class Simplified:
         observation: The calls.
         joined: Paths of lists of tensors that became a list of one, their concatenation.
         unused: Paths of tensors that were taken out.
+        echoes: Outputs that are inputs handed back: name of the output to path of the input.
     """
 
     observation: Observation
     joined: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    echoes: Mapping[str, str] = field(default_factory=dict)
 
 
 def simplify_calls(observation: Observation, model: torch.nn.Module, method: str) -> Simplified:
@@ -53,11 +57,15 @@ def simplify_calls(observation: Observation, model: torch.nn.Module, method: str
     names = _irregular(observation)
     if not names:
         return Simplified(observation)
-    asked = AskedModel(model, method, observation)
+    echoes = find_echoes(observation, names)
+    asked = AskedModel(model, method, _without_echoes(observation, echoes))
     unused = [path for path in _nested(observation, names) if _is_unread(asked, path)]
-    asked = AskedModel(model, method, _without(observation, unused))
+    asked = AskedModel(model, method, _without(asked.observation, unused))
     joined = [path for path in _lists(asked.observation, names) if _is_read_as_one(asked, path)]
-    return Simplified(_with_joined(asked.observation, joined), tuple(joined), tuple(unused))
+    if not unused and not joined:
+        return Simplified(observation)
+    simple = _with_joined(asked.observation, joined)
+    return Simplified(replayed(replace(simple, has_values=False), model, method), tuple(joined), tuple(unused), echoes)
 
 
 def as_simplified(
@@ -107,7 +115,23 @@ def _is_unread(asked: AskedModel, path: str) -> bool:
 
 def _same(asked: AskedModel, call: Call, change: Callable[[torch.Tensor], torch.Tensor | None], path: str) -> bool:
     outputs = asked.outputs(Arguments(_with_leaf(call, path, change(call.tensors()[path])), asked.observation))
-    return outputs is not None and outputs_close(call.outputs.tensors(), outputs)
+    return outputs is not None and _returns(call, outputs)
+
+
+def _returns(call: Call, outputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether outputs are those of a call, echoes left out."""
+    expected = call.outputs.tensors()
+    return outputs_close(expected, {path: tensor for path, tensor in outputs.items() if path in expected})
+
+
+def _without_echoes(observation: Observation, echoes: Mapping[str, str]) -> Observation:
+    if not echoes:
+        return observation
+    calls = []
+    for call in observation.calls:
+        echoed = {path: None for path in call.outputs.tensors() if first_step(path) in echoes}
+        calls.append(replace(call, outputs=call.outputs.with_leaves(echoed)))
+    return replace(observation, calls=tuple(calls))
 
 
 def _other_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,7 +163,7 @@ def _lists(observation: Observation, names: set[str]) -> list[str]:
     """Paths of lists whose elements are tensors of one type that differ in their first axis at most."""
     found: dict[str, None] = {}
     for call in observation.calls:
-        tensors = {path: tensor for path, tensor in call.tensors().items() if _argument(path) in names}
+        tensors = {path: tensor for path, tensor in call.tensors().items() if first_step(path) in names}
         parents = dict.fromkeys(match["list"] for path in tensors if (match := _MEMBER.match(path)))
         for parent in parents:
             members = list(_members(tensors, parent).values())
@@ -162,11 +186,11 @@ def _same_as_one(asked: AskedModel, call: Call, parent: str) -> bool:
         return False
     other = [whole] if len(members) > 1 else [whole[:1], whole[1:]]
     outputs = asked.outputs(Arguments(_with_list(call, parent, other), asked.observation))
-    return outputs is not None and outputs_close(call.outputs.tensors(), outputs)
+    return outputs is not None and _returns(call, outputs)
 
 
 def _with_list(call: Call, parent: str, tensors: list[torch.Tensor]) -> dict[str, Tree]:
-    name = _argument(parent)
+    name = first_step(parent)
     members = list(_members(call.tensors(), parent).values())
     if not members:
         return dict(call.arguments)
@@ -208,7 +232,3 @@ def _members(by_path: Mapping[str, Any], parent: str) -> dict[str, Any]:
 
 def _unnumbered(path: str) -> str:
     return re.sub(r"\[\d+\]", "[]", path)
-
-
-def _argument(path: str) -> str:
-    return re.split(r"[.\[]", path, maxsplit=1)[0]

@@ -27,6 +27,7 @@ def dump_plan(plan: Plan) -> str:
         "placeholders": [_fields(placeholder) for placeholder in plan.placeholders],
         "joined": list(plan.joined),
         "unused": list(plan.unused),
+        "echoes": dict(plan.echoes),
         "structure": {name: _tagged(value) for name, value in plan.structure.items()},
     }
     return json.dumps(data, indent=1)
@@ -54,6 +55,7 @@ def load_plan(text: str) -> Plan:
             tuple(Placeholder(**item) for item in data["placeholders"]),
             tuple(data["joined"]),
             tuple(data["unused"]),
+            dict(data["echoes"]),
             {name: _untagged(value) for name, value in data["structure"].items()},
         )
     except (KeyError, TypeError, AttributeError) as error:

@@ -110,6 +110,7 @@ class Plan:
         placeholders: Tokens that stand for rows of other inputs.
         joined: Paths of lists of tensors that are one input, their concatenation.
         unused: Paths of tensors that the model was given and never reads; they are no inputs.
+        echoes: Outputs that are inputs handed back: name of the output to path of the input.
         structure: How the leaves are nested in each argument: lists, tuples and dicts with the path of a leaf, or None
             for a constant, in the form that torch's dynamic shapes have. A cache is the list of its leaves.
         calls: The recorded calls that the plan was made from, for the stages that need their values.
@@ -122,6 +123,7 @@ class Plan:
     placeholders: tuple[Placeholder, ...] = ()
     joined: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    echoes: Mapping[str, str] = field(default_factory=dict)
     structure: Mapping[str, Any] = field(default_factory=dict)
     calls: Any = field(default=None, compare=False, repr=False)
 

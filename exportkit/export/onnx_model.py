@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.arguments import as_simplified, dependent_outputs, fill_missing, solve_sizes
+from exportkit.arguments import as_simplified, dependent_outputs, fill_missing, solve_sizes, value_at
 from exportkit.axes import Plan
 from exportkit.errors import ArgumentError, UnregisteredClassError
 from exportkit.export.session import Session
@@ -72,8 +72,16 @@ class OnnxModel:
         results = self.session.run(feeds)
         returned: dict[str, torch.Tensor | None] = dict(zip(self.file.outputs.values(), results, strict=True))
         absent = [path for path, source in self._dependent.items() if source not in given and path in returned]
-        outputs = self.structured({**returned, **dict.fromkeys(absent)})
+        outputs = self._with_echoes(self.structured({**returned, **dict.fromkeys(absent)}), args, kwargs)
         return self._counted(outputs, {self.file.inputs[name]: tensor for name, tensor in feeds.items()})
+
+    def _with_echoes(self, outputs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The outputs with the inputs that the model hands back, as they were given."""
+        if self.exported.plan.echoes and isinstance(outputs, MutableMapping):
+            arguments = self.exported.observation.signature.bind(args, kwargs)
+            for name, path in self.exported.plan.echoes.items():
+                outputs[name] = value_at(arguments, path)
+        return outputs
 
     def feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for these arguments, by name of its input."""
@@ -82,7 +90,7 @@ class OnnxModel:
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         plan = self.exported.plan
         own, made = self._from_parts(args, kwargs)
-        found = _given_tensors(self.exported.observation.signature, plan, args, own, self.exported.baked_constants())
+        found = _given_tensors(self.exported.observation.signature, args, own, self.exported.baked_constants())
         given = as_simplified({**found, **made}, plan.joined, plan.unused)
         _check(plan, given)
         return given
@@ -139,7 +147,7 @@ class OnnxModel:
 
 
 def _given_tensors(
-    signature: Signature, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], baked: Mapping[str, Any]
+    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], baked: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     accepted = {*signature.plain()} | ({*kwargs} if signature.var_keyword else set())

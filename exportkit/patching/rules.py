@@ -16,6 +16,7 @@ import torch
 from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
 from exportkit.patching.experts import batched_experts, has_experts
 from exportkit.patching.feature_rows import guarded_scatter
+from exportkit.patching.first_call import always_first, asks_for_first_call, with_first_types
 from exportkit.patching.windows import has_windows, traced_windows
 
 
@@ -40,6 +41,7 @@ RULES = (
     Rule("sliding windows of symbolic length", has_windows, traced_windows),
     Rule("experts as batched matrix products", has_experts, batched_experts),
     Rule("encoder states projected as far as uncached", has_cross_cache, nothing_replaced, with_uncached_states),
+    Rule("token types read while the cache is empty", asks_for_first_call, always_first, with_first_types),
 )
 
 # Needed where placeholders in the token ids stand for rows of an input, which is seen from values and not from a call.

@@ -191,7 +191,8 @@ def _build_object(part: Part, build: Any) -> Any:
 def set_stored_length(cache: Any, length: int) -> None:
     """Sets what Python knows of the stored tokens in a cache, and its tensors need not show.
 
-    That is the counter of a sliding window, and whether the encoder's part of an encoder-decoder cache is filled.
+    That is the counter of a sliding window, whether a layer was ever filled, and whether the encoder's part of an
+    encoder-decoder cache is filled.
 
     Args:
         cache: A cache, changed in place; any other value is left alone. Of an encoder-decoder cache, the part of the
@@ -205,11 +206,17 @@ def set_stored_length(cache: Any, length: int) -> None:
         for name, value in vars(cache).items():
             if name == "cumulative_length" and isinstance(value, int):
                 cache.cumulative_length = length
+            elif name == "is_initialized" and not length and _is_empty(getattr(cache, "keys", None)):
+                cache.is_initialized = False  # as in the first call of a generation, which models ask for
             elif name == "is_updated" and isinstance(value, dict):
                 layers = cache.cross_attention_cache.layers
                 cache.is_updated = {i: layers[i].get_seq_length() > 0 if i < len(layers) else False for i in value}
             elif name != "cross_attention_cache":
                 set_stored_length(value, length)
+
+
+def _is_empty(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and not tensor.numel()
 
 
 def dump_part(item: Any) -> Any:
