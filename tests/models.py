@@ -131,6 +131,39 @@ class ImageDecoder(nn.Module):
         return hidden
 
 
+class Captioner(nn.Module):
+    """Token ids, with a row of features wherever the placeholder stands; the features are a structure.
+
+    Like a multimodal model it reads only a part of that structure, a list with a tensor for each image, and hands the
+    structure back.
+    """
+
+    placeholder = 7
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.encoder, self.head = nn.Embedding(20, 4), nn.Linear(3, 4), nn.Linear(4, 20)
+
+    def get_image_features(self, pixels):
+        """Features of images ``(images, 2, 3)``: two rows for each."""
+        rows = self.encoder(pixels)
+        return {"pooled": [rows.flatten(0, 1)], "raw": rows * 2}
+
+    def forward(self, tokens, features=None):
+        embeddings = self.embed(tokens)
+        if features is None:
+            return {"logits": self.head(embeddings)}
+        rows, chosen = torch.cat(features["pooled"]), tokens == self.placeholder
+        if not torch.compiler.is_exporting() and int(chosen.sum()) != len(rows):
+            raise ValueError("as many rows as placeholders")
+        embeddings = embeddings.masked_scatter(chosen.unsqueeze(-1).expand_as(embeddings), rows)
+        return {"logits": self.head(embeddings), "features": features}
+
+    def caption(self, tokens, pixels):
+        """Runs with the features of images, and once more without."""
+        return self(tokens, features=self.get_image_features(pixels)), self(tokens[:, :1] * 0 + 1)
+
+
 def random_cache(length, batch=1, layers=LAYERS, heads=HEADS, head_size=HEAD_SIZE, sliding_window=None):
     """Returns a DynamicCache with ``length`` random tokens in each layer."""
     from exportkit import make_dynamic_cache

@@ -73,7 +73,7 @@ def _rows_name(leaf: PlannedLeaf) -> str:
     if _is_image(leaf):
         return "images"
     steps = leaf.path.split(".")
-    return f"{_identifier(steps[1] if len(steps) > 2 else _SUFFIXES.sub('', leaf.argument))}_rows"
+    return f"{_identifier(steps[1] if len(steps) > 2 else _SUFFIXES.sub('', leaf.argument).removesuffix('s'))}_rows"
 
 
 def _token_name(leaf: PlannedLeaf, taken: set[str]) -> tuple[str, Role]:

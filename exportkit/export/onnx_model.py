@@ -72,15 +72,20 @@ class OnnxModel:
         results = self.session.run(feeds)
         returned: dict[str, torch.Tensor | None] = dict(zip(self.file.outputs.values(), results, strict=True))
         absent = [path for path, source in self._dependent.items() if source not in given and path in returned]
-        outputs = self._with_echoes(self.structured({**returned, **dict.fromkeys(absent)}), args, kwargs)
+        outputs = self._with_echoes(self.structured({**returned, **dict.fromkeys(absent)}), args, kwargs, given)
         return self._counted(outputs, {self.file.inputs[name]: tensor for name, tensor in feeds.items()})
 
-    def _with_echoes(self, outputs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The outputs with the inputs that the model hands back, as they were given."""
+    def _with_echoes(
+        self, outputs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Mapping[str, torch.Tensor]
+    ) -> Any:
+        """The outputs with the inputs that the model hands back, as they were given or as a part made them."""
         if self.exported.plan.echoes and isinstance(outputs, MutableMapping):
-            arguments = self.exported.observation.signature.bind(args, kwargs)
+            known = {*self.exported.observation.signature.plain()}
+            arguments = self.exported.observation.signature.bind(args, {k: v for k, v in kwargs.items() if k in known})
             for name, path in self.exported.plan.echoes.items():
-                outputs[name] = value_at(arguments, path)
+                value = value_at(arguments, path)
+                if value is not None or not any(leaf.startswith(path) for leaf in given):
+                    outputs[name] = value
         return outputs
 
     def feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,91 @@
+"""Tokens that stand for rows of features: found, confirmed by the model, and put where they belong."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import exportkit
+from exportkit.arguments import build_arguments, plan_calls
+from exportkit.arguments.tensors import with_tokens
+from exportkit.axes import Placeholder, needed_tokens, tokens_fit
+from exportkit.errors import ArgumentError
+from tests.models import Captioner
+
+TOKENS = torch.tensor([[1, 7, 7, 3, 4], [1, 7, 7, 5, 6]])
+ROWS = "features.pooled[0]"
+
+
+@pytest.fixture
+def plan():
+    torch.manual_seed(0)
+    model, observer = Captioner().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model.caption(TOKENS, torch.randn(2, 2, 3))
+    return plan_calls(observer.observation, model)
+
+
+def test_the_model_confirms_which_token_stands_for_rows(plan):
+    assert plan.placeholders == (Placeholder("tokens", 7, ROWS, 1),)
+
+
+def test_the_rows_are_a_variable_of_their_own(plan):
+    assert [str(size) for size in plan.by_path[ROWS].sizes] == ["feature_rows", "4"]
+    assert [str(size) for size in plan.by_path["tokens"].sizes] == ["batch", "sequence"]
+    assert (
+        plan.variable("feature_rows").evidence == "as many as token 7 stands in tokens; the model refuses other numbers"
+    )
+
+
+def test_built_arguments_have_as_many_placeholders_as_rows(plan):
+    sizes = {variable.name: 3 for variable in plan.variables} | {"feature_rows": 5}
+    tensors = build_arguments(plan, plan.calls, sizes).tensors()
+    assert tensors[ROWS].shape[0] == 5
+    assert int((tensors["tokens"] == 7).sum()) == 5
+
+
+def test_more_rows_than_tokens_are_an_error(plan):
+    sizes = {variable.name: 2 for variable in plan.variables} | {"feature_rows": 4}
+    with pytest.raises(ArgumentError) as error:
+        build_arguments(plan, plan.calls, sizes)
+    assert str(error.value) == (
+        "The token ids have no room for their placeholders.\n"
+        "  where: tokens\n"
+        "  expected: token 7 4 times\n"
+        "  got: tokens (2, 2)\n"
+        "  hint: choose more tokens, or fewer rows of features."
+    )
+
+
+def test_equal_numbers_by_accident_are_no_placeholder():
+    class Sums(torch.nn.Module):
+        def forward(self, tokens, rows=None):
+            return tokens * (1 if rows is None else rows.sum())
+
+    model, observer = Sums(), exportkit.InputObserver()
+    with observer(model):
+        model(TOKENS, rows=torch.ones(4, 3))
+        model(TOKENS[:, :1])
+    assert plan_calls(observer.observation, model).placeholders == ()
+
+
+@given(
+    st.integers(1, 4), st.integers(2, 9), st.lists(st.integers(0, 3), min_size=1, max_size=3),
+)  # fmt: skip
+def test_tokens_occur_exactly_as_often_as_wanted(batch, length, counts):
+    if sum(counts) >= batch * length:
+        return
+    ids = torch.randint(0, 6, (batch, length))
+    wanted = dict(enumerate(counts, start=3))
+    found = with_tokens(ids, wanted)
+    assert {value: int((found == value).sum()) for value in wanted} == wanted
+    assert found.shape == ids.shape
+
+
+def test_needed_tokens_come_from_rows_and_factors():
+    placeholders = (Placeholder("ids", 7, "images", 4), Placeholder("ids", 8, "frames", 1))
+    shapes = {"ids": (2, 9), "images": (3, 3, 8, 8), "frames": (5, 2)}
+    assert needed_tokens(placeholders, shapes) == {"ids": {7: 12, 8: 5}}
+    assert tokens_fit(placeholders, shapes)
+    assert not tokens_fit(placeholders, {**shapes, "frames": (6, 2)})
+    assert tokens_fit(placeholders, {"ids": (1, 1), "images": (0, 3, 8, 8), "frames": (0, 2)})
