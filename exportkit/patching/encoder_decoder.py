@@ -8,6 +8,7 @@ later ones, when the cached part is as long as the states.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ def with_uncached_states(arguments: dict[str, Any]) -> tuple[dict[str, Any], Cal
     rest = states[:, cached:]
     for cache in caches:
         cache.is_updated = dict.fromkeys(cache.is_updated, False)
-    return {**arguments, STATES: (rest,)}, lambda result: _with_states(result, rest, states)
+    return {**arguments, STATES: _with_first(arguments[STATES], rest)}, lambda result: _with_states(result, rest, states)
 
 
 def _states(arguments: Mapping[str, Any]) -> torch.Tensor | None:
@@ -46,6 +47,15 @@ def _states(arguments: Mapping[str, Any]) -> torch.Tensor | None:
         value[0] if isinstance(value, list | tuple) and value else next(iter(value.values()), None) if value else None
     )
     return first if isinstance(first, torch.Tensor) and first.ndim == 3 else None
+
+
+def _with_first(value: Any, states: torch.Tensor) -> Any:
+    """What the encoder returned with other states; masks and the like, which are over all positions, stay."""
+    if isinstance(value, Mapping):
+        changed = copy.copy(value)
+        changed[next(iter(value))] = states  # type: ignore[index]  # outputs of transformers can be assigned to
+        return changed
+    return type(value)((states, *value[1:]))
 
 
 def _cross_layers(value: Any) -> list[Any]:

@@ -1,0 +1,137 @@
+"""The cost of exporting: prints a table, writes ``results/export.json``. Run it: `make bench`.
+
+Three comparisons, each in one run with its two sides in turn: one captured program for both formats against two
+captures; the whole way to ONNX against ``transformers.exporters`` (which makes two graphs, prefill and decode); and the
+peak memory of an export with its file against the size of the weights, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import environment, interleaved, peak_mib
+from rich.console import Console
+from rich.table import Table
+
+import exportkit
+
+RESULTS = Path(__file__).parent / "results" / "export.json"
+ROUNDS = 3
+WEIGHTS_MIB = 1024
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--memory"]:
+        print(json.dumps(memory()))
+        return
+    rows = {"one capture for both formats": one_capture(), "against transformers.exporters": against_transformers()}
+    table = Table(title="Export of a 12-layer Llama: median CPU seconds")
+    for name in ("comparison", "exportkit", "other", "ratio"):
+        table.add_column(name, justify="left" if name == "comparison" else "right")
+    for name, row in rows.items():
+        table.add_row(name, f"{row['ours']:.2f}", f"{row['other']:.2f}", f"{row['ratio']:.2f}")
+    Console(width=100).print(table)
+    peak = json.loads(subprocess.run([sys.executable, __file__, "--memory"], check=True, capture_output=True).stdout)
+    print(f"Peak memory of export and file: {peak['ratio']:.2f} times the weights of {peak['weights_mib']:.0f} MiB")
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps({"environment": environment(), "times": rows, "memory": peak}, indent=2) + "\n")
+    print(f"Written: {RESULTS}")
+
+
+def one_capture() -> dict[str, float]:
+    """A program and an ONNX file from one capture, against one capture for each."""
+    model, observer = observed(layers=12, hidden=64)
+
+    def once() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            exported = exportkit.export(model, observer)
+            assert exported.program
+            exported.to_onnx(Path(folder) / "model.onnx")
+
+    def twice() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            assert exportkit.export(model, observer).program
+            exportkit.export(model, observer).to_onnx(Path(folder) / "model.onnx")
+
+    return compared(once, twice)
+
+
+def against_transformers() -> dict[str, float]:
+    """From the model to ONNX files that serve prefill and decode, nothing proven on either side."""
+    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+    from transformers.exporters.utils import decompose_prefill_decode
+
+    model, _ = observed(layers=12, hidden=64)
+    ids = torch.randint(3, 99, (2, 7))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def ours() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            exportkit.export(model, observed_run(model)).to_onnx(Path(folder) / "model.onnx")
+
+    def theirs() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, (part, example) in decompose_prefill_decode(model, dict(inputs)).items():
+                exported = OnnxExporter().export(part, example, config=OnnxConfig(dynamic=True))
+                exported.save_pretrained(Path(folder) / name)
+
+    return compared(ours, theirs)
+
+
+def compared(ours: Callable[[], None], other: Callable[[], None]) -> dict[str, float]:
+    blocks = {"ours": lambda: cpu(ours), "other": lambda: cpu(other)}
+    times = interleaved(blocks, ROUNDS, warm_up=1)
+    seconds = {name: timing.median / 1e6 for name, timing in times.items()}
+    return {**seconds, "ratio": seconds["ours"] / seconds["other"]}
+
+
+def cpu(step: Callable[[], None]) -> float:
+    started = time.process_time()
+    step()
+    return time.process_time() - started
+
+
+def memory() -> dict[str, float]:
+    """Peak memory of an export and its file beyond what the process needed before the weights, over their size."""
+    import transformers  # noqa: F401  # its memory is not that of the export
+
+    warm, warm_observer = observed(layers=1, hidden=32)
+    with tempfile.TemporaryDirectory() as folder:
+        exportkit.export(warm, warm_observer).to_onnx(Path(folder) / "model.onnx")
+        before = peak_mib()
+        model, observer = observed(layers=4, hidden=2304, intermediate=6912, mib=WEIGHTS_MIB)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+        exportkit.export(model, observer).to_onnx(Path(folder) / "large.onnx")
+    return {"weights_mib": weights, "peak_mib": peak_mib(), "before_mib": before, "ratio": (peak_mib() - before) / weights}
+
+
+def observed(layers: int, hidden: int, intermediate: int = 128, mib: int | None = None) -> tuple[Any, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=4, vocab_size=99
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    return model, observed_run(model)
+
+
+def observed_run(model: Any) -> exportkit.InputObserver:
+    observer = exportkit.InputObserver()
+    ids, mask = torch.randint(3, 99, (2, 7)), torch.ones(2, 7, dtype=torch.int64)
+    mask[0, 0] = 0
+    with observer(model), torch.no_grad():
+        model.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+    return observer
+
+
+if __name__ == "__main__":
+    main()
