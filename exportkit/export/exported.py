@@ -13,6 +13,8 @@ import torch
 from exportkit.arguments import Arguments, Fills, build_arguments, choose_sizes, find_fills, plan_calls, run_eager
 from exportkit.axes import Finding, Plan
 from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
+from exportkit.export.audit import audit_program
+from exportkit.export.failure import Attempt, explained
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
 from exportkit.export.translate import check_destination, translate
@@ -78,11 +80,17 @@ class Exported:
         """
         target = check_destination(path)
         started = time.perf_counter()
-        file = translate(self.captured, self.plan, target, opset)
+        with explained(self._attempt):
+            file = translate(self.captured, self.plan, target, opset)
         self.seconds["onnx"] = time.perf_counter() - started
         return OnnxModel(file, self)
 
+    def _attempt(self) -> Attempt:
+        arguments = build_arguments(self.plan, self.observation, self.sizes)
+        return Attempt(self.model, self.method, self.plan, arguments, self.captured.rules)
 
+
+@explained()
 def export(
     model: torch.nn.Module, observer_or_plan: InputObserver | Observation | Plan, *, probe: bool = True
 ) -> Exported:
@@ -139,7 +147,8 @@ def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, 
     started = time.perf_counter()
     captured = capture(model, method, plan, arguments, outputs, rules)
     seconds["export"] = time.perf_counter() - started
-    return Exported(captured, plan, sizes, fills, outputs, model, method, seconds)
+    exported = Exported(captured, plan, sizes, fills, outputs, model, method, seconds)
+    return replace(exported, plan=plan.with_findings(audit_program(exported)))
 
 
 def _without_extended(plan: Plan) -> Plan | None:

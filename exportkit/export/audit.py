@@ -1,0 +1,309 @@
+"""Reads back what a program takes for granted about sizes, and compares it to the plan.
+
+In comes what was exported; out go findings. A program that serves less than the plan promises is an error: the
+recorded calls, sizes nobody has run, and sizes beyond a limit must all be allowed, unless the model itself refuses them.
+Lower limits are left aside: torch.export takes 2 for the smallest size, and a graph serves less all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import sympy
+
+from exportkit import _torch_compat
+from exportkit.arguments import build_arguments, run_eager, solve_sizes, unseen_sizes
+from exportkit.axes import Finding
+from exportkit.errors import ExportError, UnregisteredClassError
+from exportkit.export.places import Place, is_model_code
+from exportkit.export.translate import tensor_placeholders
+from exportkit.trees import check_opened
+
+if TYPE_CHECKING:
+    from exportkit.export.exported import Exported
+
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+# A limit that torch means as none; and the largest one that the model itself is asked about, by running it.
+_UNLIMITED, _ASKED = 2**31, 2048
+
+Axis = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """Sizes that the plan allows, and the shapes of all inputs at these."""
+
+    label: str
+    sizes: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    recorded: bool
+
+
+@dataclass(frozen=True)
+class _Narrow:
+    """What a program refuses: one axis, what it takes, and the line of the model that made it so."""
+
+    axis: Axis
+    takes: str
+    place: Place | None
+
+
+@dataclass
+class _Program:
+    """The axes of a program's inputs as torch traced them: ints and expressions in symbols."""
+
+    exported: Exported
+    axes: dict[Axis, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.exported.program
+        traced = _torch_compat.input_axes(program)
+        nodes = zip(tensor_placeholders(program), self.exported.captured.input_paths, strict=True)
+        self.axes = {(path, axis): size for node, path in nodes for axis, size in enumerate(traced[node])}
+        self.guards = _torch_compat.shape_guards(program)
+        plain = [(size, axis) for axis, size in self.axes.items() if isinstance(size, sympy.Symbol)]
+        self.homes: dict[Any, Axis] = dict(reversed(plain))
+
+    def limit(self, size: Any) -> int | None:
+        """The largest value of a traced size, or None."""
+        allowed = self.exported.program.range_constraints.get(size)
+        upper = None if allowed is None else allowed.upper
+        return int(upper) if isinstance(upper, sympy.Integer) and upper < _UNLIMITED else None
+
+    def symbols(self, promise: _Promise) -> dict[Any, sympy.Integer]:
+        """The value of each symbol."""
+        return {symbol: sympy.Integer(promise.shapes[path][axis]) for symbol, (path, axis) in self.homes.items()}
+
+    def refusals(self, promise: _Promise) -> Iterator[_Narrow]:
+        """Yields what the program refuses of a promise."""
+        values = self.symbols(promise)
+        for axis, size in self.axes.items():
+            wanted = promise.shapes[axis[0]][axis[1]]
+            if isinstance(size, int):
+                if size != wanted:
+                    yield _Narrow(axis, str(size), None)
+                continue
+            value = size.xreplace(values)
+            limit = self.limit(size)
+            if value.is_Integer and value != wanted:
+                yield _Narrow(axis, f"{self.named(size)}{self._at(size)}", self._place(size))
+            elif limit is not None and wanted > limit:
+                yield _Narrow(axis, f"at most {limit}", self._place(size))
+
+    def branches(self, promise: _Promise) -> Iterator[_torch_compat.ShapeGuard]:
+        """Yields decisions by size in the model's own code that come out differently for a promise."""
+        values = self.symbols(promise)
+        for guard in self.guards:
+            if is_model_code(guard.file) and guard.left.xreplace(values) == sympy.false:
+                yield guard
+
+    def named(self, expression: Any) -> str:
+        """The expression in the names of the plan."""
+        text = str(expression)
+        if isinstance(expression, sympy.core.relational.Relational):
+            text = f"{expression.lhs} {expression.rel_op} {expression.rhs}"
+        names = {str(symbol): str(self._size(axis)) for symbol, axis in self.homes.items()}
+        alone = _SYMBOL.fullmatch(text) is not None
+        return _SYMBOL.sub(lambda m: n if alone or " " not in (n := names.get(m[0], m[0])) else f"({n})", text)
+
+    def _size(self, axis: Axis) -> Any:
+        size = self.exported.plan.by_path[axis[0]].sizes[axis[1]]
+        return f"{axis[0]} axis {axis[1]}" if size.is_static else size
+
+    def _at(self, size: Any) -> str:
+        home = self.homes.get(size)
+        return "" if home is None else f", the size of axis {home[1]} of {home[0]}"
+
+    def _place(self, size: Any) -> Place | None:
+        """The first line that asked something about a traced size, one of the model's own if there is any."""
+        guards = [guard for guard in self.guards if guard.file and guard.asked.free_symbols & size.free_symbols]
+        own = [guard for guard in guards if is_model_code(guard.file)]
+        return Place(own[0].file, own[0].line) if own else None
+
+
+def audit_program(exported: Exported) -> list[Finding]:
+    """Returns findings about a program: limits and branches that it has, inputs without effect, outputs without change.
+
+    Args:
+        exported: What was exported.
+
+    Raises:
+        ExportError: if the program allows less than the plan.
+        UnregisteredClassError: if the model returns nothing but an object that cannot be opened.
+    """
+    program = _Program(exported)
+    accepted: dict[str, bool] = {}
+    findings = []
+    branches: dict[tuple[str, int], Finding] = {}
+    for promise in _promises(program):
+        refusal = next(program.refusals(promise), None)
+        differing = list(program.branches(promise))
+        if refusal is None and not differing:
+            continue
+        if not promise.recorded and not _accepts(exported, promise, accepted):
+            findings += [_model_limit(refusal, promise, program)] if refusal is not None else []
+            continue
+        if refusal is not None:
+            raise _narrower(refusal, promise, program)
+        for guard in differing:
+            branches.setdefault((guard.file, guard.line), _branch(guard, promise, program))
+    findings = [*_unique(findings), *branches.values(), *_far_limits(program)]
+    return [*findings, *_ignored(program), *_unchanged(exported), *_lost(exported)]
+
+
+def _promises(program: _Program) -> Iterator[_Promise]:
+    plan = program.exported.plan
+    for call in program.exported.observation.calls:
+        given = {path: tuple(tensor.shape) for path, tensor in call.tensors().items()}
+        sizes = solve_sizes(plan, given)
+        yield _Promise(f"recorded call {call.index}", sizes, {**plan.shapes(sizes), **given}, True)
+    combinations = [(item.label, item.sizes) for item in unseen_sizes(plan, program.exported.sizes)]
+    for label, sizes in [*combinations, *_beyond_limits(program)]:
+        yield _Promise(label, sizes, plan.shapes(sizes), False)
+
+
+def _beyond_limits(program: _Program) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Yields sizes one larger than what the program takes, where the plan allows them."""
+    for (name, sizes), limit in _limits(program):
+        if limit < _ASKED:
+            yield f"{name} {sizes[name]}", sizes
+
+
+def _limits(program: _Program) -> Iterator[tuple[tuple[str, dict[str, int]], int]]:
+    """Yields a variable with sizes in which it is just too large for the program, and the limit of its axis."""
+    plan = program.exported.plan
+    done = set()
+    for (path, axis), traced in program.axes.items():
+        limit = None if isinstance(traced, int) else program.limit(traced)
+        size = plan.by_path[path].sizes[axis]
+        if limit is None or size.is_static or not size.is_linear:
+            continue
+        name, factor = size.terms[-1]
+        sizes = dict(program.exported.sizes)
+        sizes[name] += max(-(-(limit + 1 - size.evaluate(sizes)) // factor), 0)
+        largest = plan.variable(name).maximum
+        if (name, limit) not in done and (largest is None or sizes[name] <= largest):
+            done.add((name, limit))
+            yield (name, sizes), limit
+
+
+def _accepts(exported: Exported, promise: _Promise, known: dict[str, bool]) -> bool:
+    """Whether the model itself runs at these sizes."""
+    if promise.label not in known:
+        try:
+            arguments = build_arguments(exported.plan, exported.observation, promise.sizes)
+            run_eager(exported.model, exported.method, arguments)
+            known[promise.label] = True
+        except Exception:  # whatever the model raises: it refuses these sizes
+            known[promise.label] = False
+    return known[promise.label]
+
+
+def _narrower(refusal: _Narrow, promise: _Promise, program: _Program) -> ExportError:
+    path, axis = refusal.axis
+    size = program.exported.plan.by_path[path].sizes[axis]
+    where = f"axis {axis} of {path}"
+    return ExportError(
+        f"The exported graph serves less than the plan promises: {where} ({size}) is fixed or limited.",
+        where=str(refusal.place or where),
+        expected=f"{promise.shapes[path][axis]} too, as in {promise.label}, which the model itself accepts",
+        got=f"{where} takes only {refusal.takes}",
+        hint=_hint(size.variable, program),
+    )
+
+
+def _hint(variable: str | None, program: _Program) -> str:
+    if variable is None:
+        return "change this line, or observe calls that show how the sizes depend on each other."
+    known = {size for size in program.exported.plan.variable(variable).seen if size is not None}
+    if len(known) == 1:
+        return f'change this line, or accept it: export(model, observer.plan().static("{variable}")).'
+    return f'change this line, or promise less: export(model, observer.plan().range("{variable}", ...)).'
+
+
+def _model_limit(refusal: _Narrow, promise: _Promise, program: _Program) -> Finding:
+    path, axis = refusal.axis
+    size = program.exported.plan.by_path[path].sizes[axis]
+    text = f"axis {axis} of {path} ({size}) takes {refusal.takes}; the model itself refuses {promise.label}."
+    return Finding("limit", f"{path} axis {axis}", text)
+
+
+def _unique(findings: list[Finding]) -> list[Finding]:
+    """One finding for what is said of an axis, and of those of other inputs with the same size and limit."""
+    first: dict[str, Finding] = {}
+    for finding in findings:
+        first.setdefault(finding.where, finding)
+    return list(first.values())
+
+
+def _far_limits(program: _Program) -> list[Finding]:
+    return [
+        Finding("limit", name, f"{name} is limited: the graph takes at most {limit} in an axis that depends on it.")
+        for (name, _), limit in _limits(program)
+        if limit >= _ASKED
+    ]
+
+
+def _branch(guard: _torch_compat.ShapeGuard, promise: _Promise, program: _Program) -> Finding:
+    place = Place(guard.file, guard.line)
+    text = (
+        f"the graph keeps what the model decides by size at {guard.file}:{guard.line} ({place.code}), taken for "
+        f"{program.named(guard.left)}; {promise.label} decides otherwise. Whether that matters, verify() shows."
+    )
+    return Finding("fixed branch", f"{guard.file}:{guard.line}", text)
+
+
+def _ignored(program: _Program) -> list[Finding]:
+    exported = program.exported
+    nodes = {node.name: node for node in exported.program.graph.nodes if node.op == "placeholder"}
+    pairs = zip(tensor_placeholders(exported.program), exported.captured.input_paths, strict=True)
+    ignored = [path for name, path in pairs if not nodes[name].users]
+    if not ignored:
+        return []
+    names = ", ".join(ignored)
+    return [Finding("ignored input", names, f"the model does not use it, so no input of the graph: {names}.")]
+
+
+def _unchanged(exported: Exported) -> list[Finding]:
+    """Outputs that are an input, or a view of one: for the model they share memory, for the graph they do not."""
+    inputs = dict(zip(tensor_placeholders(exported.program), exported.captured.input_paths, strict=True))
+    (returned,) = next(node for node in exported.program.graph.nodes if node.op == "output").args
+    kinds = [spec.kind.name == "USER_OUTPUT" for spec in exported.program.graph_signature.output_specs]
+    nodes = [node for node, is_user in zip(returned, kinds, strict=True) if is_user and hasattr(node, "op")]
+    findings = []
+    for node, path in zip(nodes, exported.captured.output_paths, strict=True):
+        source, is_view = _source(node)
+        if source.name in inputs:
+            what = "a view of" if is_view else "the same as"
+            text = f"output {path or 'of the model'} is {what} input {inputs[source.name]}; the graph returns a copy."
+            findings.append(Finding("unchanged output", path, text))
+    return findings
+
+
+def _lost(exported: Exported) -> list[Finding]:
+    """Outputs with tensors that are out of reach."""
+    try:
+        check_opened("output", exported.outputs)
+    except UnregisteredClassError as error:
+        if not exported.outputs.tensors():
+            raise
+        text = str(error).partition("\n")[0]
+        return [Finding("lost output", "output", f"{text} The graph returns the others.")]
+    return []
+
+
+def _source(node: Any) -> tuple[Any, bool]:
+    """The node whose memory a value shares, and whether through a view."""
+    is_view = False
+    while node.op == "call_function" and node.args:
+        operator = getattr(node.target, "_schema", None)
+        name = "" if operator is None else operator.name
+        view = bool(getattr(node.target, "is_view", False))
+        if not view and name not in ("aten::clone", "aten::alias", "aten::detach"):
+            break
+        is_view = is_view or (view and name not in ("aten::alias", "aten::detach"))
+        node = node.args[0]
+    return node, is_view
