@@ -1,7 +1,7 @@
 """Reads back what a program takes for granted about sizes, and compares it to the plan.
 
 In comes what was exported; out go findings. A program that serves less than the plan promises is an error: the
-recorded calls, sizes nobody has run, and sizes beyond a limit must all be allowed, unless the model itself refuses them.
+recorded calls, sizes nobody has run, and sizes beyond a limit must all be allowed, unless the model itself refuses.
 Lower limits are left aside: torch.export takes 2 for the smallest size, and a graph serves less all the same.
 """
 
@@ -206,13 +206,15 @@ def _narrower(refusal: _Narrow, promise: _Promise, program: _Program) -> ExportE
     path, axis = refusal.axis
     size = program.exported.plan.by_path[path].sizes[axis]
     where = f"axis {axis} of {path}"
-    return ExportError(
+    error = ExportError(
         f"The exported graph serves less than the plan promises: {where} ({size}) is fixed or limited.",
         where=str(refusal.place or where),
         expected=f"{promise.shapes[path][axis]} too, as in {promise.label}, which the model itself accepts",
         got=f"{where} takes only {refusal.takes}",
         hint=_hint(size.variable, program),
     )
+    error.attempt = program.exported.attempt()
+    return error
 
 
 def _hint(variable: str | None, program: _Program) -> str:

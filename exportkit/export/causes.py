@@ -144,9 +144,8 @@ def _fixed_axis(
     places = _Specializations(model)
     with registered_caches():
         paths = _paths_by_source(arguments)
-    with _torch_compat.watched_symbols(places.seen):
-        with contextlib.suppress(ExportError):
-            trace()
+    with _torch_compat.watched_symbols(places.seen), contextlib.suppress(ExportError):
+        trace()
     found = [places.fixed(paths[v["tensor"]], v["tensor"], int(v["axis"]), int(v["size"])) for v in violations]
     first = min(found, key=lambda item: item.order)
     size = plan.by_path[first.path].sizes[first.axis]

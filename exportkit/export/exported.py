@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from exportkit.export.audit import audit_program
 from exportkit.export.failure import Attempt, explained
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
+from exportkit.export.repro import write_attempt
 from exportkit.export.translate import check_destination, translate
 from exportkit.observe import InputObserver, Observation
 from exportkit.patching import Rule, adapted_call, chunk_size_of, matching_rules
@@ -80,14 +82,32 @@ class Exported:
         """
         target = check_destination(path)
         started = time.perf_counter()
-        with explained(self._attempt):
+        with explained(lambda: self.attempt(onnx=True)):
             file = translate(self.captured, self.plan, target, opset)
         self.seconds["onnx"] = time.perf_counter() - started
         return OnnxModel(file, self)
 
-    def _attempt(self) -> Attempt:
+    def attempt(self, onnx: bool = False) -> Attempt:
+        """Returns what was traced, to look for the cause of a failure.
+
+        Args:
+            onnx: Whether it is about the translation to ONNX.
+        """
         arguments = build_arguments(self.plan, self.observation, self.sizes)
-        return Attempt(self.model, self.method, self.plan, arguments, self.captured.rules)
+        return Attempt(self.model, self.method, self.plan, arguments, self.captured.rules, onnx=onnx)
+
+    def repro(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes a script that traces the model with torch alone, and returns its path.
+
+        It holds shapes, types, the range of integers, and versions; neither values of tensors nor weights.
+
+        Args:
+            directory: Where to write ``repro.py``.
+
+        Raises:
+            DestinationError: if it cannot be written.
+        """
+        return write_attempt(self.attempt(), directory)
 
 
 @explained()

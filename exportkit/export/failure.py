@@ -34,7 +34,8 @@ class Attempt:
         plan: Says which axes are dynamic.
         arguments: The arguments it was traced with.
         rules: Names of the rewrites that were in force.
-        trace: Traces again; None if it was the translation to ONNX that failed.
+        trace: Traces again, if tracing failed.
+        onnx: Whether it is about the translation to ONNX.
     """
 
     model: torch.nn.Module
@@ -43,6 +44,7 @@ class Attempt:
     arguments: Arguments
     rules: tuple[str, ...] = ()
     trace: Callable[[], Any] | None = None
+    onnx: bool = False
 
 
 def failure(what: str, error: Exception, attempt: Attempt) -> ExportError:
@@ -101,7 +103,7 @@ def _explained(error: ExportError, cause: BaseException) -> ExportError:
 def _root_cause(cause: BaseException, attempt: Attempt) -> Cause | None:
     """The cause; None if to look for it fails, which must never hide the error itself."""
     with contextlib.suppress(Exception):
-        if attempt.trace is None:
+        if attempt.onnx:
             return cause_of_translation(cause)
         return cause_of_trace(cause, attempt.model, attempt.plan, attempt.arguments, attempt.trace)
     return None
