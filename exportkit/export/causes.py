@@ -24,6 +24,7 @@ from exportkit.export.places import Place, nodes_in, place_of_error, place_of_fr
 from exportkit.trees import flatten, join, registered_caches
 
 _TRACE = "torch.export could not trace the model"
+_TRANSLATION = "The program could not be translated to ONNX"
 _FIXED = re.compile(
     r"You marked (?P<tensor>L\[.*?)\.size\(\)\[(?P<axis>\d+)\] as dynamic but your code "
     r"specialized it to be a constant \((?P<size>\d+)\)"
@@ -89,15 +90,15 @@ def cause_of_translation(error: BaseException) -> Cause:
     while root.__cause__ is not None:
         root = root.__cause__
     got = f"{type(root).__name__}: {' '.join(str(root).split())}"[:_LONGEST_GOT]
-    if node is None:
-        return Cause("The program could not be translated to ONNX.", None, None, got, None)
+    if node is None or "No ONNX function found" not in got:
+        return Cause(f"{_TRANSLATION}.", None if node is None else place_of_node(node), None, got, None)
     used = node.meta.get("original_aten", node.target)
     operator = str(node.target) if str(used) == str(node.target) else f"{node.target} (from {used})"
     return Cause(
-        f"The program could not be translated to ONNX: there is no translation for the operator {operator}.",
+        f"{_TRANSLATION}: there is no translation for an operator of the model.",
         place_of_node(node),
         None,
-        got,
+        operator,
         "write this line with operators that ONNX has, or observe and export the parts before and after it.",
     )
 
@@ -162,10 +163,10 @@ def _fixed_axis(
 
 
 def _hint_for_size(code: str, variable: str, plan: Plan) -> str:
-    if re.match(r"(for|while)\b", code) or re.search(r"\bfor\b.*\bin\b", code):
-        hint = "a Python loop is traced once for each element: use operations on the whole tensor, or torch.scan."
-    elif re.search(r"\b(list|tuple|enumerate|zip)\(|\.unbind\(|\.tolist\(", code):
+    if re.search(r"\b(list|tuple|enumerate|zip)\(|\.unbind\(|\.tolist\(", code):
         hint = "to unpack a tensor fixes its size: use operations on the whole tensor, such as cat, flatten, repeat."
+    elif re.match(r"(for|while)\b", code) or re.search(r"\bfor\b.*\bin\b", code):
+        hint = "a Python loop is traced once for each element: use operations on the whole tensor, or torch.scan."
     elif re.search(r"\.(view|reshape|expand|unflatten)\(", code):
         hint = "write -1, or a size read from a tensor, in place of a constant."
     elif "int(" in code:
