@@ -49,6 +49,7 @@ class _Narrow:
     axis: Axis
     takes: str
     place: Place | None
+    related: bool = False
 
 
 @dataclass
@@ -84,12 +85,12 @@ class _Program:
             wanted = promise.shapes[axis[0]][axis[1]]
             if isinstance(size, int):
                 if size != wanted:
-                    yield _Narrow(axis, str(size), None)
+                    yield _Narrow(axis, f"only {size}", None)
                 continue
             value = size.xreplace(values)
             limit = self.limit(size)
             if value.is_Integer and value != wanted:
-                yield _Narrow(axis, f"{self.named(size)}{self._at(size)}", self._place(size))
+                yield _Narrow(axis, f"only {self.named(size)}{self._at(size)}", self._place(size), related=True)
             elif limit is not None and wanted > limit:
                 yield _Narrow(axis, f"at most {limit}", self._place(size))
 
@@ -207,19 +208,19 @@ def _narrower(refusal: _Narrow, promise: _Promise, program: _Program) -> ExportE
     size = program.exported.plan.by_path[path].sizes[axis]
     where = f"axis {axis} of {path}"
     error = ExportError(
-        f"The exported graph serves less than the plan promises: {where} ({size}) is fixed or limited.",
+        f"The exported graph serves less than the plan promises: {where} ({size}) is limited.",
         where=str(refusal.place or where),
         expected=f"{promise.shapes[path][axis]} too, as in {promise.label}, which the model itself accepts",
-        got=f"{where} takes only {refusal.takes}",
-        hint=_hint(size.variable, program),
+        got=f"the graph takes {refusal.takes}",
+        hint=_hint(size.variable, refusal.related, program),
     )
     error.attempt = program.exported.attempt()
     return error
 
 
-def _hint(variable: str | None, program: _Program) -> str:
-    if variable is None:
-        return "change this line, or observe calls that show how the sizes depend on each other."
+def _hint(variable: str | None, related: bool, program: _Program) -> str:
+    if related or variable is None:
+        return "change this line so that it does not decide by how these sizes are related."
     known = {size for size in program.exported.plan.variable(variable).seen if size is not None}
     if len(known) == 1:
         return f'change this line, or accept it: export(model, observer.plan().static("{variable}")).'
@@ -229,7 +230,7 @@ def _hint(variable: str | None, program: _Program) -> str:
 def _model_limit(refusal: _Narrow, promise: _Promise, program: _Program) -> Finding:
     path, axis = refusal.axis
     size = program.exported.plan.by_path[path].sizes[axis]
-    text = f"axis {axis} of {path} ({size}) takes {refusal.takes}; the model itself refuses {promise.label}."
+    text = f"axis {axis} of {path} ({size}): the graph takes {refusal.takes}; the model itself refuses {promise.label}."
     return Finding("limit", f"{path} axis {axis}", text)
 
 
