@@ -17,10 +17,9 @@ import sympy
 from exportkit import _torch_compat
 from exportkit.arguments import build_arguments, run_eager, solve_sizes, unseen_sizes
 from exportkit.axes import Finding
-from exportkit.errors import ExportError, UnregisteredClassError
+from exportkit.errors import ExportError
 from exportkit.export.places import Place, is_model_code
 from exportkit.export.translate import tensor_placeholders
-from exportkit.trees import check_opened
 
 if TYPE_CHECKING:
     from exportkit.export.exported import Exported
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 # A limit that torch means as none; and the largest one that the model itself is asked about, by running it.
 _UNLIMITED, _ASKED = 2**31, 2048
+# The smallest size that torch.export allows for.
+_SMALLEST = 2
 
 Axis = tuple[str, int]
 
@@ -91,8 +92,20 @@ class _Program:
             limit = self.limit(size)
             if value.is_Integer and value != wanted:
                 yield _Narrow(axis, f"only {self.named(size)}{self._at(size)}", self._place(size), related=True)
-            elif limit is not None and wanted > limit:
+            elif limit is not None and wanted > limit and not self._is_lower_limit(size, wanted - limit, values):
                 yield _Narrow(axis, f"at most {limit}", self._place(size))
+
+    def _is_lower_limit(self, size: Any, excess: int, values: Mapping[Any, sympy.Integer]) -> bool:
+        """Whether a limit says only that what is left of another size is 2 or more, as torch assumes of all sizes.
+
+        Then nothing but torch's own code asked for it, and the sizes beyond it leave 1 or 0.
+        """
+        broken = [
+            guard.file
+            for guard in self.guards
+            if guard.left.free_symbols & size.free_symbols and guard.left.xreplace(values) == sympy.false
+        ]
+        return bool(broken) and excess <= _SMALLEST and not any(map(is_model_code, broken))
 
     def branches(self, promise: _Promise) -> Iterator[_torch_compat.ShapeGuard]:
         """Yields decisions by size in the model's own code that come out differently for a promise."""
@@ -125,15 +138,14 @@ class _Program:
         return Place(own[0].file, own[0].line) if own else None
 
 
-def audit_program(exported: Exported) -> list[Finding]:
-    """Returns findings about a program: limits and branches that it has, inputs without effect, outputs without change.
+def audit_sizes(exported: Exported) -> list[Finding]:
+    """Returns findings about a program: the limits that it has, and the decisions by size that it keeps.
 
     Args:
         exported: What was exported.
 
     Raises:
         ExportError: if the program allows less than the plan.
-        UnregisteredClassError: if the model returns nothing but an object that cannot be opened.
     """
     program = _Program(exported)
     accepted: dict[str, bool] = {}
@@ -151,8 +163,7 @@ def audit_program(exported: Exported) -> list[Finding]:
             raise _narrower(refusal, promise, program)
         for guard in differing:
             branches.setdefault((guard.file, guard.line), _branch(guard, promise, program))
-    findings = [*_unique(findings), *branches.values(), *_far_limits(program)]
-    return [*findings, *_ignored(program), *_unchanged(exported), *_lost(exported)]
+    return [*_unique(findings), *branches.values(), *_far_limits(program)]
 
 
 def _promises(program: _Program) -> Iterator[_Promise]:
@@ -167,14 +178,14 @@ def _promises(program: _Program) -> Iterator[_Promise]:
 
 
 def _beyond_limits(program: _Program) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Yields sizes one larger than what the program takes, where the plan allows them."""
+    """Yields sizes larger than what the program takes, where the plan allows them."""
     for (name, sizes), limit in _limits(program):
         if limit < _ASKED:
             yield f"{name} {sizes[name]}", sizes
 
 
 def _limits(program: _Program) -> Iterator[tuple[tuple[str, dict[str, int]], int]]:
-    """Yields a variable with sizes in which it is just too large for the program, and the limit of its axis."""
+    """Yields a variable with sizes in which it is too large for the program, and the limit of its axis."""
     plan = program.exported.plan
     done = set()
     for (path, axis), traced in program.axes.items():
@@ -184,7 +195,9 @@ def _limits(program: _Program) -> Iterator[tuple[tuple[str, dict[str, int]], int
             continue
         name, factor = size.terms[-1]
         sizes = dict(program.exported.sizes)
-        sizes[name] += max(-(-(limit + 1 - size.evaluate(sizes)) // factor), 0)
+        if plan.variable(name).filled_length(sizes) is not None:  # it is promised to be that or 0, and no more
+            continue
+        sizes[name] += max(-(-(limit + 1 + _SMALLEST - size.evaluate(sizes)) // factor), 0)
         largest = plan.variable(name).maximum
         if (name, limit) not in done and (largest is None or sizes[name] <= largest):
             done.add((name, limit))
@@ -230,7 +243,8 @@ def _hint(variable: str | None, related: bool, program: _Program) -> str:
 def _model_limit(refusal: _Narrow, promise: _Promise, program: _Program) -> Finding:
     path, axis = refusal.axis
     size = program.exported.plan.by_path[path].sizes[axis]
-    text = f"axis {axis} of {path} ({size}): the graph takes {refusal.takes}; the model itself refuses {promise.label}."
+    where = f"axis {axis} of {path} ({size})"
+    text = f"{where}: the graph takes {refusal.takes}; the model itself refuses more ({promise.label})."
     return Finding("limit", f"{path} axis {axis}", text)
 
 
@@ -257,56 +271,3 @@ def _branch(guard: _torch_compat.ShapeGuard, promise: _Promise, program: _Progra
         f"{program.named(guard.left)}; {promise.label} decides otherwise. Whether that matters, verify() shows."
     )
     return Finding("fixed branch", f"{guard.file}:{guard.line}", text)
-
-
-def _ignored(program: _Program) -> list[Finding]:
-    exported = program.exported
-    nodes = {node.name: node for node in exported.program.graph.nodes if node.op == "placeholder"}
-    pairs = zip(tensor_placeholders(exported.program), exported.captured.input_paths, strict=True)
-    ignored = [path for name, path in pairs if not nodes[name].users]
-    if not ignored:
-        return []
-    names = ", ".join(ignored)
-    return [Finding("ignored input", names, f"the model does not use it, so no input of the graph: {names}.")]
-
-
-def _unchanged(exported: Exported) -> list[Finding]:
-    """Outputs that are an input, or a view of one: for the model they share memory, for the graph they do not."""
-    inputs = dict(zip(tensor_placeholders(exported.program), exported.captured.input_paths, strict=True))
-    (returned,) = next(node for node in exported.program.graph.nodes if node.op == "output").args
-    kinds = [spec.kind.name == "USER_OUTPUT" for spec in exported.program.graph_signature.output_specs]
-    nodes = [node for node, is_user in zip(returned, kinds, strict=True) if is_user and hasattr(node, "op")]
-    findings = []
-    for node, path in zip(nodes, exported.captured.output_paths, strict=True):
-        source, is_view = _source(node)
-        if source.name in inputs:
-            what = "a view of" if is_view else "the same as"
-            text = f"output {path or 'of the model'} is {what} input {inputs[source.name]}; the graph returns a copy."
-            findings.append(Finding("unchanged output", path, text))
-    return findings
-
-
-def _lost(exported: Exported) -> list[Finding]:
-    """Outputs with tensors that are out of reach."""
-    try:
-        check_opened("output", exported.outputs)
-    except UnregisteredClassError as error:
-        if not exported.outputs.tensors():
-            raise
-        text = str(error).partition("\n")[0]
-        return [Finding("lost output", "output", f"{text} The graph returns the others.")]
-    return []
-
-
-def _source(node: Any) -> tuple[Any, bool]:
-    """The node whose memory a value shares, and whether through a view."""
-    is_view = False
-    while node.op == "call_function" and node.args:
-        operator = getattr(node.target, "_schema", None)
-        name = "" if operator is None else operator.name
-        view = bool(getattr(node.target, "is_view", False))
-        if not view and name not in ("aten::clone", "aten::alias", "aten::detach"):
-            break
-        is_view = is_view or (view and name not in ("aten::alias", "aten::detach"))
-        node = node.args[0]
-    return node, is_view

@@ -14,7 +14,8 @@ import torch
 from exportkit.arguments import Arguments, Fills, build_arguments, choose_sizes, find_fills, plan_calls, run_eager
 from exportkit.axes import Finding, Plan
 from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
-from exportkit.export.audit import audit_program
+from exportkit.export.audit import audit_sizes
+from exportkit.export.effects import audit_effects
 from exportkit.export.failure import Attempt, explained
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
@@ -168,7 +169,7 @@ def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, 
     captured = capture(model, method, plan, arguments, outputs, rules)
     seconds["export"] = time.perf_counter() - started
     exported = Exported(captured, plan, sizes, fills, outputs, model, method, seconds)
-    return replace(exported, plan=plan.with_findings(audit_program(exported)))
+    return replace(exported, plan=plan.with_findings([*audit_sizes(exported), *audit_effects(exported)]))
 
 
 def _without_extended(plan: Plan) -> Plan | None:

@@ -8,7 +8,7 @@ import torch
 
 import exportkit
 from exportkit.errors import ExportError
-from exportkit.export.audit import audit_program
+from exportkit.export.audit import audit_sizes
 from tests.export import failing
 from tests.models import tiny_llama
 
@@ -53,7 +53,7 @@ def test_a_batch_of_one_and_two_only_is_an_error(linear):
     batch = torch.export.Dim("batch", min=1, max=2)
     narrow = torch.export.export(model, (), kwargs={"input": torch.ones(2, 6)}, dynamic_shapes={"input": {0: batch}})
     with pytest.raises(ExportError) as caught:
-        audit_program(with_program(exported, narrow))
+        audit_sizes(with_program(exported, narrow))
     assert golden(caught.value) == (
         "The exported graph serves less than the plan promises: axis 0 of input (batch) is limited.\n"
         "  where: axis 0 of input\n"
@@ -67,7 +67,7 @@ def test_an_axis_that_became_static_unseen_is_an_error(linear):
     model, exported = linear
     static = torch.export.export(model, (), kwargs={"input": torch.ones(3, 6)})
     with pytest.raises(ExportError, match="the graph takes only 3"):
-        audit_program(with_program(exported, static))
+        audit_sizes(with_program(exported, static))
 
 
 def test_sizes_that_the_trace_ties_and_the_plan_does_not_are_an_error():
@@ -102,11 +102,31 @@ def test_a_limit_that_the_plan_has_too_is_fine():
     assert not findings(exportkit.export(model, plan))
 
 
+class Rest(torch.nn.Module):
+    """Returns what is left of ten rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.randn(10, 6))
+
+    def forward(self, x):
+        return self.rows[x.shape[0] :] * 2
+
+
+def test_a_limit_that_torch_has_since_it_takes_no_size_for_less_than_two_is_fine(tmp_path):
+    model = Rest()
+    exported = exportkit.export(model, observed(model, *rows((5, 9), (9, 9))))
+    (limited,) = exported.program.range_constraints.values()
+    assert limited.upper == 8
+    x = torch.randn(9, 9)
+    assert exported.to_onnx(tmp_path / "model.onnx")(x).shape == (1, 6)
+
+
 def test_a_limit_of_the_model_itself_is_a_finding():
     model = failing.Table()
     exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
     assert findings(exported) == {
-        "limit": "axis 1 of x (x_axis_1): the graph takes at most 16; the model itself refuses x_axis_1 17."
+        "limit": "axis 1 of x (x_axis_1): the graph takes at most 16; the model itself refuses more (x_axis_1 19)."
     }
 
 

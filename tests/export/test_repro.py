@@ -43,8 +43,7 @@ def failed(model, *calls, onnx=None):
         for call in calls:
             model(**call)
     with pytest.raises(ExportError) as caught:
-        exported = exportkit.export(model, observer)
-        exported.to_onnx(onnx)
+        exportkit.export(model, observer).to_onnx(onnx)
     return caught.value
 
 
