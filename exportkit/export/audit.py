@@ -88,9 +88,9 @@ class _Program:
                 if size != wanted:
                     yield _Narrow(axis, f"only {size}", None)
                 continue
-            value = size.xreplace(values)
+            value = _evaluated(size, values)
             limit = self.limit(size)
-            if value.is_Integer and value != wanted:
+            if isinstance(value, sympy.Integer) and value != wanted:
                 yield _Narrow(axis, f"only {self.named(size)}{self._at(size)}", self._place(size), related=True)
             elif limit is not None and wanted > limit and not self._is_lower_limit(size, wanted - limit, values):
                 yield _Narrow(axis, f"at most {limit}", self._place(size))
@@ -103,7 +103,7 @@ class _Program:
         broken = [
             guard.file
             for guard in self.guards
-            if guard.left.free_symbols & size.free_symbols and guard.left.xreplace(values) == sympy.false
+            if guard.left.free_symbols & size.free_symbols and _evaluated(guard.left, values) == sympy.false
         ]
         return bool(broken) and excess <= _SMALLEST and not any(map(is_model_code, broken))
 
@@ -111,7 +111,7 @@ class _Program:
         """Yields decisions by size in the model's own code that come out differently for a promise."""
         values = self.symbols(promise)
         for guard in self.guards:
-            if is_model_code(guard.file) and guard.left.xreplace(values) == sympy.false:
+            if is_model_code(guard.file) and _evaluated(guard.left, values) == sympy.false:
                 yield guard
 
     def named(self, expression: Any) -> str:
@@ -136,6 +136,14 @@ class _Program:
         guards = [guard for guard in self.guards if guard.file and guard.asked.free_symbols & size.free_symbols]
         own = [guard for guard in guards if is_model_code(guard.file)]
         return Place(own[0].file, own[0].line) if own else None
+
+
+def _evaluated(expression: Any, values: Mapping[Any, sympy.Integer]) -> Any:
+    """The expression for these sizes; None where it has no value, as it divides by one of them that is 0."""
+    try:
+        return expression.xreplace(values)
+    except ArithmeticError:
+        return None
 
 
 def audit_sizes(exported: Exported) -> list[Finding]:
@@ -169,9 +177,8 @@ def audit_sizes(exported: Exported) -> list[Finding]:
 def _promises(program: _Program) -> Iterator[_Promise]:
     plan = program.exported.plan
     for call in program.exported.observation.calls:
-        given = {path: tuple(tensor.shape) for path, tensor in call.tensors().items()}
-        sizes = solve_sizes(plan, given)
-        yield _Promise(f"recorded call {call.index}", sizes, {**plan.shapes(sizes), **given}, True)
+        sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in call.tensors().items()})
+        yield _Promise(f"recorded call {call.index}", sizes, plan.shapes(sizes), True)
     combinations = [(item.label, item.sizes) for item in unseen_sizes(plan, program.exported.sizes)]
     for label, sizes in [*combinations, *_beyond_limits(program)]:
         yield _Promise(label, sizes, plan.shapes(sizes), False)

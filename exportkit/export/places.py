@@ -20,6 +20,8 @@ import torch
 
 _PYTHON = Path(sysconfig.get_paths()["stdlib"])
 _OTHERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+# Where code has no file: a prompt, a notebook, a doctest. Other names of this form are Python's and torch's own.
+_TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # No more than this of a line of code is shown.
 _LONGEST_LINE = 120
@@ -99,8 +101,10 @@ def place_of_node(node: torch.fx.Node) -> Place | None:
 
 def is_model_code(file: str) -> bool:
     """Returns whether a file can hold the code of a model: it is none of torch's, of exportkit's or of Python's own."""
+    if file.startswith("<"):
+        return file.startswith(_TYPED)
     path = Path(file)
-    if file.startswith("<") or any(path.is_relative_to(folder) for folder in _OTHERS):
+    if not file or any(path.is_relative_to(folder) for folder in _OTHERS):
         return False
     return not path.is_relative_to(_PYTHON) or "site-packages" in file or "dist-packages" in file
 
