@@ -119,11 +119,10 @@ class ExportError(ExportkitError, RuntimeError):
             InvalidRequestError: if the error came before there was anything to run.
             DestinationError: if the directory cannot be written.
         """
-        from exportkit.export.repro import write_attempt
-
         if self.attempt is None:
             raise InvalidRequestError("Nothing was traced yet when this error was raised, so there is nothing to show.")
-        return write_attempt(self.attempt, directory)
+        script: Path = self.attempt.repro(directory)
+        return script
 
 
 class DestinationError(ExportkitError, OSError):

@@ -19,7 +19,6 @@ from exportkit.export.effects import audit_effects
 from exportkit.export.failure import Attempt, explained
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
-from exportkit.export.repro import write_attempt
 from exportkit.export.translate import check_destination, translate
 from exportkit.observe import InputObserver, Observation
 from exportkit.patching import Rule, adapted_call, chunk_size_of, matching_rules
@@ -108,7 +107,7 @@ class Exported:
         Raises:
             DestinationError: if it cannot be written.
         """
-        return write_attempt(self.attempt(), directory)
+        return self.attempt().repro(directory)
 
 
 @explained()

@@ -7,6 +7,7 @@ traced a second time, to see which line of it fixed the size of an axis.
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -45,6 +46,12 @@ class Attempt:
     rules: tuple[str, ...] = ()
     trace: Callable[[], Any] | None = None
     onnx: bool = False
+
+    def repro(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes a script that does the same with torch alone, and returns its path."""
+        from exportkit.export.repro import write_attempt
+
+        return write_attempt(self, directory)
 
 
 def failure(what: str, error: Exception, attempt: Attempt) -> ExportError:

@@ -123,11 +123,16 @@ def built(layout, tensors):
     if kind == "cache":
         return built_cache(value, tensors[layout["first"] :])
     if kind == "registered":
-        node = torch.utils._pytree.SUPPORTED_NODES[found(value)]
-        return node.unflatten_fn(built(layout["items"], tensors), built(layout["context"], tensors))
+        return built_fields(found(value), built(layout["context"], tensors), built(layout["items"], tensors))
     if kind == "enum":
         return found(value)[layout["name"]]
     return built_constant(kind, value)
+
+
+def built_fields(cls, names, values):
+    """Returns a model output, or a dataclass; torch keeps the names of those that are None apart."""
+    named, empty = (names, []) if all(isinstance(name, str) for name in names) else names
+    return cls(**dict(zip(named, values, strict=True)), **dict.fromkeys(empty))
 
 
 def built_constant(kind, value):

@@ -1,5 +1,7 @@
 """Models that cannot be exported, each for one reason; they import torch alone."""
 
+import dataclasses
+
 import torch
 
 
@@ -71,6 +73,20 @@ class Folded(torch.nn.Module):
 
     def forward(self, x):
         return x.view(3, -1) if torch.compiler.is_exporting() else x.flatten(1)
+
+
+@dataclasses.dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor | None = None
+
+
+class TakesBoth(torch.nn.Module):
+    """Takes a dataclass and a model output, and makes a number of the batch."""
+
+    def forward(self, pair, states):
+        count = int(pair.first.shape[0]) if torch.compiler.is_exporting() else 1
+        return (pair.first + states.last_hidden_state) * count
 
 
 class Raises(torch.nn.Module):

@@ -108,6 +108,19 @@ def test_rewrites_that_were_in_force_are_in_force_again(tmp_path):
     assert process.returncode == 0, process.stderr[-2000:]
 
 
+def test_dataclasses_and_model_outputs_among_the_inputs_are_built_again(module, tmp_path):
+    from transformers.modeling_outputs import BaseModelOutput
+
+    models, folder = module
+    torch.export.register_dataclass(models.Pair)
+    calls = [
+        {"pair": models.Pair(torch.randn(n, 6)), "states": BaseModelOutput(last_hidden_state=torch.randn(n, 6))}
+        for n in (2, 3)
+    ]
+    process = run(failed(models.TakesBoth(), *calls).repro(tmp_path / "both"), folder)
+    assert "L['tensors']['pair.first'].size()[0]" in process.stderr, process.stderr[-2000:]
+
+
 class Local(torch.nn.Module):
     """Takes a text and a mode beside its tensor."""
 
