@@ -237,3 +237,87 @@ def with_graph_module(
         constants=program.constants,
         verifiers=_require(program, "verifiers", "torch 2.13"),
     )
+
+
+_watching = threading.RLock()  # one at a time: the level of a logger belongs to the whole process
+
+
+@contextlib.contextmanager
+def watched_symbols(seen: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Calls ``seen(message, arguments)`` while this thread traces, each time that a size gets a symbol or a value.
+
+    It is called from within, so that the stack shows which line of a model is at work. Seen in torch 2.13: ShapeEnv
+    says so to a logger, as ``create_symbol %s = %s for %s`` and ``set_replacement %s = %s``.
+    """
+    import logging
+
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    thread = threading.get_ident()
+    with _watching:
+        level, shown = logger.level, logger.getEffectiveLevel()
+
+        def watch(record: logging.LogRecord) -> bool:
+            if record.thread == thread and isinstance(record.args, tuple):
+                seen(str(record.msg), record.args)
+            return record.levelno >= shown  # what nobody asked for is not printed
+
+        logger.addFilter(watch)
+        logger.setLevel(min(shown, logging.INFO))
+        try:
+            yield
+        finally:
+            logger.removeFilter(watch)
+            logger.setLevel(level)
+
+
+def source_names(values: Any) -> list[str]:
+    """Returns what torch.export's messages call the leaves of its ``kwargs``, in torch's order. Seen in torch 2.13."""
+    import torch._export.non_strict_utils as module
+    import torch.utils._pytree as pytree
+
+    name_of = _require(module, "key_path_to_source", "torch 2.13")
+    leaves = _require(pytree, "tree_leaves_with_path", "torch 2.13")
+    names = {key: [str(name_of(path).name) for path, _ in leaves(value)] for key, value in values.items()}
+    return [name.replace("L['args']", f"L[{key!r}]", 1) for key, found in names.items() for name in found]
+
+
+def input_axes(program: torch.export.ExportedProgram) -> dict[str, tuple[Any, ...]]:
+    """Returns the traced sizes of each input by node name: ints, and sympy expressions. Seen in torch 2.13."""
+    sizes = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            sizes[node.name] = tuple(size if isinstance(size, int) else size.node.expr for size in value.shape)
+    return sizes
+
+
+class ShapeGuard(NamedTuple):
+    """What a trace took for granted about sizes: sympy relations, and the line that asked for it.
+
+    Attributes:
+        asked: The relation as it was asked for.
+        left: What is left of it, given the sizes that torch replaced by others.
+        file: File of the innermost line outside of torch's tracing code; empty if unknown.
+        line: Its number.
+    """
+
+    asked: Any
+    left: Any
+    file: str
+    line: int
+
+
+def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
+    """Returns what the trace of a program took for granted about sizes. Seen in torch 2.13."""
+    values = (node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder")
+    symbols = (s for value in values if isinstance(value, torch.Tensor) for s in value.shape if not isinstance(s, int))
+    symbol = next(symbols, None)
+    if symbol is None:
+        return []
+    environment = symbol.node.shape_env
+    found = []
+    for guard in _require(environment, "guards", "torch 2.13"):
+        place = guard.sloc.framework_loc
+        file, line = (place.filename, place.lineno) if hasattr(place, "filename") else ("", 0)
+        found.append(ShapeGuard(guard.expr, guard.expr.xreplace(environment.replacements), file, line))
+    return found

@@ -23,6 +23,10 @@ classes are those that callers of ``torch.onnx.InputObserver`` already catch.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 
 class ExportkitError(Exception):
     """Base of all exceptions of this package.
@@ -93,7 +97,32 @@ class ArgumentError(PlanError):
 
 
 class ExportError(ExportkitError, RuntimeError):
-    """torch.export or the translation to ONNX failed."""
+    """torch.export or the translation to ONNX failed.
+
+    Attributes:
+        details: All that torch said; empty if it said nothing.
+        attempt: What was tried; None if that is not known.
+    """
+
+    details: str = ""
+    attempt: Any = None
+
+    def repro(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes a script that shows the same failure without exportkit, and returns its path.
+
+        It holds shapes, types and versions, and neither values of tensors nor weights.
+
+        Args:
+            directory: Where to write ``repro.py``.
+
+        Raises:
+            InvalidRequestError: if the error came before there was anything to run.
+            DestinationError: if the directory cannot be written.
+        """
+        if self.attempt is None:
+            raise InvalidRequestError("Nothing was traced yet when this error was raised, so there is nothing to show.")
+        script: Path = self.attempt.repro(directory)
+        return script
 
 
 class DestinationError(ExportkitError, OSError):

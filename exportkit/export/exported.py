@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ import torch
 from exportkit.arguments import Arguments, Fills, build_arguments, choose_sizes, find_fills, plan_calls, run_eager
 from exportkit.axes import Finding, Plan
 from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
+from exportkit.export.audit import audit_sizes
+from exportkit.export.effects import audit_effects
+from exportkit.export.failure import Attempt, explained
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
 from exportkit.export.translate import check_destination, translate
@@ -82,7 +86,8 @@ class Exported:
         """
         target = check_destination(path)
         started = time.perf_counter()
-        file = translate(self.captured, self.plan, target, opset)
+        with explained(lambda: self.attempt(onnx=True)):
+            file = translate(self.captured, self.plan, target, opset)
         self.seconds["onnx"] = time.perf_counter() - started
         parts = {
             name: part.to_onnx(target.with_name(f"{target.stem}.{name}{target.suffix}"), opset)
@@ -90,7 +95,30 @@ class Exported:
         }
         return OnnxModel(file, self, parts)
 
+    def attempt(self, onnx: bool = False) -> Attempt:
+        """Returns what was traced, to look for the cause of a failure.
 
+        Args:
+            onnx: Whether it is about the translation to ONNX.
+        """
+        arguments = build_arguments(self.plan, self.observation, self.sizes)
+        return Attempt(self.model, self.method, self.plan, arguments, self.captured.rules, onnx=onnx)
+
+    def repro(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes a script that traces the model with torch alone, and returns its path.
+
+        It holds shapes, types, the range of integers, and versions; neither values of tensors nor weights.
+
+        Args:
+            directory: Where to write ``repro.py``.
+
+        Raises:
+            DestinationError: if it cannot be written.
+        """
+        return self.attempt().repro(directory)
+
+
+@explained()
 def export(
     model: torch.nn.Module, observer_or_plan: InputObserver | Observation | Plan, *, probe: bool = True
 ) -> Exported:
@@ -159,7 +187,8 @@ def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, 
     started = time.perf_counter()
     captured = capture(model, method, plan, arguments, outputs, rules)
     seconds["export"] = time.perf_counter() - started
-    return Exported(captured, plan, sizes, fills, outputs, model, method, seconds)
+    exported = Exported(captured, plan, sizes, fills, outputs, model, method, seconds)
+    return replace(exported, plan=plan.with_findings([*audit_sizes(exported), *audit_effects(exported)]))
 
 
 def _without_extended(plan: Plan) -> Plan | None:

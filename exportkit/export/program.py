@@ -17,7 +17,7 @@ import torch
 from exportkit import _torch_compat
 from exportkit.arguments import Arguments, nested_spec, size_in
 from exportkit.axes import Plan
-from exportkit.errors import ExportError
+from exportkit.export.failure import Attempt, failure
 from exportkit.export.flat import FlatSignature
 from exportkit.observe import Signature
 from exportkit.observe.recorder import recording_paused
@@ -87,7 +87,15 @@ def capture(
         try:
             program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs)
         except Exception as error:
-            raise _export_error(error, plan) from error
+            attempt = Attempt(
+                model,
+                method,
+                plan,
+                arguments,
+                tuple(rule.name for rule in rules),
+                lambda: capture(model, method, plan, arguments, outputs, rules),
+            )
+            raise failure("torch.export could not trace the model.", error, attempt) from error
         returned = tuple(outputs.tensors()) if tensors_only else _output_order(outputs.build())
         return Captured(program, order, returned, tuple(rule.name for rule in rules))
 
@@ -192,13 +200,3 @@ def _quiet() -> Iterator[None]:
 
 def _clone(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _export_error(error: Exception, plan: Plan) -> ExportError:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ExportError(
-        "torch.export could not trace the model.",
-        where=f"variables {', '.join(v.name for v in plan.variables) or 'none'}",
-        got=f"{type(error).__name__}: {' '.join(lines[:3])[:500]}",
-        hint="the full message of torch is the cause of this exception (__cause__).",
-    )

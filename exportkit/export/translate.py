@@ -117,7 +117,7 @@ def _summary(error: Exception) -> str:
 
 def _name_values(graph: onnx_ir.Graph, captured: Captured) -> tuple[dict[str, str], dict[str, str]]:
     given = {value.name: value for value in graph.inputs}
-    tensors = _tensor_placeholders(captured.program)
+    tensors = tensor_placeholders(captured.program)
     names = input_names(captured.input_paths)
     inputs = {}
     for placeholder, path, name in zip(tensors, captured.input_paths, names, strict=True):
@@ -136,7 +136,8 @@ def _name_values(graph: onnx_ir.Graph, captured: Captured) -> tuple[dict[str, st
     return inputs, outputs
 
 
-def _tensor_placeholders(program: torch.export.ExportedProgram) -> list[str]:
+def tensor_placeholders(program: torch.export.ExportedProgram) -> list[str]:
+    """Returns the names of the nodes that stand for the inputs which are tensors, in order."""
     specs = program.graph_signature.input_specs
     return [
         spec.arg.name
@@ -152,7 +153,7 @@ def _axis_names(captured: Captured, plan: Plan) -> dict[str, str]:
     names: dict[str, str] = {}
     found = [
         (symbol, size)
-        for placeholder, path in zip(_tensor_placeholders(captured.program), captured.input_paths, strict=True)
+        for placeholder, path in zip(tensor_placeholders(captured.program), captured.input_paths, strict=True)
         for symbol, size in zip(sizes[placeholder], plan.by_path[path].sizes, strict=True)
         if isinstance(symbol, str) and _SYMBOL.fullmatch(symbol)
     ]

@@ -38,7 +38,9 @@ def with_uncached_states(arguments: dict[str, Any]) -> tuple[dict[str, Any], Cal
     rest = states[:, cached:]
     for cache in caches:
         cache.is_updated = dict.fromkeys(cache.is_updated, False)
-    return {**arguments, STATES: _with_first(arguments[STATES], rest)}, lambda result: _with_states(result, rest, states)
+    return {**arguments, STATES: _with_first(arguments[STATES], rest)}, lambda result: _with_states(
+        result, rest, states
+    )
 
 
 def _states(arguments: Mapping[str, Any]) -> torch.Tensor | None:

@@ -154,7 +154,7 @@ def check_opened(name: str, tree: Tree) -> None:
         held = [key for key, value in _attributes(leaf).items() if _holds_tensor(value)]
         if held:
             raise UnregisteredClassError(
-                f"An object of class {type(leaf).__name__} holds tensors that cannot become inputs of a graph.",
+                f"An object of class {type(leaf).__name__} holds tensors that cannot be inputs or outputs of a graph.",
                 where=join(name, path),
                 expected="a class registered with torch's pytree",
                 got=f"{type(leaf).__module__}.{type(leaf).__qualname__} with tensors in {', '.join(sorted(held))}",

@@ -2,6 +2,7 @@
 
 import optree
 import pytest
+import sympy
 import torch
 
 from exportkit import _torch_compat
@@ -100,6 +101,43 @@ def test_sizes_of_a_program_are_read():
     assert isinstance(rows, str)
     assert columns == 3
     assert sizes["cat"] == (f"2*{rows}", 3)
+
+
+class Decides(torch.nn.Module):
+    """Decides by a size, and by how two sizes are related."""
+
+    def forward(self, x, y):
+        return x.sum() if x.shape[0] > 3 and x.shape[0] * 2 == y[0].shape[0] else y[0].sum()
+
+
+_INPUTS = {"x": torch.ones(5, 2), "y": [torch.ones(10)]}
+_FREE = {"x": {0: torch.export.Dim.DYNAMIC}, "y": [{0: torch.export.Dim.DYNAMIC}]}
+
+
+def test_a_trace_tells_which_symbol_a_size_gets_and_what_becomes_of_it():
+    messages = []
+    with _torch_compat.watched_symbols(lambda message, arguments: messages.append((message, arguments))):
+        torch.export.export(Decides(), (), kwargs=_INPUTS, dynamic_shapes=_FREE)
+    created = {str(a[2]): str(a[0]) for m, a in messages if m.startswith("create_symbol %s = %s for %s")}
+    replaced = {str(a[0]): str(a[1]) for m, a in messages if m.startswith("set_replacement %s = %s")}
+    assert list(created) == ["L['x'].size()[0]", "L['y'][0].size()[0]"]
+    x, y = created.values()
+    assert replaced == {y: f"2*{x}"}
+
+
+def test_the_names_that_messages_use_are_known():
+    assert _torch_compat.source_names(_INPUTS) == ["L['x']", "L['y'][0]"]
+
+
+def test_what_a_trace_took_for_granted_is_read_with_its_line():
+    program = torch.export.export(Decides(), (), kwargs=_INPUTS, dynamic_shapes=_FREE)
+    (x, columns), (y,) = _torch_compat.input_axes(program).values()
+    assert columns == 2
+    assert y == 2 * x
+    larger, related = _torch_compat.shape_guards(program)
+    assert larger.asked == larger.left == (x > 3)
+    assert related.left == sympy.true
+    assert {guard.file for guard in (larger, related)} == {__file__}
 
 
 def test_base_classes_of_caches_are_found():

@@ -1,0 +1,124 @@
+"""Where in the model something happened: in come stack frames or graph nodes, out go its line and submodule.
+
+The line is the innermost one that belongs neither to torch, nor to exportkit, nor to Python itself. The submodule is
+the one whose method was running there.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+_PYTHON = Path(sysconfig.get_paths()["stdlib"])
+_OTHERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+# Where code has no file: a prompt, a notebook, a doctest. Other names of this form are Python's and torch's own.
+_TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
+_STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+# No more than this of a line of code is shown.
+_LONGEST_LINE = 120
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the model's code.
+
+    Attributes:
+        file: Its file.
+        line: Its number.
+        module: Path of the submodule that was running, such as ``layers.1``; empty for the model itself.
+        cls: Class of that submodule; empty if it is not known.
+    """
+
+    file: str
+    line: int
+    module: str = ""
+    cls: str = ""
+
+    @property
+    def code(self) -> str:
+        """The line itself."""
+        return linecache.getline(self.file, self.line).strip()[:_LONGEST_LINE]
+
+    @property
+    def owner(self) -> str:
+        """The submodule, in words."""
+        return f"{self.module or 'the model itself'} ({self.cls})" if self.cls else ""
+
+    def __str__(self) -> str:
+        where = ", ".join(part for part in (self.owner, f"{self.file}:{self.line}") if part)
+        return f"{where}\n         {self.code}" if self.code else where
+
+
+def place_of_error(error: BaseException, model: torch.nn.Module) -> Place | None:
+    """Returns where in the model an exception comes from, or None if it was raised elsewhere."""
+    return place_of_frames(traceback.walk_tb(error.__traceback__), model)
+
+
+def place_of_frames(frames: Iterable[tuple[FrameType, int]], model: torch.nn.Module) -> Place | None:
+    """Returns the innermost line of the model among stack frames, or None.
+
+    Args:
+        frames: Frames with the line that each is at, outermost first.
+        model: The model.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    owner: torch.nn.Module | None = None
+    found: Place | None = None
+    inside_torch: Place | None = None
+    for frame, line in frames:
+        owner_here = frame.f_locals.get("self")
+        if isinstance(owner_here, torch.nn.Module) and id(owner_here) in names:
+            owner = owner_here
+        if owner is None:
+            continue
+        place = Place(frame.f_code.co_filename, line, names[id(owner)], type(owner).__name__)
+        if is_model_code(place.file):
+            found = place
+        elif owner_here is owner and frame.f_code.co_name == "forward":  # a module of torch.nn
+            inside_torch = place
+    return found or inside_torch
+
+
+def place_of_node(node: torch.fx.Node) -> Place | None:
+    """Returns where in the model a node of a traced graph comes from, or None if that is not known."""
+    lines = _STACK_LINE.findall(node.meta.get("stack_trace") or "")
+    own = [(file, int(line)) for file, line in lines if is_model_code(file)]
+    if not own:
+        return None
+    modules = [*(node.meta.get("nn_module_stack") or {}).values()]
+    path, cls = modules[-1] if modules else ("", "")
+    return Place(*own[-1], path, _class_name(cls))
+
+
+def is_model_code(file: str) -> bool:
+    """Returns whether a file can hold the code of a model: it is none of torch's, of exportkit's or of Python's own."""
+    if file.startswith("<"):
+        return file.startswith(_TYPED)
+    path = Path(file)
+    if not file or any(path.is_relative_to(folder) for folder in _OTHERS):
+        return False
+    return not path.is_relative_to(_PYTHON) or "site-packages" in file or "dist-packages" in file
+
+
+def nodes_in(error: BaseException) -> Iterator[torch.fx.Node]:
+    """Yields the graph nodes that were being worked on as an exception and its causes were raised, innermost last."""
+    current: BaseException | None = error
+    while current is not None:
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            node = frame.f_locals.get("node")
+            if isinstance(node, torch.fx.Node):
+                yield node
+        current = current.__cause__ or current.__context__
+
+
+def _class_name(cls: Any) -> str:
+    return cls.__name__ if isinstance(cls, type) else str(cls).rpartition(".")[2]
