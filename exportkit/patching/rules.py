@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 
+from exportkit.patching.chunks import has_chunk_scan, traced_chunk_scan
+from exportkit.patching.delta_rule import has_delta_rule, traced_delta_rule
 from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
 from exportkit.patching.experts import batched_experts, has_experts
+from exportkit.patching.selective_scan import has_selective_scan, traced_selective_scan
 from exportkit.patching.windows import has_windows, traced_windows
 
 
@@ -39,6 +42,9 @@ RULES = (
     Rule("sliding windows of symbolic length", has_windows, traced_windows),
     Rule("experts as batched matrix products", has_experts, batched_experts),
     Rule("encoder states projected as far as uncached", has_cross_cache, nothing_replaced, with_uncached_states),
+    Rule("selective scan as one loop operator", has_selective_scan, traced_selective_scan),
+    Rule("state-space chunks as one loop operator", has_chunk_scan, traced_chunk_scan),
+    Rule("delta rule as one loop operator", has_delta_rule, traced_delta_rule),
 )
 
 
