@@ -8,8 +8,6 @@ section 3.3, whose solution of the triangular system is computed here by doublin
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -100,7 +98,7 @@ def _inverse(system: torch.Tensor, position: torch.Tensor, most: int) -> torch.T
 
     The inverse of diagonal blocks of one size gives that of blocks twice as large, by one more product each side.
     """
-    inverse: Any = (position[:, None] == position).to(system.dtype).expand(system.shape)
+    inverse = torch.eq(position[:, None], position).to(system.dtype).expand(system.shape)
     rows, columns, size = position[:, None], position[None], 1
     while size < most:
         same = rows // (2 * size) == columns // (2 * size)
