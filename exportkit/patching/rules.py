@@ -17,6 +17,7 @@ from exportkit.patching.chunks import has_chunk_scan, traced_chunk_scan
 from exportkit.patching.delta_rule import has_delta_rule, traced_delta_rule
 from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
 from exportkit.patching.experts import batched_experts, has_experts
+from exportkit.patching.gated_recurrence import has_gated_recurrence, traced_gated_recurrence
 from exportkit.patching.selective_scan import has_selective_scan, traced_selective_scan
 from exportkit.patching.weighted_average import has_weighted_average, traced_weighted_average
 from exportkit.patching.windows import has_windows, traced_windows
@@ -47,6 +48,7 @@ RULES = (
     Rule("state-space chunks as one loop operator", has_chunk_scan, traced_chunk_scan),
     Rule("delta rule as one loop operator", has_delta_rule, traced_delta_rule),
     Rule("weighted average of tokens as one loop operator", has_weighted_average, traced_weighted_average),
+    Rule("gated recurrence as one loop operator", has_gated_recurrence, traced_gated_recurrence),
 )
 
 
