@@ -58,10 +58,5 @@ class StatefulOnnxModel(OnnxModel):
         return (past is None or sizes[past.name] > 0) and (batch is None or sizes[batch.name] == state[batch.name])
 
     def _sizes(self, trees: dict[str, Tree]) -> dict[str, int]:
-        from exportkit.arguments import solve_sizes
-        from exportkit.trees import join
-
-        shapes = {
-            join(name, path): tuple(t.shape) for name, tree in trees.items() for path, t in tree.tensors().items()
-        }
-        return solve_sizes(self.exported.plan, shapes)
+        tensors = tensors_by_path(trees)
+        return solve_sizes(self.exported.plan, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
