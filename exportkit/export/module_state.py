@@ -68,6 +68,8 @@ def with_module_state(
         observation: The calls.
     """
     places = _held_tensors(model)
+    if places and observation.has_values:
+        places = _replaced(places, model, method, observation)
     if not places or not observation.has_values:
         return None
     stateful = WithState(model, method, places)
@@ -93,6 +95,25 @@ def _held_tensors(model: torch.nn.Module) -> dict[str, tuple[str, str]]:
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def _replaced(
+    places: Mapping[str, tuple[str, str]], model: torch.nn.Module, method: str, observation: Observation
+) -> dict[str, tuple[str, str]]:
+    """The places at which a call leaves another tensor, or other values in it; what was there is put back."""
+    holders = {name: (model.get_submodule(module), attribute) for name, (module, attribute) in places.items()}
+    before = {name: getattr(*place) for name, place in holders.items()}
+    values = {name: tensor.clone() for name, tensor in before.items()}
+    try:
+        run_eager(model, method, Arguments(observation.calls[0].arguments, observation))
+        after = {name: getattr(*place) for name, place in holders.items()}
+        return {n: places[n] for n in places if after[n] is not before[n] or not torch.equal(after[n], values[n])}
+    except Exception:
+        return {}
+    finally:
+        for name, place in holders.items():
+            before[name].copy_(values[name])
+            setattr(*place, before[name])
 
 
 def _with_parameter(signature: Signature) -> Signature:

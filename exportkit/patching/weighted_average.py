@@ -43,6 +43,7 @@ def weighted_average(
 
     The state is numerator, denominator and largest exponent, each (batch, channels).
     """
+    first: tuple[torch.Tensor, ...]
     if state is None:
         blank = torch.zeros_like(key[:, 0], dtype=torch.float32)
         first = (blank, blank.clone(), blank - 1e38)
