@@ -5,9 +5,10 @@ Which of them is right is tried on the recorded calls, not assumed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from exportkit.observe import Observation
 from exportkit.trees import Tree, flatten, join
 
 _MOST_TRIALS = 64
+_FEW_TOKENS = 2
 _LOWEST = -1e30  # minus infinity of states that hold a logarithm: the largest exponent of no tokens
 
 
@@ -132,15 +134,44 @@ def find_fills(plan: Plan, observation: Observation, model: torch.nn.Module, met
     calls = [call.index for call in observation.calls if any(path not in call.tensors() for path in optional)]
     if not calls:
         return Fills(ones)
+    tried, short = _with_short_calls(plan, observation, calls, model, method)
     best: dict[str, float] = {}
-    fewest = calls
+    fewest = [*calls, *short]
     for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
-        wrong = [index for index in calls if not _reproduces(plan, observation, index, values, model, method)]
+        wrong = [index for index in (*calls, *short) if not _reproduces(plan, tried, index, values, model, method)]
         if len(wrong) < len(fewest):
             best, fewest = values, wrong
         if not wrong:
             break
-    return Fills({**best, **ones}, tuple(fewest))
+    return Fills({**best, **ones}, tuple(index for index in fewest if index in calls))
+
+
+def _with_short_calls(
+    plan: Plan, observation: Observation, calls: list[int], model: torch.nn.Module, method: str
+) -> tuple[Observation, list[int]]:
+    """The calls, and these cut to few tokens, with the numbers of those: a long call may hide what it began with."""
+    new = plan.with_role("sequence")
+    short = []
+    for call in (observation.calls[index] for index in calls):
+        sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in call.tensors().items()})
+        if new is None or sizes[new.name] <= _FEW_TOKENS:
+            continue
+        shapes = plan.shapes({**sizes, new.name: _FEW_TOKENS})
+        trees = {
+            name: tree.with_leaves({p: _cut(t, shapes.get(join(name, p))) for p, t in tree.tensors().items()})
+            for name, tree in call.arguments.items()
+        }
+        with contextlib.suppress(Exception):  # a model that refuses so few tokens is not asked
+            outputs = flatten(run_eager(model, method, Arguments(trees, observation)))
+            short.append(replace(call, arguments=trees, outputs=outputs))
+    count = len(observation.calls)
+    return replace(observation, calls=(*observation.calls, *short)), [*range(count, count + len(short))]
+
+
+def _cut(tensor: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+    for axis, size in enumerate(shape or ()):
+        tensor = tensor.narrow(axis, 0, min(size, tensor.shape[axis]))
+    return tensor
 
 
 def _choices(plan: Plan, observation: Observation, calls: list[int], optional: list[str]) -> Iterator[dict[str, float]]:

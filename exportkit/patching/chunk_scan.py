@@ -47,8 +47,10 @@ def attend_in_chunks(
         padded = F.pad(tensor.float(), (0, 0, 0, 0, 0, count * size - length))
         return padded.reshape(batch, count, size, heads, tensor.shape[-1]).permute(1, 0, 3, 2, 4).contiguous()
 
+    levels = None if beta is None else _levels(chunk_size, key.device)
+
     def step(state: torch.Tensor, chunk: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        return _one_chunk(state, *chunk, most=chunk_size)
+        return _one_chunk(state, *chunk, levels=levels)
 
     tensors = (query, key, value, decay) if beta is None else (query, key, value, decay, beta)
     last, outputs = scan(step, state.float().contiguous(), tuple(chunked(tensor) for tensor in tensors))
@@ -64,17 +66,15 @@ def _one_chunk(
     decay: torch.Tensor,
     beta: torch.Tensor | None = None,
     *,
-    most: int,
+    levels: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The state after a chunk, and its outputs; tensors are (batch, heads, chunk, size)."""
     decayed = decay.cumsum(-2)
     position = torch.arange(key.shape[-2], device=key.device)
-    up_to, before = position[:, None] >= position, position[:, None] > position
-    if beta is not None:
-        system = torch.where(before, _pairs(key * beta, key, decayed), 0.0)
-        inverse = _inverse(system, position, most)
+    if beta is not None and levels is not None:
+        inverse = _inverse(_pairs(key * beta, key, decayed), position, levels)
         value = inverse @ (value * beta) - (inverse @ (key * beta * decayed.exp())) @ state
-    within = torch.where(up_to, _pairs(query, key, decayed), 0.0)
+    within = torch.where(position[:, None] >= position, _pairs(query, key, decayed), 0.0)
     output = (query * decayed.exp()) @ state + within @ value
     total = decayed[..., -1:, :]
     kept = total.exp().transpose(-1, -2) * state
@@ -93,16 +93,20 @@ def _pairs(left: torch.Tensor, right: torch.Tensor, decayed: torch.Tensor) -> to
     return (left.unsqueeze(-2) * right.unsqueeze(-3) * exponent.exp()).sum(-1)
 
 
-def _inverse(system: torch.Tensor, position: torch.Tensor, most: int) -> torch.Tensor:
-    """The inverse of the identity plus a strictly lower triangular matrix of at most ``most`` rows.
+def _levels(most: int, device: torch.device) -> torch.Tensor:
+    """For each row and column below ``most``, in which doubling of blocks both come together; 0 above the diagonal."""
+    rows = [[(row ^ column).bit_length() if row > column else 0 for column in range(most)] for row in range(most)]
+    return torch.tensor(rows, device=device)
+
+
+def _inverse(system: torch.Tensor, position: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    """The inverse of the identity plus the part of a matrix below its diagonal.
 
     The inverse of diagonal blocks of one size gives that of blocks twice as large, by one more product each side.
     """
+    size = system.shape[-1]
+    level = levels[:size, :size]
     inverse = torch.eq(position[:, None], position).to(system.dtype).expand(system.shape)
-    rows, columns, size = position[:, None], position[None], 1
-    while size < most:
-        same = rows // (2 * size) == columns // (2 * size)
-        below = same & (rows // size % 2 == 1) & (columns // size % 2 == 0)
-        inverse = inverse - inverse @ torch.where(below, system, 0.0) @ inverse
-        size *= 2
+    for doubling in range(1, (levels.shape[0] - 1).bit_length() + 1):
+        inverse = inverse - inverse @ torch.where(level == doubling, system, 0.0) @ inverse
     return inverse
