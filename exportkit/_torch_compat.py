@@ -321,3 +321,18 @@ def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
         file, line = (place.filename, place.lineno) if hasattr(place, "filename") else ("", 0)
         found.append(ShapeGuard(guard.expr, guard.expr.xreplace(environment.replacements), file, line))
     return found
+
+
+def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -> tuple[Any, Any]:
+    """Returns the last state and the stacked outputs of a loop over the first axis. Seen in torch 2.13.
+
+    torch.onnx.export turns it into the ONNX operator Scan.
+
+    Args:
+        step: From the state and one slice of the inputs to the next state and one slice of the outputs.
+        state: The first state, a nested value of tensors of the shapes and types that the step returns.
+        inputs: A nested value of tensors that are as long as the loop.
+    """
+    import torch._higher_order_ops as operators
+
+    return _require(operators, "scan", "torch 2.13")(step, state, inputs)  # type: ignore[no-any-return]

@@ -42,6 +42,14 @@ class AskedModel:
             return False
         return self.outputs(arguments) is not None
 
+    def accepts_lengths(self, plan: Plan) -> bool:
+        """Returns whether the model also accepts more new tokens than recorded: it may cut a mask that is too long."""
+        new = plan.with_role("sequence")
+        if new is None or not self.accepts(plan):
+            return self.accepts(plan)
+        longer = max(size for size in new.seen if size is not None) + 2
+        return self.accepts(plan, {**choose_sizes(plan), new.name: longer})
+
     def accepts_apart(self, plan: Plan, first: str, second: str) -> bool:
         """Returns whether the model accepts two variables at different sizes, either of them the larger one."""
         try:

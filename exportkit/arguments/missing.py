@@ -1,13 +1,14 @@
-"""What stands for an input that a call lacks: nothing along a free axis, else zeros, else ones.
+"""What stands for an input that a call lacks: nothing along a free axis, else zeros, ones, or minus infinity.
 
 Which of them is right is tried on the recorded calls, not assumed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from exportkit.observe import Observation
 from exportkit.trees import Tree, flatten, join
 
 _MOST_TRIALS = 64
+_FEW_TOKENS = 2
+_LOWEST = -1e30  # minus infinity of states that hold a logarithm: the largest exponent of no tokens
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,11 @@ class Fills:
     """Values that missing inputs are filled with, by path, and the calls for which no value was right.
 
     Attributes:
-        values: 0 or 1 by path; an input of free length is empty, so that its value does not matter.
+        values: 0, 1 or -1e30 by path; an input of free length is empty, so that its value does not matter.
         unproven: Numbers of recorded calls that the filled arguments do not reproduce.
     """
 
-    values: Mapping[str, int]
+    values: Mapping[str, float]
     unproven: tuple[int, ...] = ()
 
 
@@ -89,7 +92,7 @@ def size_in(plan: Plan, name: str, shapes: Mapping[str, tuple[Any, ...]]) -> Any
     return None
 
 
-def fill_missing(plan: Plan, given: Mapping[str, torch.Tensor], fills: Mapping[str, int]) -> dict[str, torch.Tensor]:
+def fill_missing(plan: Plan, given: Mapping[str, torch.Tensor], fills: Mapping[str, float]) -> dict[str, torch.Tensor]:
     """Returns tensors for the inputs of a plan that are not given, by path.
 
     Args:
@@ -109,7 +112,7 @@ def fill_missing(plan: Plan, given: Mapping[str, torch.Tensor], fills: Mapping[s
     }
 
 
-def completed_call(plan: Plan, observation: Observation, index: int, fills: Mapping[str, int]) -> Arguments:
+def completed_call(plan: Plan, observation: Observation, index: int, fills: Mapping[str, float]) -> Arguments:
     """Returns the arguments of a recorded call with its missing inputs filled."""
     call = observation.calls[index]
     missing = fill_missing(plan, call.tensors(), fills)
@@ -131,30 +134,74 @@ def find_fills(plan: Plan, observation: Observation, model: torch.nn.Module, met
     calls = [call.index for call in observation.calls if any(path not in call.tensors() for path in optional)]
     if not calls:
         return Fills(ones)
-    best: dict[str, int] = {}
-    fewest = calls
+    tried, short = _with_short_calls(plan, observation, calls, model, method)
+    best: dict[str, float] = {}
+    fewest = [*calls, *short]
     for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
-        wrong = [index for index in calls if not _reproduces(plan, observation, index, values, model, method)]
+        wrong = [index for index in (*calls, *short) if not _reproduces(plan, tried, index, values, model, method)]
         if len(wrong) < len(fewest):
             best, fewest = values, wrong
         if not wrong:
             break
-    return Fills({**best, **ones}, tuple(fewest))
+    return Fills({**best, **ones}, tuple(index for index in fewest if index in calls))
 
 
-def _choices(plan: Plan, observation: Observation, calls: list[int], optional: list[str]) -> Iterator[dict[str, int]]:
-    """Zeros and ones for the inputs that would not be empty."""
+def _with_short_calls(
+    plan: Plan, observation: Observation, calls: list[int], model: torch.nn.Module, method: str
+) -> tuple[Observation, list[int]]:
+    """The calls, and these cut to few tokens, with the numbers of those: a long call may hide what it began with."""
+    new = plan.with_role("sequence")
+    short = []
+    for call in (observation.calls[index] for index in calls):
+        sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in call.tensors().items()})
+        if new is None or sizes[new.name] <= _FEW_TOKENS:
+            continue
+        shapes = plan.shapes({**sizes, new.name: _FEW_TOKENS})
+        trees = {
+            name: tree.with_leaves({p: _cut(t, shapes.get(join(name, p))) for p, t in tree.tensors().items()})
+            for name, tree in call.arguments.items()
+        }
+        with contextlib.suppress(Exception):  # a model that refuses so few tokens is not asked
+            outputs = flatten(run_eager(model, method, Arguments(trees, observation)))
+            short.append(replace(call, arguments=trees, outputs=outputs))
+    count = len(observation.calls)
+    return replace(observation, calls=(*observation.calls, *short)), [*range(count, count + len(short))]
+
+
+def _cut(tensor: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
+    for axis, size in enumerate(shape or ()):
+        tensor = tensor.narrow(axis, 0, min(size, tensor.shape[axis]))
+    return tensor
+
+
+def _choices(plan: Plan, observation: Observation, calls: list[int], optional: list[str]) -> Iterator[dict[str, float]]:
+    """Values for the inputs that would not be empty: the likely ones, then those with one changed, with two and so on.
+
+    Likely is what an input mostly held where it was given, 1 for a mask: a call that ignores it reproduces with any.
+    """
     full = set()
     for index in calls:
         missing = fill_missing(plan, observation.calls[index].tensors(), {})
         full |= {path for path, tensor in missing.items() if tensor.numel()}
     named = [path for path in optional if path in full]
-    for values in itertools.product((0, 1), repeat=len(named)):
-        yield dict(zip(named, values, strict=True))
+    ordered = {path: _by_likelihood(plan, observation, path) for path in named}
+    likely = {path: values[0] for path, values in ordered.items()}
+    for changes in range(len(named) + 1):
+        for changed in itertools.combinations(named, changes):
+            for values in itertools.product(*(ordered[path][1:] for path in changed)):
+                yield {**likely, **dict(zip(changed, values, strict=True))}
+
+
+def _by_likelihood(plan: Plan, observation: Observation, path: str) -> tuple[float, ...]:
+    if "float" in plan.by_path[path].dtype:
+        return (0, 1, _LOWEST)
+    given = [tensors[path] for call in observation.calls if path in (tensors := call.tensors())]
+    ones = sum(int((tensor == 1).sum()) for tensor in given)
+    return (1, 0) if 2 * ones > sum(tensor.numel() for tensor in given) else (0, 1)
 
 
 def _reproduces(
-    plan: Plan, observation: Observation, index: int, fills: Mapping[str, int], model: torch.nn.Module, method: str
+    plan: Plan, observation: Observation, index: int, fills: Mapping[str, float], model: torch.nn.Module, method: str
 ) -> bool:
     try:
         outputs = flatten(run_eager(model, method, completed_call(plan, observation, index, fills)))

@@ -43,6 +43,6 @@ def probe_plan(observation: Observation, model: torch.nn.Module, method: str) ->
 def _confirmed(asked: AskedModel, placeholders: Sequence[Placeholder]) -> Plan:
     plan = with_rows(infer_plan(asked.table, constants_of(asked.observation)), placeholders)
     plan = extend_tokens(confirm_batch(plan, asked), asked)
-    if not asked.accepts(plan):
+    if not asked.accepts_lengths(plan):
         plan = add_relations(plan, asked)
     return name_variables(pull_apart(plan, asked))

@@ -13,12 +13,13 @@ from collections.abc import Collection, Iterator
 import torch
 
 from exportkit.arguments.ask import AskedModel
-from exportkit.arguments.build import Arguments, recorded_call
+from exportkit.arguments.build import Arguments, largest_tensors, merged_trees, recorded_call
 from exportkit.arguments.compare import close
 from exportkit.axes import CallTable, Expression, Finding, Plan, Variable
 from exportkit.axes.infer import without_guess
 from exportkit.axes.names import name_variables
 from exportkit.axes.table import AxisKey, known
+from exportkit.observe import Observation
 from exportkit.trees import Tree, join
 
 _MOST_CHOICES = 32  # ways to choose the batch axes that are tried, an eager run or two each
@@ -100,15 +101,30 @@ def _rows(table: CallTable, size: int, taken: set[str]) -> Choice:
 def _rows_repeat(asked: AskedModel, choice: Choice) -> bool:
     """Returns whether doubling the chosen axes doubles outputs along one axis, both halves as before.
 
-    Asked of the call with the most tensors, and of the first call where that is another one.
+    Asked of the call with the most tensors, and of the first call where that is another one. A model may mix rows when
+    it is given single tokens on a state, so what that call has is also tried with the tokens of the first one.
     """
     counts = [len(call.tensors()) for call in asked.observation.calls]
-    calls = dict.fromkeys([counts.index(max(counts)), 0])
-    return all(_rows_repeat_in(asked, index, choice) for index in calls)
+    fullest = counts.index(max(counts))
+    if not _rows_repeat_in(asked, recorded_call(asked.observation, 0), choice):
+        return False
+    return not fullest or any(
+        _rows_repeat_in(asked, arguments, choice)
+        for arguments in (recorded_call(asked.observation, fullest), _largest_call(asked.observation))
+    )
 
 
-def _rows_repeat_in(asked: AskedModel, index: int, choice: Choice) -> bool:
-    recorded = recorded_call(asked.observation, index)
+def _largest_call(observation: Observation) -> Arguments:
+    """All inputs that were ever given, each as in the call where it was largest."""
+    largest = largest_tensors(observation)
+    trees = {
+        name: tree.with_leaves({path: largest[join(name, path)] for path in tree.tensors()})
+        for name, tree in merged_trees(observation).items()
+    }
+    return Arguments(trees, observation)
+
+
+def _rows_repeat_in(asked: AskedModel, recorded: Arguments, choice: Choice) -> bool:
     doubled = {name: _doubled(name, tree, choice) for name, tree in recorded.trees.items()}
     before, after = asked.outputs(recorded), asked.outputs(Arguments(doubled, asked.observation))
     if before is None or after is None or before.keys() != after.keys():

@@ -54,8 +54,10 @@ def add_relations(plan: Plan, asked: AskedModel) -> Plan:
     if batch is not None and len(known(batch.seen)) == 1:
         bolder = without_guess(bolder, asked.table).with_variable(batch, plan.axes_of(batch.name))
     for candidate in (_tied(plan, asked), bolder, _tied(bolder, asked)):
-        if asked.accepts(candidate):
+        if asked.accepts_lengths(candidate):
             return candidate
+    if asked.accepts(plan):
+        return plan
     text = "the model refuses sizes other than those recorded; the relation between its inputs was not found."
     return plan.with_findings([Finding("sizes", "", text)])
 

@@ -17,8 +17,10 @@ from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanE
 from exportkit.export.audit import audit_sizes
 from exportkit.export.effects import audit_effects
 from exportkit.export.failure import Attempt, explained
+from exportkit.export.module_state import STATE, WithState, with_module_state
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
+from exportkit.export.stateful import StatefulOnnxModel
 from exportkit.export.translate import check_destination, translate
 from exportkit.observe import Edge, InputObserver, Observation
 from exportkit.patching import FEATURE_ROWS, Rule, adapted_call, chunk_size_of, matching_rules
@@ -93,7 +95,8 @@ class Exported:
             name: part.to_onnx(target.with_name(f"{target.stem}.{name}{target.suffix}"), opset)
             for name, part in self.parts.items()
         }
-        return OnnxModel(file, self, parts)
+        kind = StatefulOnnxModel if isinstance(self.model, WithState) else OnnxModel
+        return kind(file, self, parts)
 
     def attempt(self, onnx: bool = False) -> Attempt:
         """Returns what was traced, to look for the cause of a failure.
@@ -150,7 +153,7 @@ def export(
         raise InvalidTypeError("Only a torch.nn.Module can be exported.", got=type(model).__name__)
     seconds: dict[str, float] = {}
     started = time.perf_counter()
-    plan, method = _plan(model, observer_or_plan, probe)
+    model, plan, method = _plan(model, observer_or_plan, probe)
     seconds["plan"] = time.perf_counter() - started
     try:
         exported = _traced(model, method, plan, seconds)
@@ -159,14 +162,20 @@ def export(
         if cautious is None:
             raise
         exported = _traced(model, method, cautious, seconds)
-    findings = [*_rule_findings(exported), *_fill_findings(exported.fills), *_mode_findings(model)]
+    findings = [
+        *_rule_findings(exported),
+        *_fill_findings(exported.fills),
+        *_mode_findings(model),
+        *_state_findings(model),
+    ]
     exported = replace(exported, plan=exported.plan.with_findings(findings))
     return _with_parts(exported, observer_or_plan, probe)
 
 
 def _with_parts(exported: Exported, source: Any, probe: bool) -> Exported:
     parts = source.parts if isinstance(source, InputObserver) else {}
-    modules = {name: exported.model.get_submodule(part.module) for name, part in parts.items()}
+    root = exported.model.model if isinstance(exported.model, WithState) else exported.model
+    modules = {name: root.get_submodule(part.module) for name, part in parts.items()}
     return replace(
         exported,
         parts={name: export(modules[name], part.observation, probe=probe) for name, part in parts.items()},
@@ -205,18 +214,22 @@ def _without_extended(plan: Plan) -> Plan | None:
     return plan.with_findings([Finding("fixed by the trace", ", ".join(extended), text)])
 
 
-def _plan(model: torch.nn.Module, source: Any, probe: bool) -> tuple[Plan, str]:
+def _plan(model: torch.nn.Module, source: Any, probe: bool) -> tuple[torch.nn.Module, Plan, str]:
+    """The model in the form to export, its plan and the method: with what it keeps on its modules as an argument."""
     if isinstance(source, Plan):
         if source.calls is None:
             raise PlanError(
                 "This plan does not know the calls it was made from.",
                 hint="pass the observer, or a plan that observer.plan() returned.",
             )
-        return source, source.calls.method_name
+        return model, source, source.calls.method_name
     if isinstance(source, InputObserver | Observation):
         observation = source.observation if isinstance(source, InputObserver) else source
         observation.require_calls()
-        return plan_calls(observation, model if probe else None, observation.method_name), observation.method_name
+        stateful = with_module_state(model, observation.method_name, observation)
+        model, observation = (model, observation) if stateful is None else stateful
+        plan = plan_calls(observation, model if probe else None, observation.method_name)
+        return model, plan, observation.method_name
     raise InvalidTypeError(
         "export needs to know how the model is called.",
         expected="an InputObserver, its observation, or a Plan",
@@ -249,6 +262,13 @@ def _mode_findings(model: torch.nn.Module) -> list[Finding]:
         return []
     text = "the model is in training mode: dropout and batch statistics differ from call to call; model.eval() first."
     return [Finding("training mode", "", text)]
+
+
+def _state_findings(model: torch.nn.Module) -> list[Finding]:
+    if not isinstance(model, WithState):
+        return []
+    text = f"the model keeps its state on its modules; the graph takes it as {STATE} and returns it."
+    return [Finding("module state", STATE, text)]
 
 
 def _fill_findings(fills: Fills) -> list[Finding]:

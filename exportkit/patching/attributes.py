@@ -1,21 +1,23 @@
-"""Replaces attributes of a class for a while, and puts back what was there, in any order of leaving."""
+"""Replaces attributes of a class or module for a while, and puts back what was there, in any order of leaving."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 _lock = threading.RLock()
-_open: dict[tuple[type, str], list[tuple[object, Any]]] = {}  # who replaced an attribute, and by what, in order
-_originals: dict[tuple[type, str], Any] = {}
+_Owner = type | ModuleType
+_open: dict[tuple[_Owner, str], list[tuple[object, Any]]] = {}  # who replaced an attribute, and by what, in order
+_originals: dict[tuple[_Owner, str], Any] = {}
 _ABSENT = object()
 
 
 @contextlib.contextmanager
-def replaced_attributes(cls: type, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Gives a class other attributes for the time of a ``with`` block.
+def replaced_attributes(cls: _Owner, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Gives a class or module other attributes for the time of a ``with`` block.
 
     Blocks may overlap in any order and in several threads: the latest one still open decides, and with the last one the
     class is as it was.
@@ -30,7 +32,7 @@ def replaced_attributes(cls: type, attributes: Mapping[str, Any]) -> Iterator[No
             _pop(cls, name, token)
 
 
-def _push(cls: type, name: str, token: object, value: Any) -> None:
+def _push(cls: _Owner, name: str, token: object, value: Any) -> None:
     with _lock:
         if not _open.setdefault((cls, name), []):
             _originals[cls, name] = vars(cls).get(name, _ABSENT)
@@ -38,7 +40,7 @@ def _push(cls: type, name: str, token: object, value: Any) -> None:
         setattr(cls, name, value)
 
 
-def _pop(cls: type, name: str, token: object) -> None:
+def _pop(cls: _Owner, name: str, token: object) -> None:
     with _lock:
         rest = [entry for entry in _open[cls, name] if entry[0] is not token]
         _open[cls, name] = rest

@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 
+from exportkit.patching.chunks import has_chunk_scan, traced_chunk_scan
+from exportkit.patching.delta_rule import has_delta_rule, traced_delta_rule
 from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
 from exportkit.patching.experts import batched_experts, has_experts
 from exportkit.patching.feature_rows import guarded_scatter
 from exportkit.patching.first_call import always_first, asks_for_first_call, with_first_types
+from exportkit.patching.gated_recurrence import has_gated_recurrence, traced_gated_recurrence
+from exportkit.patching.selective_scan import has_selective_scan, traced_selective_scan
+from exportkit.patching.weighted_average import has_weighted_average, traced_weighted_average
 from exportkit.patching.windows import has_windows, traced_windows
 
 
@@ -42,6 +47,11 @@ RULES = (
     Rule("experts as batched matrix products", has_experts, batched_experts),
     Rule("encoder states projected as far as uncached", has_cross_cache, nothing_replaced, with_uncached_states),
     Rule("token types read while the cache is empty", asks_for_first_call, always_first, with_first_types),
+    Rule("selective scan as one loop operator", has_selective_scan, traced_selective_scan),
+    Rule("state-space chunks as one loop operator", has_chunk_scan, traced_chunk_scan),
+    Rule("delta rule as one loop operator", has_delta_rule, traced_delta_rule),
+    Rule("weighted average of tokens as one loop operator", has_weighted_average, traced_weighted_average),
+    Rule("gated recurrence as one loop operator", has_gated_recurrence, traced_gated_recurrence),
 )
 
 # Needed where placeholders in the token ids stand for rows of an input, which is seen from values and not from a call.

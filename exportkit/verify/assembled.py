@@ -15,7 +15,7 @@ from exportkit.export import OnnxModel
 from exportkit.trees import Tree, join
 from exportkit.verify.report import Row
 
-RowOf = Callable[[Row, Arguments, Tree, float, Callable[[], Any]], Row]
+RowOf = Callable[[Row, Arguments, Mapping[str, torch.Tensor], float, Callable[[], Any]], Row]
 
 
 def assembled_rows(onnx_model: OnnxModel, row_of: RowOf) -> Iterator[Row]:
@@ -40,7 +40,7 @@ def assembled_rows(onnx_model: OnnxModel, row_of: RowOf) -> Iterator[Row]:
             values = _without(whole, set(made)) | recorded_call(part.exported.observation, fed).copies()
             row = Row("assembled", f"{index} from {name} {fed}", {}, "proven")
             recorded = exported.observation.calls[index]
-            yield row_of(row, whole, recorded.outputs, recorded.latency, lambda v=values: onnx_model(**v))
+            yield row_of(row, whole, recorded.outputs.tensors(), recorded.latency, lambda v=values: onnx_model(**v))
 
 
 def _was_given(given: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]) -> bool:

@@ -12,13 +12,15 @@ import torch
 from exportkit.arguments import Arguments, build_arguments, recorded_call, run_eager, solve_sizes, unseen_sizes
 from exportkit.axes import Plan
 from exportkit.errors import ExportkitError
-from exportkit.export import OnnxModel
-from exportkit.trees import Tree, flatten
+from exportkit.export import Exported, OnnxModel
+from exportkit.trees import flatten, join
 from exportkit.verify.assembled import assembled_rows
 from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions, visible_tail
 from exportkit.verify.report import Report, Row
+from exportkit.verify.stepwise import stepwise_outputs
 
 _ENOUGH_UNSEEN = 3
+STEPWISE = "equals the model token by token, which forgets its state when it gets several at once"
 
 
 def verify(onnx_model: OnnxModel, unseen: bool = True) -> Report:
@@ -44,26 +46,58 @@ def _recorded_row(onnx_model: OnnxModel, index: int) -> Row:
     shapes = {path: tuple(tensor.shape) for path, tensor in call.tensors().items()}
     sizes = solve_sizes(exported.plan, shapes)
     arguments = recorded_call(exported.observation, index)
-    return _row(onnx_model, Row("recorded", str(index), sizes, "proven"), arguments, call.outputs, call.latency)
+    return _row(
+        onnx_model, Row("recorded", str(index), sizes, "proven"), arguments, call.outputs.tensors(), call.latency
+    )
 
 
 def _unseen_row(onnx_model: OnnxModel, label: str, sizes: Mapping[str, int]) -> Row:
     exported = onnx_model.exported
     blank = Row("unseen", label, sizes, "no call")
     try:
-        arguments = build_arguments(exported.plan, exported.observation, sizes)
+        arguments = _without_stored(exported, build_arguments(exported.plan, exported.observation, sizes), sizes)
         started = time.perf_counter()
-        outputs = flatten(run_eager(exported.model, exported.method, arguments))
+        outputs = flatten(run_eager(exported.model, exported.method, arguments)).tensors()
     except Exception as error:
         return replace(blank, where=f"the model itself raises {type(error).__name__}: {_short(error)}")
-    return _row(onnx_model, replace(blank, status="proven"), arguments, outputs, time.perf_counter() - started)
+    row = _row(onnx_model, replace(blank, status="proven"), arguments, outputs, time.perf_counter() - started)
+    return _stepwise_row(onnx_model, row, arguments) if row.status == "differs" else row
+
+
+def _without_stored(exported: Exported, arguments: Arguments, sizes: Mapping[str, int]) -> Arguments:
+    """The arguments with states of no tokens, where the cache is empty: those that were absent from such calls."""
+    past = exported.plan.with_role("past")
+    if past is None or sizes[past.name]:
+        return arguments
+    first = [index for index, size in enumerate(past.seen) if size == 0]
+    absent = {leaf.path for leaf in exported.plan.leaves if first and all(leaf.shapes[i] is None for i in first)}
+    trees = {}
+    for name, tree in arguments.trees.items():
+        found = {path: tensor for path, tensor in tree.tensors().items() if join(name, path) in absent}
+        fills = exported.fills.values
+        trees[name] = tree.with_leaves(
+            {path: torch.full_like(tensor, fills.get(join(name, path), 0)) for path, tensor in found.items()}
+        )
+    return replace(arguments, trees=trees)
+
+
+def _stepwise_row(onnx_model: OnnxModel, row: Row, arguments: Arguments) -> Row:
+    """The row of a call with several new tokens with the model run token by token, if the graph equals that."""
+    try:
+        expected = stepwise_outputs(onnx_model, arguments, row.sizes)
+    except Exception:
+        return row
+    if expected is None:
+        return row
+    stepwise = _row(onnx_model, replace(row, status="proven"), arguments, expected, row.eager_seconds)
+    return replace(stepwise, where=STEPWISE) if stepwise.status == "proven" else row
 
 
 def _row(
     onnx_model: OnnxModel,
     row: Row,
     arguments: Arguments,
-    expected: Tree,
+    expected: Mapping[str, torch.Tensor],
     eager_seconds: float,
     run: Callable[[], Any] | None = None,
 ) -> Row:
@@ -74,7 +108,7 @@ def _row(
     except ExportkitError as error:
         return replace(row, status="refused", where=_short(error))
     onnx_seconds = time.perf_counter() - started
-    differences = list(compare_outputs(onnx_model, arguments, expected.tensors(), got))
+    differences = list(compare_outputs(onnx_model, arguments, expected, got))
     wrong = next((d for d in differences if d.reason is not None), None)
     return replace(
         row,

@@ -1,0 +1,62 @@
+"""StatefulOnnxModel: the graph of a model that keeps its state on its modules, called like that model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from exportkit.arguments import solve_sizes
+from exportkit.export.module_state import RESULT, STATE
+from exportkit.export.onnx_model import OnnxModel
+from exportkit.observe.observation import tensors_by_path
+from exportkit.trees import Tree, flatten
+
+if TYPE_CHECKING:
+    from exportkit.verify import Report
+
+
+class StatefulOnnxModel(OnnxModel):
+    """An ONNX graph that remembers its state from call to call, as the model does.
+
+    A call with an empty cache starts anew, and so does one with another batch than the call before.
+
+    Attributes:
+        module_state: The state that the last call left, or None before the first one.
+    """
+
+    module_state: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model returns, computed by onnxruntime; ``module_state=`` takes another state to go on from.
+
+        Raises:
+            ArgumentError: if the arguments do not fit the graph.
+            RuntimeFailure: if onnxruntime refuses them.
+        """
+        if STATE not in kwargs and self._goes_on(args, kwargs):
+            kwargs[STATE] = self.module_state
+        returned = super().__call__(*args, **kwargs)
+        self.module_state = returned[STATE]
+        return returned[RESULT]
+
+    def verify(self, unseen: bool = True) -> Report:
+        """Returns the proof, with the state as an input and an output.
+
+        Args:
+            unseen: Also try sizes that were not recorded; the model runs them in eager mode as the truth.
+        """
+        return OnnxModel(self.file, self.exported, self.parts).verify(unseen)
+
+    def _goes_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.module_state is None:
+            return False
+        exported = self.exported
+        plan, past = exported.plan, exported.plan.with_role("past")
+        given = exported.observation.signature.bind(args, kwargs)
+        sizes = self._sizes({name: flatten(value) for name, value in given.items()})
+        batch = plan.with_role("batch")
+        state = self._sizes({STATE: flatten(self.module_state)})
+        return (past is None or sizes[past.name] > 0) and (batch is None or sizes[batch.name] == state[batch.name])
+
+    def _sizes(self, trees: dict[str, Tree]) -> dict[str, int]:
+        tensors = tensors_by_path(trees)
+        return solve_sizes(self.exported.plan, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
