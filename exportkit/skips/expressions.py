@@ -1,0 +1,286 @@
+"""Takes an expression of the suite and the names around it, and evaluates it without running any code of the suite.
+
+Out comes a constant, an entity such as a function or a decorator, or UNKNOWN; arithmetic runs on small constants only.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import operator
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from exportkit.skips.externals import call_method, external_value
+from exportkit.skips.values import UNKNOWN, Applied, Class, External, Frame, Function, Imported, PartialText, known, truth
+
+_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+}
+_COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
+_LONGEST = 100_000  # characters or elements of a result: more is not worked out
+
+
+class Expressions:
+    """Evaluates expressions; a subclass says what calls and attributes of the suite's own entities give."""
+
+    def evaluate(self, node: ast.expr | None, frame: Frame) -> Any:
+        """Returns the value of an expression, or UNKNOWN."""
+        if node is None:
+            return None
+        if isinstance(node, ast.Constant):
+            return node.value
+        method = getattr(self, f"_{type(node).__name__}", None)
+        if method is None:
+            self.evaluate_parts(node, frame)
+            return UNKNOWN
+        return method(node, frame)
+
+    def evaluate_parts(self, node: ast.AST, frame: Frame) -> None:
+        """Evaluates the parts of an expression for what they do; overridden by the interpreter."""
+
+    def attribute(self, value: Any, name: str) -> Any:
+        """Returns an attribute of an entity."""
+        raise NotImplementedError
+
+    def call(self, function: Any, node: ast.Call, args: tuple[Any, ...], keywords: dict[str, Any], frame: Frame) -> Any:
+        """Returns what a call gives."""
+        raise NotImplementedError
+
+    def perhaps(self, node: ast.expr, frame: Frame, condition: str) -> Any:
+        """Evaluates an expression that runs under a condition."""
+        raise NotImplementedError
+
+    def look_up(self, imported: Imported) -> Any:
+        """Returns what an import statement bound."""
+        raise NotImplementedError
+
+    def missing_name(self, name: str, frame: Frame) -> Any:
+        """Returns what a name means that no frame has: a star import's, or UNKNOWN."""
+        raise NotImplementedError
+
+    def _Name(self, node: ast.Name, frame: Frame) -> Any:  # noqa: N802
+        found = frame.find(node.id)
+        if found is None:
+            value = self.missing_name(node.id, frame)
+            if value is UNKNOWN and hasattr(builtins, node.id):
+                return External(f"builtins.{node.id}")
+            return value
+        value = found.names[node.id]
+        if isinstance(value, Imported):
+            value = found.names[node.id] = self.look_up(value)
+        return value
+
+    def _Attribute(self, node: ast.Attribute, frame: Frame) -> Any:  # noqa: N802
+        value = self.evaluate(node.value, frame)
+        if isinstance(value, External):
+            return external_value(f"{value.name}.{node.attr}")
+        if value is sys.version_info:
+            return getattr(value, node.attr, UNKNOWN)
+        return self.attribute(value, node.attr)
+
+    def _Call(self, node: ast.Call, frame: Frame) -> Any:  # noqa: N802
+        args, keywords = self._arguments(node, frame)
+        if isinstance(node.func, ast.Attribute):
+            value = self.evaluate(node.func.value, frame)
+            if isinstance(value, str | list | tuple | dict):
+                return call_method(value, node.func.attr, args, keywords)
+        return self.call(self.evaluate(node.func, frame), node, args, keywords, frame)
+
+    def _arguments(self, node: ast.Call, frame: Frame) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args: list[Any] = []
+        for arg in node.args:
+            value = self.evaluate(arg.value if isinstance(arg, ast.Starred) else arg, frame)
+            if not isinstance(arg, ast.Starred):
+                args.append(value)
+            elif isinstance(value, list | tuple):
+                args.extend(value)
+            else:
+                args.append(UNKNOWN)
+        keywords: dict[str, Any] = {}
+        for keyword in node.keywords:
+            value = self.evaluate(keyword.value, frame)
+            if keyword.arg is not None:
+                keywords[keyword.arg] = value
+            elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+                keywords.update(value)
+        return tuple(args), keywords
+
+    def _JoinedStr(self, node: ast.JoinedStr, frame: Frame) -> str:  # noqa: N802
+        parts = [self._formatted(part, frame) for part in node.values]
+        whole = not any(isinstance(part, PartialText) for part in parts)
+        return "".join(parts) if whole else PartialText("".join(parts))
+
+    def _formatted(self, node: ast.expr, frame: Frame) -> str:
+        if not isinstance(node, ast.FormattedValue):
+            return str(self.evaluate(node, frame))
+        value = self.evaluate(node.value, frame)
+        if isinstance(value, Class | Function):
+            value = UNKNOWN
+        if known(value):
+            convert = {-1: lambda plain: plain, ord("s"): str, ord("r"): repr, ord("a"): ascii}[node.conversion]
+            try:
+                return format(convert(value), self._JoinedStr(node.format_spec, frame) if node.format_spec else "")
+            except (TypeError, ValueError):
+                pass
+        return PartialText(f"{{{ast.unparse(node.value)}}}")
+
+    def _Tuple(self, node: ast.Tuple, frame: Frame) -> Any:  # noqa: N802
+        elements = self._elements(node, frame)
+        return UNKNOWN if elements is None else tuple(elements)
+
+    def _List(self, node: ast.List, frame: Frame) -> Any:  # noqa: N802
+        elements = self._elements(node, frame)
+        return UNKNOWN if elements is None else elements
+
+    def _Set(self, node: ast.Set, frame: Frame) -> Any:  # noqa: N802
+        elements = self._elements(node, frame)
+        try:
+            return UNKNOWN if elements is None or not known(elements) else set(elements)
+        except TypeError:
+            return UNKNOWN
+
+    def _elements(self, node: ast.Tuple | ast.List | ast.Set, frame: Frame) -> list[Any] | None:
+        elements: list[Any] = []
+        for element in node.elts:
+            value = self.evaluate(element.value if isinstance(element, ast.Starred) else element, frame)
+            if not isinstance(element, ast.Starred):
+                elements.append(value)
+            elif isinstance(value, list | tuple):
+                elements.extend(value)
+            else:
+                return None
+        return elements
+
+    def _Dict(self, node: ast.Dict, frame: Frame) -> Any:  # noqa: N802
+        pairs = [(UNKNOWN if key is None else self.evaluate(key, frame), value) for key, value in zip(node.keys, node.values)]
+        values = [self.evaluate(value, frame) for _, value in pairs]
+        try:
+            return {key: value for (key, _), value in zip(pairs, values)} if all(known(key) for key, _ in pairs) else UNKNOWN
+        except TypeError:
+            return UNKNOWN
+
+    def _Subscript(self, node: ast.Subscript, frame: Frame) -> Any:  # noqa: N802
+        value, index = self.evaluate(node.value, frame), self.evaluate(node.slice, frame)
+        if isinstance(value, External) and value.name == "os.environ" and isinstance(index, str):
+            return os.environ.get(index, UNKNOWN)
+        if not isinstance(value, str | list | tuple | dict) or not known(index):
+            return UNKNOWN
+        try:
+            return value[index]
+        except (LookupError, TypeError):
+            return UNKNOWN
+
+    def _Slice(self, node: ast.Slice, frame: Frame) -> Any:  # noqa: N802
+        parts = [self.evaluate(part, frame) for part in (node.lower, node.upper, node.step)]
+        return slice(*parts) if known(parts) else UNKNOWN
+
+    def _UnaryOp(self, node: ast.UnaryOp, frame: Frame) -> Any:  # noqa: N802
+        value = self.evaluate(node.operand, frame)
+        if isinstance(node.op, ast.Not):
+            answer = truth(value)
+            return UNKNOWN if answer is None else not answer
+        if not isinstance(value, int | float):
+            return UNKNOWN
+        return -value if isinstance(node.op, ast.USub) else value if isinstance(node.op, ast.UAdd) else UNKNOWN
+
+    def _BinOp(self, node: ast.BinOp, frame: Frame) -> Any:  # noqa: N802
+        left, right = self.evaluate(node.left, frame), self.evaluate(node.right, frame)
+        function = _OPERATORS.get(type(node.op))
+        if function is None:
+            return UNKNOWN
+        both_sequences = isinstance(left, list | tuple) and type(left) is type(right) and isinstance(node.op, ast.Add)
+        if not both_sequences and not (known(left) and known(right)):
+            return self._partial_text(node, left, right)
+        if isinstance(node.op, ast.Mult) and any(isinstance(side, int) and side > _LONGEST for side in (left, right)):
+            return UNKNOWN
+        try:
+            return function(left, right)
+        except Exception:  # the suite would raise here
+            return UNKNOWN
+
+    @staticmethod
+    def _partial_text(node: ast.BinOp, left: Any, right: Any) -> Any:
+        """A text of which one part is known, as an f-string would show it: it can still serve as a reason."""
+        if not isinstance(node.op, ast.Add) or not (isinstance(left, str) or isinstance(right, str)):
+            return UNKNOWN
+        sides = ((left, node.left), (right, node.right))
+        return PartialText("".join(v if isinstance(v, str) else f"{{{ast.unparse(part)}}}" for v, part in sides))
+
+    def _BoolOp(self, node: ast.BoolOp, frame: Frame) -> Any:  # noqa: N802
+        decisive, uncertain, value = isinstance(node.op, ast.Or), [], None
+        for part in node.values:
+            if uncertain:
+                value = self.perhaps(part, frame, " and ".join(uncertain))
+            else:
+                value = self.evaluate(part, frame)
+            answer = truth(value)
+            if answer is decisive:
+                return value
+            if answer is None:
+                uncertain.append(ast.unparse(part))
+        return UNKNOWN if uncertain else value
+
+    def _IfExp(self, node: ast.IfExp, frame: Frame) -> Any:  # noqa: N802
+        answer = truth(self.evaluate(node.test, frame))
+        if answer is not None:
+            return self.evaluate(node.body if answer else node.orelse, frame)
+        condition = ast.unparse(node.test)
+        first, second = self.perhaps(node.body, frame, condition), self.perhaps(node.orelse, frame, f"not ({condition})")
+        return first if known(first) and known(second) and first == second else UNKNOWN
+
+    def _Compare(self, node: ast.Compare, frame: Frame) -> Any:  # noqa: N802
+        left = self.evaluate(node.left, frame)
+        for operation, comparator in zip(node.ops, node.comparators):
+            right = self.evaluate(comparator, frame)
+            answer = self._compare(operation, left, right)
+            if answer is not True:
+                return answer
+            left = right
+        return True
+
+    @staticmethod
+    def _compare(operation: ast.cmpop, left: Any, right: Any) -> Any:
+        if isinstance(operation, ast.In | ast.NotIn) and isinstance(right, External) and right.name == "os.environ":
+            return UNKNOWN if not isinstance(left, str) else (left in os.environ) is isinstance(operation, ast.In)
+        if not (known(left) and known(right)):
+            if isinstance(operation, ast.Is | ast.IsNot) and right is None and isinstance(left, list | tuple | dict | Applied):
+                return isinstance(operation, ast.IsNot) if not isinstance(left, Applied) else UNKNOWN
+            return UNKNOWN
+        try:
+            return bool(_COMPARISONS[type(operation)](left, right))
+        except TypeError:
+            return UNKNOWN
+
+    def _NamedExpr(self, node: ast.NamedExpr, frame: Frame) -> Any:  # noqa: N802
+        value = frame.names[node.target.id] = self.evaluate(node.value, frame)
+        return value
+
+    def _Await(self, node: ast.Await, frame: Frame) -> Any:  # noqa: N802
+        return self.evaluate(node.value, frame)
+
+    def _Lambda(self, node: ast.Lambda, frame: Frame) -> Any:  # noqa: N802
+        return Function(node, frame)
+
+    def _Starred(self, node: ast.Starred, frame: Frame) -> Any:  # noqa: N802
+        return self.evaluate(node.value, frame)
