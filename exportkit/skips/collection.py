@@ -19,6 +19,7 @@ from exportkit.skips.values import (
     Applied,
     Bound,
     Class,
+    External,
     Function,
     Imported,
     Instance,
@@ -222,7 +223,8 @@ class Collector:
         for fixture in self._fixtures.before(module.file, module.frame, cls, wanted):
             steps.append((fixture.function, receiver if fixture.owner else (), {}, fixture.owner))
         steps += self._set_up(cls, test_case, before_fixtures=False)
-        steps.append((function, receiver if owner is not None else (), variant.values, owner))
+        if not (test_case and isinstance(function.node, ast.AsyncFunctionDef) and not self._awaits(cls)):
+            steps.append((function, receiver if owner is not None else (), variant.values, owner))
         suite.notes = []
         for step, args, values, step_owner in steps:
             if not suite.may_skip(step):
@@ -235,6 +237,11 @@ class Collector:
                 yield skipped.skip
                 return
         yield from suite.notes
+
+    def _awaits(self, cls: Class | None) -> bool:
+        """Whether unittest runs the asynchronous tests of a class; else it makes a coroutine and leaves it."""
+        bases = self._suite.order(cls) if cls is not None else ()
+        return any(isinstance(base, External) and base.name != "unittest.TestCase" and "object" not in base.name for base in bases)
 
     def _set_up_module(self, module: Module, path: tuple[Class, ...]) -> Iterator[tuple[Any, ...]]:
         names = ("setUpModule", "setup_module") if path else ("setUpModule", "setup_module", "setup_function")

@@ -38,6 +38,7 @@ _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
 }
+_MOST_ELEMENTS = 1000
 _LONGEST = 100_000  # characters or elements of a result: more is not worked out
 
 
@@ -172,6 +173,41 @@ class Expressions:
                 return None
         return elements
 
+    def _ListComp(self, node: ast.ListComp | ast.GeneratorExp, frame: Frame) -> Any:  # noqa: N802
+        inner = Frame("function", frame.file, parent=frame, owner=frame.owner)
+        elements: list[Any] = []
+        return elements if self._comprehend(node.elt, node.generators, inner, elements) else UNKNOWN
+
+    _GeneratorExp = _ListComp
+
+    def _comprehend(self, element: ast.expr, loops: list[ast.comprehension], frame: Frame, into: list[Any]) -> bool:
+        """Adds the elements of a comprehension; returns whether all of them are found."""
+        if not loops:
+            into.append(self.evaluate(element, frame))
+            return len(into) <= _MOST_ELEMENTS
+        values = self.evaluate(loops[0].iter, frame)
+        if isinstance(values, dict | set | str):
+            values = list(values)
+        if not isinstance(values, list | tuple):
+            return False
+        for value in values:
+            self.assign(loops[0].target, value, frame)
+            answers = [truth(self.evaluate(condition, frame)) for condition in loops[0].ifs]
+            if None in answers:
+                return False
+            if all(answers) and not self._comprehend(element, loops[1:], frame, into):
+                return False
+        return True
+
+    def assign(self, target: ast.expr, value: Any, frame: Frame) -> None:
+        """Binds a name, or the names of a tuple."""
+        if isinstance(target, ast.Name):
+            frame.names[target.id] = value
+        elif isinstance(target, ast.Tuple | ast.List):
+            matches = isinstance(value, list | tuple) and len(value) == len(target.elts)
+            for position, part in enumerate(target.elts):
+                self.assign(part, value[position] if matches else UNKNOWN, frame)
+
     def _Dict(self, node: ast.Dict, frame: Frame) -> Any:  # noqa: N802
         pairs = [(UNKNOWN if key is None else self.evaluate(key, frame), value) for key, value in zip(node.keys, node.values)]
         values = [self.evaluate(value, frame) for _, value in pairs]
@@ -264,6 +300,8 @@ class Expressions:
         if isinstance(operation, ast.In | ast.NotIn) and isinstance(right, External) and right.name == "os.environ":
             return UNKNOWN if not isinstance(left, str) else (left in os.environ) is isinstance(operation, ast.In)
         if not (known(left) and known(right)):
+            if isinstance(operation, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and _are_builtins(left, right):
+                return (left == right) is isinstance(operation, ast.Is | ast.Eq)
             if isinstance(operation, ast.Is | ast.IsNot) and right is None and isinstance(left, list | tuple | dict | Applied):
                 return isinstance(operation, ast.IsNot) if not isinstance(left, Applied) else UNKNOWN
             return UNKNOWN
@@ -284,3 +322,7 @@ class Expressions:
 
     def _Starred(self, node: ast.Starred, frame: Frame) -> Any:  # noqa: N802
         return self.evaluate(node.value, frame)
+
+
+def _are_builtins(*values: Any) -> bool:
+    return all(isinstance(value, External) and value.name.startswith("builtins.") for value in values)

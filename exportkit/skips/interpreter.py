@@ -125,12 +125,12 @@ class Interpreter(Expressions):
             return _STOP
         value = self.evaluate(node.value, frame)
         for target in node.targets:
-            self._assign(target, value, frame)
+            self.assign(target, value, frame)
         return _FALL
 
     def _do_AnnAssign(self, node: ast.AnnAssign, frame: Frame) -> frozenset[str]:  # noqa: N802
         if node.value is not None:
-            self._assign(node.target, self.evaluate(node.value, frame), frame)
+            self.assign(node.target, self.evaluate(node.value, frame), frame)
         return _FALL
 
     def _do_AugAssign(self, node: ast.AugAssign, frame: Frame) -> frozenset[str]:  # noqa: N802
@@ -138,14 +138,6 @@ class Interpreter(Expressions):
             read = ast.Name(node.target.id, ast.Load())
             frame.names[node.target.id] = self.evaluate(ast.BinOp(read, node.op, node.value), frame)
         return _FALL
-
-    def _assign(self, target: ast.expr, value: Any, frame: Frame) -> None:
-        if isinstance(target, ast.Name):
-            frame.names[target.id] = value
-        elif isinstance(target, ast.Tuple | ast.List):
-            matches = isinstance(value, list | tuple) and len(value) == len(target.elts)
-            for position, part in enumerate(target.elts):
-                self._assign(part, value[position] if matches else UNKNOWN, frame)
 
     def _do_Delete(self, node: ast.Delete, frame: Frame) -> frozenset[str]:  # noqa: N802
         for target in node.targets:
@@ -206,8 +198,10 @@ class Interpreter(Expressions):
                 self._branch = _negated(condition)
         frame.names.clear()
         frame.names.update(_common_names(after) if after else before)
-        if all(skipped is not None for skipped, _ in skips):
-            raise skips[0][0]
+        certain = [skipped for skipped, _ in skips if skipped is not None]
+        if len(certain) == len(branches):
+            reason = " or ".join(dict.fromkeys(skipped.skip.reason for skipped in certain))
+            raise Skipped(replace(certain[0].skip, reason=reason), certain[0].by_unittest)
         for skipped, condition in skips:
             self._note(skipped, condition)
         return exits
@@ -233,11 +227,11 @@ class Interpreter(Expressions):
         if isinstance(elements, dict | set | str):
             elements = list(elements)
         if not isinstance(elements, list | tuple):
-            self._assign(node.target, UNKNOWN, frame)
+            self.assign(node.target, UNKNOWN, frame)
             condition = f"{ast.unparse(node.iter)} is not empty"
             return self._loop(self._either(frame, (condition, lambda: self.execute(node.body, frame)), ("", lambda: _FALL)))
         for element in elements[:_MOST_ELEMENTS]:
-            self._assign(node.target, element, frame)
+            self.assign(node.target, element, frame)
             outcome = self.execute(node.body, frame)
             if "fall" not in outcome:
                 return self._loop(outcome)
@@ -266,7 +260,7 @@ class Interpreter(Expressions):
             value = self.evaluate(item.context_expr, frame)
             swallowed |= self._swallowed(item.context_expr, value)
             if item.optional_vars is not None:
-                self._assign(item.optional_vars, UNKNOWN, frame)
+                self.assign(item.optional_vars, UNKNOWN, frame)
         try:
             return self.execute(node.body, frame)
         except Skipped as skipped:
@@ -352,7 +346,9 @@ class Interpreter(Expressions):
 
     def _do_ClassDef(self, node: ast.ClassDef, frame: Frame) -> frozenset[str]:  # noqa: N802
         body = Frame("class", frame.file, parent=frame)
-        body.owner = frame.names[node.name] = Class(node, frame, body)
+        names = {part.id for base in node.bases for part in ast.walk(base) if isinstance(part, ast.Name)}
+        held = {name: found.names[name] for name in names if (found := frame.find(name)) is not None}
+        body.owner = frame.names[node.name] = Class(node, frame, body, Frame("function", frame.file, held, frame))
         self.execute(node.body, body)
         return _FALL
 
@@ -360,7 +356,7 @@ class Interpreter(Expressions):
 
     def evaluate_parts(self, node: ast.AST, frame: Frame) -> None:
         """Follows the calls inside an expression that has no value of its own here."""
-        if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Yield | ast.YieldFrom):
+        if isinstance(node, ast.SetComp | ast.DictComp | ast.Yield | ast.YieldFrom):
             return
         for part in ast.iter_child_nodes(node):
             if isinstance(part, ast.expr):

@@ -82,8 +82,8 @@ class Merger:
             ids = [test.id] if test.id in waiting else []
             if not ids and test.parameters is None:
                 ids = [other for other in dict.fromkeys(plain.get(test.id, ())) if other in waiting and other not in exact]
-            if not ids:
-                yield test, test
+            if not ids:  # a summary of the skipped tests names no test that ran
+                yield test, test if self._ran else self._as_run(test, "", skipped=False)
             for test_id in ids:
                 reason = waiting.pop(test_id)
                 name = test_id.rpartition("::")[2] if "[" not in test_id else test.name
@@ -100,9 +100,20 @@ class Merger:
         if not skipped:
             return replace(test, status="ran", skips=(), source="truth")
         static = test.skips[0] if test.skips else Skip("", test.defined_in, test.lines[0])
-        place = next((place for place in self._places if self._is_at(test, place)), None)
-        reason = reason or (place.reason if place is not None else static.reason)
+        reason = self._whole_reason(test, reason, static.reason)
         return replace(test, status="skipped", skips=(replace(static, reason=reason, condition=""),), source="truth")
+
+    def _whole_reason(self, test: Test, reason: str, expected: str) -> str:
+        """The reason in full: beside the name of a test, pytest cuts it to one line and to the width of the terminal."""
+        whole = [place.reason for place in self._places]
+        first_line, cut = expected.partition("\n")[0], reason.endswith("...") or not reason
+        start = reason.removesuffix("...") if cut else reason
+        if expected in whole and (first_line.startswith(start) if cut else first_line == reason):
+            return expected
+        if not whole or reason in whole:
+            return reason
+        here = [place.reason for place in self._places if self._is_at(test, place)]
+        return next((text for text in (*here, *whole) if text.startswith(start)), reason)
 
     def _unknown(self, test_id: str, file: str, reason: str | None) -> Test:
         head, _, parameters = test_id.partition("[")
@@ -181,8 +192,11 @@ class Merger:
 
 
 def _expects(test: Test, place: Place, file_of: Callable[[str], str]) -> bool:
-    at_skip = any((skip.file, skip.line) == (file_of(place.file), place.line) for skip in test.skips)
-    return at_skip or ("site-packages" in place.file and _reason(test) == place.reason and test.status == "skipped")
+    if test.status == "skipped" and _reason(test) == place.reason and "site-packages" in place.file:
+        return True
+    if not place.line:
+        return test.status == "skipped" and _reason(test) == place.reason and test.file == file_of(place.file)
+    return any((skip.file, skip.line) == (file_of(place.file), place.line) for skip in test.skips)
 
 
 def _reason(test: Test) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,6 +110,18 @@ class SkipScan:
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Returns the rows by name of test, as ``all_tests_scan_result.json`` holds them."""
         return {row.test: row.to_json() for row in sorted(self.rows, key=lambda row: row.test)}
+
+    def agreement(self) -> tuple[float, float]:
+        """Returns precision and recall of the static scan against the run that was merged into it.
+
+        Only skips that the scan is certain of count as found. Both are 1 if there is nothing to find.
+        """
+        run = [test for test in self.tests if test.source == "truth"]
+        kinds = Counter(difference.kind for difference in self.differences)
+        not_found = {d.test for d in self.differences if d.kind in ("missed", "decided")}
+        found = sum(test.status == "skipped" and test.id not in not_found for test in run)
+        missed = sum(test.status == "skipped" and test.id in not_found for test in run)
+        return found / (found + kinds["wrong"] or 1) if found else 1.0, found / (found + missed) if found else 1.0
 
     def to_html(self) -> str:
         """Returns a page that needs nothing else: a table to sort and filter, most skipped first."""

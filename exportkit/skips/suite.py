@@ -172,7 +172,7 @@ class Suite(Interpreter):
     def bases(self, cls: Class) -> tuple[Any, ...]:
         """Returns the base classes of a class: those of the suite, and the names of the others."""
         if not cls.bases:
-            values = tuple(self.evaluate(base, cls.frame) for base in cls.node.bases if not isinstance(base, ast.Starred))
+            values = tuple(self.evaluate(base, cls.scope) for base in cls.node.bases if not isinstance(base, ast.Starred))
             cls.bases = tuple(value for value in values if isinstance(value, Class | External)) or (External("builtins.object"),)
         return cls.bases
 

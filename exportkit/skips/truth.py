@@ -19,14 +19,14 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STATUS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
 _VERBOSE = re.compile(rf"^(?P<id>\S+\.py::.+?) (?P<status>{_STATUS})(?: \((?P<reason>.*)\))?\s*(?:\[\s*\d+%\])?$")
 _WORKER = re.compile(rf"^\[gw\d+\](?: \[\s*\d+%\])? (?P<status>{_STATUS}) (?P<id>\S+\.py::.+?)\s*$")
-_FOLDED = re.compile(r"^SKIPPED \[(?P<count>\d+)\] (?P<file>.+?):(?P<line>\d+): ?(?P<reason>.*)$")
-_UNFOLDED = re.compile(r"^SKIPPED (?P<id>\S+\.py(?:::.+?)?) - (?:Skipped: ?)?(?P<reason>.*)$")
+_FOLDED = re.compile(r"^SKIPPED \[(?P<count>\d+)\] (?P<file>.+?)(?::(?P<line>\d+))?: ?(?:unittest\.case\.SkipTest: )?(?P<reason>.*)$")
+_UNFOLDED = re.compile(r"^SKIPPED (?P<id>\S+\.py(?:::.+?)?) - (?:(?:Skipped|unittest\.case\.SkipTest): ?)?(?P<reason>.*)$")
 _SUMMARY = re.compile(rf"^(?:{_STATUS}|SUBSKIPPED|SUBFAILED|SUBPASSED|XFAIL at setup of) |^=+ ")
-_MODULE_SKIP = re.compile(r"^\('(?P<file>.*)', (?P<line>\d+), ['\"]Skipped: (?P<reason>.*)['\"]\)$", re.DOTALL)
+_MODULE_SKIP = re.compile(r"^\('.*', \d+, ['\"](?:Skipped|unittest\.case\.SkipTest): (?P<reason>.*)['\"]\)$", re.DOTALL)
 
 
 class Place(NamedTuple):
-    """A line of the summary: so many tests were skipped at this place."""
+    """A line of the summary: so many tests were skipped at this place; without a line (0) by a mark of their class."""
 
     file: str
     line: int
@@ -114,14 +114,13 @@ def _from_output(text: str) -> Truth:
             truth.add(match["id"], match["status"], match.groupdict().get("reason") or "")
         elif match := _FOLDED.match(line):
             reason = "\n".join([match["reason"], *_continued(lines[position + 1 :])])
-            truth.places.append(Place(match["file"], int(match["line"]), int(match["count"]), reason))
+            truth.places.append(Place(match["file"], int(match["line"] or 0), int(match["count"]), reason))
         elif match := _UNFOLDED.match(line):
             reason = "\n".join([match["reason"], *_continued(lines[position + 1 :])])
             if "::" in match["id"]:
                 truth.skipped[match["id"]] = reason
             else:
                 truth.modules[match["id"]] = reason
-    _complete_reasons(truth)
     return truth
 
 
@@ -132,11 +131,3 @@ def _continued(lines: Iterable[str]) -> Iterable[str]:
             return
         yield line
 
-
-def _complete_reasons(truth: Truth) -> None:
-    """Replaces reasons that were cut to the width of the terminal by those of the summary."""
-    whole = [place.reason for place in truth.places]
-    for test, reason in truth.skipped.items():
-        start = reason.removesuffix("...")
-        if reason not in whole:
-            truth.skipped[test] = next((text for text in whole if start and text.startswith(start)), reason)

@@ -121,6 +121,7 @@ class Class:
     node: ast.ClassDef
     frame: Frame  # that in which it is defined
     body: Frame
+    scope: Frame  # what the names in its list of bases held when it was defined
     bases: tuple[Any, ...] = ()
     cached_marks: tuple[Any, ...] | None = None
     cached_order: tuple[Any, ...] | None = None
