@@ -6,11 +6,11 @@ A test comes once for each class that has or inherits it, and once for each of i
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from exportkit.skips.fixtures import Fixtures, requested
+from exportkit.skips.fixtures import Fixture, Fixtures, requested
 from exportkit.skips.marks import other_skips, pytest_skips, unpacked
 from exportkit.skips.parameters import Variant, variants
 from exportkit.skips.suite import Module, Suite
@@ -24,7 +24,6 @@ from exportkit.skips.values import (
     Imported,
     Instance,
     Skip,
-    Skipped,
 )
 
 
@@ -65,12 +64,30 @@ class Test:
         return "::".join(filter(None, (self.file, self.classes, self.name + parameters)))
 
 
+@dataclass
+class _Place:
+    """A class of a test file, or the file itself, with what all of its tests share."""
+
+    module: Module
+    path: tuple[Class, ...]
+    test_case: bool
+    marks: tuple[Any, ...]
+    classes: str
+    group: str
+    wanted: tuple[str, ...]  # fixtures that its marks ask for
+    skips: tuple[Skip, ...] | None = None
+    decorators: tuple[Skip, ...] | None = None
+    set_up: tuple[Skip, ...] | None = None
+    set_up_method: tuple[Skip, ...] | None = None
+    fixtures: tuple[Fixture, ...] | None = None
+
+
 class Collector:
     """Collects the tests of files, and says what skips them."""
 
     def __init__(self, suite: Suite) -> None:
         self._suite, self._fixtures = suite, Fixtures(suite)
-        self._class_marks: dict[int, tuple[Any, ...]] = {}
+        self._lines: dict[int, tuple[int, int]] = {}
 
     def names_in(self, module: Module) -> list[tuple[str, Function]]:
         """Returns the names of all test functions that a file itself defines, those of its mixins included."""
@@ -96,7 +113,7 @@ class Collector:
             if isinstance(value, Class):
                 yield from self._of_class(module, name, (value,))
             elif isinstance(value, Function) and name.startswith("test"):
-                yield from self._of_function(module, name, value, (), None)
+                yield from self._of_function(self._place(module, (), False), name, value, None)
 
     def _of_class(self, module: Module, name: str, path: tuple[Class, ...]) -> Iterator[Test]:
         cls, suite = path[-1], self._suite
@@ -105,169 +122,174 @@ class Collector:
             return
         if not test_case and suite.member(cls, "__init__") is not None:
             return  # pytest does not collect it
-        seen: set[str] = set()
+        place, seen = self._place(module, path, test_case), set[str]()
         for base in suite.order(cls):
-            for member in list(base.body.names) if isinstance(base, Class) else ():
-                if member in seen:
+            if not isinstance(base, Class):
+                continue
+            for member, held in list(base.body.names.items()):
+                if member in seen or (test_case and not member.startswith("test")):
                     continue
                 seen.add(member)
-                value = base.body.names[member]
-                if isinstance(value, Imported):
-                    value = suite.look_up(value)
+                value = suite.look_up(held) if isinstance(held, Imported) else held
                 if isinstance(value, Bound):
                     value = value.function
                 if isinstance(value, Function) and member.startswith("test"):
-                    yield from self._of_function(module, member, value, path, base)
+                    yield from self._of_function(place, member, value, base)
                 elif isinstance(value, Class) and not test_case:
                     yield from self._of_class(module, member, (*path, value))
+
+    def _place(self, module: Module, path: tuple[Class, ...], test_case: bool) -> _Place:
+        marks = [mark for outer in reversed(path) for mark in self._marks_of(outer)]
+        marks.append(module.frame.names.get("pytestmark", ()))
+        group = self._suite.layout.group_of(module.file)
+        classes = "::".join(cls.name for cls in path)
+        return _Place(module, path, test_case, tuple(marks), classes, group, _wanted(marks))
 
     def _is_off(self, cls: Class) -> bool:
         found = self._suite.member(cls, "__test__")
         return found is not None and found[0] is False
 
-    def _of_function(
-        self, module: Module, name: str, value: Function, path: tuple[Class, ...], owner: Class | None
-    ) -> Iterator[Test]:
+    def _of_function(self, place: _Place, name: str, value: Function, owner: Class | None) -> Iterator[Test]:
         function = self._suite.decorated(value)
         if any(getattr(mark, "name", "") == "pytest.fixture" for mark in function.marks):
             return
-        cls = path[-1] if path else None
-        test_case = cls is not None and self._suite.is_test_case(cls)
-        marks = (*function.marks, *(mark for outer in reversed(path) for mark in self._marks_of(outer)))
-        marks = (*marks, module.frame.names.get("pytestmark", ()))
-        first = min([value.node.lineno, *(d.lineno for d in getattr(value.node, "decorator_list", ()))])
-        for variant in [Variant()] if test_case else variants(marks):
-            skips = tuple(self._skips(module, function, path, owner, test_case, marks, variant))
-            skips = tuple(skip if skip.file else Skip(skip.reason, value.frame.file, first, skip.condition) for skip in skips)
-            certain = tuple(skip for skip in skips if not skip.condition)
+        for variant in _NO_VARIANTS if place.test_case else variants((*function.marks, *place.marks)):
+            skips = tuple(_up_to_certain(self._skips(place, function, owner, variant)))
+            lines = self._lines_of(value)
+            if any(not skip.file for skip in skips):  # a mark without a call has no place of its own
+                skips = tuple(s if s.file else Skip(s.reason, value.frame.file, lines[0], s.condition) for s in skips)
+            certain = skips[-1:] if skips and not skips[-1].condition else ()
             yield Test(
-                file=module.file,
-                classes="::".join(cls.name for cls in path),
+                file=place.module.file,
+                classes=place.classes,
                 name=name,
                 parameters=variant.identifier,
-                group=self._suite.layout.group_of(module.file),
+                group=place.group,
                 defined_in=value.frame.file,
-                lines=(first, value.node.end_lineno or first),
+                lines=lines,
                 status="skipped" if certain else "conditional" if skips else "ran",
                 skips=certain or skips,
             )
 
+    def _lines_of(self, function: Function) -> tuple[int, int]:
+        node = function.node
+        if id(node) not in self._lines:
+            first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+            self._lines[id(node)] = (first, node.end_lineno or first)
+        return self._lines[id(node)]
+
     def _marks_of(self, cls: Class) -> tuple[Any, ...]:
         """The marks of a class and of its bases, as pytest gathers them."""
-        if id(cls) not in self._class_marks:
-            marks: list[Any] = []
-            for base in reversed(self._suite.order(cls)):
-                if isinstance(base, Class):
-                    marks += [base.body.names.get("pytestmark", ()), *self._suite.marks_of_class(base)]
-            self._class_marks[id(cls)] = tuple(marks)
-        return self._class_marks[id(cls)]
+        marks: list[Any] = []
+        for base in reversed(self._suite.order(cls)):
+            if isinstance(base, Class):
+                marks += [base.body.names.get("pytestmark", ()), *self._suite.marks_of_class(base)]
+        return tuple(marks)
 
-    def _skips(
-        self,
-        module: Module,
-        function: Function,
-        path: tuple[Class, ...],
-        owner: Class | None,
-        test_case: bool,
-        marks: tuple[Any, ...],
-        variant: Variant,
-    ) -> Iterator[Skip]:
-        """Yields what skips a test, up to the first skip that is certain."""
-        for skip in self._in_order(module, function, path, owner, test_case, marks, variant):
-            yield skip
-            if not skip.condition:
-                return
+    # What skips a test, in the order in which pytest and unittest decide
 
-    def _in_order(
-        self,
-        module: Module,
-        function: Function,
-        path: tuple[Class, ...],
-        owner: Class | None,
-        test_case: bool,
-        marks: tuple[Any, ...],
-        variant: Variant,
-    ) -> Iterator[Skip]:
-        if module.skip is not None:
-            yield module.skip
-        yield from module.notes
+    def _skips(self, place: _Place, function: Function, owner: Class | None, variant: Variant) -> Iterator[Skip]:
+        if place.module.skip is not None:
+            yield place.module.skip
+        yield from place.module.notes
         if variant.empty is not None:
             yield variant.empty
-        yield from pytest_skips(self._suite, (*marks, *variant.marks), module.frame)
-        for cls in reversed(path):
+        if function.marks or variant.marks:
+            yield from pytest_skips(self._suite, (*function.marks, *place.marks, *variant.marks), place.module.frame)
+            yield from self._of_class_decorators(place)
+            yield from other_skips((*function.marks, *variant.marks))
+        else:
+            yield from self._without_own_marks(place)
+        yield from self._while_running(place, function, owner, variant)
+
+    def _without_own_marks(self, place: _Place) -> tuple[Skip, ...]:
+        """What skips each test of a class that has no marks of its own."""
+        if place.skips is None:
+            by_pytest = pytest_skips(self._suite, place.marks, place.module.frame)
+            place.skips = (*by_pytest, *self._of_class_decorators(place))
+        return place.skips
+
+    def _of_class_decorators(self, place: _Place) -> tuple[Skip, ...]:
+        if place.decorators is None:
+            place.decorators = tuple(self._skips_of_classes(place))
+        return place.decorators
+
+    def _skips_of_classes(self, place: _Place) -> Iterator[Skip]:
+        for cls in reversed(place.path):
             for base in self._suite.order(cls):
                 if isinstance(base, Class):
-                    yield from other_skips(self._suite.marks_of_class(base), by_unittest=test_case)
-        yield from other_skips((*function.marks, *variant.marks))
-        yield from other_skips(unpacked_values(module.frame.names.get("pytestmark", ())), by_unittest=False)
-        yield from self._skips_of_run(module, function, path, owner, test_case, marks, variant)
+                    yield from other_skips(self._suite.marks_of_class(base), by_unittest=place.test_case)
+        yield from other_skips(place.marks, by_unittest=False)
 
-    def _skips_of_run(
-        self,
-        module: Module,
-        function: Function,
-        path: tuple[Class, ...],
-        owner: Class | None,
-        test_case: bool,
-        marks: tuple[Any, ...],
-        variant: Variant,
-    ) -> Iterator[Skip]:
+    def _while_running(self, place: _Place, function: Function, owner: Class | None, variant: Variant) -> Iterator[Skip]:
         """Follows set-up, fixtures and body of a test, as far as they may skip."""
-        suite = self._suite
-        cls = path[-1] if path else None
-        receiver = () if cls is None else (Instance(cls),)
-        steps = [*self._set_up_module(module, path), *self._set_up(cls, test_case, before_fixtures=True)]
-        wanted = [name for mark, _ in unpacked(marks) for name in _used(mark)]
-        if not test_case:
-            wanted += [name for name in requested(function, cls is not None) if name not in variant.values]
-        for fixture in self._fixtures.before(module.file, module.frame, cls, wanted):
-            steps.append((fixture.function, receiver if fixture.owner else (), {}, fixture.owner))
-        steps += self._set_up(cls, test_case, before_fixtures=False)
-        if not (test_case and isinstance(function.node, ast.AsyncFunctionDef) and not self._awaits(cls)):
-            steps.append((function, receiver if owner is not None else (), variant.values, owner))
-        suite.notes = []
-        for step, args, values, step_owner in steps:
-            if not suite.may_skip(step):
-                continue
-            is_static = any(ast.unparse(d) == "staticmethod" for d in getattr(step.node, "decorator_list", ()))
-            try:
-                suite.run(step, () if is_static else args, values, step_owner)
-            except Skipped as skipped:
-                yield from suite.notes
-                yield skipped.skip
-                return
-        yield from suite.notes
+        if place.set_up is None:
+            place.set_up = tuple(_up_to_certain(self._set_up(place)))
+        yield from place.set_up
+        yield from self._of_fixtures(place, function, variant)
+        if place.set_up_method is None:
+            names = ("setUp", "asyncSetUp") if place.test_case else ("setup_method",)
+            place.set_up_method = tuple(self._of_methods(place, names))
+        yield from place.set_up_method
+        awaited = not isinstance(function.node, ast.AsyncFunctionDef) or not place.test_case or self._awaits(place.path[-1])
+        if awaited and self._suite.may_skip(function):
+            yield from self._run(place, function, owner, variant.values)
 
-    def _awaits(self, cls: Class | None) -> bool:
-        """Whether unittest runs the asynchronous tests of a class; else it makes a coroutine and leaves it."""
-        bases = self._suite.order(cls) if cls is not None else ()
-        return any(isinstance(base, External) and base.name != "unittest.TestCase" and "object" not in base.name for base in bases)
+    def _run(self, place: _Place, function: Function, owner: Class | None, values: dict[str, Any]) -> tuple[Skip, ...]:
+        is_static = any(ast.unparse(d) == "staticmethod" for d in getattr(function.node, "decorator_list", ()))
+        if owner is None or is_static:
+            return self._suite.followed(function, (), values, None).skips
+        receiver = Instance(place.path[-1])
+        if values:
+            return self._suite.followed(function, (receiver,), values, owner).skips
+        return self._suite.outcome(function, receiver.cls, receiver, owner).skips
 
-    def _set_up_module(self, module: Module, path: tuple[Class, ...]) -> Iterator[tuple[Any, ...]]:
-        names = ("setUpModule", "setup_module") if path else ("setUpModule", "setup_module", "setup_function")
-        for name in names:
-            value = module.frame.names.get(name)
-            if isinstance(value, Function):
-                yield value, (UNKNOWN,) if value.node.args.args else (), {}, None
+    def _set_up(self, place: _Place) -> Iterator[Skip]:
+        """What skips in the set-up of the module and of the class."""
+        for name in ("setUpModule", "setup_module", *(() if place.path else ("setup_function",))):
+            value = place.module.frame.names.get(name)
+            if isinstance(value, Function) and self._suite.may_skip(value):
+                args = (UNKNOWN,) if value.node.args.args else ()
+                yield from self._suite.followed(value, args, {}, None).skips
+        yield from self._of_methods(place, ("setUpClass",) if place.test_case else ("setup_class",), of_class=True)
 
-    def _set_up(self, cls: Class | None, test_case: bool, before_fixtures: bool) -> Iterator[tuple[Any, ...]]:
-        if cls is None:
-            return
-        names = ("setUpClass",) if test_case else ("setup_class",)
-        if not before_fixtures:
-            names = ("setUp", "asyncSetUp") if test_case else ("setup_method",)
-        for name in names:
+    def _of_methods(self, place: _Place, names: tuple[str, ...], of_class: bool = False) -> Iterator[Skip]:
+        for name in names if place.path else ():
+            cls = place.path[-1]
             found = self._suite.member(cls, name)
             if found is not None and isinstance(found[0], Function):
-                receiver = cls if before_fixtures else Instance(cls)
-                yield self._suite.decorated(found[0]), (receiver,), {}, found[1]
+                receiver = cls if of_class else Instance(cls)
+                yield from self._suite.outcome(self._suite.decorated(found[0]), cls, receiver, found[1]).skips
+
+    def _of_fixtures(self, place: _Place, function: Function, variant: Variant) -> Iterator[Skip]:
+        wanted = [*place.wanted, *_wanted(function.marks)]
+        if not place.test_case:
+            wanted += [name for name in requested(function, bool(place.path)) if name not in variant.values]
+        cls = place.path[-1] if place.path else None
+        if not wanted and place.fixtures is None:
+            place.fixtures = tuple(self._fixtures.before(place.module.file, place.module.frame, cls, ()))
+        found = self._fixtures.before(place.module.file, place.module.frame, cls, wanted) if wanted else place.fixtures
+        for fixture in found or ():
+            if self._suite.may_skip(fixture.function):
+                yield from self._run(place, fixture.function, fixture.owner, {})
+
+    def _awaits(self, cls: Class) -> bool:
+        """Whether unittest runs the asynchronous tests of a class; else it makes a coroutine and leaves it."""
+        bases = [base.name for base in self._suite.order(cls) if isinstance(base, External)]
+        return any(base not in ("unittest.TestCase", "unittest.case.TestCase", "builtins.object") for base in bases)
 
 
-def unpacked_values(marks: Any) -> Iterator[Any]:
-    """Yields the single marks of what ``pytestmark`` holds."""
-    return (mark for mark, _ in unpacked([marks]))
+_NO_VARIANTS = [Variant()]
 
 
-def _used(mark: Any) -> tuple[str, ...]:
-    used = isinstance(mark, Applied) and mark.name == "pytest.mark.usefixtures"
-    return tuple(name for name in mark.args if isinstance(name, str)) if used else ()
+def _up_to_certain(skips: Iterable[Skip]) -> Iterator[Skip]:
+    for skip in skips:
+        yield skip
+        if not skip.condition:
+            return
+
+
+def _wanted(marks: Iterable[Any]) -> tuple[str, ...]:
+    """The fixtures that ``usefixtures`` marks ask for."""
+    used = [m for m, _ in unpacked(marks) if isinstance(m, Applied) and m.name == "pytest.mark.usefixtures"]
+    return tuple(name for mark in used for name in mark.args if isinstance(name, str))

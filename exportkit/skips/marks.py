@@ -14,6 +14,7 @@ from exportkit.skips.interpreter import reason_text
 from exportkit.skips.suite import Suite
 from exportkit.skips.values import Applied, External, Frame, NamedMark, Perhaps, Skip, truth
 
+_WITH_NAMES = (Applied, External)
 _ENVIRONMENT = ("os", "sys", "platform")  # what pytest gives to a condition that is a string
 
 
@@ -53,14 +54,14 @@ def unpacked(marks: Iterable[Any]) -> Iterator[tuple[Any, str]]:
     for mark in marks:
         if isinstance(mark, Perhaps):
             yield from ((inner, _both(mark.condition, condition)) for inner, condition in unpacked([mark.mark]))
-        elif isinstance(mark, list | tuple):
+        elif isinstance(mark, (list, tuple)):  # noqa: UP038 - this runs for each mark of each test
             yield from unpacked(mark)
         else:
             yield mark, ""
 
 
 def _name(mark: Any) -> str:
-    return mark.name if isinstance(mark, Applied | External) else ""
+    return mark.name if isinstance(mark, _WITH_NAMES) else ""
 
 
 def _skipif(suite: Suite, mark: Applied, frame: Frame) -> Iterator[Skip]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,14 +208,15 @@ def scan_skipped_tests(
         )
     runs = [read_truth(path) for path in ([truth] if isinstance(truth, str | Path) else truth)]
     suite = Suite(folder, chosen)
-    tests, bases = _without_collecting_garbage(lambda: _collect(suite, files, progress))
-    differences: list[Difference] = []
-    for run in runs:
-        tests, found = Merger(tests, run, folder, chosen.group_of).merged()
-        differences += found
-    groups = sorted({chosen.group_of(path.relative_to(folder).as_posix()) for path in files})
-    rows = sorted(_rows(tests, bases, groups, bool(chosen.bases)), key=lambda row: (-row.proportion, -len(row.skipped), row.test))
-    return SkipScan(str(root), tuple(rows), tuple(tests), tuple(differences), tuple(suite.problems))
+    with _no_garbage_collection():
+        tests, bases = _collect(suite, files, progress)
+        differences: list[Difference] = []
+        for run in runs:
+            tests, found = Merger(tests, run, folder, chosen.group_of).merged()
+            differences += found
+        groups = sorted({chosen.group_of(path.relative_to(folder).as_posix()) for path in files})
+        rows = sorted(_rows(tests, bases, groups, bool(chosen.bases)), key=lambda row: (-row.proportion, -len(row.skipped), row.test))
+        return SkipScan(str(root), tuple(rows), tuple(tests), tuple(differences), tuple(suite.problems))
 
 
 def _chosen(layout: Layout | str | None, root: Path) -> Layout:
@@ -249,12 +251,13 @@ def _collect(
     return tests, bases
 
 
-def _without_collecting_garbage(work: Callable[[], Any]) -> Any:
-    """Syntax trees are many small objects that all stay: looking for garbage among them takes half of the time."""
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Syntax trees are many small objects that all stay: looking for garbage among them takes most of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        return work()
+        yield
     finally:
         if enabled:
             gc.enable()

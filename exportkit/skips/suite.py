@@ -9,10 +9,11 @@ import ast
 import re
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exportkit.skips.externals import external_value
+from exportkit.skips.externals import external_value, installed
 from exportkit.skips.interpreter import Interpreter
 from exportkit.skips.layout import Layout
 from exportkit.skips.values import (
@@ -36,6 +37,30 @@ _DEFINED = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
 _SELF_ASSIGNED = re.compile(r"\b(?:self|cls)\.(\w+)\s*(?::[^=\n]+)?[-+*|&/]?=(?!=)")
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What following a function gives: skips under a condition, and at the end one that is certain, if there is one."""
+
+    skips: tuple[Skip, ...]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """An attribute that a method asks its class for; with ``after``, behind that class, as super() does."""
+
+    name: str
+    after: Class | None = None
+    of_instance: bool = False
+
+
+@dataclass
+class _Answered:
+    """A question, and for each answer what follows: the next question, or the outcome."""
+
+    question: _Question
+    after: dict[Any, _Answered | Outcome] = field(default_factory=dict)
+
+
 class Module:
     """One file: its names, what its top-level code skips, and its text."""
 
@@ -45,6 +70,7 @@ class Module:
         self.frame = Frame("module", file)
         self.skip: Skip | None = None
         self.notes: tuple[Skip, ...] = ()
+        self.aliases: set[str] | None = None  # names that skips have in it
 
 
 class Suite(Interpreter):
@@ -54,6 +80,7 @@ class Suite(Interpreter):
         super().__init__()
         self.root, self.layout = root, layout
         self.modules: dict[Path, Module | None] = {}
+        self.by_file: dict[str, Module] = {}
         self.problems: list[str] = []
         self.skipping_names: set[str] = set()
         self._inside = root / Path(layout.folder).parts[0] if Path(layout.folder).parts else root
@@ -62,6 +89,9 @@ class Suite(Interpreter):
         self._decorated: dict[int, Function] = {}
         self._relevant: dict[int, bool] = {}
         self._self_assigned: dict[int, set[str]] = {}
+        self._outcomes: dict[int, _Answered | Outcome] = {}
+        self._answers: dict[tuple[int, _Question], Any] = {}
+        self._asked: list[tuple[_Question, Any]] = []
 
     # Modules
 
@@ -78,7 +108,7 @@ class Suite(Interpreter):
             except (OSError, SyntaxError, ValueError) as error:
                 self.problems.append(f"{file}: {type(error).__name__}: {error}")
                 return None
-            module = self.modules[path] = Module(file, source, tree)
+            module = self.modules[path] = self.by_file[file] = Module(file, source, tree)
             self._frames[id(module.frame)] = module
             self._execute_module(module)
         return self.modules[path]
@@ -119,6 +149,8 @@ class Suite(Interpreter):
     def _find_module(self, name: str, level: int, file: str) -> Path | None:
         here = (self.root / file).parent
         parts = name.split(".") if name else []
+        if not level and installed(name) and not (self.root / parts[0]).exists() and not (here / parts[0]).exists():
+            return None
         if level:
             folders = [here.parents[level - 2] if level > 1 else here]
         else:
@@ -202,25 +234,18 @@ class Suite(Interpreter):
             module = self._frames.get(id(value))
             return self._member(module, name) if module is not None else UNKNOWN
         if isinstance(value, Class):
-            return self._class_attribute(value, name, value)
+            return self._class_attribute(value, _Question(name), value)
         if isinstance(value, Instance):
-            if name == "__class__":
-                return value.cls
-            if any(name in self._assigned_on_self(base) for base in self.order(value.cls) if isinstance(base, Class)):
-                return UNKNOWN
-            return self._class_attribute(value.cls, name, value)
+            return self._class_attribute(value.cls, _Question(name, of_instance=True), value)
         if isinstance(value, Super):
             cls = value.instance.cls if isinstance(value.instance, Instance) else value.instance
-            return self._class_attribute(cls, name, value.instance, value.after)
+            return self._class_attribute(cls, _Question(name, value.after), value.instance)
         return UNKNOWN
 
-    def _class_attribute(self, cls: Class, name: str, receiver: Any, after: Class | None = None) -> Any:
-        if name == "__name__":
-            return cls.name
-        found = self.member(cls, name, after)
-        if found is None:
-            return UNKNOWN
-        value, owner = found
+    def _class_attribute(self, cls: Class, question: _Question, receiver: Any) -> Any:
+        value, owner = self._answer(cls, question)
+        self._asked.append((question, _key(value)))
+        after = question.after
         if not isinstance(value, Function) or isinstance(value.node, ast.Lambda):
             return value
         kinds = {ast.unparse(decorator) for decorator in value.node.decorator_list}
@@ -229,6 +254,69 @@ class Suite(Interpreter):
         if kinds & {"property", "cached_property", "functools.cached_property"}:
             return self.run(value, (receiver,), owner=owner)
         return Bound(value, cls if "classmethod" in kinds else receiver, owner)
+
+    def _answer(self, cls: Class, question: _Question) -> tuple[Any, Any]:
+        """What a class answers to a question of a method, and the class that the answer is from."""
+        known_answer = self._answers.get((id(cls), question))
+        if known_answer is None:
+            name = question.name
+            if name == "__name__":
+                known_answer = cls.name, cls
+            elif name == "__class__":
+                known_answer = cls, cls
+            elif question.of_instance and any(
+                name in self._assigned_on_self(base) for base in self.order(cls) if isinstance(base, Class)
+            ):
+                known_answer = UNKNOWN, None
+            else:
+                known_answer = self.member(cls, name, question.after) or (UNKNOWN, None)
+            self._answers[id(cls), question] = known_answer
+        return known_answer
+
+    def outcome(self, function: Function, cls: Class, receiver: Instance | Class, owner: Class | None) -> Outcome:
+        """Returns what comes of a method of a class; followed once for all classes that answer its questions alike.
+
+        A method asks its class for attributes one after the other, and what it asks next depends on the answers alone:
+        the answers lead through a tree to the outcome.
+        """
+        if not self.may_skip(function):
+            return _NOTHING
+        if function.frame.kind == "function":  # a wrapper: what it wraps is another function each time
+            return self.followed(function, (receiver,), {}, owner)
+        node = self._outcomes.get(id(function.node))
+        while isinstance(node, _Answered):
+            following = node.after.get(_key(self._answer(cls, node.question)[0]))
+            if following is None:
+                break
+            node = following
+        else:
+            if node is not None:
+                return node
+        outside, self._asked = self._asked, []
+        outcome = self.followed(function, (receiver,), {}, owner)
+        self._remember(id(function.node), self._asked, outcome)
+        asked, self._asked = self._asked, outside
+        self._asked += asked
+        return outcome
+
+    def followed(self, function: Function, args: tuple[Any, ...], values: dict[str, Any], owner: Class | None) -> Outcome:
+        outside, self.notes = self.notes, []
+        try:
+            self.run(function, args, values, owner)
+            return Outcome(tuple(self.notes))
+        except Skipped as skipped:
+            return Outcome((*self.notes, skipped.skip))
+        finally:
+            self.notes = outside
+
+    def _remember(self, function: int, asked: list[tuple[_Question, Any]], outcome: Outcome) -> None:
+        if not asked:
+            self._outcomes[function] = outcome
+            return
+        node = self._outcomes.setdefault(function, _Answered(asked[0][0]))
+        for (_, answer), (question, _) in zip(asked, asked[1:]):
+            node = node.after.setdefault(answer, _Answered(question))
+        node.after[asked[-1][1]] = outcome
 
     def _assigned_on_self(self, cls: Class) -> set[str]:
         if id(cls) not in self._self_assigned:
@@ -240,9 +328,7 @@ class Suite(Interpreter):
 
     def text(self, node: ast.AST, frame: Frame) -> str:
         """Returns the source of a function's or class's body, decorators and the line of ``def`` left out."""
-        module = self.modules[self.root / frame.file]
-        assert module is not None
-        lines = module.lines[node.lineno - 1 : node.end_lineno]  # type: ignore[attr-defined]
+        lines = self.by_file[frame.file].lines[node.lineno - 1 : node.end_lineno]  # type: ignore[attr-defined]
         return "\n".join(lines)
 
     def decorated(self, function: Function) -> Function:
@@ -305,7 +391,9 @@ class Suite(Interpreter):
         self._relevant.clear()
 
     def _skip_aliases(self, module: Module) -> set[str]:
-        aliases = set()
+        if module.aliases is not None:
+            return module.aliases
+        aliases = module.aliases = set()
         for name, value in module.frame.names.items():
             target = f"{value.module}.{value.name}" if isinstance(value, Imported) else getattr(value, "name", "")
             if isinstance(value, Imported | External) and _DIRECT.search(str(target)):
@@ -318,13 +406,21 @@ class Suite(Interpreter):
         if key not in self._relevant:
             text = self.text(function.node, function.frame)
             inner = function.frame.kind == "function" or isinstance(function.node, ast.Lambda)
-            module = self.modules[self.root / function.frame.file]
-            names = self.skipping_names | (self._skip_aliases(module) if module is not None else set())
+            names = self.skipping_names | self._skip_aliases(self.by_file[function.frame.file])
             body = text.partition(":")[2]
             self._relevant[key] = inner or bool(_DIRECT.search(body)) or bool(set(_CALLED.findall(body)) & names)
         return self._relevant[key]
 
 
+def _key(value: Any) -> Any:
+    """What makes two answers the same: the value of a constant, the identity of anything else."""
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_key, value))
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+
+
+_NOTHING = Outcome(())
+_PLAIN = (str, int, float, type(None), External)
 _NO_ARGUMENTS = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
 
 

@@ -26,7 +26,7 @@ class PartialText(str):
     __slots__ = ()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Frame:
     """Names and their values: of a module, a class body, or a call of a function."""
 
@@ -54,7 +54,7 @@ class External:
     name: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Imported:
     """A name bound by an import statement, resolved when it is needed."""
 
@@ -64,7 +64,7 @@ class Imported:
     file: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Applied:
     """A call of something outside the suite: ``pytest.mark.skipif(condition, reason="...")``."""
 
@@ -81,7 +81,7 @@ class Applied:
         return next((self.keywords[name] for name in names if name in self.keywords), default)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Perhaps:
     """A mark that is there under a condition."""
 
@@ -89,7 +89,7 @@ class Perhaps:
     condition: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class NamedMark:
     """A decorator that is known by configuration."""
 
@@ -99,7 +99,7 @@ class NamedMark:
     file: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Function:
     """A function of the suite, with the marks that its decorators put on it, innermost first."""
 
@@ -114,7 +114,7 @@ class Function:
         return replace(self, marks=(*self.marks, *marks))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Class:
     """A class of the suite; its namespace is that of its body."""
 
@@ -131,14 +131,14 @@ class Class:
         return self.node.name
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Instance:
     """``self`` in a test of a class."""
 
     cls: Class
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Super:
     """``super()`` in a method of ``after``."""
 
@@ -146,7 +146,7 @@ class Super:
     after: Class
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bound:
     """A method of an instance or class, ready to be called."""
 
@@ -186,13 +186,18 @@ def known(value: Any) -> bool:
         return False
     if isinstance(value, dict):
         return all(known(part) for pair in value.items() for part in pair)
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, _SEQUENCES):
         return all(known(part) for part in value)
-    return not isinstance(value, External | Applied | Imported | Perhaps)
+    return not isinstance(value, _OPEN)
 
 
 def truth(value: Any) -> bool | None:
     """Whether a value is true; None if only a run would tell."""
-    if isinstance(value, list | tuple | dict | set | frozenset | Function | Class | Instance | Bound):
-        return bool(value) if isinstance(value, list | tuple | dict | set | frozenset) else True
+    if isinstance(value, _CONTAINERS):
+        return bool(value)
     return bool(value) if known(value) else None
+
+
+_SEQUENCES = (list, tuple, set, frozenset)
+_CONTAINERS = (*_SEQUENCES, dict)
+_OPEN = (External, Applied, Imported, Perhaps)
