@@ -28,7 +28,8 @@ class Layout:
         bases: Base files and the origin that their tests are listed under. With base files the result has a row for
             each of their test methods; without, for each test of the suite, and the origin is the file that defines it.
         marks: Decorators that skip by a decision taken elsewhere, such as ``{"slow": "test is slow"}``: a test that
-            has one counts as skipped for that reason. With None for a reason it counts as skipped under a condition.
+            has one counts as skipped for that reason. With None for a reason it is skipped under a condition, with an
+            empty one never.
             Names may be patterns; an exact name goes before a pattern, and before what the suite itself defines.
     """
 
@@ -67,8 +68,8 @@ TRANSFORMERS = Layout(
     patterns=("test_modeling_*.py",),
     group="folder",
     bases={"tests/test_modeling_common.py": "common", "tests/generation/test_utils.py": "GenerationMixin"},
-    # Slow tests run only where RUN_SLOW asks for them; what else is required depends on the machine.
-    marks={"slow": "test is slow", "tooslow": "test is too slow", "require_*": None},
+    # Slow tests run only where RUN_SLOW asks for them, torch is always there; what else is required may be or not.
+    marks={"slow": "test is slow", "tooslow": "test is too slow", "require_torch": "", "require_*": None},
 )
 
 LAYOUTS: Mapping[str, Layout] = {"pytest": Layout(), "transformers": TRANSFORMERS}

@@ -366,6 +366,8 @@ class Suite(Interpreter):
         if key is None:
             return function
         reason = self.layout.marks[key]
+        if reason == "":
+            return function
         return function.with_mark(NamedMark(name, reason, node, frame.file))
 
     def decorate(self, decorator: Any, function: Function) -> Function:
