@@ -98,7 +98,11 @@ class Collector:
                 for name, member in names.items():
                     if member is not None and isinstance(member[0], Function):
                         found.setdefault(name, member[0])
-            elif isinstance(value, Function) and not isinstance(value.node, ast.Lambda) and value.node.name.startswith("test"):
+            elif (
+                isinstance(value, Function)
+                and not isinstance(value.node, ast.Lambda)
+                and value.node.name.startswith("test")
+            ):
                 found.setdefault(value.node.name, value)
         return list(found.items())
 
@@ -221,7 +225,9 @@ class Collector:
                     yield from other_skips(self._suite.marks_of_class(base), by_unittest=place.test_case)
         yield from other_skips(place.marks, by_unittest=False)
 
-    def _while_running(self, place: _Place, function: Function, owner: Class | None, variant: Variant) -> Iterator[Skip]:
+    def _while_running(
+        self, place: _Place, function: Function, owner: Class | None, variant: Variant
+    ) -> Iterator[Skip]:
         """Follows set-up, fixtures and body of a test, as far as they may skip."""
         if place.set_up is None:
             place.set_up = tuple(_up_to_certain(self._set_up(place)))
@@ -231,7 +237,9 @@ class Collector:
             names = ("setUp", "asyncSetUp") if place.test_case else ("setup_method",)
             place.set_up_method = tuple(self._of_methods(place, names))
         yield from place.set_up_method
-        awaited = not isinstance(function.node, ast.AsyncFunctionDef) or not place.test_case or self._awaits(place.path[-1])
+        awaited = (
+            not isinstance(function.node, ast.AsyncFunctionDef) or not place.test_case or self._awaits(place.path[-1])
+        )
         if awaited and self._suite.may_skip(function):
             yield from self._run(place, function, owner, variant.values)
 

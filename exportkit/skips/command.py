@@ -26,12 +26,16 @@ _stdout, _stderr = Console(highlight=False), Console(stderr=True, highlight=Fals
 
 
 def scan_skips(
-    root: Annotated[Path, typer.Argument(help="Root of the suite, where its imports start.", metavar="ROOT")] = Path("."),
+    root: Annotated[Path, typer.Argument(help="Root of the suite, where its imports start.", metavar="ROOT")] = Path(
+        "."
+    ),
     output_dir: Annotated[Path, typer.Option("--output_dir", "--output-dir", help="Folder for the files.")] = Path("."),
     test: Annotated[
         str | None, typer.Option("--test_method_name", "--test-method-name", metavar="NAME", help="Only this test.")
     ] = None,
-    layout: Annotated[str | None, typer.Option(help="transformers or pytest; told by the files.", show_default=False)] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="transformers or pytest; told by the files.", show_default=False)
+    ] = None,
     folder: Annotated[str | None, typer.Option(help="Where the test files are, below ROOT.")] = None,
     pattern: Annotated[list[str] | None, typer.Option(help="Names of test files; repeatable.")] = None,
     base: Annotated[
@@ -75,7 +79,12 @@ def _content(scan: SkipScan, test: str | None) -> Mapping[str, Any]:
 
 
 def _layout(
-    root: Path, name: str | None, folder: str | None, patterns: list[str] | None, bases: list[str] | None, group: str | None
+    root: Path,
+    name: str | None,
+    folder: str | None,
+    patterns: list[str] | None,
+    bases: list[str] | None,
+    group: str | None,
 ) -> Layout | str | None:
     changes: dict[str, Any] = {"folder": folder, "patterns": tuple(patterns or ()), "group": group}
     changes["bases"] = dict(_pair(base, "FILE=ORIGIN") for base in bases or ())

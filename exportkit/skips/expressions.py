@@ -13,8 +13,19 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from exportkit.skips.externals import call_method, external_value
-from exportkit.skips.values import UNKNOWN, Applied, Class, External, Frame, Function, Imported, PartialText, known, truth
+from exportkit.skips.externals import WIDE, call_method, external_value
+from exportkit.skips.values import (
+    UNKNOWN,
+    Applied,
+    Class,
+    External,
+    Frame,
+    Function,
+    Imported,
+    PartialText,
+    known,
+    truth,
+)
 
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -40,6 +51,7 @@ _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
 }
 _MOST_ELEMENTS = 1000
 _LONGEST = 100_000  # characters or elements of a result: more is not worked out
+_SIZED = (str, bytes, list, tuple)
 
 
 class Expressions:
@@ -140,8 +152,9 @@ class Expressions:
             value = UNKNOWN
         if known(value):
             convert = {-1: lambda plain: plain, ord("s"): str, ord("r"): repr, ord("a"): ascii}[node.conversion]
+            spec = self._JoinedStr(node.format_spec, frame) if node.format_spec else ""
             try:
-                return format(convert(value), self._JoinedStr(node.format_spec, frame) if node.format_spec else "")
+                return PartialText("") if WIDE.search(spec) else format(convert(value), spec)
             except (TypeError, ValueError):
                 pass
         return PartialText(f"{{{ast.unparse(node.value)}}}")
@@ -209,10 +222,16 @@ class Expressions:
                 self.assign(part, value[position] if matches else UNKNOWN, frame)
 
     def _Dict(self, node: ast.Dict, frame: Frame) -> Any:  # noqa: N802
-        pairs = [(UNKNOWN if key is None else self.evaluate(key, frame), value) for key, value in zip(node.keys, node.values)]
+        pairs = [
+            (UNKNOWN if key is None else self.evaluate(key, frame), value) for key, value in zip(node.keys, node.values)
+        ]
         values = [self.evaluate(value, frame) for _, value in pairs]
         try:
-            return {key: value for (key, _), value in zip(pairs, values)} if all(known(key) for key, _ in pairs) else UNKNOWN
+            return (
+                {key: value for (key, _), value in zip(pairs, values)}
+                if all(known(key) for key, _ in pairs)
+                else UNKNOWN
+            )
         except TypeError:
             return UNKNOWN
 
@@ -248,7 +267,7 @@ class Expressions:
         both_sequences = isinstance(left, list | tuple) and type(left) is type(right) and isinstance(node.op, ast.Add)
         if not both_sequences and not (known(left) and known(right)):
             return self._partial_text(node, left, right)
-        if isinstance(node.op, ast.Mult) and any(isinstance(side, int) and side > _LONGEST for side in (left, right)):
+        if _is_large(node.op, left, right):
             return UNKNOWN
         try:
             return function(left, right)
@@ -282,7 +301,10 @@ class Expressions:
         if answer is not None:
             return self.evaluate(node.body if answer else node.orelse, frame)
         condition = ast.unparse(node.test)
-        first, second = self.perhaps(node.body, frame, condition), self.perhaps(node.orelse, frame, f"not ({condition})")
+        first, second = (
+            self.perhaps(node.body, frame, condition),
+            self.perhaps(node.orelse, frame, f"not ({condition})"),
+        )
         return first if known(first) and known(second) and first == second else UNKNOWN
 
     def _Compare(self, node: ast.Compare, frame: Frame) -> Any:  # noqa: N802
@@ -302,7 +324,11 @@ class Expressions:
         if not (known(left) and known(right)):
             if isinstance(operation, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and _are_builtins(left, right):
                 return (left == right) is isinstance(operation, ast.Is | ast.Eq)
-            if isinstance(operation, ast.Is | ast.IsNot) and right is None and isinstance(left, list | tuple | dict | Applied):
+            if (
+                isinstance(operation, ast.Is | ast.IsNot)
+                and right is None
+                and isinstance(left, list | tuple | dict | Applied)
+            ):
                 return isinstance(operation, ast.IsNot) if not isinstance(left, Applied) else UNKNOWN
             return UNKNOWN
         try:
@@ -322,6 +348,15 @@ class Expressions:
 
     def _Starred(self, node: ast.Starred, frame: Frame) -> Any:  # noqa: N802
         return self.evaluate(node.value, frame)
+
+
+def _is_large(operation: ast.operator, left: Any, right: Any) -> bool:
+    """Whether working out a result may take much memory: repetition, or padding to a width."""
+    if isinstance(operation, ast.Mult):
+        sizes = [len(value) if isinstance(value, _SIZED) else value for value in (left, right)]
+        is_text = isinstance(left, _SIZED) or isinstance(right, _SIZED)
+        return is_text and all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[1] > _LONGEST
+    return isinstance(operation, ast.Mod) and isinstance(left, str) and WIDE.search(left) is not None
 
 
 def _are_builtins(*values: Any) -> bool:

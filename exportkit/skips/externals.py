@@ -10,6 +10,7 @@ import importlib.machinery
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import struct
 import sys
@@ -63,6 +64,7 @@ _METHODS = {
     list: {"count", "index"},
     tuple: {"count", "index"},
 }
+WIDE = re.compile(r"\d{5}")  # a width in a format that would make a text of some size
 _LARGEST = 10_000  # elements: what is larger is not worked out
 
 
@@ -100,7 +102,7 @@ def call_external(name: str, args: tuple[Any, ...], keywords: Mapping[str, Any])
 
 def call_method(value: Any, method: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """Returns what a method of a known built-in value gives, or UNKNOWN."""
-    if not known(value) or method not in _METHODS.get(type(value), ()):
+    if not known(value) or method not in _METHODS.get(type(value), ()) or (method == "format" and WIDE.search(value)):
         return UNKNOWN
     return _attempt(getattr(value, method), args, keywords)
 

@@ -77,7 +77,11 @@ class Fixtures:
             for name, value in list(frame.names.items()):
                 if isinstance(value, Imported) and value.name is not None and value.level + ("fixture" in value.module):
                     value = self._suite.look_up(value)
-                if isinstance(value, Function) and not isinstance(value.node, ast.Lambda) and _may_be_fixture(value.node):
+                if (
+                    isinstance(value, Function)
+                    and not isinstance(value.node, ast.Lambda)
+                    and _may_be_fixture(value.node)
+                ):
                     function = self._suite.decorated(value)
                     mark = next((mark for mark in function.marks if _is_fixture(mark)), None)
                     if mark is not None:

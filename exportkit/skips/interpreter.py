@@ -42,7 +42,12 @@ _FALL, _STOP, _LEAVE = frozenset({"fall"}), frozenset({"stop"}), frozenset({"lea
 _DEEPEST, _MOST_ELEMENTS = 8, 20
 _CATCHES_UNITTEST = {"unittest.SkipTest", "unittest.case.SkipTest", "builtins.Exception"}
 _CATCHES_PYTEST = {"pytest.skip.Exception", "_pytest.outcomes.Skipped", "_pytest.outcomes.OutcomeException"}
-_IMPORT_ERRORS = {"builtins.ImportError", "builtins.ModuleNotFoundError", "builtins.Exception", "builtins.BaseException"}
+_IMPORT_ERRORS = {
+    "builtins.ImportError",
+    "builtins.ModuleNotFoundError",
+    "builtins.Exception",
+    "builtins.BaseException",
+}
 _SWALLOWS = {"pytest.raises", "contextlib.suppress"}
 
 
@@ -75,7 +80,13 @@ class Interpreter(Expressions):
                 return exits | later
         return exits | _FALL
 
-    def run(self, function: Function, args: Sequence[Any] = (), keywords: dict[str, Any] | None = None, owner: Class | None = None) -> Any:
+    def run(
+        self,
+        function: Function,
+        args: Sequence[Any] = (),
+        keywords: dict[str, Any] | None = None,
+        owner: Class | None = None,
+    ) -> Any:
         """Follows a call of a function of the suite; returns its value."""
         if self._depth >= _DEEPEST:
             return UNKNOWN
@@ -180,7 +191,9 @@ class Interpreter(Expressions):
         exits = _FALL
         for case in node.cases:
             condition = f"{subject} matches {ast.unparse(case.pattern)}"
-            exits |= self._either(frame, (condition, lambda case=case: self.execute(case.body, frame)), ("", lambda: _FALL))
+            exits |= self._either(
+                frame, (condition, lambda case=case: self.execute(case.body, frame)), ("", lambda: _FALL)
+            )
         return exits
 
     def _either(self, frame: Frame, *branches: tuple[str, Callable[[], frozenset[str]]]) -> frozenset[str]:
@@ -229,7 +242,9 @@ class Interpreter(Expressions):
         if not isinstance(elements, list | tuple):
             self.assign(node.target, UNKNOWN, frame)
             condition = f"{ast.unparse(node.iter)} is not empty"
-            return self._loop(self._either(frame, (condition, lambda: self.execute(node.body, frame)), ("", lambda: _FALL)))
+            return self._loop(
+                self._either(frame, (condition, lambda: self.execute(node.body, frame)), ("", lambda: _FALL))
+            )
         for element in elements[:_MOST_ELEMENTS]:
             self.assign(node.target, element, frame)
             outcome = self.execute(node.body, frame)
@@ -312,7 +327,11 @@ class Interpreter(Expressions):
         return outcome
 
     def _caught(self, handler: ast.ExceptHandler, frame: Frame) -> set[str]:
-        return {"builtins.BaseException"} if handler.type is None else set(_exception_names(self.evaluate(handler.type, frame)))
+        return (
+            {"builtins.BaseException"}
+            if handler.type is None
+            else set(_exception_names(self.evaluate(handler.type, frame)))
+        )
 
     def _fails_to_import(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Import):
@@ -394,7 +413,9 @@ class Interpreter(Expressions):
         receiver = self.evaluate(node.value, frame) if isinstance(node, ast.Attribute) else None
         return isinstance(receiver, Instance | Super)
 
-    def _call_external(self, name: str, node: ast.Call, args: tuple[Any, ...], keywords: dict[str, Any], frame: Frame) -> Any:
+    def _call_external(
+        self, name: str, node: ast.Call, args: tuple[Any, ...], keywords: dict[str, Any], frame: Frame
+    ) -> Any:
         if name in SKIP_CALLS:
             if frame.kind != "function" and keywords.get("allow_module_level") is not True:
                 return UNKNOWN  # pytest refuses this with an error
@@ -404,8 +425,16 @@ class Interpreter(Expressions):
             return self._import_or_skip(node, args, keywords, frame)
         if name == "builtins.super":
             found = frame.find("__receiver__")
-            return Super(found.names["__receiver__"], frame.owner) if found is not None and frame.owner is not None else UNKNOWN
-        if name.startswith(("pytest.", "pytest_asyncio.", "unittest.", "contextlib.")) or name == "functools.wraps" or name in EXITS:
+            return (
+                Super(found.names["__receiver__"], frame.owner)
+                if found is not None and frame.owner is not None
+                else UNKNOWN
+            )
+        if (
+            name.startswith(("pytest.", "pytest_asyncio.", "unittest.", "contextlib."))
+            or name == "functools.wraps"
+            or name in EXITS
+        ):
             return Applied(name, args, keywords, node, frame.file)
         return call_external(name, args, keywords)
 
@@ -427,9 +456,17 @@ class Interpreter(Expressions):
         """Returns a function with what a decorator adds to it."""
         if isinstance(decorator, Applied) and decorator.name == "functools.wraps":
             wrapped = decorator.args[0] if decorator.args else None
-            return replace(function, marks=(*wrapped.marks, *function.marks)) if isinstance(wrapped, Function) else function
+            return (
+                replace(function, marks=(*wrapped.marks, *function.marks))
+                if isinstance(wrapped, Function)
+                else function
+            )
         if isinstance(decorator, External | Applied):
-            if decorator.name.startswith("pytest.mark.") or decorator.name in UNITTEST_DECORATORS or "fixture" in decorator.name:
+            if (
+                decorator.name.startswith("pytest.mark.")
+                or decorator.name in UNITTEST_DECORATORS
+                or "fixture" in decorator.name
+            ):
                 return function.with_mark(decorator)
         if isinstance(decorator, Function):
             result = self.run(decorator, (function,))
@@ -452,7 +489,11 @@ def _reason_node(node: ast.Call) -> ast.AST | None:
 
 
 def _negated(condition: str) -> str:
-    return condition.removeprefix("not ") if condition.startswith("not ") and " " not in condition[4:] else f"not ({condition})"
+    return (
+        condition.removeprefix("not ")
+        if condition.startswith("not ") and " " not in condition[4:]
+        else f"not ({condition})"
+    )
 
 
 def _conditional(skip: Skip, condition: str) -> Skip:
@@ -503,7 +544,9 @@ def _exception_names(value: Any) -> Iterable[str]:
 
 
 def _catches(names: set[str], skipped: Skipped) -> bool:
-    return "builtins.BaseException" in names or bool(names & (_CATCHES_UNITTEST if skipped.by_unittest else _CATCHES_PYTEST))
+    return "builtins.BaseException" in names or bool(
+        names & (_CATCHES_UNITTEST if skipped.by_unittest else _CATCHES_PYTEST)
+    )
 
 
 def _is_constant(node: ast.stmt) -> bool:

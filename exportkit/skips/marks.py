@@ -35,7 +35,12 @@ def other_skips(marks: Iterable[Any], by_unittest: bool = True) -> Iterator[Skip
     for mark, condition in reversed(list(unpacked(marks))):
         name = _name(mark)
         if isinstance(mark, NamedMark):
-            skip = Skip(mark.reason or mark.key, mark.file, _line(mark.node), "" if mark.reason else f"not available: {mark.key}")
+            skip = Skip(
+                mark.reason or mark.key,
+                mark.file,
+                _line(mark.node),
+                "" if mark.reason else f"not available: {mark.key}",
+            )
             yield _with(skip, condition)
         elif by_unittest and name == "unittest.skip":
             yield _with(_skip(mark, ""), condition)
@@ -74,7 +79,10 @@ def _skipif(suite: Suite, mark: Applied, frame: Frame) -> Iterator[Skip]:
             reason = f"condition: {condition}" if reason is None else reason
         answer = truth(value)
         if answer is not False:
-            yield _with(Skip(reason_text(reason, _node(mark, -1, "reason")), mark.file, _line(mark.node)), "" if answer else text)
+            yield _with(
+                Skip(reason_text(reason, _node(mark, -1, "reason")), mark.file, _line(mark.node)),
+                "" if answer else text,
+            )
 
 
 def _evaluated(suite: Suite, text: str, frame: Frame) -> Any:

@@ -81,7 +81,9 @@ class Merger:
                 continue
             ids = [test.id] if test.id in waiting else []
             if not ids and test.parameters is None:
-                ids = [other for other in dict.fromkeys(plain.get(test.id, ())) if other in waiting and other not in exact]
+                ids = [
+                    other for other in dict.fromkeys(plain.get(test.id, ())) if other in waiting and other not in exact
+                ]
             if not ids:  # a summary of the skipped tests names no test that ran
                 yield test, test if self._ran else self._as_run(test, "", skipped=False)
             for test_id in ids:
@@ -132,7 +134,9 @@ class Merger:
         for place in self._places:
             here = [i for i, test in enumerate(self._tests) if i not in skipped and self._is_at(test, place)]
             if not here:  # in a fixture, a helper, or outside the suite: what the scan expects for that reason
-                here = [i for i, test in enumerate(self._tests) if i not in skipped and _expects(test, place, self._file)]
+                here = [
+                    i for i, test in enumerate(self._tests) if i not in skipped and _expects(test, place, self._file)
+                ]
             if len(here) > place.count:
                 expected = [i for i in here if _reason(self._tests[i]) == place.reason]
                 open_tests.update(here if len(expected) != place.count else ())
@@ -157,7 +161,12 @@ class Merger:
             tests = [test for test in self._tests if test.file == file]
             here = [test for test in tests if any((s.file, s.line) == (file, place.line) for s in test.skips)]
             outside = not any(self._is_at(test, place) for test in self._tests)
-            if tests and outside and place.count == 1 and not any(t.id in self._ran or t.id in self._skipped for t in tests):
+            if (
+                tests
+                and outside
+                and place.count == 1
+                and not any(t.id in self._ran or t.id in self._skipped for t in tests)
+            ):
                 if len(here) == len(tests) or self._ran or self._skipped:
                     found[file] = place.reason
         return found

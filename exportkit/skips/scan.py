@@ -73,7 +73,10 @@ class Row:
         lines = [f"{self.test} ({self.origin})", f"Ran: {len(self.ran)}/{total}"]
         lines += [f"Skipped: {len(self.skipped)}/{total} ({self.proportion:.1%})", *(f"  {r}" for r in self.reasons)]
         if self.conditional:
-            lines += [f"Under a condition: {len(self.conditional)}/{total}", *(f"  {text}" for text in self.conditional)]
+            lines += [
+                f"Under a condition: {len(self.conditional)}/{total}",
+                *(f"  {text}" for text in self.conditional),
+            ]
         return "\n".join(lines)
 
 
@@ -122,7 +125,7 @@ class SkipScan:
         not_found = {d.test for d in self.differences if d.kind in ("missed", "decided")}
         found = sum(test.status == "skipped" and test.id not in not_found for test in run)
         missed = sum(test.status == "skipped" and test.id in not_found for test in run)
-        return found / (found + kinds["wrong"] or 1) if found else 1.0, found / (found + missed) if found else 1.0
+        return _ratio(found, kinds["wrong"]), _ratio(found, missed)
 
     def to_html(self) -> str:
         """Returns a page that needs nothing else: a table to sort and filter, most skipped first."""
@@ -143,7 +146,9 @@ class SkipScan:
             DestinationError: A file cannot be written.
         """
         content = self.to_json() if test is None else self.row(test).to_json()
-        texts = {ALL_TESTS_FILE if test is None else f"scan_{test}.json": json.dumps(content, indent=2, ensure_ascii=False)}
+        texts = {
+            ALL_TESTS_FILE if test is None else f"scan_{test}.json": json.dumps(content, indent=2, ensure_ascii=False)
+        }
         if html:
             texts["skip_scan.html"] = self.to_html()
         folder = Path(folder)
@@ -215,7 +220,10 @@ def scan_skipped_tests(
             tests, found = Merger(tests, run, folder, chosen.group_of).merged()
             differences += found
         groups = sorted({chosen.group_of(path.relative_to(folder).as_posix()) for path in files})
-        rows = sorted(_rows(tests, bases, groups, bool(chosen.bases)), key=lambda row: (-row.proportion, -len(row.skipped), row.test))
+        rows = sorted(
+            _rows(tests, bases, groups, bool(chosen.bases)),
+            key=lambda row: (-row.proportion, -len(row.skipped), row.test),
+        )
         return SkipScan(str(root), tuple(rows), tuple(tests), tuple(differences), tuple(suite.problems))
 
 
@@ -249,6 +257,10 @@ def _collect(
         if progress is not None:
             progress(done, len(files))
     return tests, bases
+
+
+def _ratio(found: int, others: int) -> float:
+    return found / (found + others) if found + others else 1.0
 
 
 @contextmanager

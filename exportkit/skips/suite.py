@@ -121,6 +121,8 @@ class Suite(Interpreter):
                 self.execute([statement], module.frame)
             except Skipped as skipped:  # the rest is still read: its tests are those that do not run
                 module.skip = module.skip or skipped.skip
+            except RecursionError:
+                self.problems.append(f"{module.file}, line {statement.lineno}: too deeply nested")
         module.notes, self.notes, self._conditions = tuple(self.notes), outside, conditions
 
     def read_what_may_skip(self) -> None:
@@ -131,7 +133,11 @@ class Suite(Interpreter):
             for module in filter(None, (self.modules[path] for path in waiting)):
                 for value in list(module.frame.names.values()) + module.frame.names.get("*", []):
                     path = self._module_of(value) if isinstance(value, Imported) else None
-                    if path is not None and path not in self.modules and "skip" in path.read_text(errors="replace").lower():
+                    if (
+                        path is not None
+                        and path not in self.modules
+                        and "skip" in path.read_text(errors="replace").lower()
+                    ):
                         self.module(path)
 
     def _module_of(self, imported: Imported) -> Path | None:
@@ -186,7 +192,11 @@ class Suite(Interpreter):
         return UNKNOWN if inside else external_value(f"{imported.module}.{imported.name}")
 
     def _member(self, module: Module, name: str) -> Any:
-        return self._Name(ast.Name(name, ast.Load()), module.frame) if name in module.frame.names else self.missing_name(name, module.frame)
+        return (
+            self._Name(ast.Name(name, ast.Load()), module.frame)
+            if name in module.frame.names
+            else self.missing_name(name, module.frame)
+        )
 
     def missing_name(self, name: str, frame: Frame) -> Any:
         while frame.parent is not None:
@@ -204,8 +214,12 @@ class Suite(Interpreter):
     def bases(self, cls: Class) -> tuple[Any, ...]:
         """Returns the base classes of a class: those of the suite, and the names of the others."""
         if not cls.bases:
-            values = tuple(self.evaluate(base, cls.scope) for base in cls.node.bases if not isinstance(base, ast.Starred))
-            cls.bases = tuple(value for value in values if isinstance(value, Class | External)) or (External("builtins.object"),)
+            values = tuple(
+                self.evaluate(base, cls.scope) for base in cls.node.bases if not isinstance(base, ast.Starred)
+            )
+            cls.bases = tuple(value for value in values if isinstance(value, Class | External)) or (
+                External("builtins.object"),
+            )
         return cls.bases
 
     def order(self, cls: Class) -> tuple[Any, ...]:
@@ -218,7 +232,9 @@ class Suite(Interpreter):
 
     def is_test_case(self, cls: Class) -> bool:
         """Whether a class is a ``unittest.TestCase``; a base outside the suite is one if its name says so."""
-        return any(isinstance(base, External) and "TestCase" in base.name.rpartition(".")[2] for base in self.order(cls))
+        return any(
+            isinstance(base, External) and "TestCase" in base.name.rpartition(".")[2] for base in self.order(cls)
+        )
 
     def member(self, cls: Class, name: str, after: Class | None = None) -> tuple[Any, Class] | None:
         """Returns an attribute of a class and the class that has it; ``after`` starts behind a class, as super() does."""
@@ -299,13 +315,18 @@ class Suite(Interpreter):
         self._asked += asked
         return outcome
 
-    def followed(self, function: Function, args: tuple[Any, ...], values: dict[str, Any], owner: Class | None) -> Outcome:
+    def followed(
+        self, function: Function, args: tuple[Any, ...], values: dict[str, Any], owner: Class | None
+    ) -> Outcome:
         outside, self.notes = self.notes, []
         try:
             self.run(function, args, values, owner)
             return Outcome(tuple(self.notes))
         except Skipped as skipped:
             return Outcome((*self.notes, skipped.skip))
+        except RecursionError:
+            self.problems.append(f"{function.frame.file}, line {function.node.lineno}: too deeply nested")
+            return Outcome(tuple(self.notes))
         finally:
             self.notes = outside
 

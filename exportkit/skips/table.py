@@ -65,7 +65,14 @@ def _rows(rows: list[Row]) -> Table:
         found.add_column(title, justify="right", no_wrap=True)
     found.add_column("most frequent reason", overflow="fold")
     for row in rows:
-        cells = (row.test, row.origin, str(len(row.ran)), str(len(row.skipped)), f"{row.proportion:.1%}", _most_frequent(row))
+        cells = (
+            row.test,
+            row.origin,
+            str(len(row.ran)),
+            str(len(row.skipped)),
+            f"{row.proportion:.1%}",
+            _most_frequent(row),
+        )
         found.add_row(*(Text(cell) for cell in cells))
     return found
 

@@ -19,8 +19,12 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STATUS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
 _VERBOSE = re.compile(rf"^(?P<id>\S+\.py::.+?) (?P<status>{_STATUS})(?: \((?P<reason>.*)\))?\s*(?:\[\s*\d+%\])?$")
 _WORKER = re.compile(rf"^\[gw\d+\](?: \[\s*\d+%\])? (?P<status>{_STATUS}) (?P<id>\S+\.py::.+?)\s*$")
-_FOLDED = re.compile(r"^SKIPPED \[(?P<count>\d+)\] (?P<file>.+?)(?::(?P<line>\d+))?: ?(?:unittest\.case\.SkipTest: )?(?P<reason>.*)$")
-_UNFOLDED = re.compile(r"^SKIPPED (?P<id>\S+\.py(?:::.+?)?) - (?:(?:Skipped|unittest\.case\.SkipTest): ?)?(?P<reason>.*)$")
+_FOLDED = re.compile(
+    r"^SKIPPED \[(?P<count>\d+)\] (?P<file>.+?)(?::(?P<line>\d+))?: ?(?:unittest\.case\.SkipTest: )?(?P<reason>.*)$"
+)
+_UNFOLDED = re.compile(
+    r"^SKIPPED (?P<id>\S+\.py(?:::.+?)?) - (?:(?:Skipped|unittest\.case\.SkipTest): ?)?(?P<reason>.*)$"
+)
 _SUMMARY = re.compile(rf"^(?:{_STATUS}|SUBSKIPPED|SUBFAILED|SUBPASSED|XFAIL at setup of) |^=+ ")
 _MODULE_SKIP = re.compile(r"^\('.*', \d+, ['\"](?:Skipped|unittest\.case\.SkipTest): (?P<reason>.*)['\"]\)$", re.DOTALL)
 
@@ -130,4 +134,3 @@ def _continued(lines: Iterable[str]) -> Iterable[str]:
         if _SUMMARY.match(line) or re.match(r"^\d+ (passed|failed|skipped)", line):
             return
         yield line
-
