@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from exportkit.skips.fixtures import Fixture, Fixtures, requested
 from exportkit.skips.marks import other_skips, pytest_skips, unpacked
+from exportkit.skips.modules import Module
 from exportkit.skips.parameters import Variant, variants
-from exportkit.skips.suite import Module, Suite
+from exportkit.skips.suite import Suite
 from exportkit.skips.values import (
     UNKNOWN,
     Applied,
@@ -266,8 +267,9 @@ class Collector:
             cls = place.path[-1]
             found = self._suite.member(cls, name)
             if found is not None and isinstance(found[0], Function):
-                receiver = cls if of_class else Instance(cls)
-                yield from self._suite.outcome(self._suite.decorated(found[0]), cls, receiver, found[1]).skips
+                method, receiver = self._suite.decorated(found[0]), cls if of_class else Instance(cls)
+                if self._suite.may_skip(method):
+                    yield from self._suite.outcome(method, cls, receiver, found[1]).skips
 
     def _of_fixtures(self, place: _Place, function: Function, variant: Variant) -> Iterator[Skip]:
         wanted = [*place.wanted, *_wanted(function.marks)]

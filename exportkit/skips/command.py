@@ -29,6 +29,7 @@ def scan_skips(
     root: Annotated[Path, typer.Argument(help="Root of the suite, where its imports start.", metavar="ROOT")] = Path(
         "."
     ),
+    *,
     output_dir: Annotated[Path, typer.Option("--output_dir", "--output-dir", help="Folder for the files.")] = Path("."),
     test: Annotated[
         str | None, typer.Option("--test_method_name", "--test-method-name", metavar="NAME", help="Only this test.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import operator
 import os
 import sys
@@ -48,6 +49,12 @@ _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.IsNot: operator.is_not,
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
+}
+_CONVERSIONS: Mapping[int, Callable[[Any], Any]] = {
+    -1: lambda value: value,
+    ord("s"): str,
+    ord("r"): repr,
+    ord("a"): ascii,
 }
 _MOST_ELEMENTS = 1000
 _LONGEST = 100_000  # characters or elements of a result: more is not worked out
@@ -92,7 +99,7 @@ class Expressions:
         """Returns what a name means that no frame has: a star import's, or UNKNOWN."""
         raise NotImplementedError
 
-    def _Name(self, node: ast.Name, frame: Frame) -> Any:  # noqa: N802
+    def _Name(self, node: ast.Name, frame: Frame) -> Any:
         found = frame.find(node.id)
         if found is None:
             value = self.missing_name(node.id, frame)
@@ -104,7 +111,7 @@ class Expressions:
             value = found.names[node.id] = self.look_up(value)
         return value
 
-    def _Attribute(self, node: ast.Attribute, frame: Frame) -> Any:  # noqa: N802
+    def _Attribute(self, node: ast.Attribute, frame: Frame) -> Any:
         value = self.evaluate(node.value, frame)
         if isinstance(value, External):
             return external_value(f"{value.name}.{node.attr}")
@@ -112,7 +119,7 @@ class Expressions:
             return getattr(value, node.attr, UNKNOWN)
         return self.attribute(value, node.attr)
 
-    def _Call(self, node: ast.Call, frame: Frame) -> Any:  # noqa: N802
+    def _Call(self, node: ast.Call, frame: Frame) -> Any:
         args, keywords = self._arguments(node, frame)
         if isinstance(node.func, ast.Attribute):
             value = self.evaluate(node.func.value, frame)
@@ -139,7 +146,7 @@ class Expressions:
                 keywords.update(value)
         return tuple(args), keywords
 
-    def _JoinedStr(self, node: ast.JoinedStr, frame: Frame) -> str:  # noqa: N802
+    def _JoinedStr(self, node: ast.JoinedStr, frame: Frame) -> str:
         parts = [self._formatted(part, frame) for part in node.values]
         whole = not any(isinstance(part, PartialText) for part in parts)
         return "".join(parts) if whole else PartialText("".join(parts))
@@ -151,23 +158,21 @@ class Expressions:
         if isinstance(value, Class | Function):
             value = UNKNOWN
         if known(value):
-            convert = {-1: lambda plain: plain, ord("s"): str, ord("r"): repr, ord("a"): ascii}[node.conversion]
-            spec = self._JoinedStr(node.format_spec, frame) if node.format_spec else ""
-            try:
+            convert = _CONVERSIONS[node.conversion]
+            spec = str(self.evaluate(node.format_spec, frame)) if node.format_spec else ""
+            with contextlib.suppress(TypeError, ValueError):
                 return PartialText("") if WIDE.search(spec) else format(convert(value), spec)
-            except (TypeError, ValueError):
-                pass
         return PartialText(f"{{{ast.unparse(node.value)}}}")
 
-    def _Tuple(self, node: ast.Tuple, frame: Frame) -> Any:  # noqa: N802
+    def _Tuple(self, node: ast.Tuple, frame: Frame) -> Any:
         elements = self._elements(node, frame)
         return UNKNOWN if elements is None else tuple(elements)
 
-    def _List(self, node: ast.List, frame: Frame) -> Any:  # noqa: N802
+    def _List(self, node: ast.List, frame: Frame) -> Any:
         elements = self._elements(node, frame)
         return UNKNOWN if elements is None else elements
 
-    def _Set(self, node: ast.Set, frame: Frame) -> Any:  # noqa: N802
+    def _Set(self, node: ast.Set, frame: Frame) -> Any:
         elements = self._elements(node, frame)
         try:
             return UNKNOWN if elements is None or not known(elements) else set(elements)
@@ -186,7 +191,7 @@ class Expressions:
                 return None
         return elements
 
-    def _ListComp(self, node: ast.ListComp | ast.GeneratorExp, frame: Frame) -> Any:  # noqa: N802
+    def _ListComp(self, node: ast.ListComp | ast.GeneratorExp, frame: Frame) -> Any:
         inner = Frame("function", frame.file, parent=frame, owner=frame.owner)
         elements: list[Any] = []
         return elements if self._comprehend(node.elt, node.generators, inner, elements) else UNKNOWN
@@ -221,21 +226,22 @@ class Expressions:
             for position, part in enumerate(target.elts):
                 self.assign(part, value[position] if matches else UNKNOWN, frame)
 
-    def _Dict(self, node: ast.Dict, frame: Frame) -> Any:  # noqa: N802
+    def _Dict(self, node: ast.Dict, frame: Frame) -> Any:
         pairs = [
-            (UNKNOWN if key is None else self.evaluate(key, frame), value) for key, value in zip(node.keys, node.values)
+            (UNKNOWN if key is None else self.evaluate(key, frame), value)
+            for key, value in zip(node.keys, node.values, strict=False)
         ]
         values = [self.evaluate(value, frame) for _, value in pairs]
         try:
             return (
-                {key: value for (key, _), value in zip(pairs, values)}
+                {key: value for (key, _), value in zip(pairs, values, strict=False)}
                 if all(known(key) for key, _ in pairs)
                 else UNKNOWN
             )
         except TypeError:
             return UNKNOWN
 
-    def _Subscript(self, node: ast.Subscript, frame: Frame) -> Any:  # noqa: N802
+    def _Subscript(self, node: ast.Subscript, frame: Frame) -> Any:
         value, index = self.evaluate(node.value, frame), self.evaluate(node.slice, frame)
         if isinstance(value, External) and value.name == "os.environ" and isinstance(index, str):
             return os.environ.get(index, UNKNOWN)
@@ -246,11 +252,11 @@ class Expressions:
         except (LookupError, TypeError):
             return UNKNOWN
 
-    def _Slice(self, node: ast.Slice, frame: Frame) -> Any:  # noqa: N802
+    def _Slice(self, node: ast.Slice, frame: Frame) -> Any:
         parts = [self.evaluate(part, frame) for part in (node.lower, node.upper, node.step)]
         return slice(*parts) if known(parts) else UNKNOWN
 
-    def _UnaryOp(self, node: ast.UnaryOp, frame: Frame) -> Any:  # noqa: N802
+    def _UnaryOp(self, node: ast.UnaryOp, frame: Frame) -> Any:
         value = self.evaluate(node.operand, frame)
         if isinstance(node.op, ast.Not):
             answer = truth(value)
@@ -259,7 +265,7 @@ class Expressions:
             return UNKNOWN
         return -value if isinstance(node.op, ast.USub) else value if isinstance(node.op, ast.UAdd) else UNKNOWN
 
-    def _BinOp(self, node: ast.BinOp, frame: Frame) -> Any:  # noqa: N802
+    def _BinOp(self, node: ast.BinOp, frame: Frame) -> Any:
         left, right = self.evaluate(node.left, frame), self.evaluate(node.right, frame)
         function = _OPERATORS.get(type(node.op))
         if function is None:
@@ -282,13 +288,10 @@ class Expressions:
         sides = ((left, node.left), (right, node.right))
         return PartialText("".join(v if isinstance(v, str) else f"{{{ast.unparse(part)}}}" for v, part in sides))
 
-    def _BoolOp(self, node: ast.BoolOp, frame: Frame) -> Any:  # noqa: N802
-        decisive, uncertain, value = isinstance(node.op, ast.Or), [], None
+    def _BoolOp(self, node: ast.BoolOp, frame: Frame) -> Any:
+        decisive, uncertain, value = isinstance(node.op, ast.Or), list[str](), None
         for part in node.values:
-            if uncertain:
-                value = self.perhaps(part, frame, " and ".join(uncertain))
-            else:
-                value = self.evaluate(part, frame)
+            value = self.perhaps(part, frame, " and ".join(uncertain)) if uncertain else self.evaluate(part, frame)
             answer = truth(value)
             if answer is decisive:
                 return value
@@ -296,7 +299,7 @@ class Expressions:
                 uncertain.append(ast.unparse(part))
         return UNKNOWN if uncertain else value
 
-    def _IfExp(self, node: ast.IfExp, frame: Frame) -> Any:  # noqa: N802
+    def _IfExp(self, node: ast.IfExp, frame: Frame) -> Any:
         answer = truth(self.evaluate(node.test, frame))
         if answer is not None:
             return self.evaluate(node.body if answer else node.orelse, frame)
@@ -307,9 +310,9 @@ class Expressions:
         )
         return first if known(first) and known(second) and first == second else UNKNOWN
 
-    def _Compare(self, node: ast.Compare, frame: Frame) -> Any:  # noqa: N802
+    def _Compare(self, node: ast.Compare, frame: Frame) -> Any:
         left = self.evaluate(node.left, frame)
-        for operation, comparator in zip(node.ops, node.comparators):
+        for operation, comparator in zip(node.ops, node.comparators, strict=False):
             right = self.evaluate(comparator, frame)
             answer = self._compare(operation, left, right)
             if answer is not True:
@@ -336,17 +339,17 @@ class Expressions:
         except TypeError:
             return UNKNOWN
 
-    def _NamedExpr(self, node: ast.NamedExpr, frame: Frame) -> Any:  # noqa: N802
+    def _NamedExpr(self, node: ast.NamedExpr, frame: Frame) -> Any:
         value = frame.names[node.target.id] = self.evaluate(node.value, frame)
         return value
 
-    def _Await(self, node: ast.Await, frame: Frame) -> Any:  # noqa: N802
+    def _Await(self, node: ast.Await, frame: Frame) -> Any:
         return self.evaluate(node.value, frame)
 
-    def _Lambda(self, node: ast.Lambda, frame: Frame) -> Any:  # noqa: N802
+    def _Lambda(self, node: ast.Lambda, frame: Frame) -> Any:
         return Function(node, frame)
 
-    def _Starred(self, node: ast.Starred, frame: Frame) -> Any:  # noqa: N802
+    def _Starred(self, node: ast.Starred, frame: Frame) -> Any:
         return self.evaluate(node.value, frame)
 
 

@@ -15,7 +15,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable, ItemsView, KeysView, Mapping, ValuesView
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from exportkit.skips.values import UNKNOWN, External, known
@@ -57,7 +57,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "struct.calcsize": struct.calcsize,
 }
 
-_METHODS = {
+_METHODS: Mapping[type, set[str]] = {
     str: {"format", "join", "lower", "upper", "strip", "lstrip", "rstrip", "replace", "startswith", "endswith", "split"}
     | {"capitalize", "title", "removeprefix", "removesuffix", "count", "isdigit"},
     dict: {"get", "keys", "values", "items"},
@@ -68,7 +68,7 @@ WIDE = re.compile(r"\d{5}")  # a width in a format that would make a text of som
 _LARGEST = 10_000  # elements: what is larger is not worked out
 
 
-@lru_cache(maxsize=None)
+@cache
 def installed(package: str) -> bool:
     """Whether the top-level package of a dotted name is installed; the package is not imported."""
     top = package.partition(".")[0]
@@ -102,7 +102,11 @@ def call_external(name: str, args: tuple[Any, ...], keywords: Mapping[str, Any])
 
 def call_method(value: Any, method: str, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """Returns what a method of a known built-in value gives, or UNKNOWN."""
-    if not known(value) or method not in _METHODS.get(type(value), ()) or (method == "format" and WIDE.search(value)):
+    if (
+        not known(value)
+        or method not in _METHODS.get(type(value), set())
+        or (method == "format" and WIDE.search(value))
+    ):
         return UNKNOWN
     return _attempt(getattr(value, method), args, keywords)
 

@@ -74,14 +74,9 @@ class Fixtures:
     def _in(self, frame: Frame, owner: Class | None) -> dict[str, Fixture]:
         if id(frame) not in self._found:
             found: dict[str, Fixture] = {}
-            for name, value in list(frame.names.items()):
-                if isinstance(value, Imported) and value.name is not None and value.level + ("fixture" in value.module):
-                    value = self._suite.look_up(value)
-                if (
-                    isinstance(value, Function)
-                    and not isinstance(value.node, ast.Lambda)
-                    and _may_be_fixture(value.node)
-                ):
+            for name, held in list(frame.names.items()):
+                value = self._suite.look_up(held) if _may_import_fixture(held) else held
+                if isinstance(value, Function) and _may_be_fixture(value):
                     function = self._suite.decorated(value)
                     mark = next((mark for mark in function.marks if _is_fixture(mark)), None)
                     if mark is not None:
@@ -98,12 +93,18 @@ def requested(function: Function, method: bool) -> list[str]:
     arguments = function.node.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     without_default = names[: len(names) - len(arguments.defaults)] if arguments.defaults else names
-    keyword_only = [a.arg for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults) if default is None]
+    keyword_only = [
+        a.arg for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=False) if default is None
+    ]
     return [*without_default[1 if method else 0 :], *keyword_only]
 
 
-def _may_be_fixture(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("fixture" in ast.unparse(decorator) for decorator in node.decorator_list)
+def _may_import_fixture(value: Any) -> bool:
+    return isinstance(value, Imported) and value.name is not None and (value.level > 0 or "fixture" in value.module)
+
+
+def _may_be_fixture(function: Function) -> bool:
+    return any("fixture" in ast.unparse(decorator) for decorator in getattr(function.node, "decorator_list", ()))
 
 
 def _is_fixture(mark: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from exportkit.skips.externals import UNITTEST_DECORATORS
-from exportkit.skips.interpreter import reason_text
+from exportkit.skips.statements import reason_text
 from exportkit.skips.suite import Suite
 from exportkit.skips.values import Applied, External, Frame, NamedMark, Perhaps, Skip, truth
 
@@ -59,7 +59,7 @@ def unpacked(marks: Iterable[Any]) -> Iterator[tuple[Any, str]]:
     for mark in marks:
         if isinstance(mark, Perhaps):
             yield from ((inner, _both(mark.condition, condition)) for inner, condition in unpacked([mark.mark]))
-        elif isinstance(mark, (list, tuple)):  # noqa: UP038 - this runs for each mark of each test
+        elif isinstance(mark, (list, tuple)):
             yield from unpacked(mark)
         else:
             yield mark, ""

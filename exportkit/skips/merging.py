@@ -106,7 +106,7 @@ class Merger:
         return replace(test, status="skipped", skips=(replace(static, reason=reason, condition=""),), source="truth")
 
     def _whole_reason(self, test: Test, reason: str, expected: str) -> str:
-        """The reason in full: beside the name of a test, pytest cuts it to one line and to the width of the terminal."""
+        """The reason in full: beside the name of a test, pytest cuts it to what fits into one line of the terminal."""
         whole = [place.reason for place in self._places]
         first_line, cut = expected.partition("\n")[0], reason.endswith("...") or not reason
         start = reason.removesuffix("...") if cut else reason
@@ -137,10 +137,10 @@ class Merger:
                 here = [
                     i for i, test in enumerate(self._tests) if i not in skipped and _expects(test, place, self._file)
                 ]
-            if len(here) > place.count:
+            if len(here) > place.times:
                 expected = [i for i in here if _reason(self._tests[i]) == place.reason]
-                open_tests.update(here if len(expected) != place.count else ())
-                here = expected if len(expected) == place.count else []
+                open_tests.update(here if len(expected) != place.times else ())
+                here = expected if len(expected) == place.times else []
             skipped.update(dict.fromkeys(here, place.reason))
         for i, test in enumerate(self._tests):
             if test.file in self._modules:
@@ -154,7 +154,7 @@ class Merger:
         return self._file(place.file) == test.defined_in and test.lines[0] <= place.line <= test.lines[1]
 
     def _modules_at_places(self) -> dict[str, str]:
-        """Files that the summary has a skip for, at a line of no test, and that the scan takes for skipped there too."""
+        """Files that the summary has a skip for, at a line of no test, that the scan takes for skipped there too."""
         found = {}
         for place in self._places:
             file = self._file(place.file)
@@ -164,11 +164,10 @@ class Merger:
             if (
                 tests
                 and outside
-                and place.count == 1
+                and place.times == 1
                 and not any(t.id in self._ran or t.id in self._skipped for t in tests)
-            ):
-                if len(here) == len(tests) or self._ran or self._skipped:
-                    found[file] = place.reason
+            ) and (len(here) == len(tests) or self._ran or self._skipped):
+                found[file] = place.reason
         return found
 
     # Names of files

@@ -84,7 +84,7 @@ def _variant(names: Sequence[str], values: Any, position: int, given: Any, mark:
         return None
     if given is _UNREADABLE:
         return None
-    parts = [_identifier(name, value, position) for name, value in zip(names, values)]
+    parts = [_identifier(name, value, position) for name, value in zip(names, values, strict=False)]
     if isinstance(given, str):
         identifier: str | None = given
     elif isinstance(given, bool | int | float):
@@ -92,7 +92,7 @@ def _variant(names: Sequence[str], values: Any, position: int, given: Any, mark:
     else:
         identifier = None if None in parts else "-".join(part for part in parts if part is not None)
     direct = not mark.keywords.get("indirect")
-    return Variant(identifier, dict(zip(names, values)) if direct else {}, marks)
+    return Variant(identifier, dict(zip(names, values, strict=False)) if direct else {}, marks)
 
 
 def _identifier(name: str, value: Any, position: int) -> str | None:

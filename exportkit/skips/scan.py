@@ -1,6 +1,6 @@
-"""Takes the root of a test suite and says which tests run and which are skipped, where, and why; no test is imported.
+"""Takes the root of a test suite and says which tests run and which are skipped, and why; no test is imported.
 
-Out comes a `SkipScan`: a row for each test with the groups (files, or models) that run or skip it, as JSON, table or page.
+Out comes a `SkipScan`: a row for each test with the groups (files, or models) that run or skip it.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def scan_skipped_tests(
     Args:
         root: The root of the suite, from which its absolute imports start.
         layout: How the suite is laid out: a `Layout`, ``"pytest"``, ``"transformers"``; None tells by the files.
-        marks: Decorators that skip by a decision taken elsewhere, added to those of the layout: ``{"slow": "is slow"}``.
+        marks: Decorators that skip by a decision taken elsewhere, added to those of the layout:
+            ``{"slow": "test is slow"}``.
         truth: Output of ``pytest -v -rs``, or JUnit XML of it: the result is that of the run, and ``differences``
             says where the scan differs.
         progress: Called with the number of files done and the number of files.
@@ -241,7 +242,7 @@ def _collect(
     suite: Suite, files: Sequence[Path], progress: Callable[[int, int], None] | None
 ) -> tuple[Sequence[Test], dict[str, str]]:
     """Returns the tests of all files, and the names of the tests of the base files with their origins."""
-    collector, tests, bases = Collector(suite), [], {}
+    collector, tests, bases = Collector(suite), list[Test](), dict[str, str]()
     for file, origin in suite.layout.bases.items():
         module = suite.module(suite.root / file) if (suite.root / file).is_file() else None
         if module is not None:

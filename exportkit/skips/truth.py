@@ -1,4 +1,4 @@
-"""Takes what a run of pytest printed (``-rs``, with ``-v`` if possible) or its JUnit XML, and gives what it says of tests.
+"""Takes what a run of pytest printed (``-rs``, with ``-v`` if possible) or its JUnit XML; gives what became of tests.
 
 The formats are those of pytest 7 to 9: https://docs.pytest.org/en/stable/how-to/output.html. Plain ``-rs`` names places
 instead of tests; ``-v -rs``, ``-rs --no-fold-skipped`` and JUnit XML name tests.
@@ -20,7 +20,7 @@ _STATUS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
 _VERBOSE = re.compile(rf"^(?P<id>\S+\.py::.+?) (?P<status>{_STATUS})(?: \((?P<reason>.*)\))?\s*(?:\[\s*\d+%\])?$")
 _WORKER = re.compile(rf"^\[gw\d+\](?: \[\s*\d+%\])? (?P<status>{_STATUS}) (?P<id>\S+\.py::.+?)\s*$")
 _FOLDED = re.compile(
-    r"^SKIPPED \[(?P<count>\d+)\] (?P<file>.+?)(?::(?P<line>\d+))?: ?(?:unittest\.case\.SkipTest: )?(?P<reason>.*)$"
+    r"^SKIPPED \[(?P<times>\d+)\] (?P<file>.+?)(?::(?P<line>\d+))?: ?(?:unittest\.case\.SkipTest: )?(?P<reason>.*)$"
 )
 _UNFOLDED = re.compile(
     r"^SKIPPED (?P<id>\S+\.py(?:::.+?)?) - (?:(?:Skipped|unittest\.case\.SkipTest): ?)?(?P<reason>.*)$"
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
     file: str
     line: int
-    count: int
+    times: int
     reason: str
 
 
@@ -118,7 +118,7 @@ def _from_output(text: str) -> Truth:
             truth.add(match["id"], match["status"], match.groupdict().get("reason") or "")
         elif match := _FOLDED.match(line):
             reason = "\n".join([match["reason"], *_continued(lines[position + 1 :])])
-            truth.places.append(Place(match["file"], int(match["line"] or 0), int(match["count"]), reason))
+            truth.places.append(Place(match["file"], int(match["line"] or 0), int(match["times"]), reason))
         elif match := _UNFOLDED.match(line):
             reason = "\n".join([match["reason"], *_continued(lines[position + 1 :])])
             if "::" in match["id"]:

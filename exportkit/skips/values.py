@@ -128,6 +128,7 @@ class Class:
 
     @property
     def name(self) -> str:
+        """The name that it is defined with."""
         return self.node.name
 
 
@@ -172,7 +173,7 @@ class Skip:
     condition: str = ""
 
 
-class Skipped(Exception):  # noqa: N818 - not an error, it stands for the exception that skips a test
+class Skipped(Exception):
     """Unwinds the interpreter as the suite's own exception would; pytest's is no ``Exception``, unittest's is."""
 
     def __init__(self, skip: Skip, by_unittest: bool) -> None:

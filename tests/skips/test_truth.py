@@ -49,7 +49,8 @@ def test_junit_xml(read):
     text = """<testsuites><testsuite>
         <testcase classname="tests.test_a.A" name="test_one"><skipped type="pytest.skip" message="it's"/></testcase>
         <testcase classname="tests.test_a" name="test_two"><skipped type="pytest.xfail" message="x"/></testcase>
-        <testcase classname="" name="tests.test_b"><skipped message="collection skipped">('/x/test_b.py', 2, 'Skipped: all')</skipped></testcase>
+        <testcase classname="" name="tests.test_b">
+            <skipped message="collection skipped">('/x/test_b.py', 2, 'Skipped: all')</skipped></testcase>
     </testsuite></testsuites>"""
     truth = read(text)
     assert truth.skipped == {"tests.test_a.A::test_one": "it's"}
