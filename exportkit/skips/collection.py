@@ -194,25 +194,34 @@ class Collector:
     # What skips a test, in the order in which pytest and unittest decide
 
     def _skips(self, place: _Place, function: Function, owner: Class | None, variant: Variant) -> Iterator[Skip]:
+        if place.test_case and not function.marks:
+            if place.skips is None:  # the same for each of its tests that has no marks of its own
+                place.skips = tuple(_up_to_certain(self._before_body(place, function, variant)))
+            yield from place.skips
+        else:
+            yield from self._before_body(place, function, variant)
+        awaited = not place.test_case or not isinstance(function.node, ast.AsyncFunctionDef)
+        if self._suite.may_skip(function) and (awaited or self._awaits(place.path[-1])):
+            yield from self._run(place, function, owner, variant.values)
+
+    def _before_body(self, place: _Place, function: Function, variant: Variant) -> Iterator[Skip]:
+        """What skips before the test itself runs: marks and decorators, set-up, fixtures."""
         if place.module.skip is not None:
             yield place.module.skip
         yield from place.module.notes
         if variant.empty is not None:
             yield variant.empty
-        if function.marks or variant.marks:
-            yield from pytest_skips(self._suite, (*function.marks, *place.marks, *variant.marks), place.module.frame)
-            yield from self._of_class_decorators(place)
-            yield from other_skips((*function.marks, *variant.marks))
-        else:
-            yield from self._without_own_marks(place)
-        yield from self._while_running(place, function, owner, variant)
-
-    def _without_own_marks(self, place: _Place) -> tuple[Skip, ...]:
-        """What skips each test of a class that has no marks of its own."""
-        if place.skips is None:
-            by_pytest = pytest_skips(self._suite, place.marks, place.module.frame)
-            place.skips = (*by_pytest, *self._of_class_decorators(place))
-        return place.skips
+        yield from pytest_skips(self._suite, (*function.marks, *place.marks, *variant.marks), place.module.frame)
+        yield from self._of_class_decorators(place)
+        yield from other_skips((*function.marks, *variant.marks))
+        if place.set_up is None:
+            place.set_up = tuple(_up_to_certain(self._set_up(place)))
+        yield from place.set_up
+        yield from self._of_fixtures(place, function, variant)
+        if place.set_up_method is None:
+            names = ("setUp", "asyncSetUp") if place.test_case else ("setup_method",)
+            place.set_up_method = tuple(self._of_methods(place, names))
+        yield from place.set_up_method
 
     def _of_class_decorators(self, place: _Place) -> tuple[Skip, ...]:
         if place.decorators is None:
@@ -225,24 +234,6 @@ class Collector:
                 if isinstance(base, Class):
                     yield from other_skips(self._suite.marks_of_class(base), by_unittest=place.test_case)
         yield from other_skips(place.marks, by_unittest=False)
-
-    def _while_running(
-        self, place: _Place, function: Function, owner: Class | None, variant: Variant
-    ) -> Iterator[Skip]:
-        """Follows set-up, fixtures and body of a test, as far as they may skip."""
-        if place.set_up is None:
-            place.set_up = tuple(_up_to_certain(self._set_up(place)))
-        yield from place.set_up
-        yield from self._of_fixtures(place, function, variant)
-        if place.set_up_method is None:
-            names = ("setUp", "asyncSetUp") if place.test_case else ("setup_method",)
-            place.set_up_method = tuple(self._of_methods(place, names))
-        yield from place.set_up_method
-        awaited = (
-            not isinstance(function.node, ast.AsyncFunctionDef) or not place.test_case or self._awaits(place.path[-1])
-        )
-        if awaited and self._suite.may_skip(function):
-            yield from self._run(place, function, owner, variant.values)
 
     def _run(self, place: _Place, function: Function, owner: Class | None, values: dict[str, Any]) -> tuple[Skip, ...]:
         is_static = any(ast.unparse(d) == "staticmethod" for d in getattr(function.node, "decorator_list", ()))

@@ -54,7 +54,7 @@ def summary(scan: SkipScan) -> str:
     pairs = sum(len(row.ran) + len(row.skipped) for row in scan.rows)
     never = sum(not row.skipped for row in scan.rows)
     text = f"{len(scan.rows)} tests in {len(groups)} groups: {skipped} of {pairs} are skipped"
-    return f"{text}, {conditional} under a condition; {never} tests are skipped nowhere."
+    return f"{text}, {conditional} more under a condition. Tests that nothing skips: {never}."
 
 
 def _rows(rows: list[Row]) -> Table:

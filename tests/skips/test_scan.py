@@ -121,7 +121,8 @@ class TestLayoutOfTransformers:
         lines = str(scan).splitlines()
         assert lines[2].split() == ["test_everywhere", "common", "0", "5", "100.0%", "Skipped", "for", "everyone"]
         assert (
-            lines[-1] == "16 tests in 5 groups: 46 of 80 are skipped, 0 under a condition; 1 tests are skipped nowhere."
+            lines[-1]
+            == "16 tests in 5 groups: 46 of 80 are skipped, 0 more under a condition. Tests that nothing skips: 1."
         )
 
     def test_the_files(self, scan, tmp_path):
