@@ -103,7 +103,7 @@ class Expressions:
         found = frame.find(node.id)
         if found is None:
             value = self.missing_name(node.id, frame)
-            if value is UNKNOWN and hasattr(builtins, node.id):
+            if value is UNKNOWN and hasattr(builtins, node.id) and not node.id.startswith("__"):
                 return External(f"builtins.{node.id}")
             return value
         value = found.names[node.id]
@@ -293,8 +293,8 @@ class Expressions:
         for part in node.values:
             value = self.perhaps(part, frame, " and ".join(uncertain)) if uncertain else self.evaluate(part, frame)
             answer = truth(value)
-            if answer is decisive:
-                return value
+            if answer is decisive:  # whatever the earlier parts are: known as a condition, not as another value
+                return value if not uncertain or isinstance(value, bool) else UNKNOWN
             if answer is None:
                 uncertain.append(ast.unparse(part))
         return UNKNOWN if uncertain else value

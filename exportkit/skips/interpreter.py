@@ -134,6 +134,8 @@ class Interpreter(ControlFlow):
             raise Skipped(self.skip_at(node, frame, reason, _reason_node(node)), by_unittest=False)
         if name == "pytest.importorskip":
             return self._import_or_skip(node, args, keywords, frame)
+        if name == "builtins.type" and len(args) == 1 and isinstance(args[0], Instance):
+            return self.attribute(args[0], "__class__")
         if name == "builtins.super":
             found = frame.find("__receiver__")
             return (

@@ -46,7 +46,7 @@ class Merger:
         convert = self._from_dotted if truth.dotted else self._from_id
         self._skipped = {convert(test): reason for test, reason in truth.skipped.items()}
         self._ran = {convert(test) for test in truth.ran}
-        self._places = truth.places
+        self._places, self._skips_only = truth.places, truth.skips_only
         file_of = self._file_of_dotted if truth.dotted else self._file
         self._modules = {file_of(name): reason for name, reason in truth.modules.items()}
         self._modules |= self._modules_at_places()
@@ -84,8 +84,8 @@ class Merger:
                 ids = [
                     other for other in dict.fromkeys(plain.get(test.id, ())) if other in waiting and other not in exact
                 ]
-            if not ids:  # a summary of the skipped tests names no test that ran
-                yield test, test if self._ran else self._as_run(test, "", skipped=False)
+            if not ids:
+                yield test, self._as_run(test, "", skipped=False) if self._skips_only else test
             for test_id in ids:
                 reason = waiting.pop(test_id)
                 name = test_id.rpartition("::")[2] if "[" not in test_id else test.name

@@ -47,6 +47,7 @@ class Truth:
         ran: Identifiers of tests that ran.
         modules: Files that were skipped as a whole, and the reasons.
         places: Places of skips, where no tests are named.
+        skips_only: Whether it names skipped tests only, so that a test that it does not name ran.
         dotted: Whether identifiers are those of JUnit XML: ``package.module.Class::test``.
     """
 
@@ -55,6 +56,7 @@ class Truth:
     modules: dict[str, str] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
     dotted: bool = False
+    skips_only: bool = False
 
     def add(self, test: str, status: str, reason: str) -> None:
         """Notes the outcome of a test; one with a subtest that was skipped has two, and ran."""
@@ -125,6 +127,7 @@ def _from_output(text: str) -> Truth:
                 truth.skipped[match["id"]] = reason
             else:
                 truth.modules[match["id"]] = reason
+            truth.skips_only = not truth.ran
     return truth
 
 

@@ -146,6 +146,7 @@ def test_text_is_no_skip(verdicts):
         ('"one " \'two \' """three"""', "one two three"),
         ('f"{NAME} {1 + 1}"', "BERT 2"),
         ('f"{NAME!r:>8}|{NAME.lower()}"', "  'BERT'|bert"),
+        ("__name__ or 1", "{__name__ or 1}"),
         ('f"on {device()}"', "on {device()}"),
         ('NAME + " is " + unknown', "BERT is {unknown}"),
         ('"%s: %d" % (NAME, 3)', "BERT: 3"),
@@ -202,6 +203,16 @@ class TestConditions:
         """
         expected = {"A::test_a": "ran", "B::test_a": "skipped: slow", "C::test_a": [("slow", "not self.fast")]}
         assert verdicts(source) == expected
+
+    def test_the_class_of_an_inherited_test_is_that_of_self(self, verdicts):
+        source = """
+            import unittest
+            class Mixin:
+                def test_a(self): self.skipTest(f"{type(self).__name__} {self.__class__.__name__}")
+            class A(Mixin, unittest.TestCase): ...
+            class B(Mixin, unittest.TestCase): ...
+        """
+        assert verdicts(source) == {"A::test_a": "skipped: A A", "B::test_a": "skipped: B B"}
 
     def test_a_later_base_class_does_not_hide_an_earlier_one(self, verdicts):
         source = """

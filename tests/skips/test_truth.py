@@ -110,6 +110,11 @@ class TestMerging:
         assert differences == {}
         assert found.row("test_skipped").skipped == ("test_a",)
 
+    def test_a_run_in_which_all_tests_are_skipped_says_nothing_of_others(self, scan):
+        found, differences = scan("test_a.py::test_skipped SKIPPED (static) [ 9%]\n")
+        assert differences == {}
+        assert found.row("test_open").conditional == ("test_a: was ready [if ready()]",)
+
     def test_names_made_by_parameterized_expand(self, scan):
         found, _ = scan("test_a.py::test_ran_0_small PASSED [ 9%]\ntest_a.py::test_ran_1_large SKIPPED (x) [ 9%]\n")
         assert {test.name: test.status for test in found.tests if "ran_" in test.name} == {
