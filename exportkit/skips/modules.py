@@ -40,6 +40,7 @@ class Modules(Interpreter):
         self.problems: list[str] = []
         self._inside = root / Path(layout.folder).parts[0] if Path(layout.folder).parts else root
         self._found: dict[tuple[str, int, str], Path | None] = {}
+        self._looking_up: set[tuple[str, str | None, int, str]] = set()
 
     def module(self, path: Path) -> Module | None:
         """Returns the module of a file, read at most once; None if it cannot be read or parsed."""
@@ -123,6 +124,16 @@ class Modules(Interpreter):
 
     def look_up(self, imported: Imported) -> Any:
         """Returns what an import statement bound: something of the suite, or the full name of something else."""
+        key = (imported.module, imported.name, imported.level, imported.file)
+        if key in self._looking_up:  # modules that import a name from each other
+            return UNKNOWN
+        self._looking_up.add(key)
+        try:
+            return self._look_up(imported)
+        finally:
+            self._looking_up.discard(key)
+
+    def _look_up(self, imported: Imported) -> Any:
         path = self.find_module(imported.module, imported.level, imported.file)
         if imported.name is None:
             module = self.module(path) if path is not None else None
@@ -151,6 +162,16 @@ class Modules(Interpreter):
         """Returns what a star import brought under a name, or UNKNOWN."""
         while frame.parent is not None:
             frame = frame.parent
+        key = ("*", name, 0, frame.file)
+        if key in self._looking_up:  # modules that import all of each other
+            return UNKNOWN
+        self._looking_up.add(key)
+        try:
+            return self._from_stars(name, frame)
+        finally:
+            self._looking_up.discard(key)
+
+    def _from_stars(self, name: str, frame: Frame) -> Any:
         for star in frame.names.get("*", ()):
             path = self.find_module(star.module, star.level, star.file)
             module = self.module(path) if path is not None else None

@@ -233,6 +233,11 @@ class TestConditions:
         source = "from two import B\nclass C(B):\n    def test_a(self): self.skipTest(self.reason)"
         assert verdicts(source, one=one, two=two)["C::test_a"] == "skipped: x"
 
+    def test_names_imported_from_each_other_end(self, verdicts):
+        one, two = "from two import mark\nfrom two import *", "from one import mark\nfrom one import *"
+        source = "import pytest\nfrom one import mark, other\n@mark\ndef test_a():\n    if other: pytest.skip()"
+        assert verdicts(source, one=one, two=two) == {"test_a": [("", "other")]}
+
     def test_recursion_ends(self, verdicts):
         source = "import pytest\ndef helper(): helper(); pytest.skip('deep')\ndef test_a(): helper()"
         assert verdicts(source) == {"test_a": "skipped: deep"}
