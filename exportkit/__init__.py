@@ -13,6 +13,7 @@ from exportkit.axes import Expression, Plan
 from exportkit.errors import ExportkitError
 from exportkit.export import Exported, OnnxModel, export
 from exportkit.observe import Call, InputObserver, Observation
+from exportkit.skips import scan_skipped_tests
 from exportkit.trees import (
     make_dynamic_cache,
     make_encoder_decoder_cache,
@@ -45,6 +46,8 @@ __all__ = [
     "make_static_cache",
     "make_encoder_decoder_cache",
     "string_type",
+    # test suites
+    "scan_skipped_tests",
     # errors
     "ExportkitError",
 ]

@@ -26,6 +26,7 @@ from exportkit.errors import DestinationError, ExportkitError
 from exportkit.export import require_onnxruntime
 from exportkit.export.translate import check_destination
 from exportkit.scenarios import Case
+from exportkit.skips.command import scan_skips
 
 _NOT_PROVEN, _BAD_INPUT = 1, 2
 
@@ -130,6 +131,9 @@ def export(
     report_file.write_text(f"{run.report}\n", encoding="utf-8")
     typer.echo(run.report)  # its last line is the verdict
     raise typer.Exit(0 if run.report.ok else _NOT_PROVEN)
+
+
+app.command("scan-skips", epilog="Example:  exportkit scan-skips ./transformers --output_dir scan")(scan_skips)
 
 
 class _Run:

@@ -55,9 +55,9 @@ class TestHelp:
         result = run("--help")
         assert result.exit_code == 0
         assert len(result.stdout.splitlines()) <= 24
-        assert all(command in result.stdout for command in ("demo", "export"))
+        assert all(command in result.stdout for command in ("demo", "export", "scan-skips"))
 
-    @pytest.mark.parametrize("command", ["demo", "export"])
+    @pytest.mark.parametrize("command", ["demo", "export", "scan-skips"])
     def test_the_help_of_a_command_has_an_example(self, command):
         result = run(command, "--help")
         assert result.exit_code == 0

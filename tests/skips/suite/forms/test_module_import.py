@@ -1,0 +1,7 @@
+import pytest
+
+missing = pytest.importorskip("a_package_that_nobody_has")
+
+
+def test_one():
+    missing.use()
