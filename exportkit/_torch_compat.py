@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,26 +135,30 @@ def is_capturing() -> bool:
 _copy_on_write_lock = threading.Lock()
 
 
-def copy_on_write(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a copy that shares memory until either is written, or None where torch has none. Seen in torch 2.13.
+def copies_on_write(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Returns copies that share memory until either is written, None where torch has none. Seen in torch 2.13.
 
     The one that is written, or asked for its address, moves to memory of its own: tests/observe/test_snapshot.py shows
     what that means for those who hold the memory by other ways.
     """
     clone = getattr(torch, "_lazy_clone", None)
     if clone is None:
-        return None
+        return [None] * len(tensors)
+    with _copy_on_write_lock:
+        return [_copy_on_write(clone, tensor) for tensor in tensors]
+
+
+def _copy_on_write(clone: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> torch.Tensor | None:
     try:
-        with _copy_on_write_lock:
-            copy = clone(tensor)
+        copy = clone(tensor)
     except RuntimeError:  # memory that torch did not allocate itself: of numpy, of a file, shared, pinned
         return None
     return copy if isinstance(copy, torch.Tensor) else None
 
 
-def is_copy_on_write(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor shares its memory by copy-on-write, so was not written since. Seen in torch 2.13."""
-    return bool(getattr(torch._C, "_is_cow_tensor", lambda _: False)(tensor))
+def are_copy_on_write(tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """Returns whether each tensor shares its memory by copy-on-write, so was not written since. Seen in torch 2.13."""
+    return list(map(getattr(torch._C, "_is_cow_tensor", lambda _: False), tensors))
 
 
 def is_only_holder(tensor: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ _STACKED = frozenset(
     | {torch.uint8, torch.bool, torch.complex64, torch.complex128}
 )
 
-_dtype = operator.attrgetter("dtype")
+_dtype, _nbytes = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
 
 # Positions of tensors, and the copy of one of them, or of several along its first axis.
 _Piece = tuple[Sequence[int], torch.Tensor]
@@ -89,8 +89,8 @@ class Copying:
 
     def __init__(self, value: Any, inputs: frozenset[int] | None = None) -> None:
         self.outline, self._tensors, runs = outline(value)
-        self._inputs = inputs
         self._together, self._apart = _grouped(self._tensors, runs)
+        self._inputs = inputs
 
     def shapes(self) -> tuple[torch.Size, ...]:
         """Returns the shapes of the tensors."""
@@ -98,12 +98,17 @@ class Copying:
 
     def large(self) -> frozenset[int]:
         """Returns the identities of the large tensors."""
-        return frozenset(id(self._tensors[i]) for i in self._apart if _bytes(self._tensors[i]) >= LARGE)
+        return frozenset([id(self._tensors[position]) for position in self._large])
 
     def memory(self) -> Parts:
         """Returns the memory that the copies will hold."""
         together = [(None, len(group) * _bytes(self._tensors[group[0]])) for group in self._together]
-        return [*together, *((self._shared_address(i), _bytes(self._tensors[i])) for i in self._apart)]
+        shared = frozenset(self._shared)
+        apart = [(self._tensors[position], position in shared) for position in self._apart]
+        return [
+            *together,
+            *((_torch_compat.memory_address(t) if is_shared else None, _bytes(t)) for t, is_shared in apart),
+        ]
 
     def snapshot(self) -> Snapshot:
         """Makes the copies, cut off from autograd and inference mode; afterwards the originals are let go."""
@@ -113,42 +118,61 @@ class Copying:
 
     def _pieces(self) -> list[_Piece]:
         pieces = [piece for group in self._together for piece in self._copied_together(group)]
-        return [*pieces, *(([i], self._copied(i)) for i in self._apart)]
+        tensors = self._tensors
+        found: dict[int, torch.Tensor | None] = {}
+        if self._shared:
+            found.update(
+                zip(self._shared, _torch_compat.copies_on_write([tensors[i] for i in self._shared]), strict=True)
+            )
+        for position in self._apart:
+            copy = found.get(position)
+            pieces.append(((position,), _copied(tensors[position]) if copy is None else copy))
+        return pieces
 
     def _copied_together(self, group: Sequence[int]) -> list[_Piece]:
         try:
             return [(group, torch.stack(operator.itemgetter(*group)(self._tensors)))]
         except RuntimeError:  # of other shapes, or on several devices
-            return [([i], self._copied(i)) for i in group]
+            return [((position,), _copied(self._tensors[position])) for position in group]
 
-    def _copied(self, index: int) -> torch.Tensor:
-        tensor = self._tensors[index]
-        shared = _torch_compat.copy_on_write(tensor) if self._may_share(index) else None
-        if shared is not None:
-            return shared
-        return tensor.clone() if type(tensor) is torch.Tensor else tensor.detach().clone()
+    @functools.cached_property
+    def _large(self) -> list[int]:
+        """The positions of large tensors."""
+        apart = self._apart
+        sizes = _all_bytes([self._tensors[position] for position in apart])
+        return [position for position, size in zip(apart, sizes, strict=True) if size >= LARGE]
 
-    def _shared_address(self, index: int) -> int | None:
-        return _torch_compat.memory_address(self._tensors[index]) if self._may_share(index) else None
+    @functools.cached_property
+    def _shared(self) -> list[int]:
+        """The positions of large tensors that are shared by copy-on-write."""
+        if not self._large:
+            return []
+        plain = [position for position in self._large if type(self._tensors[position]) is torch.Tensor]
+        still_shared = _torch_compat.are_copy_on_write([self._tensors[position] for position in plain])
+        return [
+            position
+            for position, is_shared in zip(plain, still_shared, strict=True)
+            if is_shared or self._may_share(position)
+        ]
 
-    def _may_share(self, index: int) -> bool:
-        tensor = self._tensors[index]
-        if _bytes(tensor) < LARGE or type(tensor) is not torch.Tensor:
+    def _may_share(self, position: int) -> bool:
+        tensor = self._tensors[position]
+        if position in self._growing:
+            unwritten = tensor.is_inference() or not tensor._version  # a tensor of inference mode has no version
+        else:
+            is_fresh = self._inputs is not None and id(tensor) not in self._inputs
+            unwritten = is_fresh and not tensor.is_inference() and not tensor._version
+        if not unwritten or not _is_ordinary(tensor) or not _torch_compat.is_only_holder(tensor):
             return False
-        if _torch_compat.is_copy_on_write(tensor):
-            return True
-        if not _is_ordinary(tensor):
-            return False
-        if not _torch_compat.is_only_holder(tensor) or tensor.untyped_storage().nbytes() > 1.1 * tensor.nbytes:
-            return False
-        if index in self._growing:
-            return tensor.is_inference() or not tensor._version  # a tensor of inference mode has no version
-        is_fresh = self._inputs is not None and id(tensor) not in self._inputs
-        return is_fresh and not tensor.is_inference() and not tensor._version
+        return tensor.untyped_storage().nbytes() <= 1.1 * tensor.nbytes
 
     @functools.cached_property
     def _growing(self) -> frozenset[int]:
         return self.outline.growing()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if type(tensor) is torch.Tensor else tensor.detach().clone()
 
 
 def outlined_shapes(value: Any) -> tuple[Outline, tuple[torch.Size, ...]]:
@@ -180,19 +204,29 @@ def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Seque
     """The positions of tensors that are copied together, and of those that are copied apart."""
     if len(tensors) <= FEW:
         return [], list(range(len(tensors)))
-    alike = [run for run in runs if _are_alike(tensors[run.start : run.stop])]
-    together: list[Sequence[int]] = [*alike]
-    groups: dict[Any, list[int]] = {}
+    together: list[Sequence[int]] = []
     apart: list[int] = []
-    for index in _between(alike, len(tensors)):
+    settled: list[range] = []
+    for run in runs:
+        if not _is_small(tensors[run.start]):
+            apart.extend(run)
+        elif _are_alike(tensors[run.start : run.stop]):
+            together.append(run)
+        else:
+            continue
+        settled.append(run)
+    groups: dict[Any, list[int]] = {}
+    for index in _between(settled, len(tensors)):
         tensor = tensors[index]
-        plain = _is_small(tensor) and type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if plain and not tensor.is_nested and tensor.is_contiguous():
+        if _is_small(tensor) and type(tensor) is torch.Tensor and _is_dense(tensor) and tensor.is_contiguous():
             groups.setdefault((tensor.shape, tensor.dtype), []).append(index)
         else:
             apart.append(index)
-    together += [group for group in groups.values() if len(group) > 1]
-    apart += [group[0] for group in groups.values() if len(group) == 1]
+    for group in groups.values():
+        if len(group) > 1:
+            together.append(group)
+        else:
+            apart.append(group[0])
     return together, apart
 
 
@@ -204,11 +238,14 @@ def _between(runs: list[range], end: int) -> Iterator[int]:
 
 
 def _are_alike(tensors: list[torch.Tensor]) -> bool:
-    """Whether ordinary tensors can be copied together if they have one shape, which torch.stack checks."""
-    first = tensors[0]
-    if not _is_small(first) or first.layout is not torch.strided or first.is_nested:
+    """Whether ordinary small tensors can be copied together if they have one shape, which torch.stack checks."""
+    if not _is_dense(tensors[0]) or len(set(map(_dtype, tensors))) > 1:
         return False
-    return len(set(map(_dtype, tensors))) == 1 and all(map(torch.Tensor.is_contiguous, tensors))
+    return all(map(torch.Tensor.is_contiguous, tensors))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -224,3 +261,10 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes of the values; of a sparse tensor as many as if it were dense."""
     return tensor.numel() * tensor.dtype.itemsize
+
+
+def _all_bytes(tensors: list[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(_nbytes, tensors))
+    except RuntimeError:  # sparse ones do not say
+        return list(map(_bytes, tensors))

@@ -7,6 +7,7 @@ but none of the tensors: these are listed beside it, so that the caller decides 
 from __future__ import annotations
 
 import itertools
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ _NAMESPACE = "exportkit.outline"
 _insertion_order = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
 _insertion_order.__enter__()
 
+_state = operator.attrgetter("__dict__")
 _TENSOR = object()  # stands where a tensor goes; they are filled in in the order in which they were found
 
 
@@ -44,7 +46,7 @@ class _Table(NamedTuple):
     """
 
     cls: type
-    names: tuple[str, ...]
+    names: list[str]
     columns: list[Any]  # values of one attribute, or _TENSOR for a column of tensors
     height: int
 
@@ -201,30 +203,34 @@ class _Taker:
         return _Container(cls, self.nested(kind(value), self.inside))
 
     def _table(self, items: list[Any]) -> _Table | None:
-        """Opens the layers of a cache together, if they are of one class and hold tensors and constants only."""
-        cls, *others = set(map(type, items))
-        if others or not is_opened_class(cls):
+        """Opens the layers of a cache together, if they hold tensors and constants only, each in the same way."""
+        cls, height = type(items[0]), len(items)
+        if not is_opened_class(cls) or list(map(type, items)).count(cls) < height:
             return None
-        states = [vars(item) for item in items]
-        names = tuple(states[0])
-        if not all(map(names.__eq__, map(tuple, states))):
+        states = list(map(_state, items))
+        names = list(states[0])
+        if list(itertools.chain.from_iterable(states)) != names * height:
             return None
-        columns: list[Any] = list(zip(*map(dict.values, states), strict=True))
+        values = list(itertools.chain.from_iterable(map(dict.values, states)))
+        kinds = list(map(type, values))
+        width = len(names)
+        if kinds != kinds[:width] * height:
+            return None
+        columns: list[Any] = [values[position::width] for position in range(width)]
         found = []
-        for position, (name, column) in enumerate(zip(names, columns, strict=True)):
-            kinds = set(map(type, column))
+        for position, (name, kind) in enumerate(zip(names, kinds, strict=False)):
             if name in DERIVED:
                 columns[position] = None
-            elif kinds == {torch.Tensor}:
+            elif kind is torch.Tensor:
                 found.append(position)
-            elif not kinds <= ATOMS:
+            elif kind not in ATOMS:
                 return None
         for position in found:
-            self.runs.append(range(len(self.tensors), len(self.tensors) + len(items)))
-            self.tensors.extend(columns[position])
+            self.runs.append(range(len(self.tensors), len(self.tensors) + height))
+            self.tensors += columns[position]
             columns[position] = _TENSOR
-        self.marks += (cls, names, len(items), *found)
-        return _Table(cls, names, columns, len(items))
+        self.marks += (cls, *names, height, *found)
+        return _Table(cls, names, columns, height)
 
 
 def _filled(item: Any, tensors: Iterator[torch.Tensor]) -> Any:

@@ -45,7 +45,7 @@ def address(tensor):
 
 
 def lazy(tensor):
-    copy = _torch_compat.copy_on_write(tensor)
+    (copy,) = _torch_compat.copies_on_write([tensor])
     assert copy is not None
     return copy
 
@@ -139,7 +139,7 @@ def test_views_and_their_base_move_together():
 
 @pytest.mark.parametrize("kind", ["from_numpy", "frombuffer", "shared", "mmap"])
 def test_memory_that_torch_did_not_allocate_cannot_be_shared(kind, tmp_path):
-    assert _torch_compat.copy_on_write(_foreign(kind, tmp_path)) is None
+    assert _torch_compat.copies_on_write([_foreign(kind, tmp_path)]) == [None]
 
 
 def _foreign(kind, tmp_path):
