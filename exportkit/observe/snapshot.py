@@ -17,7 +17,6 @@ CUDA graph has addresses in it, and ``record_stream`` does nothing for shared me
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +40,7 @@ _STACKED = frozenset(
     | {torch.uint8, torch.bool, torch.complex64, torch.complex128}
 )
 
-_dtype, _nbytes = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
+_dtype = operator.attrgetter("dtype")
 
 # Positions of tensors, and the copy of one of them, or of several along its first axis.
 _Piece = tuple[Sequence[int], torch.Tensor]
@@ -91,6 +90,8 @@ class Copying:
         self.outline, self._tensors, runs = outline(value)
         self._together, self._apart = _grouped(self._tensors, runs)
         self._inputs = inputs
+        self._large = _large(self._tensors, self._apart)
+        self._shared = self._find_shared() if self._large else []
 
     def shapes(self) -> tuple[torch.Size, ...]:
         """Returns the shapes of the tensors."""
@@ -102,13 +103,12 @@ class Copying:
 
     def memory(self) -> Parts:
         """Returns the memory that the copies will hold."""
-        together = [(None, len(group) * _bytes(self._tensors[group[0]])) for group in self._together]
-        shared = frozenset(self._shared)
-        apart = [(self._tensors[position], position in shared) for position in self._apart]
-        return [
-            *together,
-            *((_torch_compat.memory_address(t) if is_shared else None, _bytes(t)) for t, is_shared in apart),
+        tensors, shared = self._tensors, frozenset(self._shared)
+        together = [(None, len(group) * _bytes(tensors[group[0]])) for group in self._together]
+        apart = [
+            (_torch_compat.memory_address(tensors[i]) if i in shared else None, _bytes(tensors[i])) for i in self._apart
         ]
+        return [*together, *apart]
 
     def snapshot(self) -> Snapshot:
         """Makes the copies, cut off from autograd and inference mode; afterwards the originals are let go."""
@@ -117,47 +117,33 @@ class Copying:
         return Snapshot(self.outline, pieces)
 
     def _pieces(self) -> list[_Piece]:
-        pieces = [piece for group in self._together for piece in self._copied_together(group)]
         tensors = self._tensors
-        found: dict[int, torch.Tensor | None] = {}
+        pieces = [piece for group in self._together for piece in self._copied_together(group)]
+        shared: dict[int, torch.Tensor] = {}
         if self._shared:
-            found.update(
-                zip(self._shared, _torch_compat.copies_on_write([tensors[i] for i in self._shared]), strict=True)
-            )
-        for position in self._apart:
-            copy = found.get(position)
-            pieces.append(((position,), _copied(tensors[position]) if copy is None else copy))
+            copies = _torch_compat.copies_on_write(_at(self._shared, tensors))
+            shared = {i: copy for i, copy in zip(self._shared, copies, strict=True) if copy is not None}
+        pieces += [((i,), shared[i] if i in shared else _copied(tensors[i])) for i in self._apart]
         return pieces
 
     def _copied_together(self, group: Sequence[int]) -> list[_Piece]:
         try:
-            return [(group, torch.stack(operator.itemgetter(*group)(self._tensors)))]
+            return [(group, torch.stack(_at(group, self._tensors)))]
         except RuntimeError:  # of other shapes, or on several devices
-            return [((position,), _copied(self._tensors[position])) for position in group]
+            return [((i,), _copied(self._tensors[i])) for i in group]
 
-    @functools.cached_property
-    def _large(self) -> list[int]:
-        """The positions of large tensors."""
-        apart = self._apart
-        sizes = _all_bytes([self._tensors[position] for position in apart])
-        return [position for position, size in zip(apart, sizes, strict=True) if size >= LARGE]
+    def _find_shared(self) -> list[int]:
+        """The positions of large tensors that can be shared by copy-on-write."""
+        plain = [i for i in self._large if type(self._tensors[i]) is torch.Tensor]
+        still_shared = _torch_compat.are_copy_on_write(_at(plain, self._tensors))
+        if all(still_shared):
+            return plain
+        growing = self.outline.growing()
+        pairs = zip(plain, still_shared, strict=True)
+        return [i for i, is_shared in pairs if is_shared or self._may_share(self._tensors[i], i in growing)]
 
-    @functools.cached_property
-    def _shared(self) -> list[int]:
-        """The positions of large tensors that are shared by copy-on-write."""
-        if not self._large:
-            return []
-        plain = [position for position in self._large if type(self._tensors[position]) is torch.Tensor]
-        still_shared = _torch_compat.are_copy_on_write([self._tensors[position] for position in plain])
-        return [
-            position
-            for position, is_shared in zip(plain, still_shared, strict=True)
-            if is_shared or self._may_share(position)
-        ]
-
-    def _may_share(self, position: int) -> bool:
-        tensor = self._tensors[position]
-        if position in self._growing:
+    def _may_share(self, tensor: torch.Tensor, is_growing: bool) -> bool:
+        if is_growing:
             unwritten = tensor.is_inference() or not tensor._version  # a tensor of inference mode has no version
         else:
             is_fresh = self._inputs is not None and id(tensor) not in self._inputs
@@ -166,9 +152,11 @@ class Copying:
             return False
         return tensor.untyped_storage().nbytes() <= 1.1 * tensor.nbytes
 
-    @functools.cached_property
-    def _growing(self) -> frozenset[int]:
-        return self.outline.growing()
+
+def _at(positions: Sequence[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(positions, range):
+        return tensors[positions.start : positions.stop]
+    return [tensors[position] for position in positions]
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,8 +251,8 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 
-def _all_bytes(tensors: list[torch.Tensor]) -> list[int]:
+def _large(tensors: list[torch.Tensor], positions: Sequence[int]) -> list[int]:
     try:
-        return list(map(_nbytes, tensors))
-    except RuntimeError:  # sparse ones do not say
-        return list(map(_bytes, tensors))
+        return [i for i in positions if tensors[i].nbytes >= LARGE]
+    except RuntimeError:  # a sparse one does not say
+        return [i for i in positions if _bytes(tensors[i]) >= LARGE]

@@ -46,7 +46,7 @@ class _Table(NamedTuple):
     """
 
     cls: type
-    names: list[str]
+    names: tuple[str, ...]
     columns: list[Any]  # values of one attribute, or _TENSOR for a column of tensors
     height: int
 
@@ -208,28 +208,28 @@ class _Taker:
         if not is_opened_class(cls) or list(map(type, items)).count(cls) < height:
             return None
         states = list(map(_state, items))
-        names = list(states[0])
-        if list(itertools.chain.from_iterable(states)) != names * height:
+        names = tuple(states[0])
+        if len(names) < 2 or list(map(len, states)).count(len(names)) < height:
             return None
-        values = list(itertools.chain.from_iterable(map(dict.values, states)))
-        kinds = list(map(type, values))
-        width = len(names)
-        if kinds != kinds[:width] * height:
+        try:
+            columns: list[Any] = list(zip(*map(operator.itemgetter(*names), states), strict=True))
+        except KeyError:
             return None
-        columns: list[Any] = [values[position::width] for position in range(width)]
         found = []
-        for position, (name, kind) in enumerate(zip(names, kinds, strict=False)):
+        for position, (name, column) in enumerate(zip(names, columns, strict=True)):
             if name in DERIVED:
                 columns[position] = None
-            elif kind is torch.Tensor:
-                found.append(position)
-            elif kind not in ATOMS:
+                continue
+            kind = type(column[0])
+            if list(map(type, column)).count(kind) < height or not (kind is torch.Tensor or kind in ATOMS):
                 return None
+            if kind is torch.Tensor:
+                found.append(position)
         for position in found:
             self.runs.append(range(len(self.tensors), len(self.tensors) + height))
             self.tensors += columns[position]
             columns[position] = _TENSOR
-        self.marks += (cls, *names, height, *found)
+        self.marks += (cls, names, height, *found)
         return _Table(cls, names, columns, height)
 
 
