@@ -32,6 +32,7 @@ Result = TypeVar("Result")
 
 FEW = 4  # up to here, looking for tensors that are alike costs more than copying each
 SMALL = 2**16  # bytes; up to here, starting a copy costs more than copying
+SAMPLE = 16  # so many tensors of one attribute show how all of them are laid out
 LARGE = 2**20  # bytes; from here on, copying costs more than all else in a call that is recorded
 
 # Types that torch.stack copies as they are; it requantises quantised ones, and does not know some of the rarer ones.
@@ -195,7 +196,7 @@ def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Seque
     together: list[Sequence[int]] = []
     apart: list[int] = []
     settled: list[range] = []
-    for run in runs:
+    for run in _joined(tensors, runs):
         if not _is_small(tensors[run.start]):
             apart.extend(run)
         elif _are_alike(tensors[run.start : run.stop]):
@@ -218,6 +219,20 @@ def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Seque
     return together, apart
 
 
+def _joined(tensors: list[torch.Tensor], runs: list[range]) -> Iterator[range]:
+    """The runs, neighbours as one that begin with tensors of one shape: the keys and the values of a cache."""
+    last = None
+    for run in runs:
+        if last is not None and last.stop == run.start and tensors[last.start].shape == tensors[run.start].shape:
+            last = range(last.start, run.stop)
+            continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last
+
+
 def _between(runs: list[range], end: int) -> Iterator[int]:
     """The positions outside of runs, which come in order."""
     starts = [0, *(run.stop for run in runs)]
@@ -226,10 +241,14 @@ def _between(runs: list[range], end: int) -> Iterator[int]:
 
 
 def _are_alike(tensors: list[torch.Tensor]) -> bool:
-    """Whether ordinary small tensors can be copied together if they have one shape, which torch.stack checks."""
+    """Whether ordinary small tensors can be copied together if they have one shape, which torch.stack checks.
+
+    Strides are looked at in some of them: layers of one class come from the same operation, and copies of another
+    layout have the right values all the same.
+    """
     if not _is_dense(tensors[0]) or len(set(map(_dtype, tensors))) > 1:
         return False
-    return all(map(torch.Tensor.is_contiguous, tensors))
+    return all(map(torch.Tensor.is_contiguous, tensors[:: max(1, len(tensors) // SAMPLE)]))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

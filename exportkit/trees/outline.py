@@ -194,12 +194,15 @@ class _Taker:
         cls = type(value)
         if is_opened_class(cls):
             return self.object(value)
+        if cls is list and len(value) > 1:
+            table = self._table(value)
+            if table is not None:
+                return table
         kind = next((kind for kind in (list, tuple, dict) if isinstance(value, kind)), None)
         if kind is None:
             return value if self.keep_values else None
         if cls is kind or optree.is_namedtuple(value):
-            table = self._table(value) if cls is list and len(value) > 1 else None
-            return self.nested(value, self.inside) if table is None else table
+            return self.nested(value, self.inside)
         return _Container(cls, self.nested(kind(value), self.inside))
 
     def _table(self, items: list[Any]) -> _Table | None:
