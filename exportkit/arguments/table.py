@@ -35,36 +35,45 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
 
 
 def _table(observation: Observation, stored_only: bool) -> CallTable:
-    arguments: dict[str, str] = {}
-    growth: dict[str, Growth] = {}
-    for name, tree in merged_trees(observation).items():
-        for path in tree.tensors():
-            arguments[join(name, path)] = name
-            if path in tree.growing:
-                growth[join(name, path)] = tree.growing[path]
-    tensors = [call.tensors() for call in observation.calls]
-    shapes = [{path: tuple(tensor.shape) for path, tensor in found.items()} for found in tensors]
+    growth = growth_of(observation)
+    arguments = {join(name, path): name for name, tree in merged_trees(observation).items() for path in tree.shapes()}
+    shapes = [call.shapes() for call in observation.calls]
     further = [] if stored_only else _further(observation, shapes)
     shapes += [{path: tuple(shape) for path, shape in seen.inputs.items()} for seen in further]
+    tensors = {path: tensor for call in reversed(observation.calls) for path, tensor in call.tensors().items()}
     leaves = tuple(
         Leaf(
             path,
             argument,
-            _dtype(next(found[path] for found in tensors if path in found)),
+            _dtype(tensors[path]),
             tuple(found.get(path) for found in shapes),
             growth[path].axis if path in growth else None,
             growth[path].limit if path in growth else None,
         )
         for path, argument in arguments.items()
     )
-    outputs = tuple(tuple(tuple(t.shape) for t in call.outputs.tensors().values()) for call in observation.calls)
+    outputs = tuple(tuple(call.outputs.shapes().values()) for call in observation.calls)
     return CallTable(leaves, (*outputs, *(tuple(map(tuple, seen.outputs.values())) for seen in further)))
+
+
+def growth_of(observation: Observation) -> dict[str, Growth]:
+    """Returns by full path how the leaves of caches grow."""
+    trees = merged_trees(observation)
+    return {join(name, path): growth for name, tree in trees.items() for path, growth in tree.growing.items()}
+
+
+def shapes_of(observation: Observation) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
+    """Returns by full path the shapes of a leaf in the stored calls, None where one lacks it."""
+    found = [call.shapes() for call in observation.calls]
+    trees = merged_trees(observation)
+    paths = [join(name, path) for name, tree in trees.items() for path in tree.shapes()]
+    return {path: tuple([shapes.get(path) for shapes in found]) for path in paths}
 
 
 def _further(observation: Observation, stored: Sequence[Mapping[str, tuple[int, ...]]]) -> list[SeenShapes]:
     """Calls of which only the shapes are known, with shapes that no stored call had."""
     known = [set(shapes.items()) for shapes in stored]
-    new = [seen for seen in observation.seen if not any({*seen.inputs.items()} <= shapes for shapes in known)]
+    new = [seen for seen in observation.further if not any({*seen.inputs.items()} <= shapes for shapes in known)]
     return new[:_MOST_FURTHER_CALLS]
 
 

@@ -20,13 +20,15 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from exportkit import _torch_compat
 from exportkit.observe.memory import Parts
+from exportkit.trees.flatten import Tree, shape_of
 from exportkit.trees.outline import Outline, outline
+from exportkit.trees.outlined import growing_tensors, located, outlined_tree
 
 Result = TypeVar("Result")
 
@@ -47,36 +49,54 @@ _dtype = operator.attrgetter("dtype")
 _Piece = tuple[Sequence[int], torch.Tensor]
 
 
-class Snapshot(NamedTuple):
+class Snapshot:
     """A nested value as it was.
 
-    Attributes:
+    Args:
         outline: Its structure.
         pieces: Copies of its tensors.
     """
 
-    outline: Outline
-    pieces: list[_Piece]
+    __slots__ = ("_pieces", "_tensors", "outline")
 
-    def value(self) -> Any:
-        """Returns the nested value with the copies, as `outlined_tree` takes it."""
-        return self.outline.fill(self._tensors())
+    def __init__(self, outline: Outline, pieces: list[_Piece]) -> None:
+        self.outline, self._pieces = outline, pieces
+        self._tensors: list[torch.Tensor] | None = None
 
-    def shapes(self) -> tuple[torch.Size, ...]:
+    def tree(self) -> Tree:
+        """Returns the value as a tree around the copies."""
+        return outlined_tree(located(self.outline), self)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the copies, each time the same ones."""
+        if self._tensors is None:
+            self._tensors = self._in_order(_parts)
+        return self._tensors
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes of the tensors."""
-        return _shapes(self._tensors())
+        return tuple(self._in_order(_part_shapes))
 
-    def _tensors(self) -> list[torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
-        for positions, piece in self.pieces:
-            # detached from the piece, so that each of them can be changed in place
-            parts = [piece] if len(positions) == 1 else [part.detach() for part in piece.unbind()]
-            found |= zip(positions, parts, strict=True)
+    def _in_order(self, parts_of: Callable[[_Piece], Sequence[Result]]) -> list[Result]:
+        found: dict[int, Result] = {}
+        for piece in self._pieces:
+            found |= zip(piece[0], parts_of(piece), strict=True)
         return [found[position] for position in range(len(found))]
 
     def memory(self) -> Parts:
         """Returns the memory that the copies hold."""
-        return [(_torch_compat.memory_address(piece), _bytes(piece)) for _, piece in self.pieces]
+        return [(_torch_compat.memory_address(piece), _bytes(piece)) for _, piece in self._pieces]
+
+
+def _parts(piece: _Piece) -> Sequence[torch.Tensor]:
+    positions, copy = piece
+    # detached from the piece, so that each of them can be changed in place
+    return [copy] if len(positions) == 1 else [part.detach() for part in copy.unbind()]
+
+
+def _part_shapes(piece: _Piece) -> Sequence[tuple[int, ...]]:
+    positions, copy = piece
+    return [shape_of(copy)] if len(positions) == 1 else [tuple(copy.shape[1:])] * len(positions)
 
 
 class Copying:
@@ -94,7 +114,7 @@ class Copying:
         self._large = _large(self._tensors, self._apart)
         self._shared = self._find_shared() if self._large else []
 
-    def shapes(self) -> tuple[torch.Size, ...]:
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes of the tensors."""
         return _shapes(self._tensors)
 
@@ -139,7 +159,7 @@ class Copying:
         still_shared = _torch_compat.are_copy_on_write(_at(plain, self._tensors))
         if all(still_shared):
             return plain
-        growing = self.outline.growing()
+        growing = growing_tensors(self.outline)
         pairs = zip(plain, still_shared, strict=True)
         return [i for i, is_shared in pairs if is_shared or self._may_share(self._tensors[i], i in growing)]
 
@@ -164,18 +184,17 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if type(tensor) is torch.Tensor else tensor.detach().clone()
 
 
-def outlined_shapes(value: Any) -> tuple[Outline, tuple[torch.Size, ...]]:
+def outlined_shapes(value: Any) -> tuple[Outline, tuple[tuple[int, ...], ...]]:
     """Returns the outline of a value and the shapes of its tensors, and keeps nothing of it."""
     taken = outline(value, keep_values=False)
     return taken.outline, _shapes(taken.tensors)
 
 
-def _shapes(tensors: list[torch.Tensor]) -> tuple[torch.Size, ...]:
-    """The shapes of tensors; that of a nested tensor, which has none, is ()."""
+def _shapes(tensors: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     try:
         return tuple([tensor.shape for tensor in tensors])
     except RuntimeError:
-        return tuple(torch.Size(()) if tensor.is_nested else tensor.shape for tensor in tensors)
+        return tuple(map(shape_of, tensors))
 
 
 def _plainly(step: Callable[[], Result]) -> Result:

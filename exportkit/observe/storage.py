@@ -67,7 +67,7 @@ def save_observation(observation: Observation, directory: str | os.PathLike[str]
         "problems": list(observation.problems),
         "failures": [{"error": failure.error, "arguments": failure.arguments} for failure in observation.failures],
         "calls": calls,
-        "seen": [{"inputs": one.inputs, "outputs": one.outputs, "count": one.count} for one in observation.seen],
+        "further": [{"inputs": s.inputs, "outputs": s.outputs, "count": s.count} for s in observation.further],
     }
     _write(target, _as_text(data), kept.tensors if values else None, stamp)
 
@@ -89,7 +89,7 @@ def load_observation(directory: str | os.PathLike[str]) -> Observation:
             removed=frozenset(data["removed"]),
             restored=frozenset(data["restored"]),
             has_values=data["values"],
-            seen=tuple(SeenShapes(_shapes(o["inputs"]), _shapes(o["outputs"]), o["count"]) for o in data["seen"]),
+            further=tuple(SeenShapes(_shapes(o["inputs"]), _shapes(o["outputs"]), o["count"]) for o in data["further"]),
         )
     except ExportkitError:
         raise

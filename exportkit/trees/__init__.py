@@ -3,7 +3,7 @@
 from exportkit.trees.flatten import Tree, check_opened, flatten, join
 from exportkit.trees.make import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
 from exportkit.trees.objects import Growth, set_stored_length
-from exportkit.trees.registry import register_flattening_functions, registered_caches
+from exportkit.trees.registry import opens_in_order, register_flattening_functions, registered_caches
 from exportkit.trees.text import string_type
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "make_dynamic_cache",
     "make_encoder_decoder_cache",
     "make_static_cache",
+    "opens_in_order",
     "register_flattening_functions",
     "registered_caches",
     "set_stored_length",

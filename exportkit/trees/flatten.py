@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import optree
 import torch
@@ -29,20 +29,53 @@ _lock = threading.RLock()
 _opened: set[type] = set()
 
 
-@dataclass(frozen=True)
+class Content(Protocol):
+    """What a tree holds; it may be made when it is asked for."""
+
+    def leaves(self) -> tuple[Any, ...]:
+        """Returns the leaves."""
+
+    def structure(self) -> optree.PyTreeSpec:
+        """Returns what puts the leaves together."""
+
+    def cls(self) -> type:
+        """Returns the class of the value."""
+
+    def constants(self) -> dict[str, Any]:
+        """Returns the leaves that are no tensors, by path."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of those that are tensors, by path."""
+
+
+@dataclass(frozen=True, eq=False)
 class Tree:
     """A nested value, taken apart.
 
     Attributes:
         paths: Path of each leaf inside the value; the path of a value that is itself a leaf is "".
-        leaves: The leaves: tensors, and constants (numbers, strings, None, ...).
         growing: By path, the axis that grows by one with each token, in dynamic caches, and its limit.
+        content: The leaves, and how they are put together.
     """
 
     paths: tuple[str, ...]
-    leaves: tuple[Any, ...]
     growing: Mapping[str, Growth]
-    _structure: optree.PyTreeSpec = field(repr=False)
+    content: Content = field(repr=False)
+
+    @functools.cached_property
+    def leaves(self) -> tuple[Any, ...]:
+        """The leaves: tensors, and constants (numbers, strings, None, ...)."""
+        return self.content.leaves()
+
+    @functools.cached_property
+    def structure(self) -> optree.PyTreeSpec:
+        """How optree puts the leaves together."""
+        return self.content.structure()
+
+    @property
+    def cls(self) -> type:
+        """The class of the value; of one that is a leaf, another one."""
+        return self.content.cls()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the leaves that are tensors, by path."""
@@ -52,22 +85,61 @@ class Tree:
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {p: leaf for p, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, torch.Tensor)}
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors, by path; of a recorded value, without making its tensors."""
+        return dict(self._shapes)
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.content.shapes()
+
     def constants(self) -> dict[str, Any]:
         """Returns the leaves that are no tensors, by path."""
-        return {p: leaf for p, leaf in zip(self.paths, self.leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
+        return dict(self.content.constants())
 
     def map(self, change: Callable[[Any], Any]) -> Tree:
         """Returns the same tree with ``change(leaf)`` for each leaf."""
-        return Tree(self.paths, tuple(change(leaf) for leaf in self.leaves), self.growing, self._structure)
+        return self._holding([change(leaf) for leaf in self.leaves])
 
     def with_leaves(self, leaves: Mapping[str, Any]) -> Tree:
         """Returns the same tree with the leaves of the given paths replaced."""
-        kept = zip(self.paths, self.leaves, strict=True)
-        return Tree(self.paths, tuple(leaves.get(p, leaf) for p, leaf in kept), self.growing, self._structure)
+        return self._holding([leaves.get(p, leaf) for p, leaf in zip(self.paths, self.leaves, strict=True)])
+
+    def _holding(self, leaves: list[Any]) -> Tree:
+        return Tree(self.paths, self.growing, _Flattened(self.paths, tuple(leaves), self.structure))
 
     def build(self) -> Any:
         """Returns the nested value, holding the leaves themselves; containers and caches are new objects."""
-        return self._structure.unflatten(self.leaves)
+        return self.structure.unflatten(self.leaves)
+
+
+class _Flattened:
+    """The leaves of a value that optree has flattened."""
+
+    def __init__(self, paths: tuple[str, ...], leaves: tuple[Any, ...], structure: optree.PyTreeSpec) -> None:
+        self._paths, self._leaves, self._structure = paths, leaves, structure
+
+    def leaves(self) -> tuple[Any, ...]:
+        return self._leaves
+
+    def structure(self) -> optree.PyTreeSpec:
+        return self._structure
+
+    def cls(self) -> type:
+        return self._structure.type or object
+
+    def constants(self) -> dict[str, Any]:
+        pairs = zip(self._paths, self._leaves, strict=True)
+        return {path: leaf for path, leaf in pairs if not isinstance(leaf, torch.Tensor)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        pairs = zip(self._paths, self._leaves, strict=True)
+        return {path: shape_of(leaf) for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape of a tensor; that of a nested tensor, which has none, is ()."""
+    return () if tensor.is_nested else tuple(tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -117,9 +189,9 @@ def flatten(value: Any) -> Tree:
         for cls in unopened:
             _open(cls)
         return flatten(value)
-    paths = tuple(_path(steps) for steps in parts)
+    paths = tuple(path_of(steps) for steps in parts)
     growing = {path: growth for path, steps in zip(paths, parts, strict=True) if (growth := _growth(steps)) is not None}
-    return Tree(paths, tuple(leaves), growing, structure)
+    return Tree(paths, growing, _Flattened(paths, tuple(leaves), structure))
 
 
 def join(name: str, path: str) -> str:
@@ -215,8 +287,9 @@ _register: Any = optree.register_pytree_node  # its types ask more of a class th
 _register(Opened, _flatten_opened, _build_registered, namespace=_NAMESPACE)
 
 
-def _path(steps: Sequence[Any]) -> str:
-    path = ""
+def path_of(steps: Sequence[Any], start: str = "") -> str:
+    """Returns the path that leads from ``start`` along the steps that optree gives."""
+    path = start
     for step in steps:
         if isinstance(step, PathPart) or (isinstance(step, str) and step.isidentifier()):
             path = join(path, step)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,16 +132,28 @@ def _is_opened(cls: Any) -> bool:
     return issubclass(cls, _torch_compat.cache_bases()) or is_cache_class(cls)
 
 
+def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
+    """Returns how an attribute of a cache layer grows with each token, or None if it does not.
+
+    Args:
+        name: The attribute.
+        cls: Class of the layer.
+        state: Attributes of the layer.
+    """
+    if name not in GROWING or "max_cache_len" in state or hasattr(cls, "max_cache_len"):
+        return None
+    window = state["sliding_window"] if "sliding_window" in state else getattr(cls, "sliding_window", None)
+    return _growth(GROWING[name], window - 1 if isinstance(window, int) else None)
+
+
 @functools.lru_cache(maxsize=1024)
 def _growth(axis: int, limit: int | None) -> Growth:
     return Growth(axis, limit)
 
 
 def _attributes(value: Any, path: str, visit: Any) -> Iterator[tuple[str, Any]]:
-    preallocated = hasattr(value, "max_cache_len")
-    window = getattr(value, "sliding_window", None)
-    limit = window - 1 if isinstance(window, int) else None
-    for name, attribute in vars(value).items():
+    state = vars(value)
+    for name, attribute in state.items():
         if type(attribute) in ATOMS:
             yield name, attribute
             continue
@@ -150,7 +162,7 @@ def _attributes(value: Any, path: str, visit: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(attribute, types.MethodType) and attribute.__self__ is value:
             yield name, Method(attribute.__func__)
             continue
-        growth = _growth(GROWING[name], limit) if name in GROWING and not preallocated else None
+        growth = growth_of(name, type(value), state)
         yield name, visit(attribute, f"{path}.{name}" if path else name, growth)
 
 
