@@ -37,7 +37,11 @@ def recorded_dynamic_shapes(
     structure = _without_caught_nones(structure_of(observation), observation)
     axes = dynamic_axes(observation, batch_hints)
     namer = _namer(observation, dim_names)
-    specs = {name: _marked(value, lambda p: {a: namer(p, a) for a in axes[p]}) for name, value in structure.items()}
+
+    def spec_of(path: str) -> dict[int, Any]:
+        return {axis: namer(path, axis) for axis in axes[path]} if axes[path] else {}
+
+    specs = {name: _marked(value, spec_of) for name, value in structure.items()}
     _check_collisions(merged_trees(observation), observation)
     if observation.signature.var_positional is None and not _any_named(observation):
         return _as_tuple(specs, observation)
@@ -52,7 +56,7 @@ def _marked(value: Any, spec_of: Callable[[str], dict[int, Any]]) -> Any:
         return spec_of(value)
     if isinstance(value, dict):
         return {key: _marked(item, spec_of) for key, item in value.items()}
-    items = [_marked(item, spec_of) for item in value]
+    items = [spec_of(item) if type(item) is str else _marked(item, spec_of) for item in value]
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
@@ -121,11 +125,11 @@ def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str,
 
 
 def _varying(observation: Observation) -> dict[str, list[int]]:
-    growth = growth_of(observation)
+    growing = {path: growth.axis for path, growth in growth_of(observation).items()}
     alike: dict[Any, list[int]] = {}  # most leaves have the shapes of another one
     found = {}
     for path, shapes in shapes_of(observation).items():
-        key = shapes, growth.get(path)
+        key = shapes, growing.get(path)
         axes = alike.get(key)
         if axes is None:
             if len({len(shape) for shape in shapes if shape is not None}) > 1:
@@ -135,11 +139,11 @@ def _varying(observation: Observation) -> dict[str, list[int]]:
     return found
 
 
-def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:
+def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growing: int | None) -> list[int]:
     given = [shape for shape in shapes if shape is not None]
     axes = {axis for axis, sizes in enumerate(zip(*given, strict=True)) if len(set(sizes)) > 1}
-    if growth is not None and len({0 if shape is None else shape[growth.axis] for shape in shapes}) > 1:
-        axes.add(growth.axis)  # of length 0 where it is absent
+    if growing is not None and len({0 if shape is None else shape[growing] for shape in shapes}) > 1:
+        axes.add(growing)  # of length 0 where it is absent
     return sorted(axes)
 
 
@@ -335,7 +339,7 @@ def _check_consistent(observation: Observation) -> None:
                     hint="a constant becomes part of the graph: observe each value with an observer of its own.",
                 )
         for name, tree in call.arguments.items():
-            count = len(tree.shapes()) if tree.paths and tree.paths[0].startswith("[") else 0
+            count = len(tree.tensor_paths) if tree.paths and tree.paths[0].startswith("[") else 0
             if count and lengths.setdefault(name, count) != count:
                 _raise_lengths(observation, name, lengths[name], count, call.index)
 

@@ -11,7 +11,7 @@ from exportkit.arguments.build import merged_trees
 from exportkit.arguments.shapes import nested_spec
 from exportkit.axes import CallTable, Constant, Leaf
 from exportkit.observe import Observation, SeenShapes
-from exportkit.trees import Growth, join
+from exportkit.trees import Growth, join, joined
 
 _MOST_FURTHER_CALLS = 100  # with other shapes than the stored ones; more of them would tell nothing new
 
@@ -36,7 +36,9 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
 
 def _table(observation: Observation, stored_only: bool) -> CallTable:
     growth = growth_of(observation)
-    arguments = {join(name, path): name for name, tree in merged_trees(observation).items() for path in tree.shapes()}
+    arguments = {
+        join(name, path): name for name, tree in merged_trees(observation).items() for path in tree.tensor_paths
+    }
     shapes = [call.shapes() for call in observation.calls]
     further = [] if stored_only else _further(observation, shapes)
     shapes += [{path: tuple(shape) for path, shape in seen.inputs.items()} for seen in further]
@@ -58,16 +60,17 @@ def _table(observation: Observation, stored_only: bool) -> CallTable:
 
 def growth_of(observation: Observation) -> dict[str, Growth]:
     """Returns by full path how the leaves of caches grow."""
-    trees = merged_trees(observation)
-    return {join(name, path): growth for name, tree in trees.items() for path, growth in tree.growing.items()}
+    found: dict[str, Growth] = {}
+    for name, tree in merged_trees(observation).items():
+        found |= zip(joined(name, tuple(tree.growing)), tree.growing.values(), strict=True)
+    return found
 
 
 def shapes_of(observation: Observation) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
     """Returns by full path the shapes of a leaf in the stored calls, None where one lacks it."""
-    found = [call.shapes() for call in observation.calls]
-    trees = merged_trees(observation)
-    paths = [join(name, path) for name, tree in trees.items() for path in tree.shapes()]
-    return {path: tuple([shapes.get(path) for shapes in found]) for path in paths}
+    paths = [path for name, tree in merged_trees(observation).items() for path in joined(name, tree.tensor_paths)]
+    columns = [map(call.shapes().get, paths) for call in observation.calls]
+    return dict(zip(paths, zip(*columns, strict=True), strict=True))
 
 
 def _further(observation: Observation, stored: Sequence[Mapping[str, tuple[int, ...]]]) -> list[SeenShapes]:

@@ -16,7 +16,7 @@ import torch
 from exportkit.errors import NoCallsError, ObservationError
 from exportkit.observe.seen import SeenShapes, merged_shapes
 from exportkit.observe.signature import Signature
-from exportkit.trees import Tree, flatten, join
+from exportkit.trees import Tree, flatten, join, joined
 
 Made = TypeVar("Made")
 
@@ -45,17 +45,11 @@ class Call:
 
     @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        found = [(name, tree.tensors()) for name, tree in self.arguments.items()]
-        return {join(name, path): tensor for name, tensors in found for path, tensor in tensors.items()}
+        return _by_full_path({name: tree.tensors() for name, tree in self.arguments.items()})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the input tensors by full path."""
-        return dict(self._shapes)
-
-    @functools.cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        found = [(name, tree.shapes()) for name, tree in self.arguments.items()]
-        return {join(name, path): shape for name, shapes in found for path, shape in shapes.items()}
+        return _by_full_path({name: tree.shapes() for name, tree in self.arguments.items()})
 
     def constants(self) -> dict[str, Any]:
         """Returns the inputs that are no tensors by full path, ``None`` included."""
@@ -140,7 +134,7 @@ class Observation:
         by_name: dict[str, dict[str, None]] = {name: {} for name in self.signature.names}
         for call in self.calls:
             for name, tree in call.arguments.items():
-                by_name[name] |= dict.fromkeys(join(name, path) for path in tree.shapes())
+                by_name[name] |= dict.fromkeys(join(name, path) for path in tree.tensor_paths)
         return [path for paths in by_name.values() for path in paths]
 
     def completed(self, value_if_missing: Mapping[str | int, Any]) -> Observation:
@@ -222,3 +216,10 @@ class Observation:
         from exportkit.observe.storage import load_observation
 
         return load_observation(directory)
+
+
+def _by_full_path(found: Mapping[str, Mapping[str, Made]]) -> dict[str, Made]:
+    every: dict[str, Made] = {}
+    for name, values in found.items():
+        every |= zip(joined(name, tuple(values)), values.values(), strict=True)
+    return every

@@ -1,6 +1,6 @@
 """Nested values ⇄ leaves with paths, and reversible registration of caches with torch's pytree and optree."""
 
-from exportkit.trees.flatten import Tree, check_opened, flatten, join
+from exportkit.trees.flatten import Tree, check_opened, flatten, join, joined
 from exportkit.trees.make import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
 from exportkit.trees.objects import Growth, set_stored_length
 from exportkit.trees.registry import opens_in_order, register_flattening_functions, registered_caches
@@ -12,6 +12,7 @@ __all__ = [
     "check_opened",
     "flatten",
     "join",
+    "joined",
     "make_dynamic_cache",
     "make_encoder_decoder_cache",
     "make_static_cache",

@@ -30,7 +30,10 @@ _opened: set[type] = set()
 
 
 class Content(Protocol):
-    """What a tree holds; it may be made when it is asked for."""
+    """What a tree holds; most of it is made when it is asked for."""
+
+    def cls(self) -> type:
+        """Returns the class of the value."""
 
     def leaves(self) -> tuple[Any, ...]:
         """Returns the leaves."""
@@ -38,14 +41,14 @@ class Content(Protocol):
     def structure(self) -> optree.PyTreeSpec:
         """Returns what puts the leaves together."""
 
-    def cls(self) -> type:
-        """Returns the class of the value."""
-
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> Mapping[str, Any]:
         """Returns the leaves that are no tensors, by path."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of those that are tensors, by path."""
+
+    def growing(self) -> Mapping[str, Growth]:
+        """Returns how the lengths of caches grow, by path."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +57,16 @@ class Tree:
 
     Attributes:
         paths: Path of each leaf inside the value; the path of a value that is itself a leaf is "".
-        growing: By path, the axis that grows by one with each token, in dynamic caches, and its limit.
         content: The leaves, and how they are put together.
     """
 
     paths: tuple[str, ...]
-    growing: Mapping[str, Growth]
     content: Content = field(repr=False)
+
+    @property
+    def cls(self) -> type:
+        """The class of the value; of one that is a leaf, another one."""
+        return self.content.cls()
 
     @functools.cached_property
     def leaves(self) -> tuple[Any, ...]:
@@ -68,14 +74,20 @@ class Tree:
         return self.content.leaves()
 
     @functools.cached_property
+    def growing(self) -> Mapping[str, Growth]:
+        """By path, the axis that grows by one with each token, in dynamic caches, and its limit."""
+        return self.content.growing()
+
+    @functools.cached_property
     def structure(self) -> optree.PyTreeSpec:
         """How optree puts the leaves together."""
         return self.content.structure()
 
-    @property
-    def cls(self) -> type:
-        """The class of the value; of one that is a leaf, another one."""
-        return self.content.cls()
+    @functools.cached_property
+    def tensor_paths(self) -> tuple[str, ...]:
+        """Paths of the leaves that are tensors."""
+        constants = self.content.constants()
+        return tuple([path for path in self.paths if path not in constants]) if constants else self.paths
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the leaves that are tensors, by path."""
@@ -87,10 +99,6 @@ class Tree:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the tensors, by path; of a recorded value, without making its tensors."""
-        return dict(self._shapes)
-
-    @functools.cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
         return self.content.shapes()
 
     def constants(self) -> dict[str, Any]:
@@ -106,7 +114,7 @@ class Tree:
         return self._holding([leaves.get(p, leaf) for p, leaf in zip(self.paths, self.leaves, strict=True)])
 
     def _holding(self, leaves: list[Any]) -> Tree:
-        return Tree(self.paths, self.growing, _Flattened(self.paths, tuple(leaves), self.structure))
+        return Tree(self.paths, _Flattened(self.paths, tuple(leaves), self.growing, self.structure))
 
     def build(self) -> Any:
         """Returns the nested value, holding the leaves themselves; containers and caches are new objects."""
@@ -114,19 +122,25 @@ class Tree:
 
 
 class _Flattened:
-    """The leaves of a value that optree has flattened."""
+    """The content of a value that optree has flattened."""
 
-    def __init__(self, paths: tuple[str, ...], leaves: tuple[Any, ...], structure: optree.PyTreeSpec) -> None:
-        self._paths, self._leaves, self._structure = paths, leaves, structure
+    def __init__(
+        self,
+        paths: tuple[str, ...],
+        leaves: tuple[Any, ...],
+        growing: Mapping[str, Growth],
+        structure: optree.PyTreeSpec,
+    ) -> None:
+        self._paths, self._leaves, self._growing, self._structure = paths, leaves, growing, structure
+
+    def cls(self) -> type:
+        return self._structure.type or object
 
     def leaves(self) -> tuple[Any, ...]:
         return self._leaves
 
     def structure(self) -> optree.PyTreeSpec:
         return self._structure
-
-    def cls(self) -> type:
-        return self._structure.type or object
 
     def constants(self) -> dict[str, Any]:
         pairs = zip(self._paths, self._leaves, strict=True)
@@ -135,6 +149,9 @@ class _Flattened:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         pairs = zip(self._paths, self._leaves, strict=True)
         return {path: shape_of(leaf) for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+
+    def growing(self) -> Mapping[str, Growth]:
+        return self._growing
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -191,7 +208,7 @@ def flatten(value: Any) -> Tree:
         return flatten(value)
     paths = tuple(path_of(steps) for steps in parts)
     growing = {path: growth for path, steps in zip(paths, parts, strict=True) if (growth := _growth(steps)) is not None}
-    return Tree(paths, growing, _Flattened(paths, tuple(leaves), structure))
+    return Tree(paths, _Flattened(paths, tuple(leaves), growing, structure))
 
 
 def join(name: str, path: str) -> str:
@@ -199,6 +216,12 @@ def join(name: str, path: str) -> str:
     if not path or not name:
         return name or path
     return f"{name}{path}" if path.startswith("[") else f"{name}.{path}"
+
+
+@functools.lru_cache(maxsize=256)
+def joined(name: str, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns `join` of each path; worked out once for calls that have the same leaves."""
+    return tuple([join(name, path) for path in paths])
 
 
 def check_opened(name: str, tree: Tree) -> None:

@@ -5,6 +5,7 @@ In comes an `Outline`, and whoever has copies of its tensors; out go a `Tree`, o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ def located(outline: Outline) -> Any:
 def outlined_tree(value: Any, copies: Copies) -> Tree:
     """Returns the tree of what `located` returned, or of a part of it, around copies of the tensors."""
     leaves = _listed(value)
-    return Tree(tuple(leaves.paths), leaves.growing, _Outlined(value, leaves, copies))
+    return Tree(tuple(leaves.paths), _Outlined(value, leaves, copies))
 
 
 def tensor_paths(value: Any) -> list[tuple[str, int]]:
@@ -61,8 +62,8 @@ def tensor_paths(value: Any) -> list[tuple[str, int]]:
 def growing_tensors(outline: Outline) -> frozenset[int]:
     """Returns the numbers of tensors that a cache replaces when it grows, and so does not write to."""
     leaves = _listed(Located(outline.root, 0))
-    pairs = zip(leaves.paths, leaves.numbers, strict=True)
-    return frozenset(number for path, number in pairs if number is not None and path in leaves.growing)
+    growing, pairs = leaves.growing(), zip(leaves.paths, leaves.numbers, strict=True)
+    return frozenset(number for path, number in pairs if number is not None and path in growing)
 
 
 class _Outlined:
@@ -90,6 +91,9 @@ class _Outlined:
     def constants(self) -> dict[str, Any]:
         return self._listed.constants
 
+    def growing(self) -> dict[str, Growth]:
+        return self._listed.growing()
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = self._copies.shapes()
         pairs = zip(self._listed.paths, self._listed.numbers, strict=True)
@@ -115,17 +119,26 @@ class _Leaves:
         paths: Path of each leaf.
         numbers: Number of each tensor; None for a leaf that is no tensor.
         constants: Those leaves, by path.
-        growing: By path, the axis that grows.
     """
 
-    __slots__ = ("_next", "constants", "growing", "numbers", "paths")
+    __slots__ = ("_growing", "_next", "_tables", "constants", "numbers", "paths")
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.numbers: list[int | None] = []
         self.constants: dict[str, Any] = {}
-        self.growing: dict[str, Growth] = {}
+        self._growing: dict[str, Growth] = {}
+        self._tables: list[tuple[Table, str]] = []
         self._next = 0
+
+    def growing(self) -> dict[str, Growth]:
+        """Returns by path the axes that grow."""
+        found = dict(self._growing)
+        for table, path in self._tables:
+            for name in _names(table):
+                pairs = zip(_layer_paths(path, name, table.height), _growths(table, name), strict=True)
+                found |= {path: growth for path, growth in pairs if growth is not None}
+        return found
 
     def add(self, item: Any, path: str, first: int) -> None:
         """Adds the leaves of something whose first tensor has that number."""
@@ -156,7 +169,7 @@ class _Leaves:
         self.numbers.append(self._next)
         self._next += 1
         if growth is not None:
-            self.growing[path] = growth
+            self._growing[path] = growth
 
     def _object(self, item: Object, path: str) -> None:
         for name, attribute in item.state.items():
@@ -180,23 +193,33 @@ class _Leaves:
 
     def _table(self, table: Table, path: str) -> None:
         """Adds the tensors of layers: they are numbered attribute by attribute, and listed layer by layer."""
-        names = [name for name, column in zip(table.names, table.columns, strict=True) if column is TENSOR]
-        rows, height, first = range(table.height), table.height, self._next
-        self.paths += [f"{path}[{row}].{name}" for row in rows for name in names]
-        self.numbers += [first + row + column * height for row in rows for column in range(len(names))]
-        self._next += height * len(names)
-        for name in names:
-            if name in GROWING:
-                self._growing_column(table, path, name)
+        names = _names(table)
+        self._tables.append((table, path))
+        columns = [_layer_paths(path, name, table.height) for name in names]
+        self.paths += itertools.chain.from_iterable(zip(*columns, strict=True))
+        numbers = [range(self._next + i * table.height, self._next + (i + 1) * table.height) for i in range(len(names))]
+        self.numbers += itertools.chain.from_iterable(zip(*numbers, strict=True))
+        self._next += table.height * len(names)
 
-    def _growing_column(self, table: Table, path: str, name: str) -> None:
-        states = [dict.fromkeys(table.names)]
-        if "sliding_window" in table.names:
-            windows = table.columns[table.names.index("sliding_window")]
-            states = [states[0] | {"sliding_window": window} for window in windows]
-        growths = [growth_of(name, table.cls, state) for state in states] * (table.height // len(states))
-        rows = enumerate(growths)
-        self.growing.update([(f"{path}[{row}].{name}", growth) for row, growth in rows if growth is not None])
+
+def _names(table: Table) -> list[str]:
+    """The attributes that are tensors."""
+    return [name for name, column in zip(table.names, table.columns, strict=True) if column is TENSOR]
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_paths(path: str, name: str, height: int) -> tuple[str, ...]:
+    """The paths of one attribute of all layers; calls have the same ones as a rule."""
+    return tuple([f"{path}[{row}].{name}" for row in range(height)])
+
+
+def _growths(table: Table, name: str) -> list[Growth | None]:
+    """How one attribute grows in each layer."""
+    state = dict.fromkeys(table.names)
+    if "sliding_window" not in state:
+        return [growth_of(name, table.cls, state)] * table.height
+    windows = table.columns[table.names.index("sliding_window")]
+    return [growth_of(name, table.cls, {**state, "sliding_window": window}) for window in windows]
 
 
 def _count(item: Any) -> int:
