@@ -125,25 +125,26 @@ def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str,
 
 
 def _varying(observation: Observation) -> dict[str, list[int]]:
-    growing = {path: growth.axis for path, growth in growth_of(observation).items()}
+    growths = growth_of(observation)
     alike: dict[Any, list[int]] = {}  # most leaves have the shapes of another one
     found = {}
     for path, shapes in shapes_of(observation).items():
-        key = shapes, growing.get(path)
+        growth = growths.get(path)
+        key = shapes, id(growth)
         axes = alike.get(key)
         if axes is None:
             if len({len(shape) for shape in shapes if shape is not None}) > 1:
                 call_table(observation, stored_only=True)  # refuses other ranks, and says where they are
-            axes = alike[key] = _varying_axes(*key)
+            axes = alike[key] = _varying_axes(shapes, growth)
         found[path] = axes
     return found
 
 
-def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growing: int | None) -> list[int]:
+def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:
     given = [shape for shape in shapes if shape is not None]
     axes = {axis for axis, sizes in enumerate(zip(*given, strict=True)) if len(set(sizes)) > 1}
-    if growing is not None and len({0 if shape is None else shape[growing] for shape in shapes}) > 1:
-        axes.add(growing)  # of length 0 where it is absent
+    if growth is not None and len({0 if shape is None else shape[growth.axis] for shape in shapes}) > 1:
+        axes.add(growth.axis)  # of length 0 where it is absent
     return sorted(axes)
 
 

@@ -54,7 +54,7 @@ def _table(observation: Observation, stored_only: bool) -> CallTable:
         )
         for path, argument in arguments.items()
     )
-    outputs = tuple(tuple(call.outputs.shapes().values()) for call in observation.calls)
+    outputs = tuple(tuple(call.outputs.shapes()) for call in observation.calls)
     return CallTable(leaves, (*outputs, *(tuple(map(tuple, seen.outputs.values())) for seen in further)))
 
 
@@ -69,7 +69,8 @@ def growth_of(observation: Observation) -> dict[str, Growth]:
 def shapes_of(observation: Observation) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
     """Returns by full path the shapes of a leaf in the stored calls, None where one lacks it."""
     paths = [path for name, tree in merged_trees(observation).items() for path in joined(name, tree.tensor_paths)]
-    columns = [map(call.shapes().get, paths) for call in observation.calls]
+    found = [call.shapes() for call in observation.calls]
+    columns = [shapes.values() if list(shapes) == paths else map(shapes.get, paths) for shapes in found]
     return dict(zip(paths, zip(*columns, strict=True), strict=True))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -45,11 +45,17 @@ class Call:
 
     @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return _by_full_path({name: tree.tensors() for name, tree in self.arguments.items()})
+        return self._by_path(lambda tree: tree.tensors().values())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the input tensors by full path."""
-        return _by_full_path({name: tree.shapes() for name, tree in self.arguments.items()})
+        return self._by_path(Tree.shapes)
+
+    def _by_path(self, values_of: Callable[[Tree], Iterable[Made]]) -> dict[str, Made]:
+        found: dict[str, Made] = {}
+        for name, tree in self.arguments.items():
+            found |= zip(joined(name, tree.tensor_paths), values_of(tree), strict=True)
+        return found
 
     def constants(self) -> dict[str, Any]:
         """Returns the inputs that are no tensors by full path, ``None`` included."""
@@ -126,7 +132,10 @@ class Observation:
     @functools.cached_property
     def seen(self) -> tuple[SeenShapes, ...]:
         """Shapes of all calls that returned, stored or not, with the number of calls that had them."""
-        stored = [SeenShapes(call.shapes(), call.outputs.shapes()) for call in self.calls]
+        stored = [
+            SeenShapes(call.shapes(), dict(zip(call.outputs.tensor_paths, call.outputs.shapes(), strict=True)))
+            for call in self.calls
+        ]
         return merged_shapes([*stored, *self.further])
 
     def tensor_paths(self) -> list[str]:
@@ -216,10 +225,3 @@ class Observation:
         from exportkit.observe.storage import load_observation
 
         return load_observation(directory)
-
-
-def _by_full_path(found: Mapping[str, Mapping[str, Made]]) -> dict[str, Made]:
-    every: dict[str, Made] = {}
-    for name, values in found.items():
-        every |= zip(joined(name, tuple(values)), values.values(), strict=True)
-    return every

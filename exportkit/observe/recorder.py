@@ -226,7 +226,9 @@ class Recorder:
         if self._room_for(copying) is not None:
             return _Stored(begun.inputs, copying.snapshot(), latency)
         if self._counts_shapes:
-            self._counter.count((begun.inputs.outline, begun.inputs.shapes()), (copying.outline, copying.shapes()))
+            self._counter.count(
+                (begun.inputs.outline, tuple(begun.inputs.shapes())), (copying.outline, copying.shapes())
+            )
         return None
 
     def _end(self, begun: _Begun, stored: _Stored | None) -> None:

@@ -57,11 +57,12 @@ class Snapshot:
         pieces: Copies of its tensors.
     """
 
-    __slots__ = ("_pieces", "_tensors", "outline")
+    __slots__ = ("_pieces", "_shapes", "_tensors", "outline")
 
     def __init__(self, outline: Outline, pieces: list[_Piece]) -> None:
         self.outline, self._pieces = outline, pieces
         self._tensors: list[torch.Tensor] | None = None
+        self._shapes: list[tuple[int, ...]] | None = None
 
     def tree(self) -> Tree:
         """Returns the value as a tree around the copies."""
@@ -73,15 +74,22 @@ class Snapshot:
             self._tensors = self._in_order(_parts)
         return self._tensors
 
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
+    def shapes(self) -> list[tuple[int, ...]]:
         """Returns the shapes of the tensors."""
-        return tuple(self._in_order(_part_shapes))
+        if self._shapes is None:
+            self._shapes = self._in_order(_part_shapes)
+        return self._shapes
 
     def _in_order(self, parts_of: Callable[[_Piece], Sequence[Result]]) -> list[Result]:
-        found: dict[int, Result] = {}
+        found: list[Any] = [None] * sum([len(positions) for positions, _ in self._pieces])
         for piece in self._pieces:
-            found |= zip(piece[0], parts_of(piece), strict=True)
-        return [found[position] for position in range(len(found))]
+            positions, parts = piece[0], parts_of(piece)
+            if isinstance(positions, range):
+                found[positions.start : positions.stop] = parts
+            else:
+                for position, part in zip(positions, parts, strict=True):
+                    found[position] = part
+        return found
 
     def memory(self) -> Parts:
         """Returns the memory that the copies hold."""

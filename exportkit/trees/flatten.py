@@ -44,8 +44,8 @@ class Content(Protocol):
     def constants(self) -> Mapping[str, Any]:
         """Returns the leaves that are no tensors, by path."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of those that are tensors, by path."""
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Returns the shapes of those that are tensors, in order."""
 
     def growing(self) -> Mapping[str, Growth]:
         """Returns how the lengths of caches grow, by path."""
@@ -97,8 +97,8 @@ class Tree:
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {p: leaf for p, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, torch.Tensor)}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors, by path; of a recorded value, without making its tensors."""
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Returns the shapes of the tensors, in the order of `tensor_paths`, without making those of a recording."""
         return self.content.shapes()
 
     def constants(self) -> dict[str, Any]:
@@ -146,9 +146,8 @@ class _Flattened:
         pairs = zip(self._paths, self._leaves, strict=True)
         return {path: leaf for path, leaf in pairs if not isinstance(leaf, torch.Tensor)}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        pairs = zip(self._paths, self._leaves, strict=True)
-        return {path: shape_of(leaf) for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [shape_of(leaf) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
     def growing(self) -> Mapping[str, Growth]:
         return self._growing

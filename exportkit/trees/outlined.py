@@ -26,7 +26,7 @@ class Copies(Protocol):
     def tensors(self) -> Sequence[torch.Tensor]:
         """Returns the copies."""
 
-    def shapes(self) -> Sequence[torch.Size]:
+    def shapes(self) -> Sequence[tuple[int, ...]]:
         """Returns their shapes."""
 
 
@@ -94,10 +94,9 @@ class _Outlined:
     def growing(self) -> dict[str, Growth]:
         return self._listed.growing()
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> list[tuple[int, ...]]:
         shapes = self._copies.shapes()
-        pairs = zip(self._listed.paths, self._listed.numbers, strict=True)
-        return {path: shapes[number] for path, number in pairs if number is not None}
+        return [shapes[number] for number in self._listed.numbers if number is not None]
 
 
 def _listed(value: Any) -> _Leaves:
@@ -135,9 +134,11 @@ class _Leaves:
         """Returns by path the axes that grow."""
         found = dict(self._growing)
         for table, path in self._tables:
-            for name in _names(table):
-                pairs = zip(_layer_paths(path, name, table.height), _growths(table, name), strict=True)
-                found |= {path: growth for path, growth in pairs if growth is not None}
+            names = _names(table)
+            growths = zip(*[_growths(table, name) for name in names], strict=True)
+            paths, _ = _layers(path, tuple(names), table.height, 0)
+            pairs = zip(paths, itertools.chain.from_iterable(growths), strict=True)
+            found |= {path: growth for path, growth in pairs if growth is not None}
         return found
 
     def add(self, item: Any, path: str, first: int) -> None:
@@ -194,12 +195,11 @@ class _Leaves:
     def _table(self, table: Table, path: str) -> None:
         """Adds the tensors of layers: they are numbered attribute by attribute, and listed layer by layer."""
         names = _names(table)
-        self._tables.append((table, path))
-        columns = [_layer_paths(path, name, table.height) for name in names]
-        self.paths += itertools.chain.from_iterable(zip(*columns, strict=True))
-        numbers = [range(self._next + i * table.height, self._next + (i + 1) * table.height) for i in range(len(names))]
-        self.numbers += itertools.chain.from_iterable(zip(*numbers, strict=True))
+        paths, numbers = _layers(path, tuple(names), table.height, self._next)
+        self.paths += paths
+        self.numbers += numbers
         self._next += table.height * len(names)
+        self._tables.append((table, path))
 
 
 def _names(table: Table) -> list[str]:
@@ -208,9 +208,11 @@ def _names(table: Table) -> list[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _layer_paths(path: str, name: str, height: int) -> tuple[str, ...]:
-    """The paths of one attribute of all layers; calls have the same ones as a rule."""
-    return tuple([f"{path}[{row}].{name}" for row in range(height)])
+def _layers(path: str, names: tuple[str, ...], height: int, first: int) -> tuple[list[str], list[int]]:
+    """Paths and numbers of the tensors of a table; calls have the same ones as a rule."""
+    rows, columns = range(height), range(len(names))
+    paths = [f"{path}[{row}].{name}" for row in rows for name in names]
+    return paths, [first + column * height + row for row in rows for column in columns]
 
 
 def _growths(table: Table, name: str) -> list[Growth | None]:
@@ -232,7 +234,8 @@ def _count(item: Any) -> int:
     if kind is Object:
         return sum(map(_count, item.state.values()))
     if kind is Table:
-        return int(item.height) * item.columns.count(TENSOR)
+        height: int = item.height
+        return height * int(item.columns.count(TENSOR))
     if kind is Container:
         return _count(item.items)
     return _count(item.children) if kind is Registered else 0
