@@ -145,15 +145,17 @@ def copies_on_write(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None
     if clone is None:
         return [None] * len(tensors)
     with _copy_on_write_lock:
-        return [_copy_on_write(clone, tensor) for tensor in tensors]
+        try:
+            return list(map(clone, tensors))
+        except RuntimeError:  # of one of them at least
+            return [_copy_on_write(clone, tensor) for tensor in tensors]
 
 
-def _copy_on_write(clone: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> torch.Tensor | None:
+def _copy_on_write(clone: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:
     try:
-        copy = clone(tensor)
+        return clone(tensor)
     except RuntimeError:  # memory that torch did not allocate itself: of numpy, of a file, shared, pinned
         return None
-    return copy if isinstance(copy, torch.Tensor) else None
 
 
 def are_copy_on_write(tensors: Iterable[torch.Tensor]) -> list[bool]:
