@@ -123,7 +123,13 @@ def stored_calls() -> list[Figure]:
         _stored(f"stored call, {LAYERS}-layer cache of small tensors", TakesCache(), small, 4, 100, target=1 / 8),
         _stored("the same, cache returned too", ReturnsCache(), small, 4, 100, target=1 / 8),
         _stored(
-            "the same not returned, caches of the processor empty", TakesCache(), small, 1, 50, 1 / 3, empties=True
+            "the same not returned, caches of the processor empty",
+            TakesCache(),
+            small,
+            1,
+            50,
+            target=1 / 3,
+            empties=True,
         ),
     ]
 

@@ -226,3 +226,22 @@ def quiet_onnx_export() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+class ContextWriter(NamedTuple):
+    """How the context of a registered class is written and read."""
+
+    dump: Callable[[Any], Any]
+    load: Callable[[Any], Any]
+
+
+def context_writer(cls: type) -> ContextWriter | None:
+    """Returns the functions that ``cls`` was registered with for its context, or None. Seen in torch 2.13.
+
+    None for Python's own classes too: to read a defaultdict, torch imports any module that is named in the data.
+    """
+    definition = _require(torch.utils._pytree, "SUPPORTED_SERIALIZED_TYPES", "torch 2.13").get(cls)
+    dump, load = getattr(definition, "to_dumpable_context", None), getattr(definition, "from_dumpable_context", None)
+    if dump is None or load is None or cls.__module__ in ("builtins", "collections"):
+        return None
+    return ContextWriter(dump, load)

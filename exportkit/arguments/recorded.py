@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
+from exportkit import _torch_compat
 from exportkit.arguments.build import Arguments, build_arguments, merged_trees
 from exportkit.arguments.sizes import choose_sizes
 from exportkit.arguments.table import call_table, growth_of, shapes_of, structure_of
 from exportkit.axes import CallTable, Leaf, Plan, infer_plan
 from exportkit.errors import InvalidRequestError, PlanError, UnknownInputError
-from exportkit.observe import Observation
+from exportkit.observe import Call, Observation
 from exportkit.trees import Growth, Tree, flatten, join
+
+_FEW_ELEMENTS = 2**16  # up to here, a tensor is copied: it may be a part of others, which would all be copied
 
 BatchHints = set[int | str] | bool | None
 DimNames = bool | Mapping[str | int, Mapping[int, str]] | None
@@ -97,6 +100,21 @@ def recorded_arguments(
     return shaped(Arguments(completed, observation, 0 if empty else None), flat, as_args_kwargs)
 
 
+def _protected(call: Call) -> dict[str, Tree]:
+    """The arguments of a call with tensors that a model may write without changing the recording.
+
+    Large ones share memory with it until then.
+    """
+    return {name: tree.map(_own) for name, tree in call.arguments.items()}
+
+
+def _own(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    (shared,) = _torch_compat.copies_on_write([leaf]) if leaf.numel() > _FEW_ELEMENTS else (None,)
+    return leaf.clone() if shared is None else shared
+
+
 def _past(tree: Tree) -> list[torch.Tensor]:
     """The tensors of caches that grow."""
     return [tensor for path, tensor in tree.tensors().items() if path in tree.growing]
@@ -170,13 +188,13 @@ def shaped(arguments: Arguments, flat: bool, as_args_kwargs: bool) -> Any:
 def _given(observation: Observation, which: Any) -> Mapping[str, Tree]:
     if which is None:
         counts = [sum(call.has(name) for name in call.arguments) for call in observation.calls]
-        return observation.calls[counts.index(max(counts))].arguments
+        return _protected(observation.calls[counts.index(max(counts))])
     if isinstance(which, int) and not isinstance(which, bool):
         if not -len(observation.calls) <= which < len(observation.calls):
             raise InvalidRequestError(
                 f"There is no recorded call {which}.", expected=f"0 to {len(observation.calls) - 1}", got=which
             )
-        return observation.calls[which].arguments
+        return _protected(observation.calls[which])
     if isinstance(which, tuple | dict):
         args, kwargs = (which, {}) if isinstance(which, tuple) else ((), which)
         _check_given(observation, args, kwargs)

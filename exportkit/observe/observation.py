@@ -126,7 +126,9 @@ class Observation:
         raise NoCallsError(
             "No inputs were captured.",
             where=f"{self.model_name}.{self.method_name}",
-            hint="run the model inside `with observer(model):`; generate, a pipeline or plain calls will do.",
+            hint="run the model inside `with observer(model):`; generate, a pipeline or plain calls will do. Calls "
+            "that torch.compile has compiled pass an observer inside: observe the module that torch.compile returned, "
+            "or run the model uncompiled (without model.compile()).",
         )
 
     @functools.cached_property

@@ -65,6 +65,7 @@ class Container:
 
     cls: type
     items: Nested
+    default: Any = None  # of a defaultdict: what makes its missing values
 
 
 @dataclass(slots=True)
@@ -197,7 +198,7 @@ class _Taker:
             return value if self.keep_values else None
         if cls is kind or optree.is_namedtuple(value):
             return self.nested(value, self.inside)
-        return Container(cls, self.nested(kind(value), self.inside))
+        return Container(cls, self.nested(kind(value), self.inside), getattr(value, "default_factory", None))
 
     def _table(self, items: list[Any]) -> Table | None:
         """Opens the layers of a cache together, if they hold tensors and constants only, each in the same way."""

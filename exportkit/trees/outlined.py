@@ -252,7 +252,8 @@ def _filled(item: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if kind is Table:
         return _filled_table(item, tensors)
     if kind is Container:
-        return item.cls(_filled(item.items, tensors))
+        items = _filled(item.items, tensors)
+        return item.cls(items) if item.default is None else item.cls(item.default, items)
     if kind is Registered:
         return item.opened.with_children(_filled(item.children, tensors))
     return item
