@@ -26,9 +26,9 @@ import torch
 
 from exportkit import _torch_compat
 from exportkit.observe.memory import Parts
-from exportkit.trees.flatten import Tree, shape_of
 from exportkit.trees.outline import Outline, outline
 from exportkit.trees.outlined import growing_tensors, located, outlined_tree
+from exportkit.trees.tree import Tree, shape_of
 
 Result = TypeVar("Result")
 

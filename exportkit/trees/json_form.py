@@ -21,9 +21,9 @@ import torch
 
 from exportkit import _torch_compat
 from exportkit.errors import ExportkitError, TreeError
-from exportkit.trees.flatten import Tree
 from exportkit.trees.lookup import class_name, find_class
 from exportkit.trees.objects import dump_part, is_cache_class, load_part, put_together, take_apart
+from exportkit.trees.tree import Tree
 
 # What a dict in a cache may make its missing values with.
 _DEFAULTS = (bool, int, float, str, list, tuple, dict, set)

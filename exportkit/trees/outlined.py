@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import optree
 import torch
 
-from exportkit.trees.flatten import Tree, flatten, path_of
+from exportkit.trees.flatten import flatten, path_of
 from exportkit.trees.objects import GROWING, Growth, Method, growth_of
 from exportkit.trees.outline import NAMESPACE, TENSOR, Closed, Container, Nested, Object, Outline, Registered, Table
+from exportkit.trees.tree import Tree
 
 
 class Copies(Protocol):
@@ -67,7 +68,7 @@ def growing_tensors(outline: Outline) -> frozenset[int]:
 
 
 class _Outlined:
-    """The leaves of a tree that is outlined only: see `exportkit.trees.flatten.Content`."""
+    """The leaves of a tree that is outlined only: see `exportkit.trees.tree.Content`."""
 
     def __init__(self, value: Any, listed: _Leaves, copies: Copies) -> None:
         self._value, self._listed, self._copies = value, listed, copies

@@ -382,4 +382,4 @@ def test_module_that_torch_compile_returned_is_observed():
     with observer(model):
         model(torch.ones(2))
         model(torch.ones(3))
-    assert [call.tensors()["x"].shape for call in observer.observation.calls] == [(2,), (3,)]
+    assert [list(call.shapes().values()) for call in observer.observation.calls] == [[(2,)], [(3,)]]

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 import exportkit
 from exportkit import Call, InputObserver, Observation
 from exportkit.errors import DestinationError, ObservationError, TreeError, UnregisteredClassError
-from exportkit.observe import Failure, Signature, storage
+from exportkit.observe import Failure, Signature, stored_tensors
 from exportkit.trees import flatten, register_flattening_functions
 from exportkit.trees.json_form import Placeholder
 from tests.models import Scale, Total, random_cache, random_ids, tiny_llama
 
-DTYPES = sorted(storage._DTYPES)
+DTYPES = sorted(stored_tensors.DTYPES)
 
 
 class Side(enum.Enum):
