@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,26 +135,32 @@ def is_capturing() -> bool:
 _copy_on_write_lock = threading.Lock()
 
 
-def copy_on_write(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a copy that shares memory until either is written, or None where torch has none. Seen in torch 2.13.
+def copies_on_write(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Returns copies that share memory until either is written, None where torch has none. Seen in torch 2.13.
 
     The one that is written, or asked for its address, moves to memory of its own: tests/observe/test_snapshot.py shows
     what that means for those who hold the memory by other ways.
     """
     clone = getattr(torch, "_lazy_clone", None)
     if clone is None:
-        return None
+        return [None] * len(tensors)
+    with _copy_on_write_lock:
+        try:
+            return list(map(clone, tensors))
+        except RuntimeError:  # of one of them at least
+            return [_copy_on_write(clone, tensor) for tensor in tensors]
+
+
+def _copy_on_write(clone: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:
     try:
-        with _copy_on_write_lock:
-            copy = clone(tensor)
+        return clone(tensor)
     except RuntimeError:  # memory that torch did not allocate itself: of numpy, of a file, shared, pinned
         return None
-    return copy if isinstance(copy, torch.Tensor) else None
 
 
-def is_copy_on_write(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor shares its memory by copy-on-write, so was not written since. Seen in torch 2.13."""
-    return bool(getattr(torch._C, "_is_cow_tensor", lambda _: False)(tensor))
+def are_copy_on_write(tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """Returns whether each tensor shares its memory by copy-on-write, so was not written since. Seen in torch 2.13."""
+    return list(map(getattr(torch._C, "_is_cow_tensor", lambda _: False), tensors))
 
 
 def is_only_holder(tensor: torch.Tensor) -> bool:
@@ -336,3 +342,22 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -
     import torch._higher_order_ops as operators
 
     return _require(operators, "scan", "torch 2.13")(step, state, inputs)  # type: ignore[no-any-return]
+
+
+class ContextWriter(NamedTuple):
+    """How the context of a registered class is written and read."""
+
+    dump: Callable[[Any], Any]
+    load: Callable[[Any], Any]
+
+
+def context_writer(cls: type) -> ContextWriter | None:
+    """Returns the functions that ``cls`` was registered with for its context, or None. Seen in torch 2.13.
+
+    None for Python's own classes too: to read a defaultdict, torch imports any module that is named in the data.
+    """
+    definition = _require(torch.utils._pytree, "SUPPORTED_SERIALIZED_TYPES", "torch 2.13").get(cls)
+    dump, load = getattr(definition, "to_dumpable_context", None), getattr(definition, "from_dumpable_context", None)
+    if dump is None or load is None or cls.__module__ in ("builtins", "collections"):
+        return None
+    return ContextWriter(dump, load)

@@ -67,13 +67,17 @@ def _merged_trees(observation: Observation) -> dict[str, Tree]:
         trees = [call.arguments[name] for call in observation.calls if name in call.arguments]
         if not trees:
             continue
-        tree = max(trees, key=lambda t: (len(t.tensors()), any(leaf is not None for leaf in t.leaves)))
-        only_none = tree.paths == ("",) and tree.leaves[0] is None
+        tree = max(trees, key=lambda t: (len(t.tensor_paths), _has_any(t)))
+        only_none = tree.constants() == {"": None}
         if not only_none or observation.signature.defaults.get(name, ...) is not None:
             best[name] = tree
     for name, tree in best.items():
         check_opened(name, tree)
     return best
+
+
+def _has_any(tree: Tree) -> bool:
+    return bool(tree.tensor_paths) or any(leaf is not None for leaf in tree.constants().values())
 
 
 def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, int]) -> Arguments:

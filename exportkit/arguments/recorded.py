@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
+from exportkit import _torch_compat
 from exportkit.arguments.build import Arguments, build_arguments, merged_trees
 from exportkit.arguments.sizes import choose_sizes
-from exportkit.arguments.table import call_table, structure_of
+from exportkit.arguments.table import call_table, growth_of, shapes_of, structure_of
 from exportkit.axes import CallTable, Leaf, Plan, infer_plan
 from exportkit.errors import InvalidRequestError, PlanError, UnknownInputError
-from exportkit.observe import Observation
-from exportkit.trees import Tree, flatten, join
+from exportkit.observe import Call, Observation
+from exportkit.trees import Growth, Tree, flatten, join
+
+_FEW_ELEMENTS = 2**16  # up to here, a tensor is copied: it may be a part of others, which would all be copied
 
 BatchHints = set[int | str] | bool | None
 DimNames = bool | Mapping[str | int, Mapping[int, str]] | None
@@ -35,10 +38,13 @@ def recorded_dynamic_shapes(
     observation.require_calls()
     _check_consistent(observation)
     structure = _without_caught_nones(structure_of(observation), observation)
-    table = call_table(observation, stored_only=True)
-    axes = dynamic_axes(observation, table, batch_hints)
-    namer = _namer(observation, table, dim_names)
-    specs = {name: _marked(value, lambda p: {a: namer(p, a) for a in axes[p]}) for name, value in structure.items()}
+    axes = dynamic_axes(observation, batch_hints)
+    namer = _namer(observation, dim_names)
+
+    def spec_of(path: str) -> dict[int, Any]:
+        return {axis: namer(path, axis) for axis in axes[path]} if axes[path] else {}
+
+    specs = {name: _marked(value, spec_of) for name, value in structure.items()}
     _check_collisions(merged_trees(observation), observation)
     if observation.signature.var_positional is None and not _any_named(observation):
         return _as_tuple(specs, observation)
@@ -53,7 +59,7 @@ def _marked(value: Any, spec_of: Callable[[str], dict[int, Any]]) -> Any:
         return spec_of(value)
     if isinstance(value, dict):
         return {key: _marked(item, spec_of) for key, item in value.items()}
-    items = [_marked(item, spec_of) for item in value]
+    items = [spec_of(item) if type(item) is str else _marked(item, spec_of) for item in value]
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
@@ -77,9 +83,7 @@ def recorded_arguments(
     """
     observation.require_calls()
     given = _given(observation, which)
-    table = call_table(observation, stored_only=True)
-    axes = dynamic_axes(observation, table, None)
-    growing = {leaf.path: leaf.growing for leaf in table.leaves}
+    axes, growth = dynamic_axes(observation, None), growth_of(observation)
     last = {path: tensor for call in observation.calls for path, tensor in call.tensors().items()}
     completed = {}
     for name, tree in _without_caught_constants(merged_trees(observation), observation).items():
@@ -90,10 +94,25 @@ def recorded_arguments(
         own = {} if have is None else have.tensors()
         for path in tree.tensors():
             full = join(name, path)
-            own.setdefault(path, _empty(last[full], axes[full], growing[full]))
+            own.setdefault(path, _empty(last[full], axes[full], growth.get(full)))
         completed[name] = tree.with_leaves(own)
     empty = all(0 in tensor.shape for tree in completed.values() for tensor in _past(tree))
     return shaped(Arguments(completed, observation, 0 if empty else None), flat, as_args_kwargs)
+
+
+def _protected(call: Call) -> dict[str, Tree]:
+    """The arguments of a call with tensors that a model may write without changing the recording.
+
+    Large ones share memory with it until then.
+    """
+    return {name: tree.map(_own) for name, tree in call.arguments.items()}
+
+
+def _own(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    (shared,) = _torch_compat.copies_on_write([leaf]) if leaf.numel() > _FEW_ELEMENTS else (None,)
+    return leaf.clone() if shared is None else shared
 
 
 def _past(tree: Tree) -> list[torch.Tensor]:
@@ -109,11 +128,12 @@ def exportable_arguments(plan: Plan, observation: Observation, flat: bool = Fals
     return shaped(Arguments(trees, observation), flat, as_args_kwargs)
 
 
-def dynamic_axes(observation: Observation, table: CallTable, batch_hints: BatchHints) -> dict[str, list[int]]:
+def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str, list[int]]:
     """Returns by path the axes that varied or grow with a cache, and the batch axis of hinted inputs."""
-    varying = observation.remembered("varying axes", lambda: _varying(table))
+    varying = observation.remembered("varying axes", lambda: _varying(observation))
     if not batch_hints:
         return varying
+    table = call_table(observation, stored_only=True)
     hinted, batch = _hinted(observation, batch_hints), _batch_sizes(table)
     found = dict(varying)
     for leaf in table.leaves:
@@ -122,15 +142,28 @@ def dynamic_axes(observation: Observation, table: CallTable, batch_hints: BatchH
     return found
 
 
-def _varying(table: CallTable) -> dict[str, list[int]]:
+def _varying(observation: Observation) -> dict[str, list[int]]:
+    growths = growth_of(observation)
+    alike: dict[Any, list[int]] = {}  # most leaves have the shapes of another one
     found = {}
-    for leaf in table.leaves:
-        shapes = [shape for shape in leaf.shapes if shape is not None]
-        axes = {axis for axis, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1}
-        if leaf.growing is not None and len(set(leaf.sizes(leaf.growing))) > 1:  # absent counts as 0 there
-            axes.add(leaf.growing)
-        found[leaf.path] = sorted(axes)
+    for path, shapes in shapes_of(observation).items():
+        growth = growths.get(path)
+        key = shapes, id(growth)
+        axes = alike.get(key)
+        if axes is None:
+            if len({len(shape) for shape in shapes if shape is not None}) > 1:
+                call_table(observation, stored_only=True)  # refuses other ranks, and says where they are
+            axes = alike[key] = _varying_axes(shapes, growth)
+        found[path] = axes
     return found
+
+
+def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:
+    given = [shape for shape in shapes if shape is not None]
+    axes = {axis for axis, sizes in enumerate(zip(*given, strict=True)) if len(set(sizes)) > 1}
+    if growth is not None and len({0 if shape is None else shape[growth.axis] for shape in shapes}) > 1:
+        axes.add(growth.axis)  # of length 0 where it is absent
+    return sorted(axes)
 
 
 def shaped(arguments: Arguments, flat: bool, as_args_kwargs: bool) -> Any:
@@ -155,13 +188,13 @@ def shaped(arguments: Arguments, flat: bool, as_args_kwargs: bool) -> Any:
 def _given(observation: Observation, which: Any) -> Mapping[str, Tree]:
     if which is None:
         counts = [sum(call.has(name) for name in call.arguments) for call in observation.calls]
-        return observation.calls[counts.index(max(counts))].arguments
+        return _protected(observation.calls[counts.index(max(counts))])
     if isinstance(which, int) and not isinstance(which, bool):
         if not -len(observation.calls) <= which < len(observation.calls):
             raise InvalidRequestError(
                 f"There is no recorded call {which}.", expected=f"0 to {len(observation.calls) - 1}", got=which
             )
-        return observation.calls[which].arguments
+        return _protected(observation.calls[which])
     if isinstance(which, tuple | dict):
         args, kwargs = (which, {}) if isinstance(which, tuple) else ((), which)
         _check_given(observation, args, kwargs)
@@ -205,9 +238,9 @@ def _without_caught_constants(trees: Mapping[str, Tree], observation: Observatio
     return kept
 
 
-def _empty(tensor: torch.Tensor, axes: list[int], growing: int | None) -> torch.Tensor:
+def _empty(tensor: torch.Tensor, axes: list[int], growth: Growth | None) -> torch.Tensor:
     """What stands for a missing tensor: nothing along the axis that grows, else zeros."""
-    axis = growing if growing is not None else max(axes, default=None)
+    axis = growth.axis if growth is not None else max(axes, default=None)
     if tensor.numel() == 0:
         return tensor
     if axis is None:
@@ -244,7 +277,7 @@ def _hinted(observation: Observation, hints: BatchHints) -> Callable[[Leaf], boo
     if not hints or isinstance(hints, bool):
         return lambda _leaf: bool(hints)
     signature = observation.signature
-    known = {leaf for call in observation.calls for leaf in call.tensors()}
+    known = {leaf for call in observation.calls for leaf in call.shapes()}
     roots: set[str] = set()
     for hint in hints:
         roots.add(_root(hint, signature.names, signature.var_positional, signature.var_keyword, known))
@@ -289,9 +322,10 @@ def _batch_axis(leaf: Leaf, batch: tuple[int | None, ...] | None) -> int:
     return next((axis for axis in range(1, leaf.rank) if matches(axis)), 0)
 
 
-def _namer(observation: Observation, table: CallTable, dim_names: DimNames) -> Callable[[str, int], Any]:
+def _namer(observation: Observation, dim_names: DimNames) -> Callable[[str, int], Any]:
     if not dim_names:
         return lambda _path, _axis: torch.export.Dim.DYNAMIC
+    table = call_table(observation, stored_only=True)
     if dim_names is True:
         plan = infer_plan(table)
 
@@ -324,7 +358,7 @@ def _check_consistent(observation: Observation) -> None:
                     hint="a constant becomes part of the graph: observe each value with an observer of its own.",
                 )
         for name, tree in call.arguments.items():
-            count = len(tree.tensors()) if tree.paths and tree.paths[0].startswith("[") else 0
+            count = len(tree.tensor_paths) if tree.paths and tree.paths[0].startswith("[") else 0
             if count and lengths.setdefault(name, count) != count:
                 _raise_lengths(observation, name, lengths[name], count, call.index)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from exportkit import _torch_compat
-from exportkit.trees import Tree, flatten, join
+from exportkit.trees import Tree, flatten, join, joined, opens_in_order
 
 
 def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], Any]) -> Any:
@@ -22,6 +22,11 @@ def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], Any]) -> Any:
         tree: Its value.
         spec_of: Gives what stands for a leaf, such as ``{axis: ...}``, by its full path.
     """
+    if tree.paths == ("",):
+        return spec_of(name) if tree.tensor_paths else None
+    if opens_in_order(tree.cls):
+        specs = list(map(spec_of, joined(name, tree.paths)))
+        return specs or (None if _torch_compat.registered_node(tree.cls) is None else specs)
     marked: dict[int, Any] = {}
     for path, tensor in tree.tensors().items():
         marked.setdefault(id(tensor), spec_of(join(name, path)))

@@ -156,7 +156,7 @@ def _without(observation: Observation, paths: Sequence[str]) -> Observation:
         for path in paths:
             arguments = _with_leaf(replace(call, arguments=arguments), path, None)
         calls.append(replace(call, arguments=arguments))
-    return replace(observation, calls=tuple(calls), seen=tuple(_seen(s, (), paths) for s in observation.seen))
+    return replace(observation, calls=tuple(calls), further=tuple(_seen(s, (), paths) for s in observation.further))
 
 
 def _lists(observation: Observation, names: set[str]) -> list[str]:
@@ -206,7 +206,7 @@ def _with_joined(observation: Observation, parents: Sequence[str]) -> Observatio
             members = list(_members(call.tensors(), parent).values())
             one = [torch.cat(members)] if members else []
             calls[number] = replace(call, arguments=_with_list(call, parent, one))
-    return replace(observation, calls=tuple(calls), seen=tuple(_seen(s, parents, ()) for s in observation.seen))
+    return replace(observation, calls=tuple(calls), further=tuple(_seen(s, parents, ()) for s in observation.further))
 
 
 def _seen(seen: SeenShapes, joined: Sequence[str], unused: Sequence[str]) -> SeenShapes:

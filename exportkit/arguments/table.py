@@ -11,7 +11,7 @@ from exportkit.arguments.build import merged_trees
 from exportkit.arguments.shapes import nested_spec
 from exportkit.axes import CallTable, Constant, Leaf
 from exportkit.observe import Observation, SeenShapes
-from exportkit.trees import Growth, join
+from exportkit.trees import Growth, join, joined
 
 _MOST_FURTHER_CALLS = 100  # with other shapes than the stored ones; more of them would tell nothing new
 
@@ -35,36 +35,49 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
 
 
 def _table(observation: Observation, stored_only: bool) -> CallTable:
-    arguments: dict[str, str] = {}
-    growth: dict[str, Growth] = {}
-    for name, tree in merged_trees(observation).items():
-        for path in tree.tensors():
-            arguments[join(name, path)] = name
-            if path in tree.growing:
-                growth[join(name, path)] = tree.growing[path]
-    tensors = [call.tensors() for call in observation.calls]
-    shapes = [{path: tuple(tensor.shape) for path, tensor in found.items()} for found in tensors]
+    growth = growth_of(observation)
+    arguments = {
+        join(name, path): name for name, tree in merged_trees(observation).items() for path in tree.tensor_paths
+    }
+    shapes = [call.shapes() for call in observation.calls]
     further = [] if stored_only else _further(observation, shapes)
     shapes += [{path: tuple(shape) for path, shape in seen.inputs.items()} for seen in further]
+    tensors = {path: tensor for call in reversed(observation.calls) for path, tensor in call.tensors().items()}
     leaves = tuple(
         Leaf(
             path,
             argument,
-            _dtype(next(found[path] for found in tensors if path in found)),
+            _dtype(tensors[path]),
             tuple(found.get(path) for found in shapes),
             growth[path].axis if path in growth else None,
             growth[path].limit if path in growth else None,
         )
         for path, argument in arguments.items()
     )
-    outputs = tuple(tuple(tuple(t.shape) for t in call.outputs.tensors().values()) for call in observation.calls)
+    outputs = tuple(tuple(call.outputs.shapes()) for call in observation.calls)
     return CallTable(leaves, (*outputs, *(tuple(map(tuple, seen.outputs.values())) for seen in further)))
+
+
+def growth_of(observation: Observation) -> dict[str, Growth]:
+    """Returns by full path how the leaves of caches grow."""
+    found: dict[str, Growth] = {}
+    for name, tree in merged_trees(observation).items():
+        found |= zip(joined(name, tuple(tree.growing)), tree.growing.values(), strict=True)
+    return found
+
+
+def shapes_of(observation: Observation) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
+    """Returns by full path the shapes of a leaf in the stored calls, None where one lacks it."""
+    paths = [path for name, tree in merged_trees(observation).items() for path in joined(name, tree.tensor_paths)]
+    found = [call.shapes() for call in observation.calls]
+    columns = [shapes.values() if list(shapes) == paths else map(shapes.get, paths) for shapes in found]
+    return dict(zip(paths, zip(*columns, strict=True), strict=True))
 
 
 def _further(observation: Observation, stored: Sequence[Mapping[str, tuple[int, ...]]]) -> list[SeenShapes]:
     """Calls of which only the shapes are known, with shapes that no stored call had."""
     known = [set(shapes.items()) for shapes in stored]
-    new = [seen for seen in observation.seen if not any({*seen.inputs.items()} <= shapes for shapes in known)]
+    new = [seen for seen in observation.further if not any({*seen.inputs.items()} <= shapes for shapes in known)]
     return new[:_MOST_FURTHER_CALLS]
 
 

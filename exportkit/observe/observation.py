@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from exportkit.errors import NoCallsError, ObservationError
-from exportkit.observe.seen import SeenShapes
+from exportkit.observe.seen import SeenShapes, merged_shapes
 from exportkit.observe.signature import Signature
-from exportkit.trees import Tree, flatten, join
+from exportkit.trees import Tree, flatten, join, joined
 
 Made = TypeVar("Made")
 
@@ -45,7 +45,17 @@ class Call:
 
     @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return tensors_by_path(self.arguments)
+        return self._by_path(lambda tree: tree.tensors().values())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the input tensors by full path."""
+        return self._by_path(Tree.shapes)
+
+    def _by_path(self, values_of: Callable[[Tree], Iterable[Made]]) -> dict[str, Made]:
+        found: dict[str, Made] = {}
+        for name, tree in self.arguments.items():
+            found |= zip(joined(name, tree.tensor_paths), values_of(tree), strict=True)
+        return found
 
     def constants(self) -> dict[str, Any]:
         """Returns the inputs that are no tensors by full path, ``None`` included."""
@@ -82,7 +92,7 @@ class Observation:
         removed: Inputs that the user left out.
         restored: Inputs that no call had, and that were added since.
         has_values: Whether the tensors hold the values that were seen; if not, only their shapes and types were.
-        seen: Shapes of all calls that returned, stored or not, with the number of calls that had them.
+        further: Shapes of the calls that returned and are not stored, with the number of calls that had them.
     """
 
     signature: Signature
@@ -94,7 +104,7 @@ class Observation:
     removed: frozenset[str] = frozenset()
     restored: frozenset[str] = frozenset()
     has_values: bool = True
-    seen: tuple[SeenShapes, ...] = field(default=(), compare=False)
+    further: tuple[SeenShapes, ...] = ()
 
     def require_calls(self) -> None:
         """Raises NoCallsError if no call was stored, ObservationError if recording failed each time."""
@@ -116,15 +126,26 @@ class Observation:
         raise NoCallsError(
             "No inputs were captured.",
             where=f"{self.model_name}.{self.method_name}",
-            hint="run the model inside `with observer(model):`; generate, a pipeline or plain calls will do.",
+            hint="run the model inside `with observer(model):`; generate, a pipeline or plain calls will do. Calls "
+            "that torch.compile has compiled pass an observer inside: observe the module that torch.compile returned, "
+            "or run the model uncompiled (without model.compile()).",
         )
+
+    @functools.cached_property
+    def seen(self) -> tuple[SeenShapes, ...]:
+        """Shapes of all calls that returned, stored or not, with the number of calls that had them."""
+        stored = [
+            SeenShapes(call.shapes(), dict(zip(call.outputs.tensor_paths, call.outputs.shapes(), strict=True)))
+            for call in self.calls
+        ]
+        return merged_shapes([*stored, *self.further])
 
     def tensor_paths(self) -> list[str]:
         """Returns the paths of all input tensors of all calls, in signature order, then in order of appearance."""
         by_name: dict[str, dict[str, None]] = {name: {} for name in self.signature.names}
         for call in self.calls:
             for name, tree in call.arguments.items():
-                by_name[name] |= dict.fromkeys(join(name, path) for path in tree.tensors())
+                by_name[name] |= dict.fromkeys(join(name, path) for path in tree.tensor_paths)
         return [path for paths in by_name.values() for path in paths]
 
     def completed(self, value_if_missing: Mapping[str | int, Any]) -> Observation:
@@ -156,8 +177,8 @@ class Observation:
         if not names:
             return self
         kept = [replace(c, arguments={n: t for n, t in c.arguments.items() if n not in names}) for c in self.calls]
-        seen = tuple(shapes.without(names) for shapes in self.seen)
-        return replace(self, calls=tuple(kept), removed=self.removed | names, seen=seen)
+        further = tuple(shapes.without(names) for shapes in self.further)
+        return replace(self, calls=tuple(kept), removed=self.removed | names, further=further)
 
     def remembered(self, what: str, make: Callable[[], Made]) -> Made:
         """Returns ``make()``, which is called once for this observation: what follows from it never changes.
@@ -206,8 +227,3 @@ class Observation:
         from exportkit.observe.storage import load_observation
 
         return load_observation(directory)
-
-
-def tensors_by_path(arguments: Mapping[str, Tree]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of arguments by full path."""
-    return {join(name, path): tensor for name, tree in arguments.items() for path, tensor in tree.tensors().items()}

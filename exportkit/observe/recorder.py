@@ -11,20 +11,19 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from exportkit import _torch_compat
 from exportkit.observe.memory import Memory, Share
-from exportkit.observe.observation import Call, Failure, Observation, tensors_by_path
-from exportkit.observe.seen import MOST_SHAPES, SeenShapes, ShapeCounter
+from exportkit.observe.observation import Call, Failure, Observation
+from exportkit.observe.seen import MOST_SHAPES, ShapeCounter
 from exportkit.observe.signature import Signature
 from exportkit.observe.snapshot import Copying, Snapshot, outlined_shapes
-from exportkit.trees import Tree, string_type
-from exportkit.trees.outline import outlined_tree
+from exportkit.trees import join, string_type
+from exportkit.trees.outline import Outline
+from exportkit.trees.outlined import located, outlined_tree, tensor_paths
 
 Method = Callable[..., Any]
 
@@ -75,9 +74,7 @@ class Recorder:
         self._limit = 0
         self._memory = Memory(None, [])
         self._counts_shapes = True
-        self._counter = ShapeCounter(
-            lambda filled: tensors_by_path(self._trees(filled)), lambda filled: outlined_tree(filled).tensors()
-        )
+        self._counter = ShapeCounter(self._input_paths, lambda outline: tensor_paths(located(outline)))
         self._calls: dict[int, Call] = {}
         self._known: tuple[tuple[int, ...], Observation] | None = None
         self._reading = threading.Lock()
@@ -132,31 +129,30 @@ class Recorder:
         with self._lock:
             indices = sorted(self._stored)
         made = [call for index in indices if (call := self._guarded(functools.partial(self._call, index))) is not None]
-        calls = tuple(replace(call, index=number) for number, call in enumerate(made))
-        seen = self._guarded(lambda: self._counter.seen(_shapes(call) for call in calls))
         return Observation(
             self._signature,
-            calls,
+            tuple(replace(call, index=number) for number, call in enumerate(made)),
             tuple(self._failures),
             (*self._problems, *self.limits),
             self._method_name,
             self._model_name,
-            seen=seen or (),
+            further=self._guarded(self._counter.seen) or (),
         )
 
     def _call(self, index: int) -> Call:
         """The call with its trees, which are made once."""
         if index not in self._calls:
             stored = self._stored[index]
-            args, kwargs = stored.inputs.value()
-            arguments = self._trees((args, kwargs))
-            named = frozenset(n for n in arguments if n in kwargs or n == self._signature.var_keyword)
-            outputs = outlined_tree(stored.outputs.value())
-            self._calls[index] = Call(index, arguments, named, outputs, stored.latency)
+            args, kwargs = located(stored.inputs.outline)
+            given = self._signature.bind(args, kwargs)
+            arguments = {name: outlined_tree(value, stored.inputs) for name, value in given.items()}
+            named = frozenset(n for n in given if n in kwargs or n == self._signature.var_keyword)
+            self._calls[index] = Call(index, arguments, named, stored.outputs.tree(), stored.latency)
         return self._calls[index]
 
-    def _trees(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Tree]:
-        return {name: outlined_tree(value) for name, value in self._signature.bind(*inputs).items()}
+    def _input_paths(self, outline: Outline) -> list[tuple[str, int]]:
+        given = self._signature.bind(*located(outline))
+        return [(join(name, path), number) for name, value in given.items() for path, number in tensor_paths(value)]
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``method(*args, **kwargs)``, records what there is room for, and returns what it returned."""
@@ -230,7 +226,9 @@ class Recorder:
         if self._room_for(copying) is not None:
             return _Stored(begun.inputs, copying.snapshot(), latency)
         if self._counts_shapes:
-            self._counter.count((begun.inputs.outline, begun.inputs.shapes()), (copying.outline, copying.shapes()))
+            self._counter.count(
+                (begun.inputs.outline, tuple(begun.inputs.shapes())), (copying.outline, copying.shapes())
+            )
         return None
 
     def _end(self, begun: _Begun, stored: _Stored | None) -> None:
@@ -261,11 +259,3 @@ class Recorder:
             with self._lock:
                 self._problems.append(f"{type(error).__name__}: {error}")
             return None
-
-
-def _shapes(call: Call) -> SeenShapes:
-    return SeenShapes(_sizes(call.tensors()), _sizes(call.outputs.tensors()))
-
-
-def _sizes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {path: tuple(tensor.shape) for path, tensor in tensors.items()}

@@ -7,20 +7,18 @@ take no more memory than one, and there is an end to how many different ones are
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from exportkit.trees.outline import Outline
 
 MOST_SHAPES = 1000
 
 Shapes = Mapping[str, tuple[int, ...]]
-TensorsOf = Callable[[Any], Mapping[str, torch.Tensor]]
+PathsOf = Callable[[Outline], Sequence[tuple[str, int]]]
 # What tells one value from another here: its structure, and the shapes of its tensors.
-_Key = tuple[tuple[Any, ...], tuple[torch.Size, ...]]
+_Key = tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True)
@@ -47,16 +45,16 @@ class ShapeCounter:
     """Counts calls by their shapes.
 
     Args:
-        inputs_of: Gives the tensors of a filled outline of ``(args, kwargs)`` by full path.
-        outputs_of: Gives the tensors of a filled outline of outputs by path.
+        input_paths: Gives full path and number of each tensor in an outline of ``(args, kwargs)``.
+        output_paths: Gives path and number of each tensor in an outline of outputs.
 
     Attributes:
         total: Number of calls.
         overflowed: Whether some calls had shapes that are not kept.
     """
 
-    def __init__(self, inputs_of: TensorsOf, outputs_of: TensorsOf) -> None:
-        self._inputs, self._outputs = _Side(inputs_of), _Side(outputs_of)
+    def __init__(self, input_paths: PathsOf, output_paths: PathsOf) -> None:
+        self._inputs, self._outputs = _Side(input_paths), _Side(output_paths)
         self._lock = threading.Lock()
         self._counts: dict[tuple[_Key, _Key], list[int]] = {}  # lists of one, as the keys take long to hash
         self.total = 0
@@ -75,27 +73,26 @@ class ShapeCounter:
             else:
                 self.overflowed = True
 
-    def seen(self, stored: Iterable[SeenShapes]) -> tuple[SeenShapes, ...]:
-        """Returns the shapes of all calls with their counts, first those of the ``stored`` calls, not counted here."""
+    def seen(self) -> tuple[SeenShapes, ...]:
+        """Returns the different shapes with the number of calls that had them."""
         with self._lock:
             counted = [(key, count) for key, (count,) in self._counts.items()]
-        resolved = [
+        return tuple(
             SeenShapes(self._inputs.by_path(inputs), self._outputs.by_path(outputs), count)
             for (inputs, outputs), count in counted
-        ]
-        return _merged([*stored, *resolved])
+        )
 
 
 class _Side:
     """What was seen of the inputs of all calls, or of the outputs."""
 
-    def __init__(self, tensors_of: TensorsOf) -> None:
-        self._tensors_of = tensors_of
+    def __init__(self, paths_of: PathsOf) -> None:
+        self._paths_of = paths_of
         self._outlines: dict[tuple[Any, ...], Outline] = {}
-        self._shapes: dict[torch.Size, torch.Size] = {}
-        self._paths: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._paths: dict[tuple[Any, ...], Sequence[tuple[str, int]]] = {}
 
-    def keep(self, outline: Outline, shapes: tuple[torch.Size, ...]) -> _Key:
+    def keep(self, outline: Outline, shapes: tuple[tuple[int, ...], ...]) -> _Key:
         """Keeps one object of those that are equal: the layers of a cache have one shape, and calls one structure."""
         marks = self._outlines.setdefault(outline.marks, outline).marks
         return marks, tuple(self._shapes.setdefault(shape, shape) for shape in shapes)
@@ -104,16 +101,12 @@ class _Side:
         """Returns shapes by path; paths are found once for each structure."""
         marks, shapes = key
         if marks not in self._paths:
-            self._paths[marks] = self._find_paths(self._outlines[marks], len(shapes))
+            self._paths[marks] = self._paths_of(self._outlines[marks])
         return {path: tuple(shapes[position]) for path, position in self._paths[marks]}
 
-    def _find_paths(self, outline: Outline, count: int) -> list[tuple[str, int]]:
-        tensors = [torch.empty(0, device="meta") for _ in range(count)]
-        positions = {id(tensor): position for position, tensor in enumerate(tensors)}
-        return [(path, positions[id(tensor)]) for path, tensor in self._tensors_of(outline.fill(tensors)).items()]
 
-
-def _merged(every: Iterable[SeenShapes]) -> tuple[SeenShapes, ...]:
+def merged_shapes(every: Iterable[SeenShapes]) -> tuple[SeenShapes, ...]:
+    """Returns each different one once, with the number of all calls that had it."""
     found: dict[Any, SeenShapes] = {}
     for one in every:
         key = tuple(one.inputs.items()), tuple(one.outputs.items())

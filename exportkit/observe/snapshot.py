@@ -17,22 +17,24 @@ CUDA graph has addresses in it, and ``record_stream`` does nothing for shared me
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from exportkit import _torch_compat
 from exportkit.observe.memory import Parts
 from exportkit.trees.outline import Outline, outline
+from exportkit.trees.outlined import growing_tensors, located, outlined_tree
+from exportkit.trees.tree import Tree, shape_of
 
 Result = TypeVar("Result")
 
 FEW = 4  # up to here, looking for tensors that are alike costs more than copying each
 SMALL = 2**16  # bytes; up to here, starting a copy costs more than copying
+SAMPLE = 16  # so many tensors of one attribute show how all of them are laid out
 LARGE = 2**20  # bytes; from here on, copying costs more than all else in a call that is recorded
 
 # Types that torch.stack copies as they are; it requantises quantised ones, and does not know some of the rarer ones.
@@ -47,36 +49,62 @@ _dtype = operator.attrgetter("dtype")
 _Piece = tuple[Sequence[int], torch.Tensor]
 
 
-class Snapshot(NamedTuple):
+class Snapshot:
     """A nested value as it was.
 
-    Attributes:
+    Args:
         outline: Its structure.
         pieces: Copies of its tensors.
     """
 
-    outline: Outline
-    pieces: list[_Piece]
+    __slots__ = ("_pieces", "_shapes", "_tensors", "outline")
 
-    def value(self) -> Any:
-        """Returns the nested value with the copies, as `outlined_tree` takes it."""
-        return self.outline.fill(self._tensors())
+    def __init__(self, outline: Outline, pieces: list[_Piece]) -> None:
+        self.outline, self._pieces = outline, pieces
+        self._tensors: list[torch.Tensor] | None = None
+        self._shapes: list[tuple[int, ...]] | None = None
 
-    def shapes(self) -> tuple[torch.Size, ...]:
+    def tree(self) -> Tree:
+        """Returns the value as a tree around the copies."""
+        return outlined_tree(located(self.outline), self)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the copies, each time the same ones."""
+        if self._tensors is None:
+            self._tensors = self._in_order(_parts)
+        return self._tensors
+
+    def shapes(self) -> list[tuple[int, ...]]:
         """Returns the shapes of the tensors."""
-        return _shapes(self._tensors())
+        if self._shapes is None:
+            self._shapes = self._in_order(_part_shapes)
+        return self._shapes
 
-    def _tensors(self) -> list[torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
-        for positions, piece in self.pieces:
-            # detached from the piece, so that each of them can be changed in place
-            parts = [piece] if len(positions) == 1 else [part.detach() for part in piece.unbind()]
-            found |= zip(positions, parts, strict=True)
-        return [found[position] for position in range(len(found))]
+    def _in_order(self, parts_of: Callable[[_Piece], Sequence[Result]]) -> list[Result]:
+        found: list[Any] = [None] * sum([len(positions) for positions, _ in self._pieces])
+        for piece in self._pieces:
+            positions, parts = piece[0], parts_of(piece)
+            if isinstance(positions, range):
+                found[positions.start : positions.stop] = parts
+            else:
+                for position, part in zip(positions, parts, strict=True):
+                    found[position] = part
+        return found
 
     def memory(self) -> Parts:
         """Returns the memory that the copies hold."""
-        return [(_torch_compat.memory_address(piece), _bytes(piece)) for _, piece in self.pieces]
+        return [(_torch_compat.memory_address(piece), _bytes(piece)) for _, piece in self._pieces]
+
+
+def _parts(piece: _Piece) -> Sequence[torch.Tensor]:
+    positions, copy = piece
+    # detached from the piece, so that each of them can be changed in place
+    return [copy] if len(positions) == 1 else [part.detach() for part in copy.unbind()]
+
+
+def _part_shapes(piece: _Piece) -> Sequence[tuple[int, ...]]:
+    positions, copy = piece
+    return [shape_of(copy)] if len(positions) == 1 else [tuple(copy.shape[1:])] * len(positions)
 
 
 class Copying:
@@ -89,21 +117,27 @@ class Copying:
 
     def __init__(self, value: Any, inputs: frozenset[int] | None = None) -> None:
         self.outline, self._tensors, runs = outline(value)
-        self._inputs = inputs
         self._together, self._apart = _grouped(self._tensors, runs)
+        self._inputs = inputs
+        self._large = _large(self._tensors, self._apart)
+        self._shared = self._find_shared() if self._large else []
 
-    def shapes(self) -> tuple[torch.Size, ...]:
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes of the tensors."""
         return _shapes(self._tensors)
 
     def large(self) -> frozenset[int]:
         """Returns the identities of the large tensors."""
-        return frozenset(id(self._tensors[i]) for i in self._apart if _bytes(self._tensors[i]) >= LARGE)
+        return frozenset([id(self._tensors[position]) for position in self._large])
 
     def memory(self) -> Parts:
         """Returns the memory that the copies will hold."""
-        together = [(None, len(group) * _bytes(self._tensors[group[0]])) for group in self._together]
-        return [*together, *((self._shared_address(i), _bytes(self._tensors[i])) for i in self._apart)]
+        tensors, shared = self._tensors, frozenset(self._shared)
+        together = [(None, len(group) * _bytes(tensors[group[0]])) for group in self._together]
+        apart = [
+            (_torch_compat.memory_address(tensors[i]) if i in shared else None, _bytes(tensors[i])) for i in self._apart
+        ]
+        return [*together, *apart]
 
     def snapshot(self) -> Snapshot:
         """Makes the copies, cut off from autograd and inference mode; afterwards the originals are let go."""
@@ -112,57 +146,63 @@ class Copying:
         return Snapshot(self.outline, pieces)
 
     def _pieces(self) -> list[_Piece]:
+        tensors = self._tensors
         pieces = [piece for group in self._together for piece in self._copied_together(group)]
-        return [*pieces, *(([i], self._copied(i)) for i in self._apart)]
+        shared: dict[int, torch.Tensor] = {}
+        if self._shared:
+            copies = _torch_compat.copies_on_write(_at(self._shared, tensors))
+            shared = {i: copy for i, copy in zip(self._shared, copies, strict=True) if copy is not None}
+        pieces += [((i,), shared[i] if i in shared else _copied(tensors[i])) for i in self._apart]
+        return pieces
 
     def _copied_together(self, group: Sequence[int]) -> list[_Piece]:
         try:
-            return [(group, torch.stack(operator.itemgetter(*group)(self._tensors)))]
+            return [(group, torch.stack(_at(group, self._tensors)))]
         except RuntimeError:  # of other shapes, or on several devices
-            return [([i], self._copied(i)) for i in group]
+            return [((i,), _copied(self._tensors[i])) for i in group]
 
-    def _copied(self, index: int) -> torch.Tensor:
-        tensor = self._tensors[index]
-        shared = _torch_compat.copy_on_write(tensor) if self._may_share(index) else None
-        if shared is not None:
-            return shared
-        return tensor.clone() if type(tensor) is torch.Tensor else tensor.detach().clone()
+    def _find_shared(self) -> list[int]:
+        """The positions of large tensors that can be shared by copy-on-write."""
+        plain = [i for i in self._large if type(self._tensors[i]) is torch.Tensor]
+        still_shared = _torch_compat.are_copy_on_write(_at(plain, self._tensors))
+        if all(still_shared):
+            return plain
+        growing = growing_tensors(self.outline)
+        pairs = zip(plain, still_shared, strict=True)
+        return [i for i, is_shared in pairs if is_shared or self._may_share(self._tensors[i], i in growing)]
 
-    def _shared_address(self, index: int) -> int | None:
-        return _torch_compat.memory_address(self._tensors[index]) if self._may_share(index) else None
-
-    def _may_share(self, index: int) -> bool:
-        tensor = self._tensors[index]
-        if _bytes(tensor) < LARGE or type(tensor) is not torch.Tensor:
+    def _may_share(self, tensor: torch.Tensor, is_growing: bool) -> bool:
+        if is_growing:
+            unwritten = tensor.is_inference() or not tensor._version  # a tensor of inference mode has no version
+        else:
+            is_fresh = self._inputs is not None and id(tensor) not in self._inputs
+            unwritten = is_fresh and not tensor.is_inference() and not tensor._version
+        if not unwritten or not _is_ordinary(tensor) or not _torch_compat.is_only_holder(tensor):
             return False
-        if _torch_compat.is_copy_on_write(tensor):
-            return True
-        if not _is_ordinary(tensor):
-            return False
-        if not _torch_compat.is_only_holder(tensor) or tensor.untyped_storage().nbytes() > 1.1 * tensor.nbytes:
-            return False
-        if index in self._growing:
-            return tensor.is_inference() or not tensor._version  # a tensor of inference mode has no version
-        is_fresh = self._inputs is not None and id(tensor) not in self._inputs
-        return is_fresh and not tensor.is_inference() and not tensor._version
-
-    @functools.cached_property
-    def _growing(self) -> frozenset[int]:
-        return self.outline.growing()
+        return tensor.untyped_storage().nbytes() <= 1.1 * tensor.nbytes
 
 
-def outlined_shapes(value: Any) -> tuple[Outline, tuple[torch.Size, ...]]:
+def _at(positions: Sequence[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(positions, range):
+        return tensors[positions.start : positions.stop]
+    return [tensors[position] for position in positions]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if type(tensor) is torch.Tensor else tensor.detach().clone()
+
+
+def outlined_shapes(value: Any) -> tuple[Outline, tuple[tuple[int, ...], ...]]:
     """Returns the outline of a value and the shapes of its tensors, and keeps nothing of it."""
     taken = outline(value, keep_values=False)
     return taken.outline, _shapes(taken.tensors)
 
 
-def _shapes(tensors: list[torch.Tensor]) -> tuple[torch.Size, ...]:
-    """The shapes of tensors; that of a nested tensor, which has none, is ()."""
+def _shapes(tensors: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     try:
         return tuple([tensor.shape for tensor in tensors])
     except RuntimeError:
-        return tuple(torch.Size(()) if tensor.is_nested else tensor.shape for tensor in tensors)
+        return tuple(map(shape_of, tensors))
 
 
 def _plainly(step: Callable[[], Result]) -> Result:
@@ -180,20 +220,44 @@ def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Seque
     """The positions of tensors that are copied together, and of those that are copied apart."""
     if len(tensors) <= FEW:
         return [], list(range(len(tensors)))
-    alike = [run for run in runs if _are_alike(tensors[run.start : run.stop])]
-    together: list[Sequence[int]] = [*alike]
-    groups: dict[Any, list[int]] = {}
+    together: list[Sequence[int]] = []
     apart: list[int] = []
-    for index in _between(alike, len(tensors)):
+    settled: list[range] = []
+    for run in _joined(tensors, runs):
+        if not _is_small(tensors[run.start]):
+            apart.extend(run)
+        elif _are_alike(tensors[run.start : run.stop]):
+            together.append(run)
+        else:
+            continue
+        settled.append(run)
+    groups: dict[Any, list[int]] = {}
+    for index in _between(settled, len(tensors)):
         tensor = tensors[index]
-        plain = _is_small(tensor) and type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if plain and not tensor.is_nested and tensor.is_contiguous():
+        if _is_small(tensor) and type(tensor) is torch.Tensor and _is_dense(tensor) and tensor.is_contiguous():
             groups.setdefault((tensor.shape, tensor.dtype), []).append(index)
         else:
             apart.append(index)
-    together += [group for group in groups.values() if len(group) > 1]
-    apart += [group[0] for group in groups.values() if len(group) == 1]
+    for group in groups.values():
+        if len(group) > 1:
+            together.append(group)
+        else:
+            apart.append(group[0])
     return together, apart
+
+
+def _joined(tensors: list[torch.Tensor], runs: list[range]) -> Iterator[range]:
+    """The runs, neighbours as one that begin with tensors of one shape: the keys and the values of a cache."""
+    last = None
+    for run in runs:
+        if last is not None and last.stop == run.start and tensors[last.start].shape == tensors[run.start].shape:
+            last = range(last.start, run.stop)
+            continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last
 
 
 def _between(runs: list[range], end: int) -> Iterator[int]:
@@ -204,11 +268,18 @@ def _between(runs: list[range], end: int) -> Iterator[int]:
 
 
 def _are_alike(tensors: list[torch.Tensor]) -> bool:
-    """Whether ordinary tensors can be copied together if they have one shape, which torch.stack checks."""
-    first = tensors[0]
-    if not _is_small(first) or first.layout is not torch.strided or first.is_nested:
+    """Whether ordinary small tensors can be copied together if they have one shape, which torch.stack checks.
+
+    Strides are looked at in some of them: layers of one class come from the same operation, and copies of another
+    layout have the right values all the same.
+    """
+    if not _is_dense(tensors[0]) or len(set(map(_dtype, tensors))) > 1:
         return False
-    return len(set(map(_dtype, tensors))) == 1 and all(map(torch.Tensor.is_contiguous, tensors))
+    return all(map(torch.Tensor.is_contiguous, tensors[:: max(1, len(tensors) // SAMPLE)]))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -224,3 +295,10 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes of the values; of a sparse tensor as many as if it were dense."""
     return tensor.numel() * tensor.dtype.itemsize
+
+
+def _large(tensors: list[torch.Tensor], positions: Sequence[int]) -> list[int]:
+    try:
+        return [i for i in positions if tensors[i].nbytes >= LARGE]
+    except RuntimeError:  # a sparse one does not say
+        return [i for i in positions if _bytes(tensors[i]) >= LARGE]

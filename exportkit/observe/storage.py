@@ -14,43 +14,32 @@ import platform
 import shutil
 import tempfile
 import uuid
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from exportkit.errors import DestinationError, ExportkitError, ObservationError, TreeError
 from exportkit.observe.observation import Call, Failure, Observation
 from exportkit.observe.seen import SeenShapes
 from exportkit.observe.signature import Signature
+from exportkit.observe.stored_tensors import JSON, TENSORS, KeptTensors, StoredTensors, damaged, opened_tensors
 from exportkit.trees import Tree, check_opened, flatten, join
 from exportkit.trees.json_form import dump_constant, dump_tree, load_value
 
 _FORMAT = "exportkit-observation"
 _VERSION = 1
-_JSON, _TENSORS = "observation.json", "tensors.safetensors"
 _TEMPORARY = ".saving-"
-# What a safetensors file holds; complex numbers are in it as pairs of real ones.
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
-        torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
-        torch.complex128, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
-    )
-}  # fmt: skip
 
 
 def save_observation(observation: Observation, directory: str | os.PathLike[str], values: bool = True) -> None:
     """Writes an observation into a directory; see `Observation.save`."""
     target = _checked_destination(Path(directory))
     values = values and observation.has_values  # what was made up is not written as if it had been seen
-    kept = _Kept(values)
+    kept = KeptTensors(values)
     calls = [_dump_call(number, call, kept) for number, call in enumerate(observation.calls)]
     stamp = uuid.uuid4().hex
     data = {
@@ -67,7 +56,7 @@ def save_observation(observation: Observation, directory: str | os.PathLike[str]
         "problems": list(observation.problems),
         "failures": [{"error": failure.error, "arguments": failure.arguments} for failure in observation.failures],
         "calls": calls,
-        "seen": [{"inputs": one.inputs, "outputs": one.outputs, "count": one.count} for one in observation.seen],
+        "further": [{"inputs": s.inputs, "outputs": s.outputs, "count": s.count} for s in observation.further],
     }
     _write(target, _as_text(data), kept.tensors if values else None, stamp)
 
@@ -77,7 +66,7 @@ def load_observation(directory: str | os.PathLike[str]) -> Observation:
     folder = Path(directory)
     data = _read_json(folder)
     try:
-        with _opened_tensors(folder / _TENSORS, data) as tensors:
+        with opened_tensors(folder / TENSORS, data) as tensors:
             calls = tuple(_load_call(number, call, tensors) for number, call in enumerate(data["calls"]))
         return Observation(
             signature=_load_signature(data["signature"]),
@@ -89,51 +78,15 @@ def load_observation(directory: str | os.PathLike[str]) -> Observation:
             removed=frozenset(data["removed"]),
             restored=frozenset(data["restored"]),
             has_values=data["values"],
-            seen=tuple(SeenShapes(_shapes(o["inputs"]), _shapes(o["outputs"]), o["count"]) for o in data["seen"]),
+            further=tuple(SeenShapes(_shapes(o["inputs"]), _shapes(o["outputs"]), o["count"]) for o in data["further"]),
         )
     except ExportkitError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise _damaged(folder / _JSON, f"{type(error).__name__}: {error}") from error
+        raise damaged(folder / JSON, f"{type(error).__name__}: {error}") from error
 
 
-class _Kept:
-    """The tensors of an observation by their key in the file; one that several calls share is kept once."""
-
-    def __init__(self, values: bool) -> None:
-        self._values = values
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._known: dict[int, tuple[str, torch.Tensor]] = {}
-
-    def key_of(self, tensor: torch.Tensor, wanted: str) -> str | None:
-        """Returns the key of a tensor, which is kept from now on; None for one whose values are not written."""
-        if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES.values():
-            raise ObservationError(
-                "A tensor of this kind cannot be written.",
-                where=wanted,
-                expected="a dense tensor of booleans, or of whole, real or complex numbers",
-                got=f"{tensor.dtype}, {tensor.layout}",
-                hint="leave the input out: observer.remove_inputs([...]).",
-            )
-        if tensor.is_meta or not self._values:
-            return None
-        if id(tensor) not in self._known:
-            self._known[id(tensor)] = wanted, tensor
-            self.tensors[wanted] = _copied(tensor)
-        return self._known[id(tensor)][0]
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense copy on the CPU: safetensors refuses shared memory, and asking for addresses ends copy-on-write."""
-    plain = _as_real(tensor.detach().resolve_conj().resolve_neg())
-    return plain.to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _dump_call(number: int, call: Call, kept: _Kept) -> dict[str, Any]:
+def _dump_call(number: int, call: Call, kept: KeptTensors) -> dict[str, Any]:
     for name, tree in call.arguments.items():
         check_opened(name, tree)
     return {
@@ -149,7 +102,7 @@ def _place(number: int, argument: str | None = None) -> str:
     return f"calls[{number}].outputs" if argument is None else f"calls[{number}].arguments.{argument}"
 
 
-def _dump_tree(place: str, tree: Tree, kept: _Kept) -> dict[str, Any]:
+def _dump_tree(place: str, tree: Tree, kept: KeptTensors) -> dict[str, Any]:
     with _located(place):
         layout = dump_tree(tree)
     leaves = [
@@ -198,7 +151,7 @@ def _checked_destination(target: Path) -> Path:
         return target
     try:
         found = sorted(item.name for item in target.iterdir() if not item.name.startswith(_TEMPORARY))
-        if not found or (_JSON in found and _FORMAT in (target / _JSON).read_text("utf-8", "replace")[:100]):
+        if not found or (JSON in found and _FORMAT in (target / JSON).read_text("utf-8", "replace")[:100]):
             return target
     except OSError as error:
         raise DestinationError("An observation cannot be written here.", where=str(target), got=error) from error
@@ -220,32 +173,32 @@ def _write(target: Path, text: str, tensors: dict[str, torch.Tensor] | None, sta
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=target) as temporary:
             written = Path(temporary)
-            (written / _JSON).write_text(text, "utf-8")
+            (written / JSON).write_text(text, "utf-8")
             if tensors is not None:
-                save_file(tensors, written / _TENSORS, metadata={"format": "pt", "stamp": stamp})
-                shutil.copymode(written / _JSON, written / _TENSORS)  # safetensors lets nobody else read it
-                os.replace(written / _TENSORS, target / _TENSORS)
-            os.replace(written / _JSON, target / _JSON)
+                save_file(tensors, written / TENSORS, metadata={"format": "pt", "stamp": stamp})
+                shutil.copymode(written / JSON, written / TENSORS)  # safetensors lets nobody else read it
+                os.replace(written / TENSORS, target / TENSORS)
+            os.replace(written / JSON, target / JSON)
         if tensors is None:
-            (target / _TENSORS).unlink(missing_ok=True)
+            (target / TENSORS).unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise DestinationError("An observation cannot be written here.", where=str(target), got=error) from error
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
     """Returns what the JSON file holds, if it is one that this version reads."""
-    file = folder / _JSON
+    file = folder / JSON
     try:
         data = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise DestinationError(
             "No observation can be read here.",
             where=str(folder),
-            expected=f"a directory with {_JSON}, as observation.save(directory) writes it",
+            expected=f"a directory with {JSON}, as observation.save(directory) writes it",
             got=error,
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(file, error) from error
+        raise damaged(file, error) from error
     found = data if isinstance(data, dict) else {}
     if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
         raise ObservationError(
@@ -265,97 +218,13 @@ def _written_by(data: dict[str, Any]) -> str | None:
     return f"it was written by {', '.join(f'{name} {version}' for name, version in versions.items())}."
 
 
-def _damaged(file: Path, cause: object) -> ObservationError:
-    return ObservationError(
-        "This observation is damaged.",
-        where=str(file),
-        got=cause,
-        hint="the file was changed or cut short: observe the model again, and save that.",
-    )
-
-
-class _Stored:
-    """Reads the tensors of an observation, or invents them where only their shapes were written."""
-
-    def __init__(self, file: Path, content: Any = None) -> None:
-        self._file, self._content = file, content
-        self._read: dict[str, torch.Tensor] = {}
-
-    def tensor(self, leaf: Mapping[str, Any], place: str) -> torch.Tensor:
-        """Returns the tensor of a leaf."""
-        key, shape, dtype = leaf["tensor"], torch.Size(leaf["shape"]), _DTYPES[leaf["dtype"]]
-        if self._content is None:
-            return _invented(shape, dtype, join(place, leaf["path"]))
-        if key is None:
-            return torch.empty(shape, dtype=dtype, device="meta")
-        if key not in self._read:
-            self._read[key] = self._checked(key, shape, dtype)
-        return self._read[key]
-
-    def _checked(self, key: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        try:
-            tensor = self._content.get_tensor(key).clone()  # cut off from the file
-        except SafetensorError as error:
-            raise _damaged(self._file, error) from error
-        wanted = _as_real(torch.empty(shape, dtype=dtype, device="meta"))
-        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
-            raise ObservationError(
-                "A tensor is another one than the observation says.",
-                where=f"{key} in {self._file}",
-                expected=f"{wanted.dtype} {tuple(wanted.shape)}",
-                got=f"{tensor.dtype} {tuple(tensor.shape)}",
-                hint=f"keep {_JSON} and {_TENSORS} of one save together.",
-            )
-        return torch.view_as_complex(tensor) if dtype.is_complex else tensor
-
-
-@contextlib.contextmanager
-def _opened_tensors(file: Path, data: Mapping[str, Any]) -> Iterator[_Stored]:
-    if not data["values"]:
-        yield _Stored(file)
-        return
-    try:
-        opened = safe_open(file, framework="pt")
-    except OSError as error:
-        raise DestinationError(
-            "The values of an observation are missing.",
-            where=str(file),
-            expected=f"the file that was written with {_JSON}",
-            got=error,
-            hint="copy the whole directory, or save with values=False.",
-        ) from error
-    except SafetensorError as error:
-        raise _damaged(file, error) from error
-    with opened as content:
-        stamp = (content.metadata() or {}).get("stamp")
-        if stamp != data["stamp"]:
-            raise ObservationError(
-                "The two files of an observation are not of one save.",
-                where=str(file),
-                expected=f"stamp {data['stamp']}, as in {_JSON}",
-                got=f"stamp {stamp}",
-                hint="the last save did not end: save again.",
-            )
-        yield _Stored(file, content)
-
-
-def _invented(shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Ones, or numbers between 0.1 and 1 that are the same wherever and whenever the leaf of that name is read."""
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.ones(shape, dtype=dtype)
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    pair = (2,) if dtype.is_complex else ()
-    values = torch.randn((*shape, *pair), generator=generator, dtype=torch.float64).sigmoid() * 0.9 + 0.1
-    return (torch.view_as_complex(values) if pair else values).to(dtype)
-
-
-def _load_call(number: int, data: Mapping[str, Any], tensors: _Stored) -> Call:
+def _load_call(number: int, data: Mapping[str, Any], tensors: StoredTensors) -> Call:
     arguments = {name: _load_tree(_place(number, name), tree, tensors) for name, tree in data["arguments"].items()}
     outputs = _load_tree(_place(number), data["outputs"], tensors)
     return Call(data["index"], arguments, frozenset(data["named"]), outputs, data["latency"])
 
 
-def _load_tree(place: str, data: Mapping[str, Any], tensors: _Stored) -> Tree:
+def _load_tree(place: str, data: Mapping[str, Any], tensors: StoredTensors) -> Tree:
     found = [tensors.tensor(leaf, place) for leaf in data["leaves"]]
     with _located(place):
         tree = flatten(load_value(data["layout"], found))

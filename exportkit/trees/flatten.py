@@ -7,10 +7,9 @@ of a dict does not matter: leaves are known by their path, never by their positi
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -19,6 +18,7 @@ import torch
 from exportkit import _torch_compat
 from exportkit.errors import UnregisteredClassError
 from exportkit.trees.objects import Growth, PathPart, is_cache_class, put_together, take_apart
+from exportkit.trees.tree import Tree, flattened_tree, join
 
 # A namespace of our own: nobody else sees what is registered here, and nobody's registrations can be in the way.
 _NAMESPACE = "exportkit"
@@ -27,47 +27,6 @@ _insertion_order = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
 _insertion_order.__enter__()
 _lock = threading.RLock()
 _opened: set[type] = set()
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A nested value, taken apart.
-
-    Attributes:
-        paths: Path of each leaf inside the value; the path of a value that is itself a leaf is "".
-        leaves: The leaves: tensors, and constants (numbers, strings, None, ...).
-        growing: By path, the axis that grows by one with each token, in dynamic caches, and its limit.
-    """
-
-    paths: tuple[str, ...]
-    leaves: tuple[Any, ...]
-    growing: Mapping[str, Growth]
-    _structure: optree.PyTreeSpec = field(repr=False)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the leaves that are tensors, by path."""
-        return dict(self._tensors)
-
-    @functools.cached_property
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {p: leaf for p, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-
-    def constants(self) -> dict[str, Any]:
-        """Returns the leaves that are no tensors, by path."""
-        return {p: leaf for p, leaf in zip(self.paths, self.leaves, strict=True) if not isinstance(leaf, torch.Tensor)}
-
-    def map(self, change: Callable[[Any], Any]) -> Tree:
-        """Returns the same tree with ``change(leaf)`` for each leaf."""
-        return Tree(self.paths, tuple(change(leaf) for leaf in self.leaves), self.growing, self._structure)
-
-    def with_leaves(self, leaves: Mapping[str, Any]) -> Tree:
-        """Returns the same tree with the leaves of the given paths replaced."""
-        kept = zip(self.paths, self.leaves, strict=True)
-        return Tree(self.paths, tuple(leaves.get(p, leaf) for p, leaf in kept), self.growing, self._structure)
-
-    def build(self) -> Any:
-        """Returns the nested value, holding the leaves themselves; containers and caches are new objects."""
-        return self._structure.unflatten(self.leaves)
 
 
 @dataclass(frozen=True)
@@ -117,9 +76,9 @@ def flatten(value: Any) -> Tree:
         for cls in unopened:
             _open(cls)
         return flatten(value)
-    paths = tuple(_path(steps) for steps in parts)
+    paths = tuple(path_of(steps) for steps in parts)
     growing = {path: growth for path, steps in zip(paths, parts, strict=True) if (growth := _growth(steps)) is not None}
-    return Tree(paths, tuple(leaves), growing, structure)
+    return flattened_tree(paths, tuple(leaves), growing, structure)
 
 
 def with_list(tree: Tree, members: Sequence[torch.Tensor], others: list[torch.Tensor]) -> Tree:
@@ -137,13 +96,6 @@ def with_list(tree: Tree, members: Sequence[torch.Tensor], others: list[torch.Te
         namespace=_NAMESPACE,
     )
     return flatten(changed)
-
-
-def join(name: str, path: str) -> str:
-    """Returns the path of a leaf of the argument ``name``: ``x``, ``x[0]`` or ``x.inner``."""
-    if not path or not name:
-        return name or path
-    return f"{name}{path}" if path.startswith("[") else f"{name}.{path}"
 
 
 def check_opened(name: str, tree: Tree) -> None:
@@ -232,8 +184,9 @@ _register: Any = optree.register_pytree_node  # its types ask more of a class th
 _register(Opened, _flatten_opened, _build_registered, namespace=_NAMESPACE)
 
 
-def _path(steps: Sequence[Any]) -> str:
-    path = ""
+def path_of(steps: Sequence[Any], start: str = "") -> str:
+    """Returns the path that leads from ``start`` along the steps that optree gives."""
+    path = start
     for step in steps:
         if isinstance(step, PathPart) or (isinstance(step, str) and step.isidentifier()):
             path = join(path, step)

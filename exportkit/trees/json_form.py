@@ -8,11 +8,10 @@ evaluated: what JSON cannot hold comes back as a `Placeholder`.
 from __future__ import annotations
 
 import enum
-import importlib
+import json
 import math
 import numbers
-import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,12 @@ import torch
 
 from exportkit import _torch_compat
 from exportkit.errors import ExportkitError, TreeError
-from exportkit.trees.flatten import Tree
+from exportkit.trees.lookup import class_name, find_class
 from exportkit.trees.objects import dump_part, is_cache_class, load_part, put_together, take_apart
+from exportkit.trees.tree import Tree
 
-# Packages whose modules are imported when a class of theirs is needed; any other must be loaded already.
-_IMPORTED = ("torch", "transformers", "exportkit")
+# What a dict in a cache may make its missing values with.
+_DEFAULTS = (bool, int, float, str, list, tuple, dict, set)
 _LONGEST_TEXT = 500
 
 
@@ -114,7 +114,7 @@ class _Writer:
         if cls is dict:
             return {"dict": [[_exact(key, "A key of a dict"), self.dump(item)] for key, item in value.items()]}
         if optree.is_namedtuple_class(cls):
-            return {"fields": _class_name(cls), "items": self._all(value)}
+            return {"fields": class_name(cls), "items": self._all(value)}
         if is_cache_class(cls):
             return self._cache(value)
         node = _torch_compat.registered_node(cls)
@@ -132,8 +132,21 @@ class _Writer:
 
     def _registered(self, value: Any, node: _torch_compat.Registered) -> Any:
         children, context = node.flatten(value)
-        known = _exact(context, f"What torch's pytree keeps of class {type(value).__name__}")
-        return {"registered": _class_name(type(value)), "items": self._all(children), "context": known}
+        data = {"registered": class_name(type(value)), "items": self._all(children)}
+        writer = _torch_compat.context_writer(type(value))
+        if writer is not None:
+            return data | {"dumped": _dumped(writer.dump(context))}
+        return data | {"context": _exact(context, f"What torch's pytree keeps of class {type(value).__name__}")}
+
+
+def _dumped(data: Any) -> str:
+    """What a registration writes of a context, as text, for it is not ours to look into."""
+    try:
+        return json.dumps(data, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TreeError(
+            "The context of a registered class was written as something else than JSON.", got=error
+        ) from error
 
 
 def _dump_leaf(value: Any) -> Any:
@@ -157,8 +170,8 @@ def _dump_leaf(value: Any) -> Any:
 def _dump_named(value: Any) -> Any:
     try:
         if isinstance(value, type):
-            return {"type": _class_name(value)}
-        data = {"enum": _class_name(type(value)), "name": value.name}
+            return {"type": class_name(value)}
+        data = {"enum": class_name(type(value)), "name": value.name}
     except TreeError:  # of a local class
         return _dump_placeholder(value)
     return data if type(value).__members__.get(value.name) is value else _dump_placeholder(value)
@@ -211,29 +224,38 @@ class _Reader:
         return _READERS[kind](self, data[kind], data)
 
     def fields(self, name: str, items: list[Any]) -> Any:
-        return _find_class(name, optree.is_namedtuple_class, "a named tuple")(*self.load(items))
+        return find_class(name, optree.is_namedtuple_class, "a named tuple")(*self.load(items))
 
     def cache(self, part: Any, first: int) -> Any:
         _check_part(part)
         return put_together(self.tensors[first:], load_part(part))
 
     def registered(self, name: str, data: Any) -> Any:
-        node = _torch_compat.registered_node(_find_class(name))
+        node_class = find_class(name)
+        node = _torch_compat.registered_node(node_class)
         if node is None:
             raise TreeError(
                 f"Class {name.partition(':')[2]} is not registered with torch's pytree.",
                 expected=f"{name.replace(':', '.')} registered, as when the value was written",
                 hint="torch.utils._pytree.register_pytree_node, or torch.export.register_dataclass, before reading.",
             )
-        items, context = self.load(data["items"]), self.load(data["context"])
+        items = self.load(data["items"])
         try:
-            return node.unflatten(items, context)
+            return node.unflatten(items, self._context(node_class, data))
         except Exception as error:
             raise TreeError(
                 f"Class {name.partition(':')[2]} cannot be built from what was written.",
                 got=f"{type(error).__name__}: {error}",
                 hint="the class changed since, or it is registered in another way than then.",
             ) from error
+
+    def _context(self, cls: type, data: Any) -> Any:
+        if "dumped" not in data:
+            return self.load(data["context"])
+        writer = _torch_compat.context_writer(cls)
+        if writer is None:
+            raise TypeError("it was registered with functions that write and read its context, and is not now")
+        return writer.load(json.loads(data["dumped"]))
 
 
 def _load_torch(name: str) -> Any:
@@ -244,7 +266,7 @@ def _load_torch(name: str) -> Any:
 
 
 def _load_enum(name: str, member: str) -> Any:
-    return _find_class(name, lambda cls: issubclass(cls, enum.Enum), "an enum").__members__[member]
+    return find_class(name, lambda cls: issubclass(cls, enum.Enum), "an enum").__members__[member]
 
 
 _READERS: dict[str, Callable[[_Reader, Any, Any], Any]] = {
@@ -259,7 +281,7 @@ _READERS: dict[str, Callable[[_Reader, Any, Any], Any]] = {
     "complex": lambda reader, parts, _: complex(*reader.load(parts)),
     "torch": lambda _, name, __: _load_torch(name),
     "device": lambda _, name, __: torch.device(name),
-    "type": lambda _, name, __: _find_class(name),
+    "type": lambda _, name, __: find_class(name),
     "placeholder": lambda _, cls, data: Placeholder(cls, data["text"]),
 }
 
@@ -269,49 +291,12 @@ def _check_part(data: Any) -> None:
     for item in _dicts(data):
         name = item.get("class", item.get("type"))
         if name is not None:
-            _find_class(name, _belongs_to_cache, "a cache, a layer of one, or a plain container")
+            find_class(name, _belongs_to_cache, "a cache, a layer of one, or a plain container")
         if "dtype" in item:
             _load_torch(item["dtype"])
 
 
 def _belongs_to_cache(cls: type) -> bool:
-    if cls in (list, tuple, dict, OrderedDict) or optree.is_namedtuple_class(cls):
+    if cls in (*_DEFAULTS, OrderedDict, defaultdict) or optree.is_namedtuple_class(cls):
         return True
     return is_cache_class(cls) or issubclass(cls, _torch_compat.cache_bases())
-
-
-def _class_name(cls: type) -> str:
-    name = f"{cls.__module__}:{cls.__qualname__}"
-    if _find_class(name) is not cls:
-        raise TreeError("A class has the name of another one.", got=name.replace(":", "."))
-    return name
-
-
-def _find_class(name: str, accepted: Callable[[Any], bool] | None = None, expected: str = "a class") -> Any:
-    module, _, qualified = name.partition(":")
-    found: Any = _find_module(module, qualified)
-    for step in qualified.split("."):
-        found = getattr(found, step, None)
-    if not isinstance(found, type) or (accepted is not None and not accepted(found)):
-        raise TreeError(
-            f"No such class can be found by its name: {qualified}.",
-            where=f"module {module}",
-            expected=f"{expected}, defined at the top level of its module",
-            got=found,
-        )
-    return found
-
-
-def _find_module(module: str, qualified: str) -> Any:
-    cause: object = "not loaded, and reading a file loads no module from elsewhere"
-    if module in sys.modules or module.partition(".")[0] in _IMPORTED:
-        try:
-            return importlib.import_module(module)
-        except ImportError as error:
-            cause = error
-    raise TreeError(
-        f"Class {qualified} belongs to a module that is not there.",
-        where=f"module {module}",
-        got=cause,
-        hint=f"import {module} first, in the version that was there when the file was written.",
-    )

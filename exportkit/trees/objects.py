@@ -8,9 +8,10 @@ everything else: classes, windows, counters, flags. Rebuilding sets attributes d
 from __future__ import annotations
 
 import functools
-import importlib
+import math
 import types
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from exportkit import _torch_compat
 from exportkit.errors import TreeError
+from exportkit.trees.lookup import find_class
 
 # Tensors that transformers derives from another attribute of the same layer: rebuilt, never an input of a graph.
 DERIVED = {"_sliding_window_tensor": "sliding_window"}
@@ -62,6 +64,7 @@ class Part:
 
     cls: type
     items: tuple[tuple[Any, Any], ...]
+    default: Any = None  # of a defaultdict: what makes its missing values
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ def take_apart(cache: Any) -> tuple[list[torch.Tensor], list[PathPart], Part]:
         if isinstance(value, list | tuple):
             return Part(type(value), tuple((i, visit(v, f"{path}[{i}]", growth)) for i, v in enumerate(value)))
         if isinstance(value, dict):
-            return Part(type(value), tuple((k, visit(v, f"{path}[{k!r}]", growth)) for k, v in value.items()))
+            items = tuple((k, visit(v, f"{path}[{k!r}]", growth)) for k, v in value.items())
+            return Part(type(value), items, getattr(value, "default_factory", None))
         if isinstance(value, torch.SymInt):
             return Unknown()
         if is_opened_class(type(value)):
@@ -132,16 +136,28 @@ def _is_opened(cls: Any) -> bool:
     return issubclass(cls, _torch_compat.cache_bases()) or is_cache_class(cls)
 
 
+def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
+    """Returns how an attribute of a cache layer grows with each token, or None if it does not.
+
+    Args:
+        name: The attribute.
+        cls: Class of the layer.
+        state: Attributes of the layer.
+    """
+    if name not in GROWING or "max_cache_len" in state or hasattr(cls, "max_cache_len"):
+        return None
+    window = state["sliding_window"] if "sliding_window" in state else getattr(cls, "sliding_window", None)
+    return _growth(GROWING[name], window - 1 if isinstance(window, int) else None)
+
+
 @functools.lru_cache(maxsize=1024)
 def _growth(axis: int, limit: int | None) -> Growth:
     return Growth(axis, limit)
 
 
 def _attributes(value: Any, path: str, visit: Any) -> Iterator[tuple[str, Any]]:
-    preallocated = hasattr(value, "max_cache_len")
-    window = getattr(value, "sliding_window", None)
-    limit = window - 1 if isinstance(window, int) else None
-    for name, attribute in vars(value).items():
+    state = vars(value)
+    for name, attribute in state.items():
         if type(attribute) in ATOMS:
             yield name, attribute
             continue
@@ -150,7 +166,7 @@ def _attributes(value: Any, path: str, visit: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(attribute, types.MethodType) and attribute.__self__ is value:
             yield name, Method(attribute.__func__)
             continue
-        growth = _growth(GROWING[name], limit) if name in GROWING and not preallocated else None
+        growth = growth_of(name, type(value), state)
         yield name, visit(attribute, f"{path}.{name}" if path else name, growth)
 
 
@@ -163,13 +179,18 @@ def put_together(tensors: Sequence[Any], part: Part) -> Any:
         if not isinstance(item, Part):
             return item
         if issubclass(item.cls, dict):
-            return item.cls((key, build(value)) for key, value in item.items)
+            return _filled_dict(item, {key: build(value) for key, value in item.items})
         if issubclass(item.cls, list | tuple):
             values = [build(value) for _, value in item.items]
             return item.cls(*values) if hasattr(item.cls, "_fields") else item.cls(values)
         return _build_object(item, build)
 
     return build(part)
+
+
+def _filled_dict(part: Part, items: dict[Any, Any]) -> Any:
+    make: Any = part.cls
+    return make(part.default, items) if issubclass(part.cls, defaultdict) else make(items)
 
 
 def _build_object(part: Part, build: Any) -> Any:
@@ -225,6 +246,8 @@ def dump_part(item: Any) -> Any:
     Raises:
         TreeError: if it holds a value that JSON cannot, such as a CUDA stream.
     """
+    if isinstance(item, float) and not math.isfinite(item):
+        return {"float": str(item)}
     if item is None or isinstance(item, bool | int | float | str):
         return item
     if isinstance(item, Slot):
@@ -232,9 +255,11 @@ def dump_part(item: Any) -> Any:
     if isinstance(item, Unknown):
         return {"unknown": True}
     if isinstance(item, Part):
-        return {"class": _class_name(item.cls), "items": [[dump_part(k), dump_part(v)] for k, v in item.items]}
+        items = [[dump_part(k), dump_part(v)] for k, v in item.items]
+        default = {} if item.default is None else {"default": dump_part(item.default)}
+        return {"class": _name(item.cls), "items": items, **default}
     if isinstance(item, type):
-        return {"type": _class_name(item)}
+        return {"type": _name(item)}
     if isinstance(item, torch.dtype | torch.device):
         return {type(item).__name__: str(item).removeprefix("torch.")}
     raise TreeError(
@@ -245,7 +270,11 @@ def dump_part(item: Any) -> Any:
 
 
 def load_part(data: Any) -> Any:
-    """Returns the description that `dump_part` wrote."""
+    """Returns the description that `dump_part` wrote.
+
+    Raises:
+        TreeError: if it names a class that is not there, or is in a module that is not loaded.
+    """
     if not isinstance(data, dict):
         return data
     kind, value = next(iter(data.items()))
@@ -254,21 +283,14 @@ def load_part(data: Any) -> Any:
     if kind == "unknown":
         return Unknown()
     if kind == "class":
-        return Part(_load_class(value), tuple((load_part(k), load_part(v)) for k, v in data["items"]))
+        items = tuple((load_part(k), load_part(v)) for k, v in data["items"])
+        return Part(find_class(value), items, load_part(data.get("default")))
     if kind == "type":
-        return _load_class(value)
+        return find_class(value)
+    if kind == "float":
+        return float(value)
     return torch.device(value) if kind == "device" else getattr(torch, value)
 
 
-def _class_name(cls: type) -> str:
+def _name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _load_class(name: str) -> type:
-    module, _, qualified = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for step in qualified.split("."):
-        found = getattr(found, step)
-    if not isinstance(found, type):
-        raise TreeError(f"{name} is not a class.", hint="the file was written by another version, or is damaged.")
-    return found

@@ -1,4 +1,4 @@
-"""The structure of a nested value, taken in one quick pass; its tree, with paths, is made when it is asked for.
+"""The structure of a nested value, taken in one quick pass; exportkit/trees/outlined.py makes its tree when asked.
 
 In comes a value that somebody else may change the next moment; out comes an `Outline`, which has containers of its own
 but none of the tensors: these are listed beside it, so that the caller decides what is kept of each.
@@ -6,38 +6,48 @@ but none of the tensors: these are listed beside it, so that the caller decides 
 
 from __future__ import annotations
 
-import itertools
+import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from exportkit.trees.flatten import Opened, Tree, flatten, open_registered
-from exportkit.trees.objects import ATOMS, DERIVED, GROWING, Method, is_cache_class, is_opened_class
+from exportkit.trees.flatten import Opened, open_registered
+from exportkit.trees.objects import ATOMS, DERIVED, Method, is_cache_class, is_opened_class
 
 # Only plain containers are opened in this namespace, which optree does natively; the rest is opened below.
-_NAMESPACE = "exportkit.outline"
-_insertion_order = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
+NAMESPACE = "exportkit.outline"
+_insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _insertion_order.__enter__()
 
-_TENSOR = object()  # stands where a tensor goes; they are filled in in the order in which they were found
+_state = operator.attrgetter("__dict__")
+TENSOR = object()  # stands where a tensor goes; they are found in the order in which they are filled in
 
 
-class _Nested(NamedTuple):
+# What an outline consists of. No named tuples, which optree would open like any other.
+
+
+@dataclass(slots=True)
+class Nested:
+    """Plain containers, and what was found in them."""
+
     structure: optree.PyTreeSpec
     leaves: list[Any]
 
 
-class _Object(NamedTuple):
+@dataclass(slots=True)
+class Object:
     """A cache or one of its layers."""
 
     cls: type
     state: dict[str, Any]
 
 
-class _Table(NamedTuple):
+@dataclass(slots=True)
+class Table:
     """A list of objects of one class with the same attributes: the layers of a cache, attribute by attribute.
 
     Many layers are looked at together in this way, in a third of the time.
@@ -45,32 +55,32 @@ class _Table(NamedTuple):
 
     cls: type
     names: tuple[str, ...]
-    columns: list[Any]  # values of one attribute, or _TENSOR for a column of tensors
+    columns: list[Any]  # values of one attribute, or TENSOR for a column of tensors
     height: int
 
 
-class _Container(NamedTuple):
+@dataclass(slots=True)
+class Container:
     """A list, tuple or dict of a class of its own, inside a cache."""
 
     cls: type
-    items: _Nested
+    items: Nested
+    default: Any = None  # of a defaultdict: what makes its missing values
 
 
-class _Registered(NamedTuple):
+@dataclass(slots=True)
+class Registered:
     """An object of a class registered with torch's pytree."""
 
     opened: Opened
-    children: _Nested
+    children: Nested
 
 
-class _Closed:
-    """An object that nobody told us how to open; kept by reference, and closed even if it is registered later.
+@dataclass(slots=True)
+class Closed:
+    """An object that nobody told us how to open; kept by reference, and closed even if it is registered later."""
 
-    No named tuple, which would be opened like any other.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
 class Outline(NamedTuple):
@@ -84,16 +94,8 @@ class Outline(NamedTuple):
     root: Any
     marks: tuple[Any, ...]
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns the nested value with these tensors, as `outlined_tree` takes it; each time with new containers."""
-        return _filled(self.root, iter(tensors))
 
-    def growing(self) -> frozenset[int]:
-        """Returns the positions of tensors that a cache replaces when it grows, and so does not write to."""
-        return frozenset(position for position, grows in enumerate(_growing(self.root, False)) if grows)
-
-
-_ONE_TENSOR = Outline(_TENSOR, (0,))
+_ONE_TENSOR = Outline(TENSOR, (0,))
 
 
 class Taken(NamedTuple):
@@ -101,7 +103,7 @@ class Taken(NamedTuple):
 
     Attributes:
         outline: The structure.
-        tensors: The tensors themselves, in the order in which `Outline.fill` wants theirs.
+        tensors: The tensors themselves, in the order in which they were found.
         runs: Positions of tensors that are alike as a rule: one attribute of all layers of a cache.
     """
 
@@ -124,11 +126,6 @@ def outline(value: Any, keep_values: bool = True) -> Taken:
     return Taken(Outline(root, tuple(taker.marks)), taker.tensors, taker.runs)
 
 
-def outlined_tree(filled: Any) -> Tree:
-    """Returns the tree of a value, or of a part of a value, that `Outline.fill` made."""
-    return flatten(filled).map(lambda leaf: leaf.value if type(leaf) is _Closed else leaf)
-
-
 class _Taker:
     """Takes one value apart, and notes what it comes across. This runs in every recorded call, hence the short cuts."""
 
@@ -140,9 +137,9 @@ class _Taker:
         self.runs: list[range] = []
         self.marks: list[Any] = []
 
-    def nested(self, value: Any, open_leaf: Callable[[Any], Any]) -> _Nested:
+    def nested(self, value: Any, open_leaf: Callable[[Any], Any]) -> Nested:
         """Opens plain containers; what else is found in them is given to ``open_leaf``."""
-        leaves, structure = optree.tree_flatten(value, none_is_leaf=True, namespace=_NAMESPACE)
+        leaves, structure = optree.tree_flatten(value, none_is_leaf=True, namespace=NAMESPACE)
         marks, tensors = self.marks, self.tensors
         marks.append(structure)
         for index, leaf in enumerate(leaves):
@@ -151,21 +148,21 @@ class _Taker:
             marks.append(index)
             if isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
-                leaves[index] = _TENSOR
+                leaves[index] = TENSOR
             else:
                 leaves[index] = open_leaf(leaf)
-        return _Nested(structure, leaves)
+        return Nested(structure, leaves)
 
     def leaf(self, value: Any) -> Any:
         if is_cache_class(type(value)):
             return self.object(value)
         opened = open_registered(value)
         if opened is None:
-            return _Closed(value if self.keep_values else None)
+            return Closed(value if self.keep_values else None)
         self.marks.append(opened.names)
-        return _Registered(opened.with_children([]), self.nested(opened.children, self.leaf))
+        return Registered(opened.with_children([]), self.nested(opened.children, self.leaf))
 
-    def object(self, value: Any) -> _Object:
+    def object(self, value: Any) -> Object:
         """Opens a cache or a layer of one."""
         marks, tensors = self.marks, self.tensors
         cls = type(value)
@@ -177,10 +174,10 @@ class _Taker:
             marks.append(name)
             if isinstance(attribute, torch.Tensor):
                 tensors.append(attribute)
-                state[name] = _TENSOR
+                state[name] = TENSOR
             else:
                 state[name] = self._attribute(value, attribute)
-        return _Object(cls, state)
+        return Object(cls, state)
 
     def _attribute(self, owner: Any, value: Any) -> Any:
         if isinstance(value, types.MethodType) and value.__self__ is owner:
@@ -192,94 +189,43 @@ class _Taker:
         cls = type(value)
         if is_opened_class(cls):
             return self.object(value)
+        if cls is list and len(value) > 1:
+            table = self._table(value)
+            if table is not None:
+                return table
         kind = next((kind for kind in (list, tuple, dict) if isinstance(value, kind)), None)
         if kind is None:
             return value if self.keep_values else None
         if cls is kind or optree.is_namedtuple(value):
-            table = self._table(value) if cls is list and len(value) > 1 else None
-            return self.nested(value, self.inside) if table is None else table
-        return _Container(cls, self.nested(kind(value), self.inside))
+            return self.nested(value, self.inside)
+        return Container(cls, self.nested(kind(value), self.inside), getattr(value, "default_factory", None))
 
-    def _table(self, items: list[Any]) -> _Table | None:
-        """Opens the layers of a cache together, if they are of one class and hold tensors and constants only."""
-        cls, *others = set(map(type, items))
-        if others or not is_opened_class(cls):
+    def _table(self, items: list[Any]) -> Table | None:
+        """Opens the layers of a cache together, if they hold tensors and constants only, each in the same way."""
+        cls, height = type(items[0]), len(items)
+        if not is_opened_class(cls) or list(map(type, items)).count(cls) < height:
             return None
-        states = [vars(item) for item in items]
+        states = list(map(_state, items))
         names = tuple(states[0])
-        if not all(map(names.__eq__, map(tuple, states))):
+        if len(names) < 2 or list(map(len, states)).count(len(names)) < height:
             return None
-        columns: list[Any] = list(zip(*map(dict.values, states), strict=True))
+        try:
+            columns: list[Any] = list(zip(*map(operator.itemgetter(*names), states), strict=True))
+        except KeyError:
+            return None
         found = []
         for position, (name, column) in enumerate(zip(names, columns, strict=True)):
-            kinds = set(map(type, column))
             if name in DERIVED:
                 columns[position] = None
-            elif kinds == {torch.Tensor}:
-                found.append(position)
-            elif not kinds <= ATOMS:
+                continue
+            kind = type(column[0])
+            if list(map(type, column)).count(kind) < height or not (kind is torch.Tensor or kind in ATOMS):
                 return None
+            if kind is torch.Tensor:
+                found.append(position)
         for position in found:
-            self.runs.append(range(len(self.tensors), len(self.tensors) + len(items)))
-            self.tensors.extend(columns[position])
-            columns[position] = _TENSOR
-        self.marks += (cls, names, len(items), *found)
-        return _Table(cls, names, columns, len(items))
-
-
-def _filled(item: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if item is _TENSOR:
-        return next(tensors)
-    kind = type(item)
-    if kind is _Nested:
-        return item.structure.unflatten([_filled(leaf, tensors) for leaf in item.leaves])
-    if kind is _Object:
-        return _filled_object(item, tensors)
-    if kind is _Table:
-        return _filled_table(item, tensors)
-    if kind is _Container:
-        return item.cls(_filled(item.items, tensors))
-    if kind is _Registered:
-        return item.opened.with_children(_filled(item.children, tensors))
-    return item
-
-
-def _filled_object(item: _Object, tensors: Iterator[torch.Tensor]) -> Any:
-    value: Any = object.__new__(item.cls)
-    state = {name: _filled(attribute, tensors) for name, attribute in item.state.items()}
-    for name, attribute in state.items():
-        if isinstance(attribute, Method):
-            state[name] = types.MethodType(attribute.function, value)
-    value.__dict__.update(state)
-    return value
-
-
-def _filled_table(table: _Table, tensors: Iterator[torch.Tensor]) -> list[Any]:
-    values: list[Any] = [object.__new__(table.cls) for _ in range(table.height)]
-    for name, column in zip(table.names, table.columns, strict=True):
-        if column is not None:
-            filled = itertools.islice(tensors, table.height) if column is _TENSOR else column
-            for value, attribute in zip(values, filled, strict=True):
-                value.__dict__[name] = attribute
-    return values
-
-
-def _growing(item: Any, grows: bool) -> Iterator[bool]:
-    """Whether it grows, of each tensor in the order of `_filled`."""
-    kind = type(item)
-    if item is _TENSOR:
-        yield grows
-    elif kind is _Nested:
-        for leaf in item.leaves:
-            yield from _growing(leaf, grows)
-    elif kind is _Object:
-        for name, attribute in item.state.items():
-            yield from _growing(attribute, name in GROWING and "max_cache_len" not in item.state)
-    elif kind is _Table:
-        for name, column in zip(item.names, item.columns, strict=True):
-            if column is _TENSOR:
-                yield from [name in GROWING and "max_cache_len" not in item.names] * item.height
-    elif kind is _Container:
-        yield from _growing(item.items, grows)
-    elif kind is _Registered:
-        yield from _growing(item.children, False)
+            self.runs.append(range(len(self.tensors), len(self.tensors) + height))
+            self.tensors += columns[position]
+            columns[position] = TENSOR
+        self.marks += (cls, names, height, *found)
+        return Table(cls, names, columns, height)

@@ -84,6 +84,14 @@ def _with_subclasses(cls: type) -> Iterator[type]:
         yield from _with_subclasses(subclass)
 
 
+def opens_in_order(cls: type) -> bool:
+    """Returns whether ``cls`` is a cache that torch's pytree, if it knows it, opens into the leaves of a `Tree`."""
+    if not is_cache_class(cls):
+        return False
+    node = _torch_compat.registered_node(cls)
+    return node is None or node.flatten is _flatten
+
+
 class _Shared:
     """A context for each class, entered once however many need it, and left with the last of them.
 

@@ -301,3 +301,13 @@ def test_a_completed_prompt_gives_what_the_prompt_gave(build):
     with torch.no_grad():
         again = model(**observer.infer_arguments(0), return_dict=True)
     torch.testing.assert_close(again.logits, observer.observation.calls[0].outputs.tensors()["logits"])
+
+
+@pytest.mark.parametrize("size", [3, 2**17])
+def test_writing_to_inferred_arguments_leaves_the_recording_alone(size):
+    observer = calls(Ignores(), ((ones(size),), {}), ((ones(size),), {}))
+    (first,) = observer.infer_arguments()
+    first.zero_()
+
+    assert observer.infer_arguments()[0].eq(1).all()
+    assert observer.observation.calls[0].tensors().popitem()[1].eq(1).all()

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from exportkit import InputObserver
-from exportkit.errors import InvalidRequestError, InvalidTypeError, UnknownInputError, UnknownMethodError
+from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError, UnknownInputError, UnknownMethodError
 from tests.models import (
     Add,
     AddsInPlace,
     Classifier,
     OptionalAdd,
     Scale,
+    Total,
     random_cache,
     random_ids,
     tiny_gpt2,
@@ -359,3 +360,26 @@ def test_observer_tells_how_much_it_has():
     assert repr(observer) == "InputObserver(0 calls)"
     _observe_add(observer, 1, 2)
     assert repr(observer) == "InputObserver(2 calls)"
+
+
+def _compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [_compiled_in_place, lambda model: torch.compile(model, backend="eager")])
+def test_calls_that_pass_the_observer_inside_a_compiled_model_are_explained(compiled):
+    model, observer = Total(), InputObserver()
+    run = compiled(model)
+    with observer(model):
+        run(torch.ones(2))
+    with pytest.raises(NoCallsError, match=r"torch\.compile has compiled pass an observer inside"):
+        observer.infer_dynamic_shapes()
+
+
+def test_module_that_torch_compile_returned_is_observed():
+    model, observer = torch.compile(Total(), backend="eager"), InputObserver()
+    with observer(model):
+        model(torch.ones(2))
+        model(torch.ones(3))
+    assert [list(call.shapes().values()) for call in observer.observation.calls] == [[(2,)], [(3,)]]

@@ -12,7 +12,6 @@ import torch
 
 from exportkit import InputObserver, _torch_compat, make_dynamic_cache, make_static_cache
 from exportkit.observe.snapshot import LARGE, Copying
-from exportkit.trees.outline import outlined_tree
 from tests.models import AddsInPlace, IdsDecoder, random_ids
 
 BIG = LARGE // 4  # float32 elements of a large tensor
@@ -33,7 +32,7 @@ def owned_cache():
 
 def taken(value, inputs=None):
     """Returns the tensors of a snapshot of the value."""
-    return list(outlined_tree(Copying(value, inputs).snapshot().value()).tensors().values())
+    return list(Copying(value, inputs).snapshot().tree().tensors().values())
 
 
 def shares(snapshot, tensor):
@@ -45,7 +44,7 @@ def address(tensor):
 
 
 def lazy(tensor):
-    copy = _torch_compat.copy_on_write(tensor)
+    (copy,) = _torch_compat.copies_on_write([tensor])
     assert copy is not None
     return copy
 
@@ -139,7 +138,7 @@ def test_views_and_their_base_move_together():
 
 @pytest.mark.parametrize("kind", ["from_numpy", "frombuffer", "shared", "mmap"])
 def test_memory_that_torch_did_not_allocate_cannot_be_shared(kind, tmp_path):
-    assert _torch_compat.copy_on_write(_foreign(kind, tmp_path)) is None
+    assert _torch_compat.copies_on_write([_foreign(kind, tmp_path)]) == [None]
 
 
 def _foreign(kind, tmp_path):
@@ -362,7 +361,7 @@ def test_layers_of_other_shapes_and_types_are_kept_apart():
     pairs = [(torch.rand(1, 2, n, 4), torch.rand(1, 2, n, 4)) for n in (3, 5, 3)]
     pairs[1] = pairs[1][0].double(), pairs[1][1]
     cache = make_dynamic_cache(pairs)
-    tree = outlined_tree(Copying(cache).snapshot().value())
+    tree = Copying(cache).snapshot().tree()
 
     assert tree.paths[:2] == ("layers[0].keys", "layers[0].values")
     for copy, tensor in zip(tree.leaves, [tensor for pair in pairs for tensor in pair], strict=True):

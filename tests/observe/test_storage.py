@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 import exportkit
 from exportkit import Call, InputObserver, Observation
 from exportkit.errors import DestinationError, ObservationError, TreeError, UnregisteredClassError
-from exportkit.observe import Failure, Signature, storage
+from exportkit.observe import Failure, Signature, stored_tensors
 from exportkit.trees import flatten, register_flattening_functions
 from exportkit.trees.json_form import Placeholder
 from tests.models import Scale, Total, random_cache, random_ids, tiny_llama
 
-DTYPES = sorted(storage._DTYPES)
+DTYPES = sorted(stored_tensors.DTYPES)
 
 
 class Side(enum.Enum):
@@ -400,10 +400,18 @@ def test_container_that_cannot_be_written_is_refused_and_located(tmp_path):
 
 
 def test_number_that_json_does_not_hold_is_refused(tmp_path):
-    cache = random_cache(2)
-    cache.layers[0].temperature = float("nan")
+    observation = _observation(torch.ones(1))
+    strange = replace(observation, calls=(replace(observation.calls[0], latency=float("nan")),))
     with pytest.raises(ObservationError, match="This observation holds a value that JSON does not"):
-        _saved(tmp_path, cache)
+        strange.save(tmp_path / "observed")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_any_number_in_a_cache_comes_back(tmp_path, number):
+    cache = random_cache(2)
+    cache.layers[0].temperature = number
+    again = _given(Observation.load(_saved(tmp_path, cache)))
+    assert repr(again.layers[0].temperature) == repr(number)
 
 
 # What cannot be read

@@ -206,6 +206,22 @@ def test_numbers_of_numpy_come_back_as_those_of_python():
     _assert_same([0.5, 3, 1j], _through_text([np.float64(0.5), np.int32(3), np.complex128(1j)]))
 
 
+def test_context_is_written_by_the_functions_that_the_class_was_registered_with():
+    torch.utils._pytree.register_pytree_node(
+        Box,
+        lambda box: ([box.content], box.label),
+        lambda items, label: Box(items[0], label),
+        serialized_type_name=f"{HERE}.Box",
+        to_dumpable_context=lambda label: {"halves": label.numerator * 2 // label.denominator},
+        from_dumpable_context=lambda data: Fraction(data["halves"], 2),
+    )
+    try:
+        again = _through_text(Box(torch.ones(1), Fraction(3, 2)))
+    finally:
+        _torch_compat.deregister_node(Box)
+    assert again.label == Fraction(3, 2)
+
+
 class Odd:
     """Its repr fails, as that of an object which is not set up."""
 

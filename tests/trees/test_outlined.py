@@ -1,0 +1,84 @@
+"""The tree of a recorded value is that of the value itself, although its paths are listed without building it."""
+
+import collections
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exportkit import make_dynamic_cache, make_encoder_decoder_cache
+from exportkit.observe.snapshot import Copying
+from exportkit.trees import flatten
+from tests.trees.caches import filled, kinds
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+KEYS = st.text("ab c", max_size=3) | st.integers(0, 3)
+
+
+def cache(layers=2, window=None):
+    pairs = [(torch.rand(1, 2, 3, 4), torch.rand(1, 2, 3, 4)) for _ in range(layers)]
+    return make_dynamic_cache(pairs, sliding_window=window)
+
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=3)
+    | st.integers(0, 3).map(torch.arange)
+    | st.builds(cache, st.integers(0, 4), st.sampled_from([None, 5, 9]))
+    | st.builds(object)
+)
+
+
+def containers(children):
+    return (
+        st.lists(children, max_size=3)
+        | st.lists(children, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, children, max_size=3)
+        | st.dictionaries(KEYS, children, max_size=3).map(collections.OrderedDict)
+        | st.dictionaries(KEYS, children, max_size=3).map(lambda items: collections.defaultdict(list, items))
+        | st.lists(children, max_size=3).map(collections.deque)
+        | st.tuples(children, children).map(lambda items: Pair(*items))
+    )
+
+
+def assert_alike(value):
+    tree, expected = Copying(value).snapshot().tree(), flatten(value)
+    assert tree.paths == expected.paths
+    assert tree.tensor_paths == expected.tensor_paths
+    assert tree.growing == expected.growing
+    assert tree.constants() == expected.constants()
+    assert tree.shapes() == expected.shapes()
+    assert str(tree.structure) == str(expected.structure)
+    for path, tensor in expected.tensors().items():
+        assert torch.equal(tree.tensors()[path], tensor)
+
+
+@given(st.recursive(LEAVES, containers, max_leaves=8))
+def test_nested_values(value):
+    assert_alike(value)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_layers_of_each_kind(kind):
+    assert_alike((1, [filled(kind)]))
+
+
+def test_two_caches_in_one():
+    assert_alike({"cache": make_encoder_decoder_cache(cache(3), cache(2, window=6)), "none": None})
+
+
+def test_layers_with_windows_of_their_own():
+    value = cache(3, window=6)
+    value.layers[1].sliding_window = 9
+    assert_alike(value)
+
+
+def test_dict_that_makes_its_missing_values_in_a_cache():
+    value = cache()
+    value.counts = collections.defaultdict(list, {"a": torch.ones(2)})
+    for again in (Copying(value).snapshot().tree().build(), flatten(value).build()):
+        assert again.counts["missing"] == []
+        assert again.counts["a"].tolist() == [1, 1]
