@@ -237,3 +237,14 @@ def with_graph_module(
         constants=program.constants,
         verifiers=_require(program, "verifiers", "torch 2.13"),
     )
+
+
+def traced_tensor_classes() -> tuple[type, ...]:
+    """Returns the classes of tensors that have a ``tolist`` of their own while torch traces. Seen in torch 2.13."""
+    from torch._subclasses import fake_tensor, functional_tensor
+
+    classes = (
+        _require(fake_tensor, "FakeTensor", "torch 2.13"),
+        _require(functional_tensor, "FunctionalTensor", "torch 2.13"),
+    )
+    return tuple(cls for cls in classes if "tolist" in vars(cls))

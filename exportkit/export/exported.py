@@ -10,14 +10,32 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments import Arguments, Fills, build_arguments, choose_sizes, find_fills, plan_calls, run_eager
+from exportkit.arguments import (
+    Arguments,
+    Fills,
+    build_arguments,
+    choose_sizes,
+    find_fills,
+    lists_of_many,
+    plan_calls,
+    run_eager,
+    with_joined_lists,
+)
 from exportkit.axes import Finding, Plan
 from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture
 from exportkit.export.translate import check_destination, translate
 from exportkit.observe import InputObserver, Observation
-from exportkit.patching import FEATURE_ROWS, Rule, adapted_call, chunk_size_of, matching_rules
+from exportkit.patching import (
+    FEATURE_ROWS,
+    LISTS_OF_ONE,
+    ListingNoted,
+    Rule,
+    adapted_call,
+    chunk_size_of,
+    matching_rules,
+)
 from exportkit.trees import Tree, flatten
 
 
@@ -33,6 +51,7 @@ class Exported:
         outputs: Structure of what the model returns.
         model: The model, the truth that the result is compared with.
         method: The exported method.
+        joined_outputs: Paths of lists with a tensor for each image or the like, which the graph returns as one tensor.
         seconds: Duration of each stage, in seconds.
     """
 
@@ -43,6 +62,7 @@ class Exported:
     outputs: Tree
     model: torch.nn.Module
     method: str = "forward"
+    joined_outputs: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
@@ -134,13 +154,17 @@ def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, 
     partly_cached = any(rule.adapt is not None for rule in rules)
     sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
     arguments = build_arguments(plan, plan.calls, sizes)
-    outputs = flatten(_eager_outputs(model, method, arguments, rules))
+    with ListingNoted(sizes) as listing:
+        outputs = flatten(_eager_outputs(model, method, arguments, rules))
+    rules += [LISTS_OF_ONE] if listing.found else []
+    joined = lists_of_many([outputs.tensors(), *(call.outputs.tensors() for call in plan.calls.calls)])
+    outputs = with_joined_lists(outputs, joined)
     fills = find_fills(plan, plan.calls, model, method)
     seconds["arguments"] = time.perf_counter() - started
     started = time.perf_counter()
-    captured = capture(model, method, plan, arguments, outputs, rules)
+    captured = capture(model, method, plan, arguments, outputs, rules, joined)
     seconds["export"] = time.perf_counter() - started
-    return Exported(captured, plan, sizes, fills, outputs, model, method, seconds)
+    return Exported(captured, plan, sizes, fills, outputs, model, method, joined, seconds)
 
 
 def _without_extended(plan: Plan) -> Plan | None:

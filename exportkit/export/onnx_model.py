@@ -60,7 +60,8 @@ class OnnxModel:
 
         Arguments are given as to the model: nested values, caches, by position or by name. Optional inputs may be left
         out where recorded calls left them out. Python constants that the graph was exported with may be left out too;
-        another value for one of them is an error.
+        another value for one of them is an error. Where the model returns a list with a tensor for each image, the
+        list returned here holds one tensor, their concatenation (``exported.joined_outputs`` names such lists).
 
         Raises:
             ArgumentError: if the arguments do not fit the graph.
@@ -90,7 +91,7 @@ class OnnxModel:
 
     @functools.cached_property
     def _dependent(self) -> Mapping[str, str]:
-        return dependent_outputs(self.exported.observation)
+        return dependent_outputs(self.exported.observation, self.exported.joined_outputs)
 
     def _counted(self, outputs: Any, given: Mapping[str, torch.Tensor]) -> Any:
         """The outputs with the counters of their caches at what is stored now: the past and the new tokens."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from exportkit import _torch_compat
-from exportkit.arguments import Arguments, nested_spec, size_in
+from exportkit.arguments import Arguments, nested_spec, size_in, with_joined_lists
 from exportkit.axes import Plan
 from exportkit.errors import ExportError
 from exportkit.export.flat import FlatSignature
@@ -45,7 +45,13 @@ class Captured:
 
 
 def capture(
-    model: torch.nn.Module, method: str, plan: Plan, arguments: Arguments, outputs: Tree, rules: Sequence[Rule] = ()
+    model: torch.nn.Module,
+    method: str,
+    plan: Plan,
+    arguments: Arguments,
+    outputs: Tree,
+    rules: Sequence[Rule] = (),
+    joined: Sequence[str] = (),
 ) -> Captured:
     """Returns the program that torch.export traces for the arguments, with the plan's variables as dynamic axes.
 
@@ -58,6 +64,7 @@ def capture(
         arguments: Arguments at distinct sizes greater than 1.
         outputs: What the model returned for them in eager mode; used for its structure.
         rules: Rewrites to trace with.
+        joined: Paths of lists that the program returns as a list of one, their concatenation; so they are in outputs.
 
     Raises:
         ExportError: if torch cannot trace the model.
@@ -71,7 +78,7 @@ def capture(
         inputs = {id(tensor) for value in given.values() for tensor in flatten(value).tensors().values()}
         _set_stored_lengths(flat, plan, given)
         result = adapted_call(rules, flat.values(given), lambda values: _called(call, flat.signature, values))
-        return _returned(result, inputs, tensors_only)
+        return _returned(with_joined_lists(flatten(result), joined), inputs, tensors_only)
 
     with (
         registered_caches(),
@@ -113,13 +120,11 @@ def _called(call: Callable[..., Any], signature: Signature, values: Mapping[str,
     return call(*args, **kwargs)
 
 
-def _returned(result: Any, inputs: set[int], tensors_only: bool) -> Any:
+def _returned(tree: Tree, inputs: set[int], tensors_only: bool) -> Any:
     """What the traced function returns: inputs that come back are copied, as a graph's input cannot be its output."""
-    tree = flatten(result)
     if any(id(leaf) in inputs for leaf in tree.leaves):
         tree = tree.map(lambda leaf: leaf.clone() if id(leaf) in inputs else leaf)
-        result = tree.build()
-    return tuple(tree.tensors().values()) if tensors_only else result
+    return tuple(tree.tensors().values()) if tensors_only else tree.build()
 
 
 def _specs(flat: FlatSignature, plan: Plan) -> dict[str, Any]:

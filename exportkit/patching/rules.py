@@ -16,6 +16,7 @@ import torch
 from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
 from exportkit.patching.experts import batched_experts, has_experts
 from exportkit.patching.feature_rows import guarded_scatter
+from exportkit.patching.lists import lists_of_one
 from exportkit.patching.windows import has_windows, traced_windows
 
 
@@ -44,6 +45,9 @@ RULES = (
 
 # Needed where placeholders in the token ids stand for rows of an input, which is seen from values and not from a call.
 FEATURE_ROWS = Rule("features scattered as far as there are any", lambda *_: False, guarded_scatter)
+
+# Needed where a list is made along an axis that varies, which is seen when the model runs and not from a call.
+LISTS_OF_ONE = Rule("lists as one tensor", lambda *_: False, lists_of_one)
 
 
 def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rule]:
