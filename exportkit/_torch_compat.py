@@ -248,3 +248,44 @@ def traced_tensor_classes() -> tuple[type, ...]:
         _require(functional_tensor, "FunctionalTensor", "torch 2.13"),
     )
     return tuple(cls for cls in classes if "tolist" in vars(cls))
+
+
+VISION_MODULES = ("transformers.vision_utils", "transformers.utils.generic")
+
+
+def vision_functions() -> dict[str, Callable[..., Any]]:
+    """Returns transformers' functions of grids of patches, by name; none before they are imported.
+
+    Seen in transformers 5.23; earlier versions compute the same inside the encoders.
+    """
+    modules = [sys.modules[name] for name in VISION_MODULES if name in sys.modules]
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if (name.startswith("get_vision_") or name == "get_max_seqlen") and callable(value)
+    }
+
+
+def interpolation_taps() -> Callable[..., Any]:
+    """Returns transformers' kernel of a resampled table: entries and weights along one axis. Seen in 5.23."""
+    module = sys.modules.get("transformers.vision_utils")
+    return _require(module, "_interpolation_axis_taps_weights", "transformers 5.23")  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def attention_implementation(configs: Iterable[Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Lets models with these configs attend with a function of our own, for a while. Seen in transformers 5.23."""
+    modeling = sys.modules["transformers.modeling_utils"]
+    interface = _require(modeling, "ALL_ATTENTION_FUNCTIONS", "transformers 5.23")
+    attribute = "_attn_implementation_internal"
+    before = [(config, _require(config, attribute, "transformers 5.23")) for config in configs]
+    interface[name] = function
+    try:
+        for config, _ in before:
+            setattr(config, attribute, name)
+        yield
+    finally:
+        for config, implementation in before:
+            setattr(config, attribute, implementation)
+        del interface[name]

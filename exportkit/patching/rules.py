@@ -16,7 +16,9 @@ import torch
 from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
 from exportkit.patching.experts import batched_experts, has_experts
 from exportkit.patching.feature_rows import guarded_scatter
+from exportkit.patching.grids import grids_in_graph, has_encoder_of_grids
 from exportkit.patching.lists import lists_of_one
+from exportkit.patching.packed_attention import has_packed_attention, masked_segments
 from exportkit.patching.windows import has_windows, traced_windows
 
 
@@ -41,6 +43,8 @@ RULES = (
     Rule("sliding windows of symbolic length", has_windows, traced_windows),
     Rule("experts as batched matrix products", has_experts, batched_experts),
     Rule("encoder states projected as far as uncached", has_cross_cache, nothing_replaced, with_uncached_states),
+    Rule("packed images as one masked attention", has_packed_attention, masked_segments),
+    Rule("grids of patches read in the graph", has_encoder_of_grids, grids_in_graph),
 )
 
 # Needed where placeholders in the token ids stand for rows of an input, which is seen from values and not from a call.
