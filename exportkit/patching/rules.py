@@ -19,6 +19,7 @@ from exportkit.patching.feature_rows import guarded_scatter
 from exportkit.patching.grids import grids_in_graph, has_encoder_of_grids
 from exportkit.patching.lists import lists_of_one
 from exportkit.patching.packed_attention import has_packed_attention, masked_segments
+from exportkit.patching.rope_index import has_rope_index, rope_index_in_graph
 from exportkit.patching.windows import has_windows, traced_windows
 
 
@@ -45,6 +46,7 @@ RULES = (
     Rule("encoder states projected as far as uncached", has_cross_cache, nothing_replaced, with_uncached_states),
     Rule("packed images as one masked attention", has_packed_attention, masked_segments),
     Rule("grids of patches read in the graph", has_encoder_of_grids, grids_in_graph),
+    Rule("positions of image tokens worked out in the graph", has_rope_index, rope_index_in_graph),
 )
 
 # Needed where placeholders in the token ids stand for rows of an input, which is seen from values and not from a call.
