@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.tensors import padded, resize, with_tokens
+from exportkit.arguments.tensors import marked, padded, resize, with_tokens
 from exportkit.axes import Blocks, Plan, needed_tokens, tokens_fit
 from exportkit.errors import ArgumentError
 from exportkit.observe import Observation
@@ -123,8 +123,7 @@ def _relate_values(
         values = [p.value for p in plan.placeholders if p.tokens == path]
         made[path] = with_tokens(made[path], values, blocks)
     for marker in plan.markers:
-        inside, outside = (made[marker.path].new_full((), value) for value in (marker.inside, marker.outside))
-        made[marker.path] = torch.where(made[marker.tokens] == marker.value, inside, outside)
+        made[marker.path] = marked(made[marker.path], made[marker.tokens], marker)
 
 
 def _counts(blocks: Blocks) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ and the model; out go relations, each confirmed by a run.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 
 from exportkit.arguments.ask import AskedModel
 from exportkit.arguments.build import Arguments, recorded_call
-from exportkit.arguments.tensors import with_tokens
+from exportkit.arguments.tensors import marked, with_tokens
 from exportkit.axes import Grids, Marker, Placeholder, Plan, needed_tokens, tokens_fit, with_grids, with_rows
 from exportkit.trees import join
 
@@ -140,34 +141,56 @@ def _markers(asked: AskedModel, placeholder: Placeholder) -> Iterator[Marker]:
 
 
 def _confirmed(asked: AskedModel, tried: ValueRelations) -> bool:
-    """Whether the model refuses the rows of one image more, and accepts them with the tokens that stand for them."""
+    """Whether the model refuses the rows of an image more or less, and accepts them with tokens that stand for them."""
     first = tried.placeholders[0]
-    index = next(call.index for call in asked.observation.calls if first.rows in call.tensors())
-    recorded = recorded_call(asked.observation, index)
-    tensors = recorded.tensors()
-    more: dict[str, torch.Tensor] = {}
-    grids = [grid for grid in tried.grids if grid.rows in {p.rows for p in tried.placeholders}]
+    indices = [call.index for call in asked.observation.calls if first.rows in call.tensors()]
+    for index, change in itertools.product(indices, (1, -1)):
+        recorded = recorded_call(asked.observation, index)
+        changed = _with_images(recorded.tensors(), tried, change)
+        related = None if changed is None else _related(recorded.tensors(), changed, tried)
+        if changed is not None and related is not None:
+            refused = asked.outputs(_changed(recorded, changed)) is None
+            return refused and asked.outputs(_changed(recorded, {**changed, **related})) is not None
+    return False
+
+
+def _with_images(
+    tensors: Mapping[str, torch.Tensor], tried: ValueRelations, change: int
+) -> dict[str, torch.Tensor] | None:
+    """The rows, and their grids, with the first image once more (1) or without the last one (-1)."""
+    changed: dict[str, torch.Tensor] = {}
     for p in tried.placeholders:
-        grid = next((grid for grid in grids if grid.rows == p.rows), None)
-        count = 1 if grid is None else math.prod(tensors[grid.path][0].tolist())
-        more[p.rows] = torch.cat([tensors[p.rows], tensors[p.rows][:count]])
+        grid = next((grid for grid in tried.grids if grid.rows == p.rows), None)
+        sizes = tensors[p.rows].new_ones(len(tensors[p.rows])) if grid is None else tensors[grid.path].prod(-1)
+        if len(sizes) + change < 1:
+            return None
+        changed[p.rows] = _one_image_changed(tensors[p.rows], int(sizes[0 if change > 0 else -1]), change)
         if grid is not None:
-            more[grid.path] = torch.cat([tensors[grid.path], tensors[grid.path][:1]])
-    grids = [replace(grid, examples=tuple(map(tuple, more[grid.path].tolist()))) for grid in grids]
-    shapes = {path: tuple(tensor.shape) for path, tensor in {**tensors, **more}.items()}
+            changed[grid.path] = _one_image_changed(tensors[grid.path], 1, change)
+    return changed
+
+
+def _one_image_changed(tensor: torch.Tensor, rows: int, change: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor[:rows]]) if change > 0 else tensor[:-rows]
+
+
+def _related(
+    tensors: Mapping[str, torch.Tensor], changed: Mapping[str, torch.Tensor], tried: ValueRelations
+) -> dict[str, torch.Tensor] | None:
+    """Token ids, and marks in other inputs, that belong to changed rows; None if there is no room for them."""
+    first = tried.placeholders[0]
+    grids = [
+        replace(grid, examples=tuple(map(tuple, changed[grid.path].tolist())))
+        for grid in tried.grids
+        if grid.path in changed
+    ]
+    shapes = {path: tuple(tensor.shape) for path, tensor in {**tensors, **changed}.items()}
     if not tokens_fit(tried.placeholders, shapes, grids):
-        return False
+        return None
     blocks = needed_tokens(tried.placeholders, shapes, grids)[first.tokens]
     ids = with_tokens(tensors[first.tokens], [first.value], blocks)
-    related = {first.tokens: ids}
-    for marker in tried.markers:
-        if marker.path in tensors:
-            like = tensors[marker.path]
-            inside, outside = (like.new_full((), value) for value in (marker.inside, marker.outside))
-            related[marker.path] = torch.where(ids == marker.value, inside, outside)
-    if asked.outputs(_changed(recorded, more)) is not None:
-        return False
-    return asked.outputs(_changed(recorded, {**more, **related})) is not None
+    marks = {m.path: marked(tensors[m.path], ids, m) for m in tried.markers if m.path in tensors}
+    return {first.tokens: ids, **marks}
 
 
 def _changed(recorded: Arguments, tensors: Mapping[str, torch.Tensor]) -> Arguments:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from exportkit.axes import Blocks, place_blocks
+from exportkit.axes import Blocks, Marker, place_blocks
 
 _MASK_VALUES = 2
 
@@ -92,3 +92,9 @@ def with_tokens(ids: torch.Tensor, values: Collection[int], blocks: Blocks) -> t
     for value, row, column, length in place_blocks(blocks, ids.shape) or ():
         result[row, column : column + length] = value
     return result
+
+
+def marked(tensor: torch.Tensor, ids: torch.Tensor, marker: Marker) -> torch.Tensor:
+    """Returns a tensor of the type of ``tensor`` that marks where a placeholder stands in token ids."""
+    inside, outside = (tensor.new_full((), value) for value in (marker.inside, marker.outside))
+    return torch.where(ids == marker.value, inside, outside)
