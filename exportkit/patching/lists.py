@@ -78,11 +78,18 @@ def _len(self: torch.Tensor) -> int:
 
 
 def _split(self: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
-    return (self,) if isinstance(split_size, Sizes) else _tensor_split(self, split_size, dim)
+    return (self,) if _are_unknown(split_size) else _tensor_split(self, split_size, dim)
 
 
 def _torch_split(tensor: torch.Tensor, split_size_or_sections: Any, dim: int = 0) -> Any:
-    return (tensor,) if isinstance(split_size_or_sections, Sizes) else _split_function(tensor, split_size_or_sections, dim)
+    if _are_unknown(split_size_or_sections):
+        return (tensor,)
+    return _split_function(tensor, split_size_or_sections, dim)
+
+
+def _are_unknown(sizes: Any) -> bool:
+    """Whether these sizes of parts are those of a list that is one tensor here; another rule may leave a None."""
+    return isinstance(sizes, Sizes) or (isinstance(sizes, list) and None in sizes)
 
 
 def _tolist_of(cls: type) -> Any:

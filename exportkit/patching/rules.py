@@ -20,6 +20,7 @@ from exportkit.patching.grids import grids_in_graph, has_encoder_of_grids
 from exportkit.patching.lists import lists_of_one
 from exportkit.patching.packed_attention import has_packed_attention, masked_segments
 from exportkit.patching.rope_index import has_rope_index, rope_index_in_graph
+from exportkit.patching.tiles import has_tiles, tiles_in_graph
 from exportkit.patching.windows import has_windows, traced_windows
 
 
@@ -47,6 +48,7 @@ RULES = (
     Rule("packed images as one masked attention", has_packed_attention, masked_segments),
     Rule("grids of patches read in the graph", has_encoder_of_grids, grids_in_graph),
     Rule("positions of image tokens worked out in the graph", has_rope_index, rope_index_in_graph),
+    Rule("tiles of images packed by one selection", has_tiles, tiles_in_graph),
 )
 
 # Needed where placeholders in the token ids stand for rows of an input, which is seen from values and not from a call.
