@@ -289,3 +289,10 @@ def attention_implementation(configs: Iterable[Any], name: str, function: Callab
         for config, implementation in before:
             setattr(config, attribute, implementation)
         del interface[name]
+
+
+def as_encoder_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that records hidden states and takes defaults as those of transformers. Seen in 5.23."""
+    generic, capturing = sys.modules["transformers.utils.generic"], sys.modules["transformers.utils.output_capturing"]
+    with_outputs = _require(capturing, "capture_outputs", "transformers 5.23")(function)
+    return _require(generic, "merge_with_config_defaults", "transformers 5.23")(with_outputs)  # type: ignore[no-any-return]

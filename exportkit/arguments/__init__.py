@@ -15,7 +15,13 @@ from exportkit.arguments.missing import (
 from exportkit.arguments.planning import plan_calls
 from exportkit.arguments.recorded import exportable_arguments, recorded_arguments, recorded_dynamic_shapes
 from exportkit.arguments.shapes import nested_spec
-from exportkit.arguments.simplify import as_simplified, lists_of_many, with_joined_lists
+from exportkit.arguments.simplify import (
+    as_simplified,
+    lists_of_many,
+    rows_of_members,
+    with_joined_lists,
+    with_split_lists,
+)
 from exportkit.arguments.sizes import UnseenSizes, choose_sizes, unseen_sizes
 from exportkit.arguments.table import call_table
 

@@ -95,6 +95,31 @@ def lists_of_many(calls: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, ...
     return tuple(parent for parent, found in counts.items() if len(found) > 1 and -1 not in found)
 
 
+def rows_of_members(calls: Sequence[Mapping[str, torch.Tensor]], parents: Iterable[str]) -> dict[str, int]:
+    """Returns the number of rows that every tensor of a list has, by path of those lists where it is always the same.
+
+    Args:
+        calls: Tensors by path, of each call.
+        parents: Paths of the lists.
+    """
+    rows = {p: {member.shape[0] for tensors in calls for member in _members(tensors, p).values()} for p in parents}
+    return {parent: min(found) for parent, found in rows.items() if len(found) == 1 and min(found) > 0}
+
+
+def with_split_lists(tree: Tree, rows: Mapping[str, int]) -> Tree:
+    """Returns the tree in which lists of one tensor hold its parts again.
+
+    Args:
+        tree: A nested value.
+        rows: Number of rows of each part, by path of the list.
+    """
+    for parent, count in rows.items():
+        members = list(_members(tree.tensors(), parent).values())
+        if members:
+            tree = with_list(tree, members, list(members[0].split(count)) if len(members[0]) else [])
+    return tree
+
+
 def with_joined_lists(tree: Tree, parents: Iterable[str]) -> Tree:
     """Returns the tree in which lists of tensors hold one, their concatenation.
 

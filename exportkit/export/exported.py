@@ -18,6 +18,7 @@ from exportkit.arguments import (
     find_fills,
     lists_of_many,
     plan_calls,
+    rows_of_members,
     run_eager,
     with_joined_lists,
 )
@@ -52,6 +53,7 @@ class Exported:
         model: The model, the truth that the result is compared with.
         method: The exported method.
         joined_outputs: Paths of lists with a tensor for each image or the like, which the graph returns as one tensor.
+        member_rows: Rows of each tensor of such a list, by its path, where they are always as many.
         seconds: Duration of each stage, in seconds.
     """
 
@@ -63,6 +65,7 @@ class Exported:
     model: torch.nn.Module
     method: str = "forward"
     joined_outputs: tuple[str, ...] = ()
+    member_rows: Mapping[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
@@ -157,14 +160,16 @@ def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, 
     with ListingNoted(sizes) as listing:
         outputs = flatten(_eager_outputs(model, method, arguments, rules))
     rules += [LISTS_OF_ONE] if listing.found else []
-    joined = lists_of_many([outputs.tensors(), *(call.outputs.tensors() for call in plan.calls.calls)])
+    returned = [outputs.tensors(), *(call.outputs.tensors() for call in plan.calls.calls)]
+    joined = lists_of_many(returned)
+    member_rows = rows_of_members(returned, joined)
     outputs = with_joined_lists(outputs, joined)
     fills = find_fills(plan, plan.calls, model, method)
     seconds["arguments"] = time.perf_counter() - started
     started = time.perf_counter()
     captured = capture(model, method, plan, arguments, outputs, rules, joined)
     seconds["export"] = time.perf_counter() - started
-    return Exported(captured, plan, sizes, fills, outputs, model, method, joined, seconds)
+    return Exported(captured, plan, sizes, fills, outputs, model, method, joined, member_rows, seconds)
 
 
 def _without_extended(plan: Plan) -> Plan | None:

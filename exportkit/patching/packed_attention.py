@@ -59,19 +59,21 @@ def attend_in_segments(
         query: ``(1, heads, seq, dim)``.
         key: Likewise; a divisor of the heads is enough.
         value: Like the keys.
-        attention_mask: Booleans or values to add, as for scaled_dot_product_attention.
+        attention_mask: Values to add to the scores, where there are no segments.
         scaling: Factor of the scores.
         cu_seq_lens_q: Boundaries of the segments, 0 first; they may be repeated.
     """
-    if cu_seq_lens_q is not None:
-        segment = segments(cu_seq_lens_q, query.shape[2])
-        attention_mask = segment[:, None] == segment[None]
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling
-    )
+    # Not scaled_dot_product_attention: it asks whether a length that follows from values is zero.
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if cu_seq_lens_q is not None:
+        segment = segments(cu_seq_lens_q, query.shape[2])
+        scores = scores.masked_fill(segment[:, None] != segment[None], torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    output = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -19,6 +19,7 @@ from exportkit.patching.feature_rows import guarded_scatter
 from exportkit.patching.grids import grids_in_graph, has_encoder_of_grids
 from exportkit.patching.lists import lists_of_one
 from exportkit.patching.packed_attention import has_packed_attention, masked_segments
+from exportkit.patching.padded_images import has_padded_images, padded_images
 from exportkit.patching.rope_index import has_rope_index, rope_index_in_graph
 from exportkit.patching.tiles import has_tiles, tiles_in_graph
 from exportkit.patching.windows import has_windows, traced_windows
@@ -49,6 +50,7 @@ RULES = (
     Rule("grids of patches read in the graph", has_encoder_of_grids, grids_in_graph),
     Rule("positions of image tokens worked out in the graph", has_rope_index, rope_index_in_graph),
     Rule("tiles of images packed by one selection", has_tiles, tiles_in_graph),
+    Rule("images selected out of their padding", has_padded_images, padded_images),
 )
 
 # Needed where placeholders in the token ids stand for rows of an input, which is seen from values and not from a call.
@@ -60,7 +62,9 @@ LISTS_OF_ONE = Rule("lists as one tensor", lambda *_: False, lists_of_one)
 
 def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rule]:
     """Returns the rules that the model and its arguments need."""
-    return [rule for rule in RULES if rule.matches(model, arguments)]
+    extra = [value for value in arguments.values() if type(value) is dict]  # what **kwargs got, among them
+    named = {name: value for values in extra for name, value in values.items()} | dict(arguments)
+    return [rule for rule in RULES if rule.matches(model, named)]
 
 
 def adapted_call(rules: Sequence[Rule], arguments: dict[str, Any], call: Callable[[dict[str, Any]], Any]) -> Any:
