@@ -296,3 +296,39 @@ def as_encoder_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     generic, capturing = sys.modules["transformers.utils.generic"], sys.modules["transformers.utils.output_capturing"]
     with_outputs = _require(capturing, "capture_outputs", "transformers 5.23")(function)
     return _require(generic, "merge_with_config_defaults", "transformers 5.23")(with_outputs)  # type: ignore[no-any-return]
+
+
+def exporter_patches(backend: str) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Returns transformers' export patches: object, attribute, and what makes the patch of the original. Seen in 5.23.
+
+    The list is read rather than ``apply_patches`` called, so that they are taken back without a trace.
+    """
+    utils = _exporter_module("utils")
+    if utils is None or _exporter_module("exporter_onnx") is None:  # importing it registers them
+        return []
+    found = _require(utils, "_PATCHES", "transformers 5.23").get(backend, [])
+    resolve = _require(utils, "import_dotted_path", "transformers 5.23")
+    targets = [(resolve(path, missing_ok=True), name, make) for path, name, make in found]
+    return [(target, name, make) for target, name, make in targets if target is not None]
+
+
+def exporter_translations() -> tuple[dict[Any, Any], Callable[[Any], None], Callable[[Any], None]] | None:
+    """Returns transformers' ONNX functions by operator, and its fixes of nodes and of programs. Seen in 5.23."""
+    utils, onnx = _exporter_module("utils"), _exporter_module("exporter_onnx")
+    if utils is None or onnx is None:
+        return None
+    fix_nodes = _require(utils, "apply_fx_node_fixes", "transformers 5.23")
+    return (
+        dict(_require(onnx, "_ONNX_TRANSLATION_TABLE", "transformers 5.23")),
+        functools.partial(fix_nodes, "onnx"),
+        _require(onnx, "apply_onnx_ir_fixes", "transformers 5.23"),
+    )
+
+
+def _exporter_module(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(f"transformers.exporters.{name}")
+    except ImportError:
+        return None

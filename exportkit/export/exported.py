@@ -25,11 +25,12 @@ from exportkit.arguments import (
 from exportkit.axes import Finding, Plan
 from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
 from exportkit.export.onnx_model import OnnxModel
-from exportkit.export.program import Captured, capture
+from exportkit.export.program import Captured, capture_somehow
 from exportkit.export.translate import check_destination, translate
 from exportkit.observe import InputObserver, Observation
 from exportkit.patching import (
     FEATURE_ROWS,
+    LIBRARY_PATCHES,
     LISTS_OF_ONE,
     ListingNoted,
     Rule,
@@ -101,9 +102,27 @@ class Exported:
         """
         target = check_destination(path)
         started = time.perf_counter()
-        file = translate(self.captured, self.plan, target, opset)
+        exported, file = self, None
+        try:
+            file = translate(self.captured, self.plan, target, opset)
+        except ExportError:
+            exported = self._with_library_patches()
+            if exported is None:
+                raise
+        if file is None:
+            file = translate(exported.captured, self.plan, target, opset)
         self.seconds["onnx"] = time.perf_counter() - started
-        return OnnxModel(file, self)
+        return OnnxModel(file, exported)
+
+    def _with_library_patches(self) -> Exported | None:
+        """The model traced again with transformers' own export patches; None if it was, or cannot be."""
+        if LIBRARY_PATCHES.name in self.captured.rules:
+            return None
+        try:
+            traced = _traced(self.model, self.method, self.plan, self.seconds, [LIBRARY_PATCHES])
+        except ExportError:
+            return None
+        return replace(traced, plan=traced.plan.with_findings(_rule_findings(traced)))
 
 
 def export(
@@ -150,9 +169,9 @@ def export(
     return replace(exported, plan=exported.plan.with_findings(findings))
 
 
-def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float]) -> Exported:
+def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float], first: Sequence[Rule] = ()) -> Exported:
     started = time.perf_counter()
-    rules = matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())
+    rules = [*first] + matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())
     rules += [FEATURE_ROWS] if plan.placeholders else []
     partly_cached = any(rule.adapt is not None for rule in rules)
     sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
@@ -167,7 +186,7 @@ def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, 
     fills = find_fills(plan, plan.calls, model, method)
     seconds["arguments"] = time.perf_counter() - started
     started = time.perf_counter()
-    captured = capture(model, method, plan, arguments, outputs, rules, joined)
+    captured = capture_somehow(model, method, plan, arguments, outputs, rules, joined)
     seconds["export"] = time.perf_counter() - started
     return Exported(captured, plan, sizes, fills, outputs, model, method, joined, member_rows, seconds)
 

@@ -21,7 +21,8 @@ from exportkit.errors import ExportError
 from exportkit.export.flat import FlatSignature
 from exportkit.observe import Signature
 from exportkit.observe.recorder import recording_paused
-from exportkit.patching import Rule, adapted_call, applied
+from exportkit.patching import LIBRARY_PATCHES, STRICT, SYMBOLIC_LENGTHS, Rule, adapted_call, applied
+from exportkit.patching.lists import SYMBOLIC_LENGTH
 from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
 
 _ABSENT = object()
@@ -42,6 +43,33 @@ class Captured:
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
     rules: tuple[str, ...] = ()
+
+
+def capture_somehow(
+    model: torch.nn.Module,
+    method: str,
+    plan: Plan,
+    arguments: Arguments,
+    outputs: Tree,
+    rules: Sequence[Rule],
+    joined: Sequence[str] = (),
+) -> Captured:
+    """Returns what `capture` does; where that fails, with one rewrite of the last resort after the other.
+
+    Raises:
+        ExportError: of the first attempt, if all of them fail.
+    """
+    try:
+        return capture(model, method, plan, arguments, outputs, rules, joined)
+    except ExportError as error:
+        fixed = any(text in str(error.__cause__) for text in ("specialized", SYMBOLIC_LENGTH))
+        attempts = [[SYMBOLIC_LENGTHS], [STRICT]] if fixed else []
+        for extra in [*attempts, [LIBRARY_PATCHES]]:  # outermost, so that our own rules stay in force
+            try:
+                return capture(model, method, plan, arguments, outputs, [*extra, *rules], joined)
+            except ExportError:
+                continue
+        raise
 
 
 def capture(
@@ -92,7 +120,7 @@ def capture(
         specs = _specs(flat, plan)
         order = _input_order(flat, kwargs)
         try:
-            program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs)
+            program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs, strict=STRICT in rules)
         except Exception as error:
             raise _export_error(error, plan) from error
         returned = tuple(outputs.tensors()) if tensors_only else _output_order(outputs.build())

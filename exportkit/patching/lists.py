@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from exportkit import _torch_compat
 from exportkit.patching.attributes import replaced_attributes
 
-_LISTING = {"unbind", "tolist", "split", "split_with_sizes", "__iter__", "__len__", "chunk"}
+SYMBOLIC_LENGTH = "the length of this tensor is symbolic"
+_LISTING = {"unbind", "tolist", "split", "split_with_sizes", "chunk"}
 
 
 class Sizes:
@@ -73,7 +74,7 @@ def _iter(self: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _len(self: torch.Tensor) -> int:
     if _is_symbolic(self):  # list() then does without the length; anybody else fails, instead of freezing it
-        raise TypeError("the length of this tensor is symbolic")
+        raise TypeError(SYMBOLIC_LENGTH)
     return _tensor_len(self)
 
 

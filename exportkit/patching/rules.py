@@ -17,10 +17,12 @@ from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced
 from exportkit.patching.experts import batched_experts, has_experts
 from exportkit.patching.feature_rows import guarded_scatter
 from exportkit.patching.grids import grids_in_graph, has_encoder_of_grids
+from exportkit.patching.library_patches import library_patches
 from exportkit.patching.lists import lists_of_one
 from exportkit.patching.packed_attention import has_packed_attention, masked_segments
 from exportkit.patching.padded_images import has_padded_images, padded_images
 from exportkit.patching.rope_index import has_rope_index, rope_index_in_graph
+from exportkit.patching.symbolic_lengths import symbolic_lengths
 from exportkit.patching.tiles import has_tiles, tiles_in_graph
 from exportkit.patching.windows import has_windows, traced_windows
 
@@ -58,6 +60,11 @@ FEATURE_ROWS = Rule("features scattered as far as there are any", lambda *_: Fal
 
 # Needed where a list is made along an axis that varies, which is seen when the model runs and not from a call.
 LISTS_OF_ONE = Rule("lists as one tensor", lambda *_: False, lists_of_one)
+
+# What is tried, one after the other, where a trace fails; the first ones only where it fixed a size.
+SYMBOLIC_LENGTHS = Rule("lengths of tensors kept symbolic", lambda *_: False, symbolic_lengths)
+STRICT = Rule("traced from bytecode (strict)", lambda *_: False, nothing_replaced)
+LIBRARY_PATCHES = Rule("transformers' own export patches", lambda *_: False, library_patches)
 
 
 def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rule]:
