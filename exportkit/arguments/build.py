@@ -93,7 +93,9 @@ def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, in
         raise ArgumentError(
             "The token ids have no room for their placeholders.",
             where=", ".join(needed),
-            expected=", ".join(f"token {value} {n} times" for blocks in needed.values() for value, n in _counts(blocks)),
+            expected=", ".join(
+                f"token {value} {n} times" for blocks in needed.values() for value, n in _counts(blocks)
+            ),
             got=", ".join(f"{path} {shapes[path]}" for path in needed),
             hint="choose more tokens, or fewer rows of features.",
         )

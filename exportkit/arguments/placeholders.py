@@ -118,7 +118,9 @@ def _fitting(asked: AskedModel, path: str, in_grids: bool) -> Iterator[Placehold
                 factors = {divmod(count, n) for count, n in zip(counts, rows, strict=True)}
                 if len(factors) == 1 and (pair := factors.pop())[1] == 0 and pair[0] > 0:
                     yield Placeholder(leaf.path, int(value), path, pair[0])
-                elif in_grids and min(counts) > 0 and _is_one({divmod(n, c) for c, n in zip(counts, rows, strict=True)}):
+                elif (
+                    in_grids and min(counts) > 0 and _is_one({divmod(n, c) for c, n in zip(counts, rows, strict=True)})
+                ):
                     yield Placeholder(leaf.path, int(value), path, 1, rows[0] // counts[0])
 
 
@@ -131,7 +133,9 @@ def _markers(asked: AskedModel, placeholder: Placeholder) -> Iterator[Marker]:
     tokens = placeholder.tokens
     calls = [tensors for call in asked.observation.calls if tokens in (tensors := call.tensors())]
     for leaf in asked.table.leaves:
-        pairs = [(tensors[tokens] == placeholder.value, tensors[leaf.path]) for tensors in calls if leaf.path in tensors]
+        pairs = [
+            (tensors[tokens] == placeholder.value, tensors[leaf.path]) for tensors in calls if leaf.path in tensors
+        ]
         if not leaf.is_integer or leaf.path == tokens or any(m.shape != marks.shape for m, marks in pairs):
             continue
         inside = {value for m, marks in pairs for value in marks[m].unique().tolist()}

@@ -115,7 +115,7 @@ def place_blocks(blocks: Blocks, shape: Sequence[int]) -> list[tuple[int, int, i
         free = [(row, column) for column in [*range(1, length), 0][:length] for row in range(count)]
         fits = len(blocks) < max(len(free), 1) or not blocks
         return [(v, *place, 1) for (v, _), place in zip(blocks, free, strict=False)] if fits else None
-    return next((found for most in (-(-len(blocks) // max(count, 1)), len(blocks)) 
+    return next((found for most in (-(-len(blocks) // max(count, 1)), len(blocks))
                  if (found := _in_rows(blocks, count, length, most)) is not None), None)  # fmt: skip
 
 

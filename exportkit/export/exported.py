@@ -102,15 +102,14 @@ class Exported:
         """
         target = check_destination(path)
         started = time.perf_counter()
-        exported, file = self, None
+        exported = self
         try:
             file = translate(self.captured, self.plan, target, opset)
         except ExportError:
-            exported = self._with_library_patches()
-            if exported is None:
+            again = self._with_library_patches()
+            if again is None:
                 raise
-        if file is None:
-            file = translate(exported.captured, self.plan, target, opset)
+            exported, file = again, translate(again.captured, self.plan, target, opset)
         self.seconds["onnx"] = time.perf_counter() - started
         return OnnxModel(file, exported)
 
@@ -169,9 +168,11 @@ def export(
     return replace(exported, plan=exported.plan.with_findings(findings))
 
 
-def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float], first: Sequence[Rule] = ()) -> Exported:
+def _traced(
+    model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float], first: Sequence[Rule] = ()
+) -> Exported:
     started = time.perf_counter()
-    rules = [*first] + matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())
+    rules = [*first, *matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())]
     rules += [FEATURE_ROWS] if plan.placeholders else []
     partly_cached = any(rule.adapt is not None for rule in rules)
     sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))

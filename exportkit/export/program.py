@@ -45,7 +45,7 @@ class Captured:
     rules: tuple[str, ...] = ()
 
 
-def capture_somehow(
+def capture_somehow(  # noqa: PLR0917 - what `capture` takes
     model: torch.nn.Module,
     method: str,
     plan: Plan,
@@ -72,7 +72,7 @@ def capture_somehow(
         raise
 
 
-def capture(
+def capture(  # noqa: PLR0917 - one call, seen from all sides
     model: torch.nn.Module,
     method: str,
     plan: Plan,

@@ -103,7 +103,12 @@ def _translated(captured: Captured, opset: int | None, with_library: bool) -> to
     extra = library_translations() if with_library else None
     source = without_assertions(captured.program)
     parameters = captured.program.parameters()
-    with _torch_compat.quiet_onnx_export(), registered_caches(), without_gradients(parameters), contextlib.ExitStack() as stack:
+    with (
+        _torch_compat.quiet_onnx_export(),
+        registered_caches(),
+        without_gradients(parameters),
+        contextlib.ExitStack() as stack,
+    ):
         if extra is None:
             return torch.onnx.export(source, (), verbose=False, opset_version=opset)
         stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))

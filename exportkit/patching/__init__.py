@@ -1,8 +1,8 @@
 """Rewrites for the time of an export: what cannot be traced as it is, changed reversibly and reported."""
 
 from exportkit.patching.chunks import chunk_size_of
-from exportkit.patching.lists import ListingNoted
 from exportkit.patching.library_patches import library_translations
+from exportkit.patching.lists import ListingNoted
 from exportkit.patching.rules import (
     FEATURE_ROWS,
     LIBRARY_PATCHES,

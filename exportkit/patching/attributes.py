@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _lock = threading.RLock()
-_open: dict[tuple[type, str], list[tuple[object, Any]]] = {}  # who replaced an attribute, and by what, in order
-_originals: dict[tuple[type, str], Any] = {}
+_open: dict[tuple[Any, str], list[tuple[object, Any]]] = {}  # who replaced an attribute, and by what, in order
+_originals: dict[tuple[Any, str], Any] = {}
 _ABSENT = object()
 
 
 @contextlib.contextmanager
-def replaced_attributes(cls: type, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Gives a class other attributes for the time of a ``with`` block.
+def replaced_attributes(cls: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Gives a class, or a module of Python, other attributes for the time of a ``with`` block.
 
     Blocks may overlap in any order and in several threads: the latest one still open decides, and with the last one the
     class is as it was.
@@ -30,7 +30,7 @@ def replaced_attributes(cls: type, attributes: Mapping[str, Any]) -> Iterator[No
             _pop(cls, name, token)
 
 
-def _push(cls: type, name: str, token: object, value: Any) -> None:
+def _push(cls: Any, name: str, token: object, value: Any) -> None:
     with _lock:
         if not _open.setdefault((cls, name), []):
             _originals[cls, name] = vars(cls).get(name, _ABSENT)
@@ -38,7 +38,7 @@ def _push(cls: type, name: str, token: object, value: Any) -> None:
         setattr(cls, name, value)
 
 
-def _pop(cls: type, name: str, token: object) -> None:
+def _pop(cls: Any, name: str, token: object) -> None:
     with _lock:
         rest = [entry for entry in _open[cls, name] if entry[0] is not token]
         _open[cls, name] = rest

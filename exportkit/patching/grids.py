@@ -113,7 +113,10 @@ def _popped(kwargs: dict[str, Any] | None, *names: str) -> Any:
 
 
 def get_vision_position_ids(
-    grid_thw: torch.Tensor, spatial_merge_size: Any, include_temporal: bool = False, kwargs: dict[str, Any] | None = None
+    grid_thw: torch.Tensor,
+    spatial_merge_size: Any,
+    include_temporal: bool = False,
+    kwargs: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Returns row and column of each patch in its image, ``(patches, 2)``, the frame before them if wanted."""
     given = _popped(kwargs, "position_ids")
@@ -167,7 +170,7 @@ def get_vision_window_index(
     return order, torch.nn.functional.pad(ends, (1, 0))
 
 
-def get_vision_interpolation_indices_and_weights(
+def get_vision_interpolation_indices_and_weights(  # noqa: PLR0917 - as it is called
     grid_thw: torch.Tensor,
     num_grid_per_side: int,
     mode: str = "bilinear",

@@ -42,9 +42,9 @@ def padded_images(model: torch.nn.Module) -> Iterator[None]:
 def _encoders(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for module in model.modules():
         known = all(hasattr(module, name) for name in _PARTS)
-        if known and "image_sizes" in inspect.signature(type(module).forward).parameters:
-            if hasattr(sys.modules[type(module).__module__], "generate_block_attention_mask"):
-                yield module
+        known = known and "image_sizes" in inspect.signature(type(module).forward).parameters
+        if known and hasattr(sys.modules[type(module).__module__], "generate_block_attention_mask"):
+            yield module
 
 
 def encode(self: Any, pixel_values: torch.Tensor, image_sizes: torch.Tensor, **kwargs: Any) -> Any:

@@ -25,7 +25,9 @@ _STATE = "rope_deltas"
 def has_rope_index(model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
     """Returns whether positions are worked out from the grids of images, and the version here gives the same ones."""
     given = {name: arguments[name] for name in _READ if arguments.get(name) is not None}
-    if any(arguments.get(name) is not None for name in _ELSE) or not {"mm_token_type_ids", "image_grid_thw"} <= {*given}:
+    if any(arguments.get(name) is not None for name in _ELSE) or not {"mm_token_type_ids", "image_grid_thw"} <= {
+        *given
+    }:
         return False
     return any(_computes_the_same(module, given) for module in _modules(model))
 
@@ -56,7 +58,7 @@ def _owner(module: torch.nn.Module) -> type:
     return next(cls for cls in type(module).__mro__ if _METHOD in vars(cls))
 
 
-def _merge(module: Any) -> int | None:
+def _merge(module: Any) -> Any:
     """How many patches along an axis become one token."""
     config = getattr(getattr(module, "config", None), "vision_config", None)
     return getattr(config, "spatial_merge_size", None)

@@ -48,9 +48,9 @@ def _packers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         method = getattr(type(module), _PACK, None)
         known = method is not None and "image_newline" in inspect.signature(method).parameters
         pinpoints = getattr(getattr(module, "config", None), "image_grid_pinpoints", None)
-        if known and pinpoints and hasattr(module, "image_newline"):
-            if hasattr(sys.modules[type(module).__module__], _COUNT):
-                yield module
+        known = known and bool(pinpoints) and hasattr(module, "image_newline")
+        if known and hasattr(sys.modules[type(module).__module__], _COUNT):
+            yield module
 
 
 def _length_of_one(value: Any) -> int:
