@@ -361,3 +361,98 @@ def context_writer(cls: type) -> ContextWriter | None:
     if dump is None or load is None or cls.__module__ in ("builtins", "collections"):
         return None
     return ContextWriter(dump, load)
+
+
+def traced_tensor_classes() -> tuple[type, ...]:
+    """Returns the classes of tensors that have a ``tolist`` of their own while torch traces. Seen in torch 2.13."""
+    from torch._subclasses import fake_tensor, functional_tensor
+
+    classes = (
+        _require(fake_tensor, "FakeTensor", "torch 2.13"),
+        _require(functional_tensor, "FunctionalTensor", "torch 2.13"),
+    )
+    return tuple(cls for cls in classes if "tolist" in vars(cls))
+
+
+VISION_MODULES = ("transformers.vision_utils", "transformers.utils.generic")
+
+
+def vision_functions() -> dict[str, Callable[..., Any]]:
+    """Returns transformers' functions of grids of patches, by name; none before they are imported.
+
+    Seen in transformers 5.23; earlier versions compute the same inside the encoders.
+    """
+    modules = [sys.modules[name] for name in VISION_MODULES if name in sys.modules]
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if (name.startswith("get_vision_") or name == "get_max_seqlen") and callable(value)
+    }
+
+
+def interpolation_taps() -> Callable[..., Any]:
+    """Returns transformers' kernel of a resampled table: entries and weights along one axis. Seen in 5.23."""
+    module = sys.modules.get("transformers.vision_utils")
+    return _require(module, "_interpolation_axis_taps_weights", "transformers 5.23")  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def attention_implementation(configs: Iterable[Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Lets models with these configs attend with a function of our own, for a while. Seen in transformers 5.23."""
+    modeling = sys.modules["transformers.modeling_utils"]
+    interface = _require(modeling, "ALL_ATTENTION_FUNCTIONS", "transformers 5.23")
+    attribute = "_attn_implementation_internal"
+    before = [(config, _require(config, attribute, "transformers 5.23")) for config in configs]
+    interface[name] = function
+    try:
+        for config, _ in before:
+            setattr(config, attribute, name)
+        yield
+    finally:
+        for config, implementation in before:
+            setattr(config, attribute, implementation)
+        del interface[name]
+
+
+def as_encoder_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that records hidden states and takes defaults as those of transformers. Seen in 5.23."""
+    generic, capturing = sys.modules["transformers.utils.generic"], sys.modules["transformers.utils.output_capturing"]
+    with_outputs = _require(capturing, "capture_outputs", "transformers 5.23")(function)
+    return _require(generic, "merge_with_config_defaults", "transformers 5.23")(with_outputs)  # type: ignore[no-any-return]
+
+
+def exporter_patches(backend: str) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Returns transformers' export patches: object, attribute, and what makes the patch of the original. Seen in 5.23.
+
+    The list is read rather than ``apply_patches`` called, so that they are taken back without a trace.
+    """
+    utils = _exporter_module("utils")
+    if utils is None or _exporter_module("exporter_onnx") is None:  # importing it registers them
+        return []
+    found = _require(utils, "_PATCHES", "transformers 5.23").get(backend, [])
+    resolve = _require(utils, "import_dotted_path", "transformers 5.23")
+    targets = [(resolve(path, missing_ok=True), name, make) for path, name, make in found]
+    return [(target, name, make) for target, name, make in targets if target is not None]
+
+
+def exporter_translations() -> tuple[dict[Any, Any], Callable[[Any], None], Callable[[Any], None]] | None:
+    """Returns transformers' ONNX functions by operator, and its fixes of nodes and of programs. Seen in 5.23."""
+    utils, onnx = _exporter_module("utils"), _exporter_module("exporter_onnx")
+    if utils is None or onnx is None:
+        return None
+    fix_nodes = _require(utils, "apply_fx_node_fixes", "transformers 5.23")
+    return (
+        dict(_require(onnx, "_ONNX_TRANSLATION_TABLE", "transformers 5.23")),
+        functools.partial(fix_nodes, "onnx"),
+        _require(onnx, "apply_onnx_ir_fixes", "transformers 5.23"),
+    )
+
+
+def _exporter_module(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(f"transformers.exporters.{name}")
+    except ImportError:
+        return None

@@ -16,7 +16,13 @@ from exportkit.arguments.missing import (
 from exportkit.arguments.planning import plan_calls
 from exportkit.arguments.recorded import exportable_arguments, recorded_arguments, recorded_dynamic_shapes
 from exportkit.arguments.shapes import nested_spec
-from exportkit.arguments.simplify import as_simplified
+from exportkit.arguments.simplify import (
+    as_simplified,
+    lists_of_many,
+    rows_of_members,
+    with_joined_lists,
+    with_split_lists,
+)
 from exportkit.arguments.sizes import UnseenSizes, choose_sizes, unseen_sizes
 from exportkit.arguments.table import call_table
 
@@ -34,16 +40,20 @@ __all__ = [
     "exportable_arguments",
     "fill_missing",
     "find_fills",
+    "lists_of_many",
     "nested_spec",
     "outputs_close",
     "plan_calls",
     "recorded_arguments",
     "recorded_call",
     "recorded_dynamic_shapes",
+    "rows_of_members",
     "run_eager",
     "size_in",
     "solve_sizes",
     "tolerances",
     "unseen_sizes",
     "value_at",
+    "with_joined_lists",
+    "with_split_lists",
 ]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.tensors import padded, resize, with_tokens
-from exportkit.axes import Plan, needed_tokens, tokens_fit
+from exportkit.arguments.tensors import marked, padded, resize, with_tokens
+from exportkit.axes import Blocks, Plan, needed_tokens, tokens_fit
 from exportkit.errors import ArgumentError
 from exportkit.observe import Observation
 from exportkit.trees import Tree, check_opened, join, set_stored_length
@@ -92,27 +92,48 @@ def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, in
         ArgumentError: if the token ids have no room for the placeholders that belong to these sizes.
     """
     shapes, dynamic = plan.shapes(sizes), plan.dynamic_axes()
-    sources, needed = largest_tensors(observation), needed_tokens(plan.placeholders, shapes)
-    if not tokens_fit(plan.placeholders, shapes):
+    sources, needed = largest_tensors(observation), needed_tokens(plan.placeholders, shapes, plan.grids)
+    if not tokens_fit(plan.placeholders, shapes, plan.grids):
         raise ArgumentError(
             "The token ids have no room for their placeholders.",
             where=", ".join(needed),
-            expected=", ".join(f"token {value} {n} times" for counts in needed.values() for value, n in counts.items()),
+            expected=", ".join(
+                f"token {value} {n} times" for blocks in needed.values() for value, n in _counts(blocks)
+            ),
             got=", ".join(f"{path} {shapes[path]}" for path in needed),
             hint="choose more tokens, or fewer rows of features.",
         )
-    trees = {}
+    made: dict[str, torch.Tensor] = {}
     for name, tree in merged_trees(observation).items():
-        made = {}
         for path in tree.tensors():
             full = join(name, path)
             if full in shapes:
                 tensor = resize(sources[full], shapes[full], dynamic[full])
-                tensor = padded(tensor) if plan.by_path[full].restored else tensor
-                made[path] = with_tokens(tensor, needed[full]) if full in needed else tensor
-        trees[name] = tree.with_leaves(made)
+                made[full] = padded(tensor) if plan.by_path[full].restored else tensor
+    _relate_values(plan, shapes, needed, made)
+    trees = {
+        name: tree.with_leaves({path: made[full] for path in tree.tensors() if (full := join(name, path)) in made})
+        for name, tree in merged_trees(observation).items()
+    }
     past = plan.with_role("past")
     return Arguments(trees, observation, None if past is None else sizes[past.name])
+
+
+def _relate_values(
+    plan: Plan, shapes: Mapping[str, tuple[int, ...]], needed: Mapping[str, Blocks], made: dict[str, torch.Tensor]
+) -> None:
+    """Puts values in force that belong to the sizes: grids, placeholders, and marks where these are."""
+    for grid in plan.grids:
+        made[grid.path] = torch.tensor(grid.taken(shapes[grid.path][0])).reshape(shapes[grid.path]).to(made[grid.path])
+    for path, blocks in needed.items():
+        values = [p.value for p in plan.placeholders if p.tokens == path]
+        made[path] = with_tokens(made[path], values, blocks)
+    for marker in plan.markers:
+        made[marker.path] = marked(made[marker.path], made[marker.tokens], marker)
+
+
+def _counts(blocks: Blocks) -> list[tuple[int, int]]:
+    return [(value, sum(n for v, n in blocks if v == value)) for value in dict.fromkeys(v for v, _ in blocks)]
 
 
 def recorded_call(observation: Observation, index: int) -> Arguments:

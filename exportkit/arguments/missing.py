@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from exportkit.arguments.build import Arguments, merged_trees
 from exportkit.arguments.compare import outputs_close
 from exportkit.arguments.eager import run_eager
+from exportkit.arguments.simplify import as_simplified
 from exportkit.axes import Expression, Plan
 from exportkit.observe import Observation
 from exportkit.trees import Tree, flatten, join
@@ -212,13 +213,17 @@ def _reproduces(
     return outputs_close(expected, {path: tensor for path, tensor in got.items() if path in expected})
 
 
-def dependent_outputs(observation: Observation) -> dict[str, str]:
+def dependent_outputs(observation: Observation, joined: Iterable[str] = ()) -> dict[str, str]:
     """Returns the outputs that some calls lack, by path, and the input on which they depend.
 
     That is one which the same calls have and lack: features of an image are returned where they were given.
+
+    Args:
+        observation: The calls.
+        joined: Paths of lists among the outputs that are one tensor.
     """
     given = [call.tensors() for call in observation.calls]
-    returned = [call.outputs.tensors() for call in observation.calls]
+    returned = [as_simplified(call.outputs.tensors(), joined, ()) for call in observation.calls]
     inputs = {path: [path in tensors for tensors in given] for path in observation.tensor_paths()}
     found: dict[str, str] = {}
     for path in dict.fromkeys(path for tensors in returned for path in tensors):

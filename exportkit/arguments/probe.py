@@ -7,17 +7,15 @@ where the model accepts that in both directions. An attention mask that no call 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from exportkit.arguments.ask import AskedModel
-from exportkit.arguments.placeholders import find_placeholders
+from exportkit.arguments.placeholders import ValueRelations, find_relations
 from exportkit.arguments.probe_batch import confirm_batch
 from exportkit.arguments.probe_sizes import add_relations, extend_tokens, pull_apart
 from exportkit.arguments.restore import restore_mask, restored_finding
 from exportkit.arguments.table import constants_of
-from exportkit.axes import Placeholder, Plan, infer_plan, with_rows
+from exportkit.axes import Plan, infer_plan
 from exportkit.axes.names import name_variables
 from exportkit.observe import Observation
 
@@ -31,17 +29,17 @@ def probe_plan(observation: Observation, model: torch.nn.Module, method: str) ->
         method: The observed method.
     """
     asked = AskedModel(model, method, observation)
-    placeholders = find_placeholders(asked)
-    plan = _confirmed(asked, placeholders)
+    relations = find_relations(asked)
+    plan = _confirmed(asked, relations)
     masked = restore_mask(plan, asked)
     if masked is None:
         return plan, observation
-    plan = _confirmed(AskedModel(model, method, masked), placeholders)
+    plan = _confirmed(AskedModel(model, method, masked), relations)
     return plan.with_findings([restored_finding()]), masked
 
 
-def _confirmed(asked: AskedModel, placeholders: Sequence[Placeholder]) -> Plan:
-    plan = with_rows(infer_plan(asked.table, constants_of(asked.observation)), placeholders)
+def _confirmed(asked: AskedModel, relations: ValueRelations) -> Plan:
+    plan = relations.added_to(infer_plan(asked.table, constants_of(asked.observation)))
     plan = extend_tokens(confirm_batch(plan, asked), asked)
     if not asked.accepts_lengths(plan):
         plan = add_relations(plan, asked)

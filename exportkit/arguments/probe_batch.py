@@ -36,6 +36,9 @@ def confirm_batch(plan: Plan, asked: AskedModel) -> Plan:
         return plan
     plan = without_guess(plan, asked.table)
     rows: Choice = {placeholder.rows: (0, None) for placeholder in plan.placeholders}
+    rows |= {path: (0, None) for grid in plan.grids for path in (grid.path, grid.rows)}
+    if plan.grids and all(not leaf.sizes[0].is_static for leaf in plan.leaves if leaf.sizes):
+        return plan
     for size in _sizes(asked.table):
         tried = ({**choice, **rows} for choice in _choices(asked.table, size, rows))
         choice = next((choice for choice in tried if _rows_repeat(asked, choice)), None)

@@ -88,6 +88,60 @@ def as_simplified(
     return kept
 
 
+def lists_of_many(calls: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, ...]:
+    """Returns the paths of lists whose number of tensors differs between calls, while the tensors could be one.
+
+    Args:
+        calls: Tensors by path, of each call; what the model returned, for instance.
+    """
+    counts: dict[str, set[int]] = defaultdict(set)
+    for tensors in calls:
+        for parent in dict.fromkeys(match["list"] for path in tensors if (match := _MEMBER.match(path))):
+            members = list(_members(tensors, parent).values())
+            kinds = {(member.dtype, tuple(member.shape[1:])) for member in members}
+            counts[parent].add(len(members) if len(kinds) == 1 and members[0].ndim else -1)
+    return tuple(parent for parent, found in counts.items() if len(found) > 1 and -1 not in found)
+
+
+def rows_of_members(calls: Sequence[Mapping[str, torch.Tensor]], parents: Iterable[str]) -> dict[str, int]:
+    """Returns the number of rows that every tensor of a list has, by path of those lists where it is always the same.
+
+    Args:
+        calls: Tensors by path, of each call.
+        parents: Paths of the lists.
+    """
+    rows = {p: {member.shape[0] for tensors in calls for member in _members(tensors, p).values()} for p in parents}
+    return {parent: min(found) for parent, found in rows.items() if len(found) == 1 and min(found) > 0}
+
+
+def with_split_lists(tree: Tree, rows: Mapping[str, int]) -> Tree:
+    """Returns the tree in which lists of one tensor hold its parts again.
+
+    Args:
+        tree: A nested value.
+        rows: Number of rows of each part, by path of the list.
+    """
+    for parent, count in rows.items():
+        members = list(_members(tree.tensors(), parent).values())
+        if members:
+            tree = with_list(tree, members, list(members[0].split(count)) if len(members[0]) else [])
+    return tree
+
+
+def with_joined_lists(tree: Tree, parents: Iterable[str]) -> Tree:
+    """Returns the tree in which lists of tensors hold one, their concatenation.
+
+    Args:
+        tree: A nested value.
+        parents: Paths of the lists.
+    """
+    for parent in parents:
+        members = list(_members(tree.tensors(), parent).values())
+        if len(members) > 1:
+            tree = with_list(tree, members, [torch.cat(members)])
+    return tree
+
+
 def _irregular(observation: Observation) -> set[str]:
     counts: dict[str, set[int]] = defaultdict(set)
     for call in observation.calls:

@@ -48,9 +48,10 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
     for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
         sizes = dict(zip(names, choice, strict=True))
         sizes |= {v.name: sizes[v.follows] for v in plan.variables if v.follows is not None}
+        sizes = plan.completed(sizes)
         if not _are_distinct(expressions, sizes, taken) or (partly_cached and not _shorten(plan, sizes)):
             continue
-        if tokens_fit(plan.placeholders, plan.shapes(sizes)):
+        if tokens_fit(plan.placeholders, plan.shapes(sizes), plan.grids):
             return sizes
     raise ArgumentError(
         "No distinct sizes were found for the variables of this plan.",
@@ -112,6 +113,7 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
             if filled is not None:
                 sizes[variable.name] = 0 if past is not None and not sizes[past.name] else filled
         _fit_rows(plan, sizes)
+        sizes = plan.completed(sizes)
         text = label if batch is None else f"{label}, batch {sizes[batch.name]}"
         if all(sizes != earlier.sizes for earlier in found):
             found.append(UnseenSizes(text, sizes))
@@ -120,8 +122,10 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
 
 def _fit_rows(plan: Plan, sizes: dict[str, int]) -> None:
     """Lets rows that placeholders stand for be as many as the tokens have room for: none beside a single token."""
-    rows = {name for p in plan.placeholders for name in plan.by_path[p.rows].sizes[0].variables()}
-    while rows and not tokens_fit(plan.placeholders, plan.shapes(sizes)):
+    images = {grid.rows: grid.path for grid in plan.grids}
+    paths = {images.get(p.rows, p.rows) for p in plan.placeholders}
+    rows = {name for path in paths for name in plan.by_path[path].sizes[0].variables()}
+    while any(sizes[name] for name in rows) and not tokens_fit(plan.placeholders, plan.shapes(sizes), plan.grids):
         largest = max(rows, key=lambda name: sizes[name])
         sizes[largest] -= 1
 

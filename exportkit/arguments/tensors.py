@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
+
+from exportkit.axes import Blocks, Marker, place_blocks
 
 _MASK_VALUES = 2
 
@@ -75,21 +77,24 @@ def _invented(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return torch.randn(tuple(shape), generator=generator, device=tensor.device, dtype=torch.float32).to(tensor.dtype)
 
 
-def with_tokens(ids: torch.Tensor, counts: Mapping[int, int]) -> torch.Tensor:
-    """Returns token ids in which each token of ``counts`` occurs exactly so often, spread evenly over the rows.
+def with_tokens(ids: torch.Tensor, values: Collection[int], blocks: Blocks) -> torch.Tensor:
+    """Returns token ids in which tokens occur in the given runs, and nowhere else.
 
     Args:
         ids: Token ids ``(batch, length)``.
-        counts: How often each token occurs; together less than there are positions.
+        values: The tokens.
+        blocks: Token and length of each run; there is room for them.
     """
-    others = [value for value in ids.unique().tolist() if value not in counts]
+    others = [value for value in ids.unique().tolist() if value not in values]
     result = ids.clone()
-    for value in counts:
+    for value in values:
         result[result == value] = others[0] if others else 0
-    length = ids.shape[1]
-    # column by column, so that every row gets its share, and the first column last: it holds the token that begins
-    free = [(row, column) for column in [*range(1, length), 0][:length] for row in range(ids.shape[0])]
-    wanted = [value for value, count in counts.items() for _ in range(count)]
-    for (row, column), value in zip(free, wanted, strict=False):
-        result[row, column] = value
+    for value, row, column, length in place_blocks(blocks, ids.shape) or ():
+        result[row, column : column + length] = value
     return result
+
+
+def marked(tensor: torch.Tensor, ids: torch.Tensor, marker: Marker) -> torch.Tensor:
+    """Returns a tensor of the type of ``tensor`` that marks where a placeholder stands in token ids."""
+    inside, outside = (tensor.new_full((), value) for value in (marker.inside, marker.outside))
+    return torch.where(ids == marker.value, inside, outside)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from exportkit.axes.expression import Expression
 from exportkit.axes.groups import Group, group_axes
 from exportkit.axes.names import name_variables
-from exportkit.axes.placeholder import Placeholder
+from exportkit.axes.placeholder import Grids, Placeholder
 from exportkit.axes.plan import Constant, Finding, Plan, PlannedLeaf, Role, Variable
 from exportkit.axes.relations import DISTINCT_OBSERVATIONS, draft_name, find_relations, with_past
 from exportkit.axes.table import AxisKey, CallTable, Leaf, known
@@ -73,7 +73,10 @@ def with_rows(plan: Plan, placeholders: Sequence[Placeholder]) -> Plan:
     groups: dict[tuple[str, int], list[Placeholder]] = {}
     for placeholder in placeholders:
         groups.setdefault((placeholder.tokens, placeholder.value), []).append(placeholder)
+    follow = {grid.rows for grid in plan.grids}
     for number, ((tokens, value), group) in enumerate(groups.items()):
+        if any(placeholder.rows in follow for placeholder in group):
+            continue
         largest = max(placeholder.factor for placeholder in group)
         base = next(placeholder for placeholder in group if placeholder.factor == largest)
         leaf = plan.by_path[base.rows]
@@ -89,6 +92,20 @@ def with_rows(plan: Plan, placeholders: Sequence[Placeholder]) -> Plan:
         variable = Variable(name, "other", seen, evidence)
         plan = replace(plan, variables=(*plan.variables, variable)).with_sizes(sizes)
     return name_variables(replace(plan, placeholders=tuple(placeholders)))
+
+
+def with_grids(plan: Plan, grids: Sequence[Grids]) -> Plan:
+    """Returns the plan in which the number of images of each grid, and the number of its rows, are variables."""
+    plan = replace(plan, grids=tuple(grids))
+    for number, grid in enumerate(grids):
+        axes = {
+            f"images_{number}": (grid.path, "one grid for each image"),
+            f"patches_{number}": (grid.rows, f"as many as the products of {grid.path} say"),
+        }
+        for name, (path, evidence) in axes.items():
+            seen = tuple(None if shape is None else shape[0] for shape in plan.by_path[path].shapes)
+            plan = plan.with_variable(Variable(name, "other", seen, evidence), [(path, 0)])
+    return name_variables(plan)
 
 
 def _static(leaf: Leaf) -> PlannedLeaf:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from exportkit.axes.expression import Expression
-from exportkit.axes.placeholder import Placeholder
+from exportkit.axes.placeholder import Grids, Marker, Placeholder
 from exportkit.axes.plan import Constant, Finding, Plan, PlannedLeaf, Variable
 from exportkit.errors import PlanError
 
@@ -25,6 +25,8 @@ def dump_plan(plan: Plan) -> str:
         "constants": [_fields(constant) | {"value": _plain(constant.value)} for constant in plan.constants],
         "findings": [_fields(finding) for finding in plan.findings],
         "placeholders": [_fields(placeholder) for placeholder in plan.placeholders],
+        "grids": [_fields(grid) for grid in plan.grids],
+        "markers": [_fields(marker) for marker in plan.markers],
         "joined": list(plan.joined),
         "unused": list(plan.unused),
         "echoes": dict(plan.echoes),
@@ -57,6 +59,8 @@ def load_plan(text: str) -> Plan:
             tuple(data["unused"]),
             dict(data["echoes"]),
             {name: _untagged(value) for name, value in data["structure"].items()},
+            tuple(Grids(**(item | {"examples": tuple(map(tuple, item["examples"]))})) for item in data["grids"]),
+            tuple(Marker(**item) for item in data["markers"]),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise PlanError("This plan is damaged.", got=f"{type(error).__name__}: {error}") from error

@@ -32,7 +32,7 @@ def name_variables(plan: Plan) -> Plan:
 
 def _batch(plan: Plan) -> str | None:
     """The variable that leads the caches, else the one that leads most leaves; None if that is a length of tokens."""
-    rows = {placeholder.rows for placeholder in plan.placeholders}
+    rows = {placeholder.rows for placeholder in plan.placeholders} | {p for g in plan.grids for p in (g.path, g.rows)}
     free = [leaf for leaf in plan.leaves if leaf.sizes and leaf.path not in rows]
     leading = [leaf for leaf in free if leaf.sizes[0].variable is not None]
     caches = [leaf for leaf in leading if leaf.growing is not None]
@@ -49,6 +49,11 @@ def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str
     leaves = [(leaf, axis) for path, axis in plan.axes_of(variable.name) for leaf in (plan.by_path[path],)]
     if not leaves and variable.role == "past":  # it only follows from others: every cache has a window
         return "past_sequence", "past"
+    for grid in plan.grids:
+        if (plan.by_path[grid.path], 0) in leaves:
+            return f"{_stem(grid.path)}s", "other"
+        if (plan.by_path[grid.rows], 0) in leaves:
+            return f"{_stem(grid.path)}_patches", "other"
     rows = {placeholder.rows for placeholder in plan.placeholders}
     if any(leaf.path in rows and axis == 0 for leaf, axis in leaves):
         return _rows_name(next(leaf for leaf, axis in leaves if leaf.path in rows and axis == 0)), "other"
@@ -66,6 +71,11 @@ def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str
     if _is_image(leaf) and axis >= _IMAGE_RANK - 2:
         return ("height", "width")[axis - 2], "other"
     return f"{_identifier(leaf.path)}_axis_{axis}", "other"
+
+
+def _stem(path: str) -> str:
+    """``image`` for ``image_grid_thw``."""
+    return _identifier(path).partition("_grid")[0].partition("_size")[0] or "image"
 
 
 def _rows_name(leaf: PlannedLeaf) -> str:

@@ -1,14 +1,17 @@
-"""Placeholders: token ids that stand for rows of another input, such as the features of an image.
+"""Relations between values and sizes: no expression over sizes alone can say them.
 
-They tie the number of rows to values and not to sizes, so no expression over sizes can say it.
+Token ids hold placeholders for rows of another input, such as the features of an image; grids of patches say by their
+products how many rows another input has; token types mark where the placeholders are.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+Blocks = list[tuple[int, int]]  # token and length of each run of placeholders, in order
 
 
 @dataclass(frozen=True)
@@ -19,32 +22,111 @@ class Placeholder:
         tokens: Path of the token ids.
         value: The token.
         rows: Path of the input whose first axis holds the rows.
-        factor: How many tokens stand for one row.
+        factor: How many tokens stand for ``per`` rows.
+        per: How many rows ``factor`` tokens stand for.
     """
 
     tokens: str
     value: int
     rows: str
     factor: int = 1
+    per: int = 1
+
+
+@dataclass(frozen=True)
+class Grids:
+    """Grids of patches, one for each image, whose products say how many rows another input has.
+
+    Attributes:
+        path: Path of the grids ``(images, axes)``.
+        rows: Path of the input with a row for each patch.
+        examples: Grids that calls take in turn.
+    """
+
+    path: str
+    rows: str
+    examples: tuple[tuple[int, ...], ...]
+
+    def taken(self, images: int) -> list[tuple[int, ...]]:
+        """Returns the grids of so many images."""
+        return [self.examples[number % len(self.examples)] for number in range(images)]
+
+    def count(self, images: int) -> int:
+        """Returns the number of rows of so many images."""
+        return sum(math.prod(grid) for grid in self.taken(images))
+
+
+@dataclass(frozen=True)
+class Marker:
+    """An input of the shape of the token ids that says where a placeholder stands.
+
+    Attributes:
+        path: Path of the input.
+        tokens: Path of the token ids.
+        value: The placeholder.
+        inside: Its value where the placeholder stands.
+        outside: Its value elsewhere.
+    """
+
+    path: str
+    tokens: str
+    value: int
+    inside: int
+    outside: int
 
 
 def needed_tokens(
-    placeholders: Iterable[Placeholder], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, dict[int, int]]:
-    """Returns how often each placeholder must occur, by path of the token ids and by token.
+    placeholders: Iterable[Placeholder], shapes: Mapping[str, tuple[int, ...]], grids: Iterable[Grids] = ()
+) -> dict[str, Blocks]:
+    """Returns the runs of placeholders that there must be, by path of the token ids.
 
     Args:
         placeholders: The placeholders.
         shapes: Shapes of the inputs by path.
+        grids: Grids of images: each image has a run of its own. Without a grid, tokens may stand alone.
     """
-    found: dict[str, dict[int, int]] = defaultdict(dict)
-    for placeholder in placeholders:
-        found[placeholder.tokens][placeholder.value] = placeholder.factor * shapes[placeholder.rows][0]
-    return dict(found)
+    by_rows = {grid.rows: grid for grid in grids}
+    found: dict[str, dict[int, list[int]]] = defaultdict(dict)
+    for p in placeholders:
+        grid = by_rows.get(p.rows)
+        found[p.tokens][p.value] = [1] * (p.factor * shapes[p.rows][0] // p.per)
+        if grid is not None:
+            rows = [math.prod(taken) for taken in grid.taken(shapes[grid.path][0])]
+            found[p.tokens][p.value] = [p.factor * count // p.per for count in rows]
+    return {path: [(v, n) for v, lengths in runs.items() for n in lengths] for path, runs in found.items()}
 
 
-def tokens_fit(placeholders: Iterable[Placeholder], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def tokens_fit(
+    placeholders: Iterable[Placeholder], shapes: Mapping[str, tuple[int, ...]], grids: Iterable[Grids] = ()
+) -> bool:
     """Returns whether the token ids have room for their placeholders, and for one other token."""
-    needed = needed_tokens(placeholders, shapes)
-    return all(sum(counts.values()) < max(math.prod(shapes[path]), 1) or not any(counts.values())
-               for path, counts in needed.items())  # fmt: skip
+    needed = needed_tokens(placeholders, shapes, grids)
+    return all(place_blocks(blocks, shapes[path]) is not None for path, blocks in needed.items())
+
+
+def place_blocks(blocks: Blocks, shape: Sequence[int]) -> list[tuple[int, int, int, int]] | None:
+    """Returns token, row, first column and length of runs in token ids of a shape; None where there is no room.
+
+    Single tokens are spread column by column, so that every row gets its share, the first column last: it holds the
+    token that begins. Runs stay apart from each other, row after row.
+    """
+    count, length = (math.prod(shape[:-1]), shape[-1]) if shape else (0, 0)
+    if all(size == 1 for _, size in blocks):
+        free = [(row, column) for column in [*range(1, length), 0][:length] for row in range(count)]
+        fits = len(blocks) < max(len(free), 1) or not blocks
+        return [(v, *place, 1) for (v, _), place in zip(blocks, free, strict=False)] if fits else None
+    return next((found for most in (-(-len(blocks) // max(count, 1)), len(blocks))
+                 if (found := _in_rows(blocks, count, length, most)) is not None), None)  # fmt: skip
+
+
+def _in_rows(blocks: Blocks, count: int, length: int, most: int) -> list[tuple[int, int, int, int]] | None:
+    placed: list[tuple[int, int, int, int]] = []
+    row, column, here = 0, 1, 0
+    for value, size in blocks:
+        if here == most or column + size > length:
+            row, column, here = row + 1, 1, 0
+        if row >= count or column + size > length:
+            return None
+        placed.append((value, row, column, size))
+        column, here = column + size + 1, here + 1
+    return placed

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from exportkit.axes.expression import Expression
-from exportkit.axes.placeholder import Placeholder
+from exportkit.axes.placeholder import Grids, Marker, Placeholder
 from exportkit.axes.table import AxisKey, Sizes
 from exportkit.errors import PlanError
 
@@ -108,6 +108,8 @@ class Plan:
         constants: Inputs that are no tensors.
         findings: What a person should know.
         placeholders: Tokens that stand for rows of other inputs.
+        grids: Inputs that say how many rows other inputs have.
+        markers: Inputs that say where placeholders stand.
         joined: Paths of lists of tensors that are one input, their concatenation.
         unused: Paths of tensors that the model was given and never reads; they are no inputs.
         echoes: Outputs that are inputs handed back: name of the output to path of the input.
@@ -125,6 +127,8 @@ class Plan:
     unused: tuple[str, ...] = ()
     echoes: Mapping[str, str] = field(default_factory=dict)
     structure: Mapping[str, Any] = field(default_factory=dict)
+    grids: tuple[Grids, ...] = ()
+    markers: tuple[Marker, ...] = ()
     calls: Any = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -150,7 +154,17 @@ class Plan:
 
     def shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Returns the shape of each leaf by path, given the sizes of all variables."""
+        sizes = self.completed(sizes)
         return {leaf.path: tuple(size.evaluate(sizes) for size in leaf.sizes) for leaf in self.leaves}
+
+    def completed(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Returns the sizes of all variables, with those that follow from grids as these say."""
+        found = dict(sizes)
+        for grid in self.grids:
+            rows = self.by_path[grid.rows].sizes[0].variable
+            if rows is not None:
+                found[rows] = grid.count(self.by_path[grid.path].sizes[0].evaluate(sizes))
+        return found
 
     def static_sizes(self) -> frozenset[int]:
         """Returns all sizes that never change."""

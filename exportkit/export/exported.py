@@ -11,7 +11,18 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments import Arguments, Fills, build_arguments, choose_sizes, find_fills, plan_calls, run_eager
+from exportkit.arguments import (
+    Arguments,
+    Fills,
+    build_arguments,
+    choose_sizes,
+    find_fills,
+    lists_of_many,
+    plan_calls,
+    rows_of_members,
+    run_eager,
+    with_joined_lists,
+)
 from exportkit.axes import Finding, Plan
 from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
 from exportkit.export.audit import audit_sizes
@@ -19,11 +30,20 @@ from exportkit.export.effects import audit_effects
 from exportkit.export.failure import Attempt, explained
 from exportkit.export.module_state import STATE, WithState, with_module_state
 from exportkit.export.onnx_model import OnnxModel
-from exportkit.export.program import Captured, capture
+from exportkit.export.program import Captured, capture_somehow
 from exportkit.export.stateful import StatefulOnnxModel
-from exportkit.export.translate import check_destination, translate
+from exportkit.export.translate import OnnxFile, check_destination, translate
 from exportkit.observe import Edge, InputObserver, Observation
-from exportkit.patching import FEATURE_ROWS, Rule, adapted_call, chunk_size_of, matching_rules
+from exportkit.patching import (
+    FEATURE_ROWS,
+    LIBRARY_PATCHES,
+    LISTS_OF_ONE,
+    ListingNoted,
+    Rule,
+    adapted_call,
+    chunk_size_of,
+    matching_rules,
+)
 from exportkit.trees import Tree, flatten
 
 
@@ -39,6 +59,8 @@ class Exported:
         outputs: Structure of what the model returns.
         model: The model, the truth that the result is compared with.
         method: The exported method.
+        joined_outputs: Paths of lists with a tensor for each image or the like, which the graph returns as one tensor.
+        member_rows: Rows of each tensor of such a list, by its path, where they are always as many.
         seconds: Duration of each stage, in seconds.
         parts: Exports of what runs before the model and feeds it, such as an image encoder, by name.
         edges: Which outputs of each part are inputs of this one.
@@ -51,6 +73,8 @@ class Exported:
     outputs: Tree
     model: torch.nn.Module
     method: str = "forward"
+    joined_outputs: tuple[str, ...] = ()
+    member_rows: Mapping[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     parts: Mapping[str, Exported] = field(default_factory=dict)
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
@@ -89,14 +113,35 @@ class Exported:
         target = check_destination(path)
         started = time.perf_counter()
         with explained(lambda: self.attempt(onnx=True)):
-            file = translate(self.captured, self.plan, target, opset)
+            exported, file = self._translated(target, opset)
         self.seconds["onnx"] = time.perf_counter() - started
         parts = {
             name: part.to_onnx(target.with_name(f"{target.stem}.{name}{target.suffix}"), opset)
             for name, part in self.parts.items()
         }
         kind = StatefulOnnxModel if isinstance(self.model, WithState) else OnnxModel
-        return kind(file, self, parts)
+        return kind(file, exported, parts)
+
+    def _translated(self, target: Path, opset: int | None) -> tuple[Exported, OnnxFile]:
+        """The file, and what it was made of: where it cannot be translated, transformers' own patches may help."""
+        try:
+            return self, translate(self.captured, self.plan, target, opset)
+        except ExportError:
+            again = self._with_library_patches()
+            if again is None:
+                raise
+            return again, translate(again.captured, again.plan, target, opset)
+
+    def _with_library_patches(self) -> Exported | None:
+        """The model traced again with transformers' own export patches; None if it was, or cannot be."""
+        if LIBRARY_PATCHES.name in self.captured.rules:
+            return None
+        try:
+            traced = _traced(self.model, self.method, self.plan, self.seconds, [LIBRARY_PATCHES])
+        except ExportError:
+            return None
+        plan = traced.plan.with_findings(_rule_findings(traced))
+        return replace(traced, plan=plan, parts=self.parts, edges=self.edges)
 
     def attempt(self, onnx: bool = False) -> Attempt:
         """Returns what was traced, to look for the cause of a failure.
@@ -183,20 +228,28 @@ def _with_parts(exported: Exported, source: Any, probe: bool) -> Exported:
     )
 
 
-def _traced(model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float]) -> Exported:
+def _traced(
+    model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float], first: Sequence[Rule] = ()
+) -> Exported:
     started = time.perf_counter()
-    rules = matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())
+    rules = [*first, *matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())]
     rules += [FEATURE_ROWS] if plan.placeholders else []
     partly_cached = any(rule.adapt is not None for rule in rules)
     sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
     arguments = build_arguments(plan, plan.calls, sizes)
-    outputs = flatten(_eager_outputs(model, method, arguments, rules))
+    with ListingNoted(sizes) as listing:
+        outputs = flatten(_eager_outputs(model, method, arguments, rules))
+    rules += [LISTS_OF_ONE] if listing.found else []
+    returned = [outputs.tensors(), *(call.outputs.tensors() for call in plan.calls.calls)]
+    joined = lists_of_many(returned)
+    member_rows = rows_of_members(returned, joined)
+    outputs = with_joined_lists(outputs, joined)
     fills = find_fills(plan, plan.calls, model, method)
     seconds["arguments"] = time.perf_counter() - started
     started = time.perf_counter()
-    captured = capture(model, method, plan, arguments, outputs, rules)
+    captured = capture_somehow(model, method, plan, arguments, outputs, rules, joined)
     seconds["export"] = time.perf_counter() - started
-    exported = Exported(captured, plan, sizes, fills, outputs, model, method, seconds)
+    exported = Exported(captured, plan, sizes, fills, outputs, model, method, joined, member_rows, seconds)
     return replace(exported, plan=plan.with_findings([*audit_sizes(exported), *audit_effects(exported)]))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.arguments import as_simplified, dependent_outputs, fill_missing, solve_sizes, value_at
+from exportkit.arguments import as_simplified, dependent_outputs, fill_missing, solve_sizes, value_at, with_split_lists
 from exportkit.axes import Plan
 from exportkit.errors import ArgumentError, UnregisteredClassError
 from exportkit.export.session import Session
@@ -61,7 +61,9 @@ class OnnxModel:
 
         Arguments are given as to the model: nested values, caches, by position or by name. Optional inputs may be left
         out where recorded calls left them out. Python constants that the graph was exported with may be left out too;
-        another value for one of them is an error.
+        another value for one of them is an error. Where the model returns a list with a tensor for each image, of
+        different sizes, the list returned here holds one tensor, their concatenation: ``exported.joined_outputs`` names
+        such lists.
 
         Raises:
             ArgumentError: if the arguments do not fit the graph.
@@ -123,7 +125,7 @@ class OnnxModel:
 
     @functools.cached_property
     def _dependent(self) -> Mapping[str, str]:
-        return dependent_outputs(self.exported.observation)
+        return dependent_outputs(self.exported.observation, self.exported.joined_outputs)
 
     def _counted(self, outputs: Any, given: Mapping[str, torch.Tensor]) -> Any:
         """The outputs with the counters of their caches at what is stored now: the past and the new tokens."""
@@ -138,7 +140,8 @@ class OnnxModel:
 
     def structured(self, tensors: Mapping[str, torch.Tensor | None]) -> Any:
         """Returns tensors by path as the nested value that the model returns; None stands for one that is absent."""
-        return self.exported.outputs.with_leaves(tensors).build()
+        tree = self.exported.outputs.with_leaves(tensors)
+        return with_split_lists(tree, self.exported.member_rows).build()
 
     def verify(self, unseen: bool = True) -> Report:
         """Returns the proof: a row for each recorded call, and for calls at sizes that nobody has run.

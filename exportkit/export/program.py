@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from exportkit import _torch_compat
-from exportkit.arguments import Arguments, nested_spec, size_in
+from exportkit.arguments import Arguments, nested_spec, size_in, with_joined_lists
 from exportkit.axes import Plan
+from exportkit.errors import ExportError
 from exportkit.export.failure import Attempt, failure
 from exportkit.export.flat import FlatSignature
 from exportkit.observe import Signature
 from exportkit.observe.recorder import recording_paused
-from exportkit.patching import Rule, adapted_call, applied
+from exportkit.patching import LIBRARY_PATCHES, STRICT, SYMBOLIC_LENGTHS, Rule, adapted_call, applied
+from exportkit.patching.lists import SYMBOLIC_LENGTH
 from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
 
 _ABSENT = object()
@@ -44,8 +46,41 @@ class Captured:
     rules: tuple[str, ...] = ()
 
 
-def capture(
-    model: torch.nn.Module, method: str, plan: Plan, arguments: Arguments, outputs: Tree, rules: Sequence[Rule] = ()
+def capture_somehow(  # noqa: PLR0917 - what `capture` takes
+    model: torch.nn.Module,
+    method: str,
+    plan: Plan,
+    arguments: Arguments,
+    outputs: Tree,
+    rules: Sequence[Rule],
+    joined: Sequence[str] = (),
+) -> Captured:
+    """Returns what `capture` does; where that fails, with one rewrite of the last resort after the other.
+
+    Raises:
+        ExportError: of the first attempt, if all of them fail.
+    """
+    try:
+        return capture(model, method, plan, arguments, outputs, rules, joined)
+    except ExportError as error:
+        fixed = any(text in str(error.__cause__) for text in ("specialized", SYMBOLIC_LENGTH))
+        attempts = [[SYMBOLIC_LENGTHS], [STRICT]] if fixed else []
+        for extra in [*attempts, [LIBRARY_PATCHES]]:  # outermost, so that our own rules stay in force
+            try:
+                return capture(model, method, plan, arguments, outputs, [*extra, *rules], joined)
+            except ExportError:
+                continue
+        raise
+
+
+def capture(  # noqa: PLR0917 - one call, seen from all sides
+    model: torch.nn.Module,
+    method: str,
+    plan: Plan,
+    arguments: Arguments,
+    outputs: Tree,
+    rules: Sequence[Rule] = (),
+    joined: Sequence[str] = (),
 ) -> Captured:
     """Returns the program that torch.export traces for the arguments, with the plan's variables as dynamic axes.
 
@@ -58,6 +93,7 @@ def capture(
         arguments: Arguments at distinct sizes greater than 1.
         outputs: What the model returned for them in eager mode; used for its structure.
         rules: Rewrites to trace with.
+        joined: Paths of lists that the program returns as a list of one, their concatenation; so they are in outputs.
 
     Raises:
         ExportError: if torch cannot trace the model.
@@ -71,7 +107,7 @@ def capture(
         inputs = {id(tensor) for value in given.values() for tensor in flatten(value).tensors().values()}
         _set_stored_lengths(flat, plan, given)
         result = adapted_call(rules, flat.values(given), lambda values: _called(call, flat.signature, values))
-        return _returned(result, inputs, tensors_only)
+        return _returned(with_joined_lists(flatten(result), joined), inputs, tensors_only)
 
     with (
         registered_caches(),
@@ -85,7 +121,7 @@ def capture(
         specs = _specs(flat, plan)
         order = _input_order(flat, kwargs)
         try:
-            program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs)
+            program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs, strict=STRICT in rules)
         except Exception as error:
             attempt = Attempt(
                 model,
@@ -121,13 +157,11 @@ def _called(call: Callable[..., Any], signature: Signature, values: Mapping[str,
     return call(*args, **kwargs)
 
 
-def _returned(result: Any, inputs: set[int], tensors_only: bool) -> Any:
+def _returned(tree: Tree, inputs: set[int], tensors_only: bool) -> Any:
     """What the traced function returns: inputs that come back are copied, as a graph's input cannot be its output."""
-    tree = flatten(result)
     if any(id(leaf) in inputs for leaf in tree.leaves):
         tree = tree.map(lambda leaf: leaf.clone() if id(leaf) in inputs else leaf)
-        result = tree.build()
-    return tuple(tree.tensors().values()) if tensors_only else result
+    return tuple(tree.tensors().values()) if tensors_only else tree.build()
 
 
 def _specs(flat: FlatSignature, plan: Plan) -> dict[str, Any]:

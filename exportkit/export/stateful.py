@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from exportkit.arguments import solve_sizes
 from exportkit.export.module_state import RESULT, STATE
 from exportkit.export.onnx_model import OnnxModel
-from exportkit.observe.observation import tensors_by_path
-from exportkit.trees import Tree, flatten
+from exportkit.trees import Tree, flatten, join
 
 if TYPE_CHECKING:
     from exportkit.verify import Report
@@ -58,5 +57,7 @@ class StatefulOnnxModel(OnnxModel):
         return (past is None or sizes[past.name] > 0) and (batch is None or sizes[batch.name] == state[batch.name])
 
     def _sizes(self, trees: dict[str, Tree]) -> dict[str, int]:
-        tensors = tensors_by_path(trees)
-        return solve_sizes(self.exported.plan, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
+        shapes = {
+            join(name, path): tuple(t.shape) for name, tree in trees.items() for path, t in tree.tensors().items()
+        }
+        return solve_sizes(self.exported.plan, shapes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +19,7 @@ from exportkit.errors import DestinationError, ExportError
 from exportkit.export.assertions import without_assertions
 from exportkit.export.names import input_names, output_names
 from exportkit.export.program import Captured, without_gradients
+from exportkit.patching import LIBRARY_PATCHES, applied, library_translations
 from exportkit.trees import registered_caches
 
 if TYPE_CHECKING:
@@ -74,9 +77,7 @@ def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = No
         ExportError: if an operator cannot be translated.
     """
     try:
-        parameters = captured.program.parameters()
-        with _torch_compat.quiet_onnx_export(), registered_caches(), without_gradients(parameters):
-            program = torch.onnx.export(without_assertions(captured.program), (), verbose=False, opset_version=opset)
+        program = _translated(captured, opset, LIBRARY_PATCHES.name in captured.rules)
     except Exception as error:
         raise ExportError(
             "The program could not be translated to ONNX.",
@@ -95,6 +96,29 @@ def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = No
     path.parent.mkdir(parents=True, exist_ok=True)
     program.save(path, external_data=True)
     return OnnxFile(path, inputs, outputs, axes)
+
+
+def _translated(captured: Captured, opset: int | None, with_library: bool) -> torch.onnx.ONNXProgram | None:
+    """The program in ONNX; for one traced with transformers' patches, with its translations too."""
+    extra = library_translations() if with_library else None
+    source = without_assertions(captured.program)
+    parameters = captured.program.parameters()
+    with (
+        _torch_compat.quiet_onnx_export(),
+        registered_caches(),
+        without_gradients(parameters),
+        contextlib.ExitStack() as stack,
+    ):
+        if extra is None:
+            return torch.onnx.export(source, (), verbose=False, opset_version=opset)
+        stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
+        source = _torch_compat.with_graph_module(source, copy.deepcopy(source.graph_module))
+        extra.fix_nodes(source.graph_module)
+        program = torch.onnx.export(
+            source, (), verbose=False, opset_version=opset, custom_translation_table=dict(extra.table)
+        )
+        extra.fix_program(program)
+        return program
 
 
 def _check_opset(model: onnx_ir.Model, wanted: int | None) -> None:

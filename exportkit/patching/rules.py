@@ -20,7 +20,15 @@ from exportkit.patching.experts import batched_experts, has_experts
 from exportkit.patching.feature_rows import guarded_scatter
 from exportkit.patching.first_call import always_first, asks_for_first_call, with_first_types
 from exportkit.patching.gated_recurrence import has_gated_recurrence, traced_gated_recurrence
+from exportkit.patching.grids import grids_in_graph, has_encoder_of_grids
+from exportkit.patching.library_patches import library_patches
+from exportkit.patching.lists import lists_of_one
+from exportkit.patching.packed_attention import has_packed_attention, masked_segments
+from exportkit.patching.padded_images import has_padded_images, padded_images
+from exportkit.patching.rope_index import has_rope_index, rope_index_in_graph
 from exportkit.patching.selective_scan import has_selective_scan, traced_selective_scan
+from exportkit.patching.symbolic_lengths import symbolic_lengths
+from exportkit.patching.tiles import has_tiles, tiles_in_graph
 from exportkit.patching.weighted_average import has_weighted_average, traced_weighted_average
 from exportkit.patching.windows import has_windows, traced_windows
 
@@ -52,15 +60,30 @@ RULES = (
     Rule("delta rule as one loop operator", has_delta_rule, traced_delta_rule),
     Rule("weighted average of tokens as one loop operator", has_weighted_average, traced_weighted_average),
     Rule("gated recurrence as one loop operator", has_gated_recurrence, traced_gated_recurrence),
+    Rule("packed images as one masked attention", has_packed_attention, masked_segments),
+    Rule("grids of patches read in the graph", has_encoder_of_grids, grids_in_graph),
+    Rule("positions of image tokens worked out in the graph", has_rope_index, rope_index_in_graph),
+    Rule("tiles of images packed by one selection", has_tiles, tiles_in_graph),
+    Rule("images selected out of their padding", has_padded_images, padded_images),
 )
 
 # Needed where placeholders in the token ids stand for rows of an input, which is seen from values and not from a call.
 FEATURE_ROWS = Rule("features scattered as far as there are any", lambda *_: False, guarded_scatter)
 
+# Needed where a list is made along an axis that varies, which is seen when the model runs and not from a call.
+LISTS_OF_ONE = Rule("lists as one tensor", lambda *_: False, lists_of_one)
+
+# What is tried, one after the other, where a trace fails; the first ones only where it fixed a size.
+SYMBOLIC_LENGTHS = Rule("lengths of tensors kept symbolic", lambda *_: False, symbolic_lengths)
+STRICT = Rule("traced from bytecode (strict)", lambda *_: False, nothing_replaced)
+LIBRARY_PATCHES = Rule("transformers' own export patches", lambda *_: False, library_patches)
+
 
 def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rule]:
     """Returns the rules that the model and its arguments need."""
-    return [rule for rule in RULES if rule.matches(model, arguments)]
+    extra = [value for value in arguments.values() if type(value) is dict]  # what **kwargs got, among them
+    named = {name: value for values in extra for name, value in values.items()} | dict(arguments)
+    return [rule for rule in RULES if rule.matches(model, named)]
 
 
 def adapted_call(rules: Sequence[Rule], arguments: dict[str, Any], call: Callable[[dict[str, Any]], Any]) -> Any:

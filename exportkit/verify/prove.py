@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments import Arguments, build_arguments, recorded_call, run_eager, solve_sizes, unseen_sizes
+from exportkit.arguments import (
+    Arguments,
+    as_simplified,
+    build_arguments,
+    recorded_call,
+    run_eager,
+    solve_sizes,
+    unseen_sizes,
+)
 from exportkit.axes import Plan
 from exportkit.errors import ExportkitError
 from exportkit.export import Exported, OnnxModel
@@ -128,6 +136,8 @@ def compare_outputs(
     plan, axes = onnx_model.exported.plan, onnx_model.file.output_axes
     names = tuple(map(str, plan.by_path[mask[0]].sizes)) if mask and mask[0] in plan.by_path else ()
     caches = onnx_model.exported.outputs.growing if mask and _covers_past(plan, mask[0]) else {}
+    joined = onnx_model.exported.joined_outputs
+    expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
     for path in [*expected, *(path for path in got if path not in expected)]:
         if path not in got or path not in expected:
             yield Difference(path, "only the model returns it" if path in expected else "only the graph returns it")
