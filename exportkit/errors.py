@@ -13,6 +13,8 @@
     ├── PlanError                 the recorded calls contradict each other      RuntimeError
     │   └── ArgumentError         arguments cannot be built, or do not fit a plan
     ├── ExportError               torch.export or the ONNX translation failed   RuntimeError
+    ├── CaptureError              what a module returned cannot be captured     RuntimeError
+    ├── PatchError                a replacement computes something else         RuntimeError
     ├── DestinationError          a path that cannot be read or written         OSError
     ├── MissingPackageError       an optional package is not installed          ImportError
     └── RuntimeFailure            onnxruntime refused the graph or a call       RuntimeError
@@ -94,6 +96,14 @@ class ArgumentError(PlanError):
 
 class ExportError(ExportkitError, RuntimeError):
     """torch.export or the translation to ONNX failed."""
+
+
+class CaptureError(ExportkitError, RuntimeError):
+    """What a module returned cannot be captured, or nothing was."""
+
+
+class PatchError(ExportkitError, RuntimeError):
+    """A replacement of a class or module computes something else, or cannot take its place."""
 
 
 class DestinationError(ExportkitError, OSError):
