@@ -223,7 +223,7 @@ def quiet_onnx_export() -> Iterator[None]:
 
 
 def in_backward() -> bool:
-    """Returns whether the current thread runs a backward pass, where checkpointed layers run again. Seen in torch 2.13."""
+    """Returns whether the thread runs a backward pass, where checkpointed layers run again. Seen in torch 2.13."""
     return bool(_require(torch._C, "_current_graph_task_id", "torch 2.13")() != -1)
 
 

@@ -58,6 +58,7 @@ class Collector:
         self._undo = contextlib.ExitStack()
 
     def new_record(self) -> Record:
+        """Returns a record for one call."""
         return Record(self.keys, self._selections)
 
     def __enter__(self) -> Collector:
@@ -162,7 +163,9 @@ class Calls:
         compiled = self._collector.compiled
         with self._lock:
             records = list(self._records)
-        return records + [record for record in (self._outside, compiled) if record is not None and not record.is_blank()]
+        return records + [
+            record for record in (self._outside, compiled) if record is not None and not record.is_blank()
+        ]
 
     def _begin(self, *_call: Any) -> None:
         collector = self._collector

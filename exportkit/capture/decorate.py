@@ -1,4 +1,4 @@
-"""``output_<key>`` arguments for any module's forward. In comes a forward; out comes one that returns what is asked for.
+"""``output_<key>`` arguments for a module. In comes its forward; out comes one that also returns what is asked for.
 
 What can be asked for is declared on the class, as ``_can_record_outputs``: specs by key.
 """

@@ -100,5 +100,5 @@ def _prepare_class(*names: str) -> bool:
     """Makes the class of a result, also while torch traces, which cannot follow this."""
     key = " ".join(names)
     if key not in _classes:
-        _classes[key] = namedtuple("CapturedOutput", names, rename=True)  # type: ignore[misc]  # noqa: PYI024
+        _classes[key] = namedtuple("CapturedOutput", names, rename=True)  # type: ignore[misc]
     return True
