@@ -53,7 +53,7 @@ class Collector:
         self._selections = selections
         self.eager: frozenset[int] = frozenset()  # configs (by id) that say "eager" to the calls recorded here
         self.frame = Frame(self, self.new_record())
-        self.compiled: Record | None = None  # of the latest call of a compiled model
+        self.compiled = self.frame.record  # where compiled code puts values: it knows no threads
         self._unclaimed: set[str] = set()
         self._undo = contextlib.ExitStack()
 
@@ -160,12 +160,11 @@ class Calls:
 
     def records(self) -> list[Record]:
         """Returns the records of the calls so far, as they began; at the end, of what ran outside of calls."""
-        compiled = self._collector.compiled
         with self._lock:
             records = list(self._records)
-        return records + [
-            record for record in (self._outside, compiled) if record is not None and not record.is_blank()
-        ]
+        outside = {id(record): record for record in (self._outside, self._collector.compiled) if record is not None}
+        known = set(map(id, records))
+        return records + [record for key, record in outside.items() if key not in known and not record.is_blank()]
 
     def _begin(self, *_call: Any) -> None:
         collector = self._collector
@@ -182,6 +181,7 @@ class Calls:
         frame.handled = sys.exception()
         with self._lock:
             self._records.append(frame.record)
+        collector.compiled = frame.record
         scope.push(frame)
 
     def _end(self, *_call: Any) -> None:
@@ -195,6 +195,8 @@ class Calls:
             return
         scope.pop(frame)
         record, frame.record = frame.record, None
+        if self._collector.compiled is record:
+            self._collector.compiled = self._outside
         if sys.exception() is not frame.handled:
             with self._lock:
                 self._records = [other for other in self._records if other is not record]

@@ -46,7 +46,7 @@ class _Entry:
     copy: torch.Tensor | None = None
 
     def unchanged(self) -> Any:
-        if self.copy is None or self.version == _version(self.value):
+        if self.copy is None or (self.version is not None and self.version == _version(self.value)):
             return self.value
         return self.copy
 
