@@ -185,9 +185,9 @@ def _in_python_modules(registered: Sequence[Entry]) -> Iterator[list[Swap]]:
         Swap(f"{module.__name__}.{name}", original, entry.replacement, entry.text, "name")
         for module, name, original, entry in found
     ]
-    for original, replacement, key in {(swap.original, swap.replacement, swap.key) for swap in swaps}:
-        if any(entry.text == key and entry.pattern is None for entry in registered):
-            require_same_forward(original, replacement, abstract=True)
+    for swap in swaps:
+        if swap.key == qualified_name(swap.original):  # other keys may mean classes that nobody is going to use
+            require_same_forward(swap.original, swap.replacement, abstract=True)
     with contextlib.ExitStack() as stack:
         stack.callback(_put_back_copies, found, _holders({entry.replacement for entry in registered}))
         for module, name, _, entry in found:

@@ -221,9 +221,7 @@ def test_the_decorator_can_untie_the_last_hidden_state():
 
 
 def test_the_first_state_can_be_left_out():
-    model = returning(
-        lambda h: {"logits": h}, hidden_states=OutputRecorder(Layer, capture_initial_hidden_state=False)
-    )
+    model = returning(lambda h: {"logits": h}, hidden_states=OutputRecorder(Layer, capture_initial_hidden_state=False))
     assert len(model(torch.ones(1, 4), output_hidden_states=True)["hidden_states"]) == 3
 
 
