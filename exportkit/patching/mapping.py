@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +113,13 @@ def entries() -> list[Entry]:
         return sorted(_entries.values(), key=lambda entry: entry.pattern is not None)
 
 
-def entry_for(entries: Iterable[Entry], cls: type, name: str | None = None) -> Entry | None:
-    """Returns the first entry that means a class, or the name that it has somewhere, or None."""
+def entry_for(entries: Sequence[Entry], cls: type, name: str | None = None) -> Entry | None:
+    """Returns the first entry that means a class, or the name that it has somewhere, or None.
+
+    What replaces others is never replaced itself, whatever its name.
+    """
+    if any(entry.replacement is cls for entry in entries):
+        return None
     names = {cls.__name__, name or cls.__name__}
     qualified = qualified_name(cls)
     return next((entry for entry in entries if any(entry.means(one, qualified) for one in names)), None)

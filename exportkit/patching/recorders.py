@@ -12,21 +12,32 @@ from typing import Any
 
 import torch
 
-from exportkit.patching.attributes import replaced_attributes
 from exportkit.patching.mapping import Entry, entries, entry_for
 
 DECLARATION = "_can_record_outputs"
 
 
+class _Declaration(dict[str, Any]):
+    """A changed declaration, which knows what the module itself had before."""
+
+    def __init__(self, changed: dict[str, Any], before: Any) -> None:
+        super().__init__(changed)
+        self.before = before
+        self.undone = False
+
+
 class PatchedRecorders(contextlib.AbstractContextManager["PatchedRecorders"]):
     """Changed declarations; `undo`, or leaving a ``with`` block, puts them back."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
+    def __init__(self, declarations: Sequence[tuple[torch.nn.Module, _Declaration]]) -> None:
+        self._declarations = list(declarations)
 
     def undo(self) -> None:
-        """Puts the declarations back."""
-        self._stack.close()
+        """Puts the declarations back; those that were changed again since, when that is undone."""
+        for module, declaration in self._declarations:
+            declaration.undone = True
+            _drop_undone(module)
+        self._declarations = []
 
     def __exit__(self, *_error: object) -> None:
         self.undo()
@@ -53,13 +64,25 @@ def patch_output_recorders(model: torch.nn.Module) -> PatchedRecorders:
         >>> clear_patch_mapping()
     """
     registered = entries()
-    with contextlib.ExitStack() as stack:
-        for module in model.modules() if registered else ():
-            declared = getattr(module, DECLARATION, None)
-            if declared:
-                changed = {key: _patched(spec, registered) for key, spec in declared.items()}
-                stack.enter_context(replaced_attributes(module, {DECLARATION: changed}))  # type: ignore[arg-type]
-        return PatchedRecorders(stack.pop_all())
+    declarations = []
+    for module in model.modules() if registered else ():
+        declared = getattr(module, DECLARATION, None)
+        if declared:
+            changed = {key: _patched(spec, registered) for key, spec in declared.items()}
+            declaration = _Declaration(changed, vars(module).get(DECLARATION))
+            setattr(module, DECLARATION, declaration)
+            declarations.append((module, declaration))
+    return PatchedRecorders(declarations)
+
+
+def _drop_undone(module: torch.nn.Module) -> None:
+    current = vars(module).get(DECLARATION)
+    while isinstance(current, _Declaration) and current.undone:
+        current = current.before
+        if current is None:
+            delattr(module, DECLARATION)
+        else:
+            setattr(module, DECLARATION, current)
 
 
 def _patched(spec: Any, registered: Sequence[Entry]) -> Any:

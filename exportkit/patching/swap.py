@@ -157,7 +157,7 @@ def _places(model: torch.nn.Module) -> list[ChildOf]:
 
 def _chosen(original: type, registered: Sequence[Entry]) -> Entry | None:
     entry = entry_for(registered, original)
-    if entry is None or entry.replacement is original:
+    if entry is None:
         return None
     require_same_forward(original, entry.replacement)
     return entry
@@ -203,7 +203,7 @@ def _names_to_replace(registered: Sequence[Entry]) -> list[tuple[ModuleType, str
         if (name, original) not in chosen:
             chosen[name, original] = entry_for(registered, original, name)
         entry = chosen[name, original]
-        if entry is not None and entry.replacement is not original:
+        if entry is not None:
             found.append((module, name, original, entry))
     return found
 

@@ -44,7 +44,7 @@ class Returning(Layer):
 class Stack(nn.Module):
     """Runs its layers one after the other; states what can be captured."""
 
-    _can_record_outputs = {"hidden_states": Layer}
+    _can_record_outputs = {"hidden_states": Layer}  # noqa: RUF012
 
     def __init__(self, *layers):
         super().__init__()

@@ -227,7 +227,7 @@ def test_the_first_state_can_be_left_out():
 
 def test_a_decorated_module_inside_another_has_states_of_its_own():
     class Outer(nn.Module):
-        _can_record_outputs = {"hidden_states": Layer}
+        _can_record_outputs = {"hidden_states": Layer}  # noqa: RUF012
 
         def __init__(self):
             super().__init__()

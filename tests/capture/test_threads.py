@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextvars
+import functools
 import queue
 import random
 import threading
@@ -56,7 +57,7 @@ class SharedPool(Stack):
 
 
 @pytest.fixture
-def _pool():
+def _pool_with_threads():
     with concurrent.futures.ThreadPoolExecutor(3) as SharedPool.pool:
         list(SharedPool.pool.map(str, range(20)))  # its threads exist
         yield
@@ -70,8 +71,9 @@ def _threads_start_as_before():
     assert (threading.Thread.start, concurrent.futures.ThreadPoolExecutor.submit) == before
 
 
+@pytest.mark.usefixtures("_pool_with_threads")
 @pytest.mark.parametrize("cls", [InThreads, InPool, SharedPool])
-def test_layers_that_run_in_worker_threads_are_captured(cls, _pool):
+def test_layers_that_run_in_worker_threads_are_captured(cls):
     model, x = cls(), torch.randn(2, 4)
     with capture(model, {"hidden_states": Layer}) as captured:
         model(x)
@@ -114,8 +116,9 @@ def request_of(model, dice):
         assert captured.calls == []
 
 
+@pytest.mark.usefixtures("_pool_with_threads")
 @pytest.mark.parametrize("cls", [Stack, InPool, SharedPool])
-def test_eight_threads_of_different_requests_never_mix(cls, _pool):
+def test_eight_threads_of_different_requests_never_mix(cls):
     model = cls()
     before = traces(model)
 
@@ -166,10 +169,8 @@ def test_threads_that_nobody_can_assign_are_warned_about_or_follow_by_context():
 
         def run(self, x):
             for layer in self.layers:
-                work = lambda layer=layer, x=x: layer(x)  # noqa: E731
-                if self.carry:
-                    work = lambda work=work, context=contextvars.copy_context(): context.run(work)  # noqa: E731
-                self.calls.put(work)
+                work = functools.partial(layer, x)
+                self.calls.put(functools.partial(contextvars.copy_context().run, work) if self.carry else work)
                 x = self.answers.get(timeout=10)
             return x
 

@@ -81,6 +81,13 @@ def test_names_come_before_expressions_and_those_in_the_order_of_registration():
     assert chosen(LlamaMLP) is New
 
 
+def test_what_replaces_others_is_not_replaced_itself():
+    register_patch_mapping({".*MLP": MLP, "New.*": Newer})
+    assert chosen(LlamaMLP) is MLP
+    assert chosen(MLP) is None
+    assert chosen(Newer) is None
+
+
 def test_a_registration_that_fails_changes_nothing():
     register_patch_mapping({"A": New})
     for bad in ({"B": New, "C": 3}, {"B": New, "A": Newer}, {"B": New, "C(": New}, {"B": New, 3: New}, {"B": int}):
@@ -101,7 +108,7 @@ def test_a_second_registration_needs_overwrite():
 
 
 def test_a_replacement_is_a_module_class():
-    for wrong in (3, int, New(), lambda: New()):
+    for wrong in (3, int, New(), lambda module: module):
         with pytest.raises(TypeError, match=r"must be a subclass of nn\.Module"):
             register_patch_mapping({"A": wrong})
 

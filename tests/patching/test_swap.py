@@ -357,7 +357,7 @@ def test_only_modules_can_be_given():
 
 
 class Declaring(nn.Sequential):
-    _can_record_outputs = {"hidden_states": Layer, "named": ["Layer", nn.ReLU]}
+    _can_record_outputs = {"hidden_states": Layer, "named": ["Layer", nn.ReLU]}  # noqa: RUF012
 
 
 def test_declarations_of_one_model_follow_the_registry_and_come_back():
@@ -390,4 +390,9 @@ def test_declarations_of_one_model_follow_the_registry_and_come_back():
     assert model[1]._can_record_outputs["a"] == OutputRecorder(Layer, index=1)
     with pytest.raises(KeyError), patch_output_recorders(model):
         raise KeyError
+    assert vars(model) == before
+    first, second = patch_output_recorders(model), patch_output_recorders(model)
+    first.undo()
+    assert model._can_record_outputs["hidden_states"] is Negative
+    second.undo()
     assert vars(model) == before
