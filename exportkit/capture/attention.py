@@ -35,15 +35,22 @@ def fused_configs(model: torch.nn.Module, matches: Sequence[Match]) -> list[Any]
 
     These are the configs of the modules, of what is inside them, and of what they are inside of, which makes the mask.
     """
-    paths = [match.path for match in matches if _wants_weights(match)]
     configs: dict[int, Any] = {}
-    for path, module in model.named_modules() if paths else ():
-        config = getattr(module, "config", None)
-        if _torch_compat.attention_implementation(config) not in (None, EAGER) and any(
-            _one_inside_the_other(path, other) for other in paths
-        ):
-            configs[id(config)] = config
+    for match in matches:
+        if _wants_weights(match):
+            for module in (*_ancestors(model, match.path), *match.module.modules()):
+                config = getattr(module, "config", None)
+                if _torch_compat.attention_implementation(config) not in (None, EAGER):
+                    configs[id(config)] = config
     return list(configs.values())
+
+
+def _ancestors(model: torch.nn.Module, path: str) -> list[torch.nn.Module]:
+    """The modules that a module is inside of, the model first."""
+    modules = [model]
+    for name in path.split(".")[:-1]:
+        modules.append(modules[-1].get_submodule(name))
+    return modules
 
 
 @contextlib.contextmanager
@@ -60,10 +67,6 @@ def eager_attention(collector: Collector) -> Iterator[None]:
 def _wants_weights(match: Match) -> bool:
     names = f"{match.target.key} {type(match.module).__name__}".lower()
     return "attention" in names and match.target.recorder.index != 0
-
-
-def _one_inside_the_other(path: str, other: str) -> bool:
-    return path == "" or other == "" or f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 @contextlib.contextmanager

@@ -26,18 +26,20 @@ from exportkit.capture.specs import FIRST_INPUT_KEY, Match
 class Frame:
     """One call (or everything outside of calls) in one thread or task, and those that it starts."""
 
-    def __init__(self, collector: Collector, record: Record) -> None:
+    def __init__(self, collector: Collector, record: Record, handled: BaseException | None = None) -> None:
         self.collector = collector
         self.record: Record | None = record
+        self.handled = handled  # what was being handled when the call began
         self.depth = 0
-        self.handled: BaseException | None = None
 
 
 class Collector:
     """Records what the matched modules return while it is entered.
 
     Attributes:
-        frame: The frame of the code that entered it.
+        outside: The record for all that is in no call of its own.
+        compiled: The record for compiled code, which knows no threads.
+        eager: Configs (by id) that say "eager" to the calls recorded here.
     """
 
     def __init__(
@@ -51,9 +53,8 @@ class Collector:
         self.matches = matches
         self.keys = tuple(keys)
         self._selections = selections
-        self.eager: frozenset[int] = frozenset()  # configs (by id) that say "eager" to the calls recorded here
-        self.frame = Frame(self, self.new_record())
-        self.compiled = self.frame.record  # where compiled code puts values: it knows no threads
+        self.eager: frozenset[int] = frozenset()
+        self.outside = self.compiled = self.new_record()
         self._unclaimed: set[str] = set()
         self._undo = contextlib.ExitStack()
 
@@ -68,17 +69,13 @@ class Collector:
             for match in self.matches:
                 for handle in _hooked(self, match):
                     stack.callback(handle.remove)
-            scope.push(self.frame)
-            stack.callback(scope.pop, self.frame)
+            stack.callback(_close, scope.push(Frame(self, self.outside)))
             self._undo = stack.pop_all()
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._undo.close()
         self.matches = ()
-        if self.frame.record is not None:
-            self.frame.record.finish()
-            self.frame.record = None
 
     def own_frame(self) -> Frame | None:
         """Returns the innermost frame of this collector that the running code belongs to."""
@@ -110,6 +107,15 @@ class Collector:
                 "`contextvars.copy_context().run`, made by the thread that calls the model.",
                 stacklevel=3,
             )
+
+
+def _close(frame: Frame) -> Record | None:
+    """Ends a frame: what others still hold of it keeps no values alive. Returns its record."""
+    scope.pop(frame)
+    record, frame.record = frame.record, None
+    if record is not None:
+        record.finish()
+    return record
 
 
 def _hooked(collector: Collector, match: Match) -> list[Any]:
@@ -148,7 +154,6 @@ class Calls:
         self._collector = collector
         self._lock = threading.Lock()
         self._records: list[Record] = []
-        self._outside = collector.frame.record
 
     def hook_begin(self) -> Any:
         """Puts a hook before all others on the model; returns its handle."""
@@ -162,9 +167,11 @@ class Calls:
         """Returns the records of the calls so far, as they began; at the end, of what ran outside of calls."""
         with self._lock:
             records = list(self._records)
-        outside = {id(record): record for record in (self._outside, self._collector.compiled) if record is not None}
-        known = set(map(id, records))
-        return records + [record for key, record in outside.items() if key not in known and not record.is_blank()]
+        others = [self._collector.outside, self._collector.compiled]
+        for record in others:
+            if not record.is_blank() and not any(record is other for other in records):
+                records.append(record)
+        return records
 
     def _begin(self, *_call: Any) -> None:
         collector = self._collector
@@ -174,32 +181,27 @@ class Calls:
         frame = collector.own_frame()
         if frame is None:
             return
-        if frame is not collector.frame:  # the model calls itself
+        if frame.record is not collector.outside:  # the model calls itself
             frame.depth += 1
             return
-        frame = Frame(collector, collector.new_record())
-        frame.handled = sys.exception()
+        record = collector.compiled = collector.new_record()
         with self._lock:
-            self._records.append(frame.record)
-        collector.compiled = frame.record
-        scope.push(frame)
+            self._records.append(record)
+        scope.push(Frame(collector, record, sys.exception()))
 
     def _end(self, *_call: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            return
-        frame = self._collector.own_frame()
-        if frame is None or frame is self._collector.frame:
+        collector = self._collector
+        frame = None if torch.compiler.is_dynamo_compiling() else collector.own_frame()
+        if frame is None or frame.record is collector.outside:
             return
         if frame.depth:
             frame.depth -= 1
             return
-        scope.pop(frame)
-        record, frame.record = frame.record, None
-        if self._collector.compiled is record:
-            self._collector.compiled = self._outside
+        record = _close(frame)
+        if collector.compiled is record:
+            collector.compiled = collector.outside
         if sys.exception() is not frame.handled:
             with self._lock:
                 self._records = [other for other in self._records if other is not record]
-            return
-        record.finish()
-        self._collector.warn_of_unclaimed(record.values())
+        elif record is not None:
+            collector.warn_of_unclaimed(record.values())

@@ -53,9 +53,8 @@ def run_captured(
     if torch.compiler.is_dynamo_compiling():
         return _run_in_trace(model, matches, Record(keys, selections), call)
     with Collector(model, matches, keys, selections) as collector:
-        record = collector.frame.record
         result = call()
-    values = record.values()
+    values = collector.outside.values()
     collector.warn_of_unclaimed(values)
     return result, values
 

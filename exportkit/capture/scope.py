@@ -27,9 +27,10 @@ def frames() -> tuple[Frame, ...] | None:
     return _started_in.get(threading.current_thread()) if found is None else found
 
 
-def push(frame: Frame) -> None:
-    """Opens a frame for the running code, and for what it starts."""
+def push(frame: Frame) -> Frame:
+    """Opens a frame for the running code, and for what it starts; returns it."""
     _frames.set((*(frames() or ()), frame))
+    return frame
 
 
 def pop(frame: Frame) -> None:

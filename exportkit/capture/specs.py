@@ -163,15 +163,19 @@ def _own(spec: Any, key: str) -> OutputRecorder:
 
 
 def _means(target: Target, module: torch.nn.Module, paths: Iterable[str]) -> bool:
-    return any(_means_path(target, module, path) for path in paths)
-
-
-def _means_path(target: Target, module: torch.nn.Module, path: str) -> bool:
     recorder = target.recorder
-    dotted = f".{path}"
     if target.pattern is not None:
-        return target.pattern.search(path) is not None
+        return any(target.pattern.search(path) is not None for path in paths)
     by_class = recorder.target_class is not None and isinstance(module, recorder.target_class)
+    if by_class and recorder.layer_name is None:
+        return True
+    if recorder.class_name is None and not by_class:
+        return False
+    return any(_means_path(recorder, module, path, by_class) for path in paths)
+
+
+def _means_path(recorder: OutputRecorder, module: torch.nn.Module, path: str, by_class: bool) -> bool:
+    dotted = f".{path}"
     by_name = recorder.class_name is not None and (
         dotted.endswith(recorder.class_name) or type(module).__name__ == recorder.class_name
     )
