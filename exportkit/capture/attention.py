@@ -35,14 +35,17 @@ def fused_configs(model: torch.nn.Module, matches: Sequence[Match]) -> list[Any]
 
     These are the configs of the modules, of what is inside them, and of what they are inside of, which makes the mask.
     """
-    configs: dict[int, Any] = {}
+    modules: dict[torch.nn.Module, None] = {}
     for match in matches:
         if _wants_weights(match):
-            for module in (*_ancestors(model, match.path), *match.module.modules()):
-                config = getattr(module, "config", None)
-                if _torch_compat.attention_implementation(config) not in (None, EAGER):
-                    configs[id(config)] = config
-    return list(configs.values())
+            modules |= dict.fromkeys((*_ancestors(model, match.path), *match.module.modules()))
+    configs: dict[int, Any] = {}
+    for module in modules:
+        config = vars(module).get("config")  # most have none, which getattr takes long to say
+        configs[id(config)] = config
+    return [
+        config for config in configs.values() if _torch_compat.attention_implementation(config) not in (None, EAGER)
+    ]
 
 
 def _ancestors(model: torch.nn.Module, path: str) -> list[torch.nn.Module]:

@@ -118,6 +118,10 @@ def pick(output: Any, match: Match) -> Any:
         CaptureError: if there is no such part.
     """
     index = match.target.recorder.index
+    if isinstance(output, torch.Tensor):
+        return output
+    if type(output) is tuple and type(index) is int and 0 <= index < len(output):  # as nearly always
+        return output[index]
     by_name = _parts(output)
     if by_name is None:
         return output

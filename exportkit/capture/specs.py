@@ -98,7 +98,7 @@ def matches_of(model: torch.nn.Module, targets: Iterable[Target]) -> list[Match]
     for position, (module, names) in enumerate(paths.items()):
         keys: list[str] = []
         for target in targets:
-            if target.key not in keys and _means(target, module, names):
+            if _means(target, module, names) and target.key not in keys:
                 keys.append(target.key)
                 found.append(Match(module, names[0], position, target))
     return found
@@ -162,26 +162,23 @@ def _own(spec: Any, key: str) -> OutputRecorder:
     return OutputRecorder(spec.target_class, spec.index, spec.layer_name, spec.class_name, initial)
 
 
-def _means(target: Target, module: torch.nn.Module, paths: Iterable[str]) -> bool:
-    recorder = target.recorder
+def _means(target: Target, module: torch.nn.Module, paths: list[str]) -> bool:
+    recorder, name = target.recorder, target.recorder.class_name
     if target.pattern is not None:
         return any(target.pattern.search(path) is not None for path in paths)
-    by_class = recorder.target_class is not None and isinstance(module, recorder.target_class)
-    if by_class and recorder.layer_name is None:
-        return True
-    if recorder.class_name is None and not by_class:
+    if recorder.target_class is not None and isinstance(module, recorder.target_class):
+        return recorder.layer_name is None or any(_is_below(recorder.layer_name, path) for path in paths)
+    if name is None:
         return False
-    return any(_means_path(recorder, module, path, by_class) for path in paths)
+    by_name = type(module).__name__ == name
+    for path in paths:  # noqa: SIM110  # a generator takes longer than all the rest
+        if (by_name or f".{path}".endswith(name)) and _is_below(recorder.layer_name, path):
+            return True
+    return False
 
 
-def _means_path(recorder: OutputRecorder, module: torch.nn.Module, path: str, by_class: bool) -> bool:
-    dotted = f".{path}"
-    by_name = recorder.class_name is not None and (
-        dotted.endswith(recorder.class_name) or type(module).__name__ == recorder.class_name
-    )
-    if not (by_class or by_name):
-        return False
-    return recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f"{dotted}."
+def _is_below(layer_name: str | None, path: str) -> bool:
+    return layer_name is None or f".{layer_name.strip('.')}." in f".{path}."
 
 
 def _text(target: Target) -> str:
