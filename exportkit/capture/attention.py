@@ -115,7 +115,8 @@ def _switching(cls: type, current: property) -> property:
 def _asked_by_capture(config: Any) -> bool:
     if torch.compiler.is_dynamo_compiling():
         return _switched.get(id(config), 0) > 0
-    return any(id(config) in frame.collector.eager for frame in scope.frames() or ())
+    collectors = [frame.collector for frame in scope.frames() or ()]
+    return any(id(config) in collector.eager for collector in collectors if collector is not None)
 
 
 _plain: dict[int, tuple[Any, int]] = {}  # what a config said, and how many captures are open

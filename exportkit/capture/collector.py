@@ -27,7 +27,7 @@ class Frame:
     """One call (or everything outside of calls) in one thread or task, and those that it starts."""
 
     def __init__(self, collector: Collector, record: Record, handled: BaseException | None = None) -> None:
-        self.collector = collector
+        self.collector: Collector | None = collector
         self.record: Record | None = record
         self.handled = handled  # what was being handled when the call began
         self.depth = 0
@@ -110,9 +110,9 @@ class Collector:
 
 
 def _close(frame: Frame) -> Record | None:
-    """Ends a frame: what others still hold of it keeps no values alive. Returns its record."""
+    """Ends a frame: threads and tasks that still hold it keep nothing else alive. Returns its record."""
     scope.pop(frame)
-    record, frame.record = frame.record, None
+    record, frame.record, frame.collector = frame.record, None, None
     if record is not None:
         record.finish()
     return record

@@ -3,9 +3,11 @@
 import concurrent.futures
 import contextvars
 import functools
+import gc
 import queue
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -79,6 +81,24 @@ def test_layers_that_run_in_worker_threads_are_captured(cls):
         model(x)
     assert_same(captured["hidden_states"], states_of(model, x))
     assert_same(model(x, output_hidden_states=True).hidden_states, states_of(model, x))
+
+
+@pytest.mark.usefixtures("_pool_with_threads")
+def test_threads_that_live_on_keep_no_model_alive():
+    model = InThreads()
+    stop, started = threading.Event(), threading.Event()
+    with capture(model, {"hidden_states": Layer}) as captured:
+        thread = threading.Thread(target=lambda: (started.set(), stop.wait(10)))
+        thread.start()
+        model(torch.ones(1, 4))
+        SharedPool.pool.submit(int).result()
+    started.wait(10)
+    seen = [weakref.ref(model), weakref.ref(captured["hidden_states"][1])]
+    del model, captured
+    gc.collect()
+    assert [reference() for reference in seen] == [None, None]
+    stop.set()
+    thread.join()
 
 
 def test_branches_that_run_at_once_are_in_the_order_of_the_model():

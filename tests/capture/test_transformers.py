@@ -81,6 +81,18 @@ def test_both_kinds_of_capturing_work_in_any_order():
     assert len(captured["hidden_states"]) == 3
 
 
+def test_checkpointed_layers_are_captured_once():
+    model, ids = eager(models.tiny_llama()).train(), models.random_ids(2, 5)
+    expected = model(ids, use_cache=False, output_hidden_states=True, output_attentions=True)
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with capture(model, llama_specs()) as captured:
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        assert len(captured.calls) == 1
+        assert_same(captured["hidden_states"][:-1], expected.hidden_states[:-1])
+        assert_same(captured["attentions"], expected.attentions)
+
+
 def test_generation_is_captured_step_by_step():
     model, ids = models.tiny_llama(), models.random_ids(2, 5)
     model.generation_config.eos_token_id = None
