@@ -37,18 +37,26 @@ class Selection:
 
 @dataclasses.dataclass
 class _Entry:
-    """A value, and a copy in case it is changed in place after ``version``."""
+    """A value, and a copy in case it is changed in place after ``version``; if ``shared``, they share memory so far."""
 
     value: Any
     position: int
     thread: int
     version: int | None = None
     copy: torch.Tensor | None = None
+    shared: bool = False
 
     def unchanged(self) -> Any:
-        if self.copy is None or (self.version is not None and self.version == _version(self.value)):
+        if self.copy is None or (self.version is not None and self.version == _version(self.value) and self._is_same()):
             return self.value
         return self.copy
+
+    def _is_same(self) -> bool:
+        """Whether it was not written behind the back of its version either, through ``data``."""
+        if not self.shared:
+            return True
+        here, there = (_torch_compat.memory_address(tensor) for tensor in (self.value, self.copy))
+        return (here is not None and here == there) or torch.equal(self.value, self.copy)
 
 
 class Record:
@@ -167,7 +175,8 @@ def _entry(value: Any, position: int) -> _Entry:
     if not isinstance(value, torch.Tensor):
         return _Entry(value, position, thread)
     copy = None if _torch_compat.is_tracing() else _torch_compat.copy_on_write(value)
-    return _Entry(value, position, thread, _version(value), value.clone() if copy is None else copy)
+    shared = copy is not None
+    return _Entry(value, position, thread, _version(value), copy if shared else value.clone(), shared)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -29,7 +29,7 @@ def frames() -> tuple[Frame, ...] | None:
 
 def push(frame: Frame) -> Frame:
     """Opens a frame for the running code, and for what it starts; returns it."""
-    _frames.set((*(frames() or ()), frame))
+    _frames.set((*(other for other in frames() or () if other.collector is not None), frame))
     return frame
 
 

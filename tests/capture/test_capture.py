@@ -7,13 +7,16 @@ import gc
 import pickle
 import random
 import re
+import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from exportkit import OutputRecorder, capture
+from exportkit.capture import scope
 from exportkit.errors import CaptureError, InvalidRequestError, InvalidTypeError
 from tests.capture.models import (
     InPlace,
@@ -184,6 +187,29 @@ def test_layers_that_change_their_input_do_not_change_what_was_captured():
     assert [state.tolist() for state in captured["hidden_states"]] == [[0, 0], [1, 1], [2, 2], [3, 3]]
 
 
+class OnData(nn.Module):
+    def forward(self, hidden):
+        hidden.data += 1
+        return hidden
+
+
+class OnView(nn.Module):
+    def forward(self, hidden):
+        hidden[:1] += 1
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("cls", "make"),
+    [(OnData, torch.zeros), (OnView, torch.zeros), (OnView, lambda n: torch.from_numpy(np.zeros(n, np.float32)))],
+)
+def test_the_same_for_changes_through_other_tensors(cls, make):
+    model = Stack(cls(), cls())
+    with capture(model, {"hidden_states": cls}) as captured:
+        model(make(1))
+    assert [state.item() for state in captured["hidden_states"]] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_same_without_gradients(mode):
     model = Stack(InPlace(), InPlace())
@@ -309,6 +335,22 @@ def test_captures_can_be_left_in_any_order():
     model(x)
     assert (len(a.calls), len(b.calls)) == (1, 2)
     assert traces(model) == before
+
+
+def test_a_block_can_be_left_in_another_thread():
+    model, x = Stack(), torch.randn(2, 4)
+    before = traces(model)
+    context = capture(model, {"hidden_states": Layer})
+    captured = context.__enter__()
+    model(x)
+    thread = threading.Thread(target=context.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    assert traces(model) == before
+    with capture(model, {"linear": nn.Linear}) as again:
+        model(x)
+    assert (len(captured.calls), len(again.calls)) == (1, 1)
+    assert len(scope.frames()) == 0
 
 
 def test_checkpointed_layers_are_captured_once_although_they_run_again():
