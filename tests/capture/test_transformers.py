@@ -1,12 +1,13 @@
 """Models of transformers: attention weights whatever attention they compute, generation, and their own capturing."""
 
 import concurrent.futures
+import inspect
 import re
 
 import pytest
 import torch
 
-from exportkit import OutputRecorder, capture
+from exportkit import OutputRecorder, capture, capture_outputs, merge_with_config_defaults
 from exportkit.capture import with_captured
 from tests import models
 from tests.capture.models import assert_same, traces
@@ -253,3 +254,32 @@ def test_llama_compiled_inside_a_capture_returns_weights():
     torch.compiler.reset()
     expected = eager(model)(ids, output_attentions=True)
     assert_same(captured["attentions"], expected.attentions)
+
+
+def test_a_model_of_transformers_with_our_decorators_returns_what_it_returns_with_theirs():
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    class Ours(LlamaModel):
+        forward = merge_with_config_defaults(capture_outputs(inspect.unwrap(LlamaModel.forward)))
+
+    theirs, ids = eager(models.tiny_llama().model), models.random_ids(2, 5)
+    ours = Ours(models.tiny_llama().config).eval()
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        for options in (
+            {},
+            {"output_hidden_states": True},
+            {"output_attentions": True, "output_hidden_states": [0, -1]},
+        ):
+            got, want = ours(ids, **options), theirs(ids, **options)
+            assert list(got) == list(want)
+            torch.testing.assert_close(got.last_hidden_state, want.last_hidden_state)
+            for key in ("hidden_states", "attentions"):
+                for a, b in zip(got.get(key) or (), want.get(key) or (), strict=True):
+                    assert (a is None) == (b is None)
+                    assert a is None or torch.equal(a, b) or torch.allclose(a, b, atol=1e-6)
+        assert len(ours(ids, output_attentions=True, return_dict=False)) == len(
+            theirs(ids, output_attentions=True, return_dict=False)
+        )
+    assert ours.config._attn_implementation == "sdpa"
