@@ -164,13 +164,14 @@ class Calls:
         return self._collector.model.register_forward_hook(self._end, always_call=True)
 
     def records(self) -> list[Record]:
-        """Returns the records of the calls so far, as they began; at the end, of what ran outside of calls."""
+        """Returns the records of the calls so far, as they began; before them, of what ran outside of calls."""
+        outside, compiled = self._collector.outside, self._collector.compiled
         with self._lock:
             records = list(self._records)
-        others = [self._collector.outside, self._collector.compiled]
-        for record in others:
-            if not record.is_blank() and not any(record is other for other in records):
-                records.append(record)
+        if not outside.is_blank():
+            records.insert(0, outside)
+        if not compiled.is_blank() and not any(record is compiled for record in records):
+            records.append(compiled)
         return records
 
     def _begin(self, *_call: Any) -> None:

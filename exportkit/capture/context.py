@@ -24,7 +24,7 @@ class Captured(Mapping[str, tuple[Any, ...]]):
     def calls(self) -> list[dict[str, tuple[Any, ...]]]:
         """The values by key, for each call of the model, in the order in which the calls began.
 
-        Values from outside of calls come last: of modules that were called by themselves, or of another method than
+        Values from outside of calls come first: of modules that were called by themselves, or of another method than
         ``forward``. Of a compiled model there is the latest call only.
         """
         return [record.values() for record in self._calls.records()]
@@ -96,7 +96,7 @@ def capture(model: torch.nn.Module, specs: Mapping[str, Any] | None = None) -> I
 
 
 def _specs_of(model: torch.nn.Module) -> Mapping[str, Any]:
-    declared = getattr(model, "_can_record_outputs", None)
+    declared: Mapping[str, Any] | None = getattr(model, "_can_record_outputs", None)
     if not declared:
         raise InvalidRequestError(
             f"{type(model).__name__} does not declare what can be captured.",

@@ -53,7 +53,7 @@ class _Entry:
 
     def _is_same(self) -> bool:
         """Whether it was not written behind the back of its version either, through ``data``."""
-        if not self.shared:
+        if not self.shared or self.copy is None:
             return True
         here, there = (_torch_compat.memory_address(tensor) for tensor in (self.value, self.copy))
         return (here is not None and here == there) or torch.equal(self.value, self.copy)

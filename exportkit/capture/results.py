@@ -95,10 +95,10 @@ def _named(values: Mapping[str, Any]) -> Any:
     return _classes[" ".join(values)](*values.values())
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _prepare_class(*names: str) -> bool:
     """Makes the class of a result, also while torch traces, which cannot follow this."""
     key = " ".join(names)
     if key not in _classes:
-        _classes[key] = namedtuple("CapturedOutput", names, rename=True)  # type: ignore[misc]
+        _classes[key] = namedtuple("CapturedOutput", names, rename=True)
     return True

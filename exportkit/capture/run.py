@@ -63,7 +63,9 @@ def _run_in_trace(
     model: torch.nn.Module, matches: Sequence[Match], record: Record, call: Callable[[], Any]
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
     """The same for dynamo, which traces one thread, and neither context variables nor registrations of hooks."""
-    configs = [(config, _torch_compat.attention_implementation(config)) for config in fused_configs(model, matches)]
+    configs: list[tuple[Any, Any]] = [
+        (config, _torch_compat.attention_implementation(config)) for config in fused_configs(model, matches)
+    ]
     for config, _ in configs:
         _torch_compat.set_attention_implementation(config, EAGER)
     tables = []

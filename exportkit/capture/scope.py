@@ -72,7 +72,7 @@ class _Carrying:
             return submit(pool, _run_in, frames() or (), fn, *args, **kwargs)
 
         self._start, self._submit = (start, carrying_start), (submit, carrying_submit)
-        threading.Thread.start = carrying_start  # type: ignore[method-assign]
+        threading.Thread.start = carrying_start  # type: ignore[method-assign, assignment]
         ThreadPoolExecutor.submit = carrying_submit  # type: ignore[method-assign, assignment]
 
     def _take_out(self) -> None:

@@ -185,7 +185,7 @@ def _text(target: Target) -> str:
     if target.pattern is not None:
         return re.sub(r"\\[a-zA-Z]|[^\w.]", "", target.pattern.pattern)
     recorder = target.recorder
-    return recorder.class_name or getattr(recorder.target_class, "__name__", "")
+    return recorder.class_name or str(getattr(recorder.target_class, "__name__", ""))
 
 
 def _described(target: Target) -> str:

@@ -14,7 +14,9 @@ _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 _BY_POSITION = _NAMED[:2]
 
 
-def require_same_forward(original: type, replacement: type, abstract: bool = False) -> None:
+def require_same_forward(
+    original: type[torch.nn.Module], replacement: type[torch.nn.Module], abstract: bool = False
+) -> None:
     """Refuses a replacement whose forward cannot be called like that of the original.
 
     Args:

@@ -91,10 +91,10 @@ def _patched(spec: Any, registered: Sequence[Entry]) -> Any:
     if isinstance(spec, str | type):
         entry = _entry_for(spec, registered)
         return spec if entry is None else entry.replacement
-    if dataclasses.is_dataclass(spec) and hasattr(spec, "target_class"):
-        entry = _entry_for(spec.target_class or spec.class_name, registered)
-        return spec if entry is None else dataclasses.replace(spec, target_class=entry.replacement)
-    return spec
+    if not hasattr(spec, "target_class"):
+        return spec
+    entry = _entry_for(spec.target_class or spec.class_name, registered)
+    return spec if entry is None else dataclasses.replace(spec, target_class=entry.replacement)
 
 
 def _entry_for(target: Any, registered: Sequence[Entry]) -> Entry | None:

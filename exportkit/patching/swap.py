@@ -189,7 +189,8 @@ def _in_python_modules(registered: Sequence[Entry]) -> Iterator[list[Swap]]:
         if swap.key == qualified_name(swap.original):  # other keys may mean classes that nobody is going to use
             require_same_forward(swap.original, swap.replacement, abstract=True)
     with contextlib.ExitStack() as stack:
-        stack.callback(_put_back_copies, found, _holders({entry.replacement for entry in registered}))
+        if found:
+            stack.callback(_put_back_copies, found, _holders({entry.replacement for entry in registered}))
         for module, name, _, entry in found:
             stack.enter_context(replaced_attributes(module, {name: entry.replacement}))  # type: ignore[arg-type]
         yield swaps

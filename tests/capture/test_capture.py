@@ -310,6 +310,15 @@ def test_modules_may_be_called_by_themselves():
     assert_same(captured["hidden_states"], states_of(model, x))
 
 
+def test_modules_that_are_called_by_themselves_do_not_hide_calls():
+    model, x = Stack(), torch.randn(2, 4)
+    with capture(model, {"hidden_states": Layer}) as captured:
+        model(x)
+        model.layers[1](x)
+    assert_same(captured["hidden_states"], states_of(model, x))
+    assert [len(call["hidden_states"]) for call in captured.calls] == [2, 4]
+
+
 def test_nested_captures_do_not_see_each_other():
     model, x = nn.Sequential(Stack(), Stack()), torch.randn(2, 4)
     with capture(model, {"hidden_states": Layer}) as outer:
