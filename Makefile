@@ -74,6 +74,7 @@ gallery: $(STAMP)  ## Run every gallery example as a script
 bench: $(STAMP)  ## Run the benchmarks
 	@$(BIN)/python benchmarks/line.py
 	@$(BIN)/python benchmarks/observe.py
+	@$(BIN)/python benchmarks/capture.py
 
 build: $(STAMP)  ## Build the wheel and the source archive in dist/
 	@rm -rf build dist

@@ -10,9 +10,19 @@ Example:
 
 from exportkit.arguments import Arguments
 from exportkit.axes import Expression, Plan
+from exportkit.capture import OutputRecorder, capture, capture_outputs, merge_with_config_defaults
 from exportkit.errors import ExportkitError
 from exportkit.export import Exported, OnnxModel, export
 from exportkit.observe import Call, InputObserver, Observation
+from exportkit.patching import (
+    apply_patches,
+    check_patch,
+    clear_patch_mapping,
+    get_patch_mapping,
+    patch_output_recorders,
+    register_patch_mapping,
+    unregister_patch_mapping,
+)
 from exportkit.skips import scan_skipped_tests
 from exportkit.trees import (
     make_dynamic_cache,
@@ -40,6 +50,19 @@ __all__ = [
     "Exported",
     "OnnxModel",
     "Report",
+    # capture what modules return
+    "capture",
+    "capture_outputs",
+    "OutputRecorder",
+    "merge_with_config_defaults",
+    # replace classes
+    "register_patch_mapping",
+    "unregister_patch_mapping",
+    "get_patch_mapping",
+    "clear_patch_mapping",
+    "apply_patches",
+    "patch_output_recorders",
+    "check_patch",
     # nested values and caches
     "register_flattening_functions",
     "make_dynamic_cache",

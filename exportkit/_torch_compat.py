@@ -398,7 +398,7 @@ def interpolation_taps() -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def attention_implementation(configs: Iterable[Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
+def own_attention(configs: Iterable[Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Lets models with these configs attend with a function of our own, for a while. Seen in transformers 5.23."""
     modeling = sys.modules["transformers.modeling_utils"]
     interface = _require(modeling, "ALL_ATTENTION_FUNCTIONS", "transformers 5.23")
@@ -456,3 +456,64 @@ def _exporter_module(name: str) -> Any:
         return importlib.import_module(f"transformers.exporters.{name}")
     except ImportError:
         return None
+
+
+def in_backward() -> bool:
+    """Returns whether the thread runs a backward pass, where checkpointed layers run again. Seen in torch 2.13."""
+    return bool(_require(torch._C, "_current_graph_task_id", "torch 2.13")() != -1)
+
+
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
+
+
+def put_hooks_in_trace(
+    module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> list[dict[int, Any]]:
+    """Gives a module two hooks while dynamo traces; returns what `take_hooks_in_trace` wants back. Seen in torch 2.13.
+
+    dynamo cannot trace the registration of hooks, and can trace other tables in place of those that a module has. Read
+    through ``vars``, the old tables are the very objects when they are put back, and guarded.
+    """
+    tables = [vars(module)[name] for name in _HOOK_TABLES]
+    ours = (before, True, after, True)
+    for name, table, value in zip(_HOOK_TABLES, tables, ours, strict=True):
+        setattr(module, name, {-1: value, **table} if name == "_forward_pre_hooks" else {**table, -1: value})
+    return tables
+
+
+def take_hooks_in_trace(module: torch.nn.Module, tables: list[dict[int, Any]]) -> None:
+    """Puts the hooks back that a module had. Seen in torch 2.13."""
+    for name, table in zip(_HOOK_TABLES, tables, strict=True):
+        setattr(module, name, table)
+
+
+def attention_implementation(config: Any) -> str | None:
+    """Returns which attention the modules with this config compute, or None if it does not say.
+
+    Seen in transformers 5.23 (``config._attn_implementation``).
+    """
+    value = getattr(config, "_attn_implementation", None)
+    return value if isinstance(value, str) else None
+
+
+def attention_property(config: Any) -> tuple[type, property] | None:
+    """Returns the property that `attention_implementation` reads and its class, or None if it is a plain attribute.
+
+    Seen in transformers 5.23.
+    """
+    for cls in type(config).__mro__:
+        value = vars(cls).get("_attn_implementation")
+        if value is not None:
+            return (cls, value) if isinstance(value, property) else None
+    return None
+
+
+def set_attention_implementation(config: Any, value: str) -> None:
+    """Sets what `attention_implementation` returns, for this config and not for those inside it.
+
+    Seen in transformers 5.23.
+    """
+    if hasattr(config, "_attn_implementation_internal"):
+        config._attn_implementation_internal = value
+    else:
+        config._attn_implementation = value

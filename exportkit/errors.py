@@ -13,6 +13,8 @@
     ├── PlanError                 the recorded calls contradict each other      RuntimeError
     │   └── ArgumentError         arguments cannot be built, or do not fit a plan
     ├── ExportError               torch.export or the ONNX translation failed   RuntimeError
+    ├── CaptureError              what a module returned cannot be captured     RuntimeError
+    ├── PatchError                a replacement computes something else         RuntimeError
     ├── DestinationError          a path that cannot be read or written         OSError
     ├── MissingPackageError       an optional package is not installed          ImportError
     └── RuntimeFailure            onnxruntime refused the graph or a call       RuntimeError
@@ -123,6 +125,14 @@ class ExportError(ExportkitError, RuntimeError):
             raise InvalidRequestError("Nothing was traced yet when this error was raised, so there is nothing to show.")
         script: Path = self.attempt.repro(directory)
         return script
+
+
+class CaptureError(ExportkitError, RuntimeError):
+    """What a module returned cannot be captured, or nothing was."""
+
+
+class PatchError(ExportkitError, RuntimeError):
+    """A replacement of a class or module computes something else, or cannot take its place."""
 
 
 class DestinationError(ExportkitError, OSError):

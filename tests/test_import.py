@@ -11,8 +11,8 @@ import exportkit
 
 ROOT = Path(exportkit.__file__).parent
 
-# Each stage may import those before it; axes is the reasoning alone, and patching knows nothing of the line.
-STAGES = ["errors", "_torch_compat", "patching", "trees", "observe", "axes", "arguments", "export", "verify"]
+# Each stage may import those before it; axes is the reasoning alone. Patching and capture know nothing of the line.
+STAGES = ["errors", "_torch_compat", "trees", "patching", "capture", "observe", "axes", "arguments", "export", "verify"]
 # Doors to later stages: what a user calls on an early value and what is imported when it is called.
 DOORS = {"observe/observer.py", "export/onnx_model.py"}
 # Beside the line, on top of it: they may import all of it, and nothing of it imports them.
@@ -142,15 +142,26 @@ def test_public_names_are_these():
         "InputObserver",
         "Observation",
         "OnnxModel",
+        "OutputRecorder",
         "Plan",
         "Report",
+        "apply_patches",
+        "capture",
+        "capture_outputs",
+        "check_patch",
+        "clear_patch_mapping",
         "export",
+        "get_patch_mapping",
         "make_dynamic_cache",
         "make_encoder_decoder_cache",
         "make_static_cache",
+        "merge_with_config_defaults",
+        "patch_output_recorders",
         "register_flattening_functions",
+        "register_patch_mapping",
         "scan_skipped_tests",
         "string_type",
+        "unregister_patch_mapping",
     ]
 
 

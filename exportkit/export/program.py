@@ -22,7 +22,7 @@ from exportkit.export.failure import Attempt, failure
 from exportkit.export.flat import FlatSignature
 from exportkit.observe import Signature
 from exportkit.observe.recorder import recording_paused
-from exportkit.patching import LIBRARY_PATCHES, STRICT, SYMBOLIC_LENGTHS, Rule, adapted_call, applied
+from exportkit.patching import LIBRARY_PATCHES, LISTS_OF_ONE, STRICT, SYMBOLIC_LENGTHS, Rule, adapted_call, applied
 from exportkit.patching.lists import SYMBOLIC_LENGTH
 from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
 
@@ -58,19 +58,30 @@ def capture_somehow(  # noqa: PLR0917 - what `capture` takes
     """Returns what `capture` does; where that fails, with one rewrite of the last resort after the other.
 
     Raises:
-        ExportError: of the first attempt, if all of them fail.
+        ExportError: of the plainest attempt, if all of them fail.
     """
-    try:
-        return capture(model, method, plan, arguments, outputs, rules, joined)
-    except ExportError as error:
-        fixed = any(text in str(error.__cause__) for text in ("specialized", SYMBOLIC_LENGTH))
-        attempts = [[SYMBOLIC_LENGTHS], [STRICT]] if fixed else []
-        for extra in [*attempts, [LIBRARY_PATCHES]]:  # outermost, so that our own rules stay in force
-            try:
-                return capture(model, method, plan, arguments, outputs, [*extra, *rules], joined)
-            except ExportError:
-                continue
-        raise
+
+    def attempt(with_rules: Sequence[Rule]) -> Captured | ExportError:
+        try:
+            return capture(model, method, plan, arguments, outputs, with_rules, joined)
+        except ExportError as error:
+            return error
+
+    plain = [rule for rule in rules if rule is not LISTS_OF_ONE]  # a guess from how lists are read, so it may be wrong
+    first = attempt(rules)
+    cause = attempt(plain) if isinstance(first, ExportError) and len(plain) < len(rules) else first
+    found = cause
+    for extra in _last_resorts(first) if isinstance(first, ExportError) else ():
+        if isinstance(found, ExportError):
+            found = attempt([extra, *rules])  # outermost, so that our own rules stay in force
+    if isinstance(found, Captured):
+        return found
+    raise cause if isinstance(cause, ExportError) else found
+
+
+def _last_resorts(error: ExportError) -> list[Rule]:
+    fixed = any(text in str(error.__cause__) for text in ("specialized", SYMBOLIC_LENGTH))
+    return [*([SYMBOLIC_LENGTHS, STRICT] if fixed else []), LIBRARY_PATCHES]
 
 
 def capture(  # noqa: PLR0917 - one call, seen from all sides

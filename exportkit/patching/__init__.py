@@ -1,8 +1,16 @@
-"""Rewrites for the time of an export: what cannot be traced as it is, changed reversibly and reported."""
+"""Rewrites: those an export needs, and replacements of classes that users register. All are reversible and reported."""
 
+from exportkit.patching.check import PatchCheck, check_patch
 from exportkit.patching.chunks import chunk_size_of
 from exportkit.patching.library_patches import library_translations
 from exportkit.patching.lists import ListingNoted
+from exportkit.patching.mapping import (
+    clear_patch_mapping,
+    get_patch_mapping,
+    register_patch_mapping,
+    unregister_patch_mapping,
+)
+from exportkit.patching.recorders import patch_output_recorders
 from exportkit.patching.rules import (
     FEATURE_ROWS,
     LIBRARY_PATCHES,
@@ -15,19 +23,30 @@ from exportkit.patching.rules import (
     applied,
     matching_rules,
 )
+from exportkit.patching.swap import AppliedPatches, Swap, apply_patches
 
 __all__ = [
+    "AppliedPatches",
     "FEATURE_ROWS",
     "LIBRARY_PATCHES",
     "LISTS_OF_ONE",
+    "ListingNoted",
+    "PatchCheck",
     "RULES",
+    "Rule",
     "STRICT",
     "SYMBOLIC_LENGTHS",
-    "ListingNoted",
-    "Rule",
+    "Swap",
     "adapted_call",
     "applied",
+    "apply_patches",
+    "check_patch",
     "chunk_size_of",
+    "clear_patch_mapping",
+    "get_patch_mapping",
     "library_translations",
     "matching_rules",
+    "patch_output_recorders",
+    "register_patch_mapping",
+    "unregister_patch_mapping",
 ]

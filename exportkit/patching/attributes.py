@@ -15,6 +15,17 @@ _originals: dict[tuple[_Owner, str], Any] = {}
 _ABSENT = object()
 
 
+def original_attribute(owner: Any, name: str) -> Any:
+    """Returns what an attribute is when no block that replaces it is open."""
+    with _lock:
+        return _originals[owner, name] if (owner, name) in _originals else getattr(owner, name)
+
+
+def is_open(owner: Any, name: str) -> bool:
+    """Returns whether a block that replaces an attribute is open."""
+    return (owner, name) in _open
+
+
 @contextlib.contextmanager
 def replaced_attributes(cls: _Owner, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Gives a class or module other attributes for the time of a ``with`` block.

@@ -39,7 +39,7 @@ def has_grids(arguments: Mapping[str, Any]) -> bool:
 def masked_segments(model: torch.nn.Module) -> Iterator[None]:
     """Lets packed attention be computed with a mask."""
     configs = {id(module.config): module.config for module in model.modules() if is_packed(module)}
-    with _torch_compat.attention_implementation(list(configs.values()), IMPLEMENTATION, attend_in_segments):
+    with _torch_compat.own_attention(list(configs.values()), IMPLEMENTATION, attend_in_segments):
         yield
 
 

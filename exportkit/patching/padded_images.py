@@ -35,7 +35,7 @@ def padded_images(model: torch.nn.Module) -> Iterator[None]:
         for cls in {type(encoder) for encoder in encoders}:
             stack.enter_context(replaced_attributes(cls, {"forward": _torch_compat.as_encoder_forward(encode)}))
         configs = [encoder.config for encoder in encoders]
-        stack.enter_context(_torch_compat.attention_implementation(configs, IMPLEMENTATION, attend_in_segments))
+        stack.enter_context(_torch_compat.own_attention(configs, IMPLEMENTATION, attend_in_segments))
         yield
 
 

@@ -155,3 +155,53 @@ def test_private_api_that_is_gone_is_named_with_the_version():
     with pytest.raises(CompatibilityError, match=r"torch\.utils\._pytree\.not_there is gone") as raised:
         _torch_compat._require(torch.utils._pytree, "not_there", "torch 2.13")
     assert f"got: torch {torch.__version__}" in str(raised.value)
+
+
+def test_a_backward_pass_is_recognised():
+    seen = []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(_torch_compat.in_backward())
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(_torch_compat.in_backward())
+            return gradient
+
+    Function.apply(torch.ones(1, requires_grad=True)).backward()
+
+    assert [*seen, _torch_compat.in_backward()] == [False, True, False]
+
+
+def test_hooks_of_a_trace_enclose_those_of_a_module_and_leave_it_as_it_was():
+    order = []
+    module = torch.nn.Identity()
+    module.register_forward_pre_hook(lambda *_: order.append("own before"))
+    module.register_forward_hook(lambda *_: order.append("own after"))
+    before = list(vars(module).items())
+    tables = _torch_compat.put_hooks_in_trace(
+        module,
+        lambda _module, args, kwargs: order.append("before"),
+        lambda _module, args, kwargs, _: order.append("after"),
+    )
+    module(1)
+    _torch_compat.take_hooks_in_trace(module, tables)
+
+    assert order == ["before", "own before", "own after", "after"]
+    assert all(vars(module)[name] is value for name, value in before)
+
+
+def test_a_config_says_which_attention_is_computed_by_a_property():
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(attn_implementation="sdpa")
+    cls, attribute = _torch_compat.attention_property(config)
+    assert _torch_compat.attention_implementation(config) == attribute.fget(config) == "sdpa"
+    assert vars(cls)["_attn_implementation"] is attribute
+    _torch_compat.set_attention_implementation(config, "eager")
+    assert _torch_compat.attention_implementation(config) == "eager"
+    assert _torch_compat.attention_implementation(None) is None
+    assert _torch_compat.attention_property(None) is None

@@ -1,0 +1,167 @@
+"""What capturing and patching cost: prints a table, writes ``results/capture.json``. Run it: `make bench`.
+
+The model is a Llama with 12 layers of size 512, called with 128 tokens; all variants of a case compute the same
+attention, in one interleaved run. Times are medians of CPU time on one thread. The allocator keeps memory that was
+freed (as it does once a large tensor was): otherwise what is measured is how the system hands out pages for values that
+live longer, whoever keeps them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import cpu_seconds, environment, interleaved
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import monkey_patching as theirs
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+
+from exportkit import apply_patches, capture, capture_outputs, clear_patch_mapping, register_patch_mapping
+
+RESULTS = Path(__file__).parent / "results" / "capture.json"
+WIDTH = 120
+LAYERS, SIZE, TOKENS = 12, 512, 128
+LARGE = 7 * 2**20  # numbers, in a tensor that lets glibc's malloc keep what is freed
+SPECS = {"hidden_states": LlamaDecoderLayer, "attentions": "self_attn"}
+
+
+class OtherMLP(LlamaMLP):
+    """Computes the same."""
+
+
+decorated = capture_outputs(LlamaForCausalLM.forward)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure: the times of all variants in ms, and the one that the target is about."""
+
+    case: str
+    milliseconds: dict[str, float]
+    value: float
+    unit: str
+    target: float
+
+    @property
+    def reached(self) -> bool:
+        return self.value <= self.target
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.zeros(LARGE)
+    config = LlamaConfig(
+        hidden_size=SIZE, intermediate_size=1408, num_hidden_layers=LAYERS, num_attention_heads=8, vocab_size=1000
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        figures = [captured(model), nothing_active(model), swapped(model), nothing_matched()]
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    console.print(as_table(figures))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    data = {"environment": environment(), "figures": [asdict(f) | {"reached": f.reached} for f in figures]}
+    RESULTS.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def captured(model: Any) -> Figure:
+    ids = torch.randint(1000, (1, TOKENS))
+    model.set_attn_implementation("eager")
+
+    def call_captured() -> None:
+        with capture(model, SPECS) as values:
+            model(ids, use_cache=False)
+        assert (len(values["hidden_states"]), len(values["attentions"])) == (LAYERS + 1, LAYERS)
+
+    def call_theirs() -> None:
+        result = model(ids, use_cache=False, output_hidden_states=True, output_attentions=True)
+        assert (len(result.hidden_states), len(result.attentions)) == (LAYERS + 1, LAYERS)
+
+    times = measured(
+        {"bare": lambda: model(ids, use_cache=False), "exportkit": call_captured, "transformers": call_theirs}, 60
+    )
+    model.set_attn_implementation("sdpa")
+    return ratio("hidden states and attentions captured, to a bare call", times, 1.03)
+
+
+def nothing_active(model: Any) -> Figure:
+    """Both forwards of one model: other weights in other places would differ by more."""
+    ids = torch.randint(1000, (1, TOKENS))
+
+    def call(forward: Callable[..., object]) -> Callable[[], object]:
+        return lambda: forward(model, ids, use_cache=False)
+
+    times = measured({"bare": call(LlamaForCausalLM.forward), "exportkit": call(decorated)}, 60)
+    return ratio("a decorated forward that is asked for nothing, to a bare call", times, 1.0)
+
+
+def swapped(model: Any) -> Figure:
+    register_patch_mapping({"LlamaMLP": OtherMLP})
+
+    def swap() -> None:
+        with apply_patches(model) as applied:
+            assert len(applied) == LAYERS
+
+    times = measured({"exportkit": swap}, 100)
+    clear_patch_mapping()
+    return Figure(f"{LAYERS} live modules swapped and put back", times, times["exportkit"], "ms", 1.0)
+
+
+def nothing_matched() -> Figure:
+    """Both look through all loaded modules for a class that is not there."""
+    mapping: dict[Any, type[torch.nn.Module]] = {"NoSuchClass": OtherMLP}
+    register_patch_mapping(mapping)
+    theirs.register_patch_mapping(mapping)
+
+    def enter(context: Callable[[], Any]) -> Callable[[], None]:
+        def step() -> None:
+            with context():
+                pass
+
+        return step
+
+    times = measured({"exportkit": enter(apply_patches), "transformers": enter(theirs.apply_patches)}, 5)
+    clear_patch_mapping()
+    theirs.clear_patch_mapping()
+    ratio = times["exportkit"] / times["transformers"]
+    return Figure("a context without a model that matches nothing, to transformers", times, ratio, "ratio", 1.0)
+
+
+def measured(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Returns the median CPU milliseconds of each step."""
+    blocks = {name: lambda step=step: cpu_seconds(step, 1) for name, step in steps.items()}
+    return {name: timing.median / 1000 for name, timing in interleaved(blocks, rounds, warm_up=2).items()}
+
+
+def ratio(case: str, times: dict[str, float], target: float) -> Figure:
+    return Figure(case, times, times["exportkit"] / times["bare"], "ratio", target)
+
+
+def as_table(figures: list[Figure]) -> Table:
+    table = Table(
+        title=f"Capturing and patching: Llama, {LAYERS} layers of size {SIZE}, {TOKENS} tokens",
+        caption="milliseconds of CPU time; at most the target is wanted, but for the noise of about 1 %",
+        caption_justify="left",
+    )
+    table.add_column("case")
+    for name in ("bare", "exportkit", "transformers", "value", "unit", "target", ""):
+        table.add_column(name, justify="right")
+    for figure in figures:
+        times = [
+            f"{figure.milliseconds[name]:.3f}" if name in figure.milliseconds else "-"
+            for name in ("bare", "exportkit", "transformers")
+        ]
+        verdict = "ok" if figure.reached or abs(figure.value / figure.target - 1) < 0.01 else "MISSED"
+        table.add_row(figure.case, *times, f"{figure.value:.4f}", figure.unit, f"{figure.target:.2f}", verdict)
+    return table
+
+
+if __name__ == "__main__":
+    main()
