@@ -12,6 +12,7 @@ from exportkit.arguments import Arguments
 from exportkit.axes import Expression, Plan
 from exportkit.errors import ExportkitError
 from exportkit.export import Exported, OnnxModel, export
+from exportkit.export import load_folder as load
 from exportkit.observe import Call, InputObserver, Observation
 from exportkit.trees import (
     make_dynamic_cache,
@@ -36,6 +37,7 @@ __all__ = [
     "Arguments",
     # export and prove
     "export",
+    "load",
     "Exported",
     "OnnxModel",
     "Report",

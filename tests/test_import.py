@@ -145,6 +145,7 @@ def test_public_names_are_these():
         "Plan",
         "Report",
         "export",
+        "load",
         "make_dynamic_cache",
         "make_encoder_decoder_cache",
         "make_static_cache",

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -89,6 +89,37 @@ class Exported:
             for name, part in self.parts.items()
         }
         return OnnxModel(file, self, parts)
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        runtime: Literal["genai"] | None = None,
+        opset: int | None = None,
+        values: bool = True,
+        verify: bool = True,
+    ) -> OnnxModel:
+        """Writes a folder that runs elsewhere, proves it, and returns its graphs as something to call.
+
+        In it are the ONNX files with their weights, the plan, ``manifest.json``, the recorded calls, and the report;
+        ``exportkit.load`` reads it. For the clients that know this kind of model there are their configuration files.
+
+        Args:
+            directory: A new or empty directory, or one that an export was saved to, which is replaced.
+            runtime: "genai" for a graph that onnxruntime-genai can run in any case: a model with sliding windows is
+                exported again, with caches that hold every token.
+            opset: ONNX opset; by default torch's own choice.
+            values: Also write the values of the calls, so that the folder can be proven without the model.
+            verify: Prove the graphs; if that fails, a RuntimeWarning says so.
+
+        Raises:
+            DestinationError: if the directory cannot be written, or holds something else.
+            ExportError: if an operator cannot be translated.
+            InvalidRequestError: if the runtime cannot run the model.
+        """
+        from exportkit.export.folder import save_folder
+
+        return save_folder(self, directory, runtime=runtime, opset=opset, values=values, verify=verify)
 
 
 def export(

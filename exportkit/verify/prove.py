@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments import Arguments, build_arguments, recorded_call, run_eager, solve_sizes, unseen_sizes
+from exportkit.arguments import Arguments, recorded_call, solve_sizes
 from exportkit.axes import Plan
 from exportkit.errors import ExportkitError
-from exportkit.export import OnnxModel
+from exportkit.export import Case, OnnxModel, Saved, unseen_cases
 from exportkit.trees import Tree, flatten
 from exportkit.verify.assembled import assembled_rows
 from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions, visible_tail
@@ -29,13 +29,15 @@ def verify(onnx_model: OnnxModel, unseen: bool = True) -> Report:
         unseen: Also try sizes that were not recorded.
     """
     exported = onnx_model.exported
-    rows = [_recorded_row(onnx_model, index) for index in range(len(exported.observation.calls))]
-    combinations = unseen_sizes(exported.plan, exported.sizes) if unseen else []
-    rows += [_unseen_row(onnx_model, item.label, item.sizes) for item in combinations]
-    findings = tuple(finding.text for finding in exported.plan.findings)
-    rows += assembled_rows(onnx_model, lambda *row: _row(onnx_model, *row))
+    notes = exported.check_files() if isinstance(exported, Saved) else ()
+    recorded = range(len(exported.observation.calls)) if exported.observation.has_values else ()
+    rows = [_recorded_row(onnx_model, index) for index in recorded]
+    further = [_unseen_row(onnx_model, case) for case in unseen_cases(exported)] if unseen else []
+    rows += further
+    rows += assembled_rows(onnx_model, lambda *row: _row(onnx_model, *row)) if recorded else ()
+    findings = (*(finding.text for finding in exported.plan.findings), *notes)
     parts = {name: verify(part, unseen) for name, part in onnx_model.parts.items()}
-    return Report(tuple(rows), min(_ENOUGH_UNSEEN, len(combinations)), findings, parts)
+    return Report(tuple(rows), min(_ENOUGH_UNSEEN, len(further)), findings, parts)
 
 
 def _recorded_row(onnx_model: OnnxModel, index: int) -> Row:
@@ -47,16 +49,11 @@ def _recorded_row(onnx_model: OnnxModel, index: int) -> Row:
     return _row(onnx_model, Row("recorded", str(index), sizes, "proven"), arguments, call.outputs, call.latency)
 
 
-def _unseen_row(onnx_model: OnnxModel, label: str, sizes: Mapping[str, int]) -> Row:
-    exported = onnx_model.exported
-    blank = Row("unseen", label, sizes, "no call")
-    try:
-        arguments = build_arguments(exported.plan, exported.observation, sizes)
-        started = time.perf_counter()
-        outputs = flatten(run_eager(exported.model, exported.method, arguments))
-    except Exception as error:
-        return replace(blank, where=f"the model itself raises {type(error).__name__}: {_short(error)}")
-    return _row(onnx_model, replace(blank, status="proven"), arguments, outputs, time.perf_counter() - started)
+def _unseen_row(onnx_model: OnnxModel, case: Case) -> Row:
+    blank = Row("unseen", case.label, case.sizes, "no call", where=case.error)
+    if case.arguments is None or case.outputs is None:
+        return blank
+    return _row(onnx_model, replace(blank, status="proven"), case.arguments, case.outputs, case.seconds)
 
 
 def _row(

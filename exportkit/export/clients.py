@@ -1,0 +1,75 @@
+"""Files beside the graphs that clients read: the configuration of the model, and that of a runtime.
+
+In comes an export; out go ``config.json`` and ``generation_config.json`` of a transformers model, and for causal
+language models ``genai_config.json``. Why a client cannot use a graph is a finding of the export.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from exportkit.axes import Finding
+from exportkit.errors import InvalidRequestError
+from exportkit.export.exported import Exported
+from exportkit.export.full_caches import with_full_caches
+from exportkit.export.genai import GENAI_CONFIG, genai_config, genai_obstacle, is_causal_decoder, windowed_layers
+from exportkit.export.names import input_names
+from exportkit.export.translate import OnnxFile
+
+Runtime = Literal["genai"]
+
+
+def for_runtime(exported: Exported, runtime: Runtime | None) -> Exported:
+    """Returns the export that a runtime can run: exported again with other caches where it needs them.
+
+    Raises:
+        InvalidRequestError: if the runtime cannot run the model, or is unknown.
+    """
+    if runtime is None:
+        return exported
+    if runtime not in get_args(Runtime):
+        raise InvalidRequestError(
+            "There is nothing special to do for this runtime.",
+            where="runtime",
+            expected=", ".join(map(repr, get_args(Runtime))),
+            got=repr(runtime),
+        )
+    if windowed_layers(exported) and is_causal_decoder(exported):
+        exported = with_full_caches(exported)
+    paths = exported.captured.input_paths
+    obstacle = genai_obstacle(exported, dict(zip(input_names(paths), paths, strict=True)))
+    if obstacle is not None:
+        raise InvalidRequestError("onnxruntime-genai cannot run this model.", where=repr(exported), got=obstacle)
+    return exported
+
+
+def write_client_files(exported: Exported, file: OnnxFile, folder: Path) -> Exported:
+    """Writes the configuration files, and returns the export with what clients should know among its findings."""
+    _write_configs(exported.model, folder)
+    if not is_causal_decoder(exported):
+        return exported
+    obstacle = genai_obstacle(exported, file.inputs)
+    if obstacle is None:
+        config = genai_config(exported, file.inputs, file.path.name)
+        (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        return exported
+    hint = '; save(folder, runtime="genai") exports it with full caches' if windowed_layers(exported) else ""
+    finding = Finding(
+        "no genai", GENAI_CONFIG, f"no {GENAI_CONFIG}, for onnxruntime-genai cannot run it: {obstacle}{hint}."
+    )
+    return replace(exported, plan=exported.plan.with_findings([finding]))
+
+
+def _write_configs(model: Any, folder: Path) -> None:
+    """Writes what transformers knows of its own models, in the files of ``save_pretrained``."""
+    config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
+    if hasattr(config, "to_json_file"):
+        named = copy.deepcopy(config)
+        named.architectures = [type(model).__name__]
+        named.to_json_file(folder / "config.json")
+    if hasattr(generation, "to_json_file"):
+        generation.to_json_file(folder / "generation_config.json")
