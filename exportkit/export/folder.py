@@ -22,7 +22,7 @@ from exportkit.errors import DestinationError, ExportkitError
 from exportkit.export.clients import Runtime, for_runtime, write_client_files
 from exportkit.export.exported import Exported
 from exportkit.export.layout import layout_of, rename_inputs
-from exportkit.export.manifest import dump_program, load_program
+from exportkit.export.manifest import damaged, dump_program, inside, load_program
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.saved import Saved
 from exportkit.export.session import require_onnxruntime
@@ -87,14 +87,14 @@ def load_folder(directory: str | os.PathLike[str]) -> OnnxModel:
     folder = Path(directory)
     data = _read_manifest(folder)
     try:
-        digests = {_inside(folder, name): str(item["sha256"]) for name, item in data["files"].items()}
+        digests = {inside(folder, name): str(item["sha256"]) for name, item in data["files"].items()}
         for file in digests:
             _check_present(file, data["files"][file.relative_to(folder).as_posix()]["bytes"])
         return load_program(folder, data["program"], digests)
     except ExportkitError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
-        raise _damaged(folder / _MANIFEST, f"{type(error).__name__}: {error}") from error
+        raise damaged(folder / _MANIFEST, f"{type(error).__name__}: {error}") from error
 
 
 def _write_graphs(exported: Exported, folder: Path, opset: int | None) -> OnnxModel:
@@ -191,7 +191,7 @@ def _filled(target: Path) -> Iterator[Path]:
 def _remove_old(target: Path) -> None:
     if not (target / _MANIFEST).exists():
         return
-    old = [_inside(target, name) for name in _read_manifest(target)["files"]]
+    old = [inside(target, name) for name in _read_manifest(target)["files"]]
     for path in (target / _MANIFEST, *old):
         path.unlink(missing_ok=True)
     for folder in sorted({path.parent for path in old} - {target}, reverse=True):
@@ -211,7 +211,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             got=error,
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(file, error) from error
+        raise damaged(file, error) from error
     found: dict[str, Any] = data if isinstance(data, dict) else {}
     if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
         raise DestinationError(
@@ -231,14 +231,6 @@ def _written_by(data: Mapping[str, Any]) -> str | None:
     return f"it was written by {', '.join(f'{name} {version}' for name, version in written.items())}."
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """The path of a file in a folder, whatever the manifest says."""
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise _damaged(folder / _MANIFEST, f"{name} is outside of the folder")
-    return path
-
-
 def _check_present(file: Path, size: int) -> None:
     if not file.exists():
         raise DestinationError(
@@ -247,12 +239,3 @@ def _check_present(file: Path, size: int) -> None:
             expected=f"{size} bytes",
             hint="copy the whole folder, or save again.",
         )
-
-
-def _damaged(file: Path, cause: object) -> DestinationError:
-    return DestinationError(
-        "This exported model is damaged.",
-        where=str(file),
-        got=cause,
-        hint="the file was changed or cut short: save again.",
-    )

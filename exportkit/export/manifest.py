@@ -15,6 +15,7 @@ import torch
 
 from exportkit.arguments import Fills, recorded_call
 from exportkit.axes import Finding, Plan
+from exportkit.errors import DestinationError
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.saved import Case, Saved
 from exportkit.export.translate import OnnxFile
@@ -83,7 +84,7 @@ def load_program(folder: Path, data: Mapping[str, Any], digests: Mapping[Path, s
         data: What the manifest says of it.
         digests: SHA-256 of each file of the folder.
     """
-    place = folder / data["home"]
+    place, path = inside(folder, data["home"]), inside(folder, data["file"])
     plan = _load_plan(place)
     parts = {name: load_program(folder, part, {}) for name, part in data["parts"].items()}
     saved = Saved(
@@ -98,12 +99,34 @@ def load_program(folder: Path, data: Mapping[str, Any], digests: Mapping[Path, s
         digests=digests,
     )
     file = OnnxFile(
-        folder / data["file"],
+        path,
         {item["name"]: item["path"] for item in data["inputs"]},
         {item["name"]: item["path"] for item in data["outputs"]},
         {item["path"]: tuple(item["axes"]) for item in data["outputs"]},
     )
     return OnnxModel(file, saved, parts)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Returns the path of a file in a folder.
+
+    Raises:
+        DestinationError: if it is outside.
+    """
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise damaged(folder, f"{name} is outside of the folder")
+    return path
+
+
+def damaged(file: Path, cause: object) -> DestinationError:
+    """Returns the error for a folder that is not as it was written."""
+    return DestinationError(
+        "This exported model is damaged.",
+        where=str(file),
+        got=cause,
+        hint="the folder was changed or cut short: save again.",
+    )
 
 
 def _load_plan(place: Path) -> Plan:
