@@ -53,15 +53,19 @@ def write_client_files(exported: Exported, file: OnnxFile, folder: Path) -> Expo
     if not is_causal_decoder(exported):
         return exported
     obstacle = genai_obstacle(exported, file.inputs)
-    if obstacle is None:
-        config = genai_config(exported, file.inputs, file.path.name)
-        (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    if obstacle is not None:
+        hint = '; save(folder, runtime="genai") exports it with full caches' if windowed_layers(exported) else ""
+        return _with_note(exported, f"no {GENAI_CONFIG}, for onnxruntime-genai cannot run it: {obstacle}{hint}.")
+    config = genai_config(exported, file.inputs, file.path.name)
+    (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    if "eos_token_id" in config["model"]:
         return exported
-    hint = '; save(folder, runtime="genai") exports it with full caches' if windowed_layers(exported) else ""
-    finding = Finding(
-        "no genai", GENAI_CONFIG, f"no {GENAI_CONFIG}, for onnxruntime-genai cannot run it: {obstacle}{hint}."
-    )
-    return replace(exported, plan=exported.plan.with_findings([finding]))
+    text = "the model names no token that ends a text; onnxruntime-genai ends it at the padding token."
+    return _with_note(exported, text)
+
+
+def _with_note(exported: Exported, text: str) -> Exported:
+    return replace(exported, plan=exported.plan.with_findings([Finding("client", GENAI_CONFIG, text)]))
 
 
 def _write_configs(model: Any, folder: Path) -> None:
