@@ -50,7 +50,7 @@ def genai_obstacle(exported: Exported, inputs: Mapping[str, str]) -> str | None:
     positions = exported.plan.by_path.get("position_ids")
     wanted = [name.replace("past_key_values", "present") for name in past]
     if exported.parts:
-        return f"{', '.join(exported.parts)} would have to run first, which its configuration cannot say"
+        return f"{', '.join(exported.parts)} runs before the model, and only a single graph is configured for it"
     if foreign or missing:
         return f"the graph has the input {foreign[0]!r}" if foreign else f"the graph has no input {missing[0]!r}"
     if not past or any(name not in outputs for name in ("logits", *wanted)):
