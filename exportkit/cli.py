@@ -132,7 +132,7 @@ def export(
     raise typer.Exit(0 if run.report.ok else _NOT_PROVEN)
 
 
-@app.command(epilog="Example:  exportkit verify ./checkpoint-onnx")
+@app.command(epilog="Example:  exportkit verify ./folder")
 def verify(
     folder: Annotated[Path, typer.Argument(help="Folder that exported.save(folder) wrote.", metavar="DIR")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,

@@ -16,7 +16,14 @@ from exportkit.axes import Finding
 from exportkit.errors import InvalidRequestError
 from exportkit.export.exported import Exported
 from exportkit.export.full_caches import with_full_caches
-from exportkit.export.genai import GENAI_CONFIG, genai_config, genai_obstacle, is_causal_decoder, windowed_layers
+from exportkit.export.genai import (
+    GENAI_CONFIG,
+    foreign_inputs,
+    genai_config,
+    genai_obstacle,
+    is_causal_decoder,
+    window_limits,
+)
 from exportkit.export.names import input_names
 from exportkit.export.translate import OnnxFile
 
@@ -38,13 +45,17 @@ def for_runtime(exported: Exported, runtime: Runtime | None) -> Exported:
             expected=", ".join(map(repr, get_args(Runtime))),
             got=repr(runtime),
         )
-    if windowed_layers(exported) and is_causal_decoder(exported):
+    if window_limits(exported) and is_causal_decoder(exported) and not foreign_inputs(_inputs(exported)):
         exported = with_full_caches(exported)
-    paths = exported.captured.input_paths
-    obstacle = genai_obstacle(exported, dict(zip(input_names(paths), paths, strict=True)))
+    obstacle = genai_obstacle(exported, _inputs(exported))
     if obstacle is not None:
         raise InvalidRequestError("onnxruntime-genai cannot run this model.", where=repr(exported), got=obstacle)
     return exported
+
+
+def _inputs(exported: Exported) -> dict[str, str]:
+    paths = exported.captured.input_paths
+    return dict(zip(input_names(paths), paths, strict=True))
 
 
 def write_client_files(exported: Exported, file: OnnxFile, folder: Path) -> Exported:
@@ -54,7 +65,7 @@ def write_client_files(exported: Exported, file: OnnxFile, folder: Path) -> Expo
         return exported
     obstacle = genai_obstacle(exported, file.inputs)
     if obstacle is not None:
-        hint = '; save(folder, runtime="genai") exports it with full caches' if windowed_layers(exported) else ""
+        hint = '; save(folder, runtime="genai") exports it with full caches' if window_limits(exported) else ""
         return _with_note(exported, f"no {GENAI_CONFIG}, for onnxruntime-genai cannot run it: {obstacle}{hint}.")
     config = genai_config(exported, file.inputs, file.path.name)
     (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -70,7 +81,8 @@ def _with_note(exported: Exported, text: str) -> Exported:
 
 def _write_configs(model: Any, folder: Path) -> None:
     """Writes what transformers knows of its own models, in the files of ``save_pretrained``."""
-    config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
+    config: Any = getattr(model, "config", None)
+    generation: Any = getattr(model, "generation_config", None)
     if hasattr(config, "to_json_file"):
         named = copy.deepcopy(config)
         named.architectures = [type(model).__name__]

@@ -178,14 +178,22 @@ def _filled(target: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=target) as temporary:
             yield Path(temporary)
             _remove_old(target)
-            for item in Path(temporary).iterdir():
-                os.replace(item, target / item.name)
+            _move(Path(temporary), target)
     except BaseException as error:
         if is_new:
             shutil.rmtree(target, ignore_errors=True)
         if isinstance(error, OSError) and not isinstance(error, ExportkitError):
             raise DestinationError("The folder cannot be written.", where=str(target), got=error) from error
         raise
+
+
+def _move(source: Path, target: Path) -> None:
+    """Moves all files, the manifest last: what is cut short is no export."""
+    files = sorted((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.name == _MANIFEST)
+    for path in files:
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
 
 
 def _remove_old(target: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from exportkit.arguments import Arguments, build_arguments, outputs_close, recorded_call, run_eager
 from exportkit.errors import ExportError
 from exportkit.export.exported import Exported, export
+from exportkit.export.genai import window_limits
 from exportkit.observe import Call
 from exportkit.trees import Tree, flatten, is_cache_class, make_dynamic_cache
 
@@ -82,9 +83,14 @@ def _cut(outputs: Tree, expected: Tree) -> dict[str, torch.Tensor]:
 
 
 def _sizes_around_windows(exported: Exported) -> list[dict[str, int]]:
-    """Sizes of the variables with fewer tokens in the cache than each window holds, and with more."""
+    """Sizes of the variables with fewer tokens in the cache than each window holds, and with more.
+
+    Where every layer has a window, the sizes do not show more; then the recorded calls do, if they went that far.
+    """
     past = exported.plan.with_role("past")
-    caps = {size.cap for leaf in exported.plan.leaves for size in leaf.sizes if size.cap is not None}
     if past is None:
         return []
-    return [{**exported.sizes, past.name: length} for cap in sorted(caps) for length in (cap - 1, cap, cap + 3)]
+    limits = sorted(window_limits(exported))
+    lengths = [length for limit in limits for length in (limit - 1, limit, limit + 3)]
+    most = max(lengths, default=0) if past.maximum is None else past.maximum
+    return [{**exported.sizes, past.name: length} for length in lengths if length <= most]

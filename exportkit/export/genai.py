@@ -8,7 +8,7 @@ stored and new tokens, positions, and for each layer keys and values that hold e
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from exportkit.axes import PlannedLeaf
@@ -31,9 +31,14 @@ def is_causal_decoder(exported: Exported) -> bool:
     return past is not None and "input_ids" in exported.plan.by_path and "logits" in exported.outputs.tensors()
 
 
-def windowed_layers(exported: Exported) -> list[str]:
-    """Returns the paths of cached keys and values that hold no more than a sliding window."""
-    return [leaf.path for leaf in exported.plan.leaves if any(size.cap is not None for size in leaf.sizes)]
+def window_limits(exported: Exported) -> set[int]:
+    """Returns how many tokens the caches hold that hold no more than a sliding window."""
+    return {growth.limit for growth in exported.outputs.growing.values() if growth.limit is not None}
+
+
+def foreign_inputs(inputs: Iterable[str]) -> list[str]:
+    """Returns which of a graph's inputs the runtime has nothing to give to."""
+    return [name for name in inputs if name not in _PLAIN and not _PAST.fullmatch(name)]
 
 
 def genai_obstacle(exported: Exported, inputs: Mapping[str, str]) -> str | None:
@@ -45,20 +50,22 @@ def genai_obstacle(exported: Exported, inputs: Mapping[str, str]) -> str | None:
     """
     past = _past(exported, inputs)
     outputs = output_names(exported.captured.output_paths, inputs)
-    foreign = [name for name in inputs if name not in _PLAIN and not _PAST.fullmatch(name)]
+    foreign = foreign_inputs(inputs)
     missing = [name for name in _REQUIRED if name not in inputs]
     positions = exported.plan.by_path.get("position_ids")
     wanted = [name.replace("past_key_values", "present") for name in past]
     if exported.parts:
         return f"{', '.join(exported.parts)} runs before the model, and only a single graph is configured for it"
-    if foreign or missing:
-        return f"the graph has the input {foreign[0]!r}" if foreign else f"the graph has no input {missing[0]!r}"
+    if foreign:
+        return f"the graph has the input {foreign[0]!r}"
+    if window_limits(exported):
+        return "caches that hold a sliding window, where it keeps every token"
+    if missing:
+        return f"the graph has no input {missing[0]!r}"
     if not past or any(name not in outputs for name in ("logits", *wanted)):
         return "the graph does not return logits and the keys and values of each layer"
     if positions is not None and len(positions.sizes) != 2:
         return f"position_ids are of rank {len(positions.sizes)}"
-    if windowed_layers(exported):
-        return "caches that hold a sliding window, where it keeps every token"
     if len({tuple(map(str, leaf.sizes)) for leaf in past.values()}) > 1:
         return "its layers have caches of different shapes"
     return "the model's config does not say max_position_embeddings" if _context(exported) is None else None
@@ -77,7 +84,7 @@ def genai_config(exported: Exported, inputs: Mapping[str, str], filename: str) -
     text, vocabulary = _text_config(exported), exported.outputs.tensors()["logits"].shape[-1]
     layers = len(past) // 2
     context = _context(exported)
-    decoder = {
+    decoder: dict[str, Any] = {
         "session_options": {"provider_options": []},
         "filename": filename,
         "head_size": size,
@@ -114,7 +121,7 @@ def _past(exported: Exported, inputs: Mapping[str, str]) -> dict[str, PlannedLea
 
 
 def _text_config(exported: Exported) -> Any:
-    config = getattr(exported.model, "config", None)
+    config: Any = getattr(exported.model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

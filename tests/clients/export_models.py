@@ -75,8 +75,8 @@ def save_generator(model: torch.nn.Module, folder: Path) -> list[dict[str, Any]]
         model.generate(**prompt(2, 7, padding), max_new_tokens=4, do_sample=False)
     exportkit.export(model, observer).save(folder)
     cases = []
-    for batch in (1, 3):
-        inputs = prompt(batch, 9, padding)
+    for batch, length in ((1, 5), (1, 9), (1, 12), (3, 9), (3, 6)):
+        inputs = prompt(batch, length, padding)
         tokens = {
             search: model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, **options).tolist()
             for search, options in SEARCHES.items()

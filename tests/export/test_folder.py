@@ -138,8 +138,10 @@ class TestSave:
     def test_saving_again_replaces_the_old_files_and_keeps_those_of_others(self, nested, copied):
         _, exported, *_ = nested
         (copied / "tokenizer.json").write_text("{}")
+        (copied / "calls" / "notes.txt").write_text("mine")
         exported.save(copied, values=False, verify=False)
         assert names(copied) == [
+            "calls/notes.txt",
             "calls/observation.json",
             "manifest.json",
             "model.onnx",

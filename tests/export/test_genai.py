@@ -46,6 +46,11 @@ def gemma3():
     return Gemma3ForCausalLM(Gemma3TextConfig(**TEXT, head_dim=8, sliding_window=WINDOW, layer_types=layers))
 
 
+def mistral():
+    """The window is in every layer, and shorter than the recorded prompt."""
+    return models.tiny_mistral(sliding_window=WINDOW, tie_word_embeddings=False)
+
+
 def observed(make):
     """A model and what was seen of a generate.
 
@@ -83,7 +88,7 @@ def continued(folder, prompt):
 
 @pytest.mark.slow
 @pytest.mark.runtime
-@pytest.mark.parametrize("make", [llama, qwen3, gemma3])
+@pytest.mark.parametrize("make", [llama, qwen3, gemma3, mistral])
 def test_greedy_tokens_are_those_of_generate(make, tmp_path):
     model, observer = observed(make)
     exportkit.export(model, observer).save(tmp_path / "out", runtime="genai")
