@@ -110,7 +110,8 @@ class Exported:
                 exported again, with caches that hold every token.
             opset: ONNX opset; by default torch's own choice.
             values: Also write the values of the calls, so that the folder can be proven without the model.
-            verify: Prove the graphs; if that fails, a RuntimeWarning says so.
+            verify: Prove the graphs, which takes memory for the weights once more; if that fails, a RuntimeWarning says
+                so. Without it there is no report, and ``exportkit verify`` proves the folder later.
 
         Raises:
             DestinationError: if the directory cannot be written, or holds something else.

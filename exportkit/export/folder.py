@@ -51,7 +51,7 @@ def save_folder(
     with _filled(target) as folder:
         onnx_model = _write_graphs(exported, folder, opset)
         exported = write_client_files(exported, onnx_model.file, folder)
-        saved = Saved.of(exported, with_cases=verify)
+        saved = Saved.of(exported, with_cases=verify or values)
         if verify:
             _write_report(onnx_model, saved, folder, target)
         program = dump_program(onnx_model, saved, folder, values)

@@ -178,6 +178,14 @@ class TestSave:
                 model.linear[1].bias.copy_(before)
         assert "NOT PROVEN" in (tmp_path / "out" / "report.txt").read_text()
 
+    def test_a_proof_may_be_left_for_later(self, nested, tmp_path):
+        _, exported, *_ = nested
+        exported.save(tmp_path / "out", verify=False)
+        assert not (tmp_path / "out" / "report.txt").exists()
+        report = exportkit.load(tmp_path / "out").verify()
+        assert report.ok
+        assert [row.status for row in report.rows if row.kind == "unseen"] == ["proven"] * 4
+
     def test_an_unknown_runtime_is_refused(self, nested, tmp_path):
         _, exported, *_ = nested
         with pytest.raises(InvalidRequestError, match="expected: 'genai'"):
