@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exportkit.export.names import input_names
@@ -83,8 +82,3 @@ def rename_inputs(file: OnnxFile, renamed: Mapping[str, str]) -> OnnxFile:
 def _position(name: str) -> tuple[int, str, str]:
     match = _CACHE.search(name)
     return (-1, "", "") if match is None else (int(match["layer"]), match["half"], match["state"])
-
-
-def file_names(path: Path) -> tuple[Path, Path]:
-    """Returns the ONNX file and that of its weights, which need not be there."""
-    return path, path.with_name(f"{path.name}.data")
