@@ -9,6 +9,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
+ORT    := $(shell sed -n '/^onnxruntime==/p' constraints.txt)
+OTHER  := .venv-clients
 CODE   := $(wildcard exportkit tests gallery benchmarks docs/conf.py)
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS   ?=
@@ -19,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint type docs doctest gallery bench build clean
+.PHONY: help setup demo test lint type docs doctest gallery bench clients build clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-8s  %s\n", $$1, $$2}'
@@ -76,12 +78,24 @@ bench: $(STAMP)  ## Run the benchmarks
 	@$(BIN)/python benchmarks/observe.py
 	@$(BIN)/python benchmarks/capture.py
 
+# optimum-onnx needs an older transformers than exportkit is tested with, hence the second environment.
+$(OTHER)/.stamp: tests/clients/requirements.txt constraints.txt
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@echo "Installing optimum-onnx and $(TORCH) in $(OTHER) (some minutes)"
+	@$(OTHER)/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) $(ORT) -r tests/clients/requirements.txt
+	@touch $@
+
+clients: $(STAMP) $(OTHER)/.stamp  ## Let optimum run exported models, in an environment of its own
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	OMP_NUM_THREADS=1 $(BIN)/python tests/clients/export_models.py "$$folder" && \
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python tests/clients/check_optimum.py "$$folder"
+
 build: $(STAMP)  ## Build the wheel and the source archive in dist/
 	@rm -rf build dist
 	@$(BIN)/python -m build -qq --no-isolation
 	@ls dist/*
 
-clean:  ## Remove what the other targets made, .venv excepted
+clean:  ## Remove what the other targets made, the environments excepted
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@rm -rf docs/_build docs/auto_gallery docs/sg_execution_times.rst benchmarks/results
-	@find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

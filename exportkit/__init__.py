@@ -13,6 +13,7 @@ from exportkit.axes import Expression, Plan
 from exportkit.capture import OutputRecorder, capture, capture_outputs, merge_with_config_defaults
 from exportkit.errors import ExportkitError
 from exportkit.export import Exported, OnnxModel, export
+from exportkit.export import load_folder as load
 from exportkit.observe import Call, InputObserver, Observation
 from exportkit.patching import (
     apply_patches,
@@ -47,6 +48,7 @@ __all__ = [
     "Arguments",
     # export and prove
     "export",
+    "load",
     "Exported",
     "OnnxModel",
     "Report",

@@ -133,6 +133,27 @@ def export(
     raise typer.Exit(0 if run.report.ok else _NOT_PROVEN)
 
 
+@app.command(epilog="Example:  exportkit verify ./folder")
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Folder that exported.save(folder) wrote.", metavar="DIR")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Prove an exported folder again, without the model.
+
+    The recorded calls and those at unseen sizes are replayed in onnxruntime, and compared with what the model returned
+    when the folder was saved. The files must be those that were saved.
+
+    Exits with 0 if the result is proven, 1 if it is not, 2 for bad input, such as a missing or changed file.
+    """
+    with _quiet_libraries(), _exit_on_error(_BAD_INPUT, debug):
+        require_onnxruntime()
+        with _progress(f"verifying {folder}"):
+            report = exportkit.load(folder).verify()
+    typer.echo(report.to_json() if as_json else report)
+    raise typer.Exit(0 if report.ok else _NOT_PROVEN)
+
+
 app.command("scan-skips", epilog="Example:  exportkit scan-skips ./transformers --output_dir scan")(scan_skips)
 
 

@@ -1,5 +1,6 @@
 """The command line: what it prints and writes, its exit codes, and what it says of wrong input."""
 
+import json
 import logging
 import re
 import warnings
@@ -55,9 +56,9 @@ class TestHelp:
         result = run("--help")
         assert result.exit_code == 0
         assert len(result.stdout.splitlines()) <= 24
-        assert all(command in result.stdout for command in ("demo", "export", "scan-skips"))
+        assert all(command in result.stdout for command in ("demo", "export", "verify", "scan-skips"))
 
-    @pytest.mark.parametrize("command", ["demo", "export", "scan-skips"])
+    @pytest.mark.parametrize("command", ["demo", "export", "verify", "scan-skips"])
     def test_the_help_of_a_command_has_an_example(self, command):
         result = run(command, "--help")
         assert result.exit_code == 0
@@ -122,6 +123,46 @@ class TestExport:
         result = run("export", tmp_path / "t5", "--out", tmp_path)
         assert last_line(result).startswith("proven" if result.exit_code == 0 else "NOT PROVEN")
         assert result.exit_code in (0, 1)
+
+
+@pytest.mark.runtime
+class TestVerify:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        """A saved export."""
+        model, observer = models.Classifier().eval(), exportkit.InputObserver()
+        with observer(model), torch.no_grad():
+            for batch in (2, 4):
+                model(torch.ones(batch, 6))
+        exportkit.export(model, observer).save(tmp_path / "out")
+        return tmp_path / "out"
+
+    def test_a_proven_folder_prints_its_report(self, folder):
+        result = run("verify", folder)
+        assert (result.exit_code, last_line(result)) == (0, "proven"), result.output
+        assert "recorded 1" in result.stdout
+        assert result.stderr == f"verifying {folder}\n"
+
+    def test_json_for_programs(self, folder):
+        report = json.loads(run("verify", folder, "--json").stdout)
+        assert report["ok"] is True
+        assert {row["status"] for row in report["rows"]} == {"proven"}
+
+    def test_a_difference_exits_with_1(self, folder, differs):
+        result = run("verify", folder)
+        assert result.exit_code == 1
+        assert last_line(result).startswith("NOT PROVEN: recorded call 0: differs")
+
+    def test_a_changed_file_exits_with_2(self, folder):
+        (folder / "plan.json").write_text((folder / "plan.json").read_text() + "\n")
+        result = run("verify", folder)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "is not the one that was saved" in result.stderr
+
+    def test_another_folder_exits_with_2(self, tmp_path):
+        result = run("verify", tmp_path)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "No exported model can be read here." in result.stderr
 
 
 class TestWrongInput:

@@ -152,6 +152,7 @@ def test_public_names_are_these():
         "clear_patch_mapping",
         "export",
         "get_patch_mapping",
+        "load",
         "make_dynamic_cache",
         "make_encoder_decoder_cache",
         "make_static_cache",

@@ -37,7 +37,7 @@ def restore_mask(plan: Plan, asked: AskedModel) -> Observation | None:
     masked = _with_masks(plan, observation)
     if masked is None or not all(_same_with_mask(asked, masked, index) for index in _first_and_last(observation)):
         return None
-    if not _hides(asked, masked):
+    if not any(_hides(asked, masked, index) for index in _first_and_last(observation)):
         return None
     return replace(masked, restored=observation.restored | {MASK})
 
@@ -72,13 +72,15 @@ def _same_with_mask(asked: AskedModel, masked: Observation, index: int) -> bool:
     return outputs is not None and outputs_close(masked.calls[index].outputs.tensors(), outputs)
 
 
-def _hides(asked: AskedModel, masked: Observation) -> bool:
-    """Whether a 0 in the mask changes the result: else it is a mask over something else, or ignored."""
-    last = masked.calls[-1]
-    mask = last.arguments[MASK].map(lambda leaf: padded(leaf.clone()))
-    call = replace(last, arguments={**last.arguments, MASK: mask})
-    outputs = asked.outputs(Arguments(call.arguments, masked))
-    return outputs is not None and not outputs_close(last.outputs.tensors(), outputs)
+def _hides(asked: AskedModel, masked: Observation, index: int) -> bool:
+    """Whether a 0 in the mask changes the result: else it is a mask over something else, or ignored.
+
+    In a call past the window of a model, what the mask hides may have left the window before.
+    """
+    call = masked.calls[index]
+    mask = call.arguments[MASK].map(lambda leaf: padded(leaf.clone()))
+    outputs = asked.outputs(Arguments({**call.arguments, MASK: mask}, masked))
+    return outputs is not None and not outputs_close(call.outputs.tensors(), outputs)
 
 
 def _first_and_last(observation: Observation) -> list[int]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,7 +31,7 @@ from exportkit.export.failure import Attempt, explained
 from exportkit.export.module_state import STATE, WithState, with_module_state
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured, capture_somehow
-from exportkit.export.stateful import StatefulOnnxModel
+from exportkit.export.stateful import onnx_model_of
 from exportkit.export.translate import OnnxFile, check_destination, translate
 from exportkit.observe import Edge, InputObserver, Observation
 from exportkit.patching import (
@@ -95,6 +95,11 @@ class Exported:
         found: Observation = self.plan.calls
         return found
 
+    @property
+    def stateful(self) -> bool:
+        """Whether the model keeps a state on its modules, so that its graph does from call to call."""
+        return isinstance(self.model, WithState)
+
     def baked_constants(self) -> dict[str, Any]:
         """Returns the Python values that are part of the graph, by path."""
         return {constant.path: constant.value for constant in self.plan.constants}
@@ -113,17 +118,24 @@ class Exported:
         target = check_destination(path)
         started = time.perf_counter()
         with explained(lambda: self.attempt(onnx=True)):
-            exported, file = self._translated(target, opset)
+            exported, file = self.translated(target, opset)
         self.seconds["onnx"] = time.perf_counter() - started
         parts = {
             name: part.to_onnx(target.with_name(f"{target.stem}.{name}{target.suffix}"), opset)
             for name, part in self.parts.items()
         }
-        kind = StatefulOnnxModel if isinstance(self.model, WithState) else OnnxModel
-        return kind(file, exported, parts)
+        return onnx_model_of(file, exported, parts)
 
-    def _translated(self, target: Path, opset: int | None) -> tuple[Exported, OnnxFile]:
-        """The file, and what it was made of: where it cannot be translated, transformers' own patches may help."""
+    def translated(self, target: Path, opset: int | None = None) -> tuple[Exported, OnnxFile]:
+        """Returns what was translated and its file: where it cannot be, transformers' own patches are tried.
+
+        Args:
+            target: Where to write.
+            opset: ONNX opset; by default torch's own choice.
+
+        Raises:
+            ExportError: if an operator cannot be translated.
+        """
         try:
             return self, translate(self.captured, self.plan, target, opset)
         except ExportError:
@@ -164,6 +176,38 @@ class Exported:
             DestinationError: if it cannot be written.
         """
         return self.attempt().repro(directory)
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        runtime: Literal["genai"] | None = None,
+        opset: int | None = None,
+        values: bool = True,
+        verify: bool = True,
+    ) -> OnnxModel:
+        """Writes a folder that runs elsewhere, proves it, and returns its graphs as something to call.
+
+        In it are the ONNX files with their weights, the plan, ``manifest.json``, the recorded calls, and the report;
+        ``exportkit.load`` reads it. For the clients that know this kind of model there are their configuration files.
+
+        Args:
+            directory: A new or empty directory, or one that an export was saved to, which is replaced.
+            runtime: "genai" for a graph that onnxruntime-genai can run in any case: a model with sliding windows is
+                exported again, with caches that hold every token.
+            opset: ONNX opset; by default torch's own choice.
+            values: Also write the values of the calls, so that the folder can be proven without the model.
+            verify: Prove the graphs, which takes memory for the weights once more; if that fails, a RuntimeWarning says
+                so. Without it there is no report, and ``exportkit verify`` proves the folder later.
+
+        Raises:
+            DestinationError: if the directory cannot be written, or holds something else.
+            ExportError: if an operator cannot be translated.
+            InvalidRequestError: if the runtime cannot run the model.
+        """
+        from exportkit.export.folder import save_folder
+
+        return save_folder(self, directory, runtime=runtime, opset=opset, values=values, verify=verify)
 
 
 @explained()

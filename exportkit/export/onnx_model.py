@@ -19,6 +19,7 @@ from exportkit.trees import Tree, flatten, join, set_stored_length
 
 if TYPE_CHECKING:
     from exportkit.export.exported import Exported
+    from exportkit.export.saved import Saved
     from exportkit.verify import Report
 
 
@@ -27,11 +28,13 @@ class OnnxModel:
 
     Args:
         file: The ONNX file and the paths behind its inputs and outputs.
-        exported: The export that it comes from.
+        exported: The export that it comes from, or what a folder says of it.
         parts: The graphs of what feeds the model, by name: they run when their own inputs are given.
     """
 
-    def __init__(self, file: OnnxFile, exported: Exported, parts: Mapping[str, OnnxModel] | None = None) -> None:
+    def __init__(
+        self, file: OnnxFile, exported: Exported | Saved, parts: Mapping[str, OnnxModel] | None = None
+    ) -> None:
         self.file, self.exported, self.parts = file, exported, dict(parts or {})
         self._session: Session | None = None
 
@@ -147,7 +150,11 @@ class OnnxModel:
         """Returns the proof: a row for each recorded call, and for calls at sizes that nobody has run.
 
         Args:
-            unseen: Also try sizes that were not recorded; the model runs them in eager mode as the truth.
+            unseen: Also try sizes that were not recorded. The model runs them in eager mode as the truth; one that
+                was loaded from a folder has what the model returned when it was saved.
+
+        Raises:
+            DestinationError: if a file of the folder that this was loaded from is another one than was saved.
         """
         from exportkit.verify import verify
 

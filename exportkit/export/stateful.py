@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from exportkit.arguments import solve_sizes
@@ -10,6 +11,9 @@ from exportkit.export.onnx_model import OnnxModel
 from exportkit.trees import Tree, flatten, join
 
 if TYPE_CHECKING:
+    from exportkit.export.exported import Exported
+    from exportkit.export.saved import Saved
+    from exportkit.export.translate import OnnxFile
     from exportkit.verify import Report
 
 
@@ -61,3 +65,16 @@ class StatefulOnnxModel(OnnxModel):
             join(name, path): tuple(t.shape) for name, tree in trees.items() for path, t in tree.tensors().items()
         }
         return solve_sizes(self.exported.plan, shapes)
+
+
+def onnx_model_of(
+    file: OnnxFile, exported: Exported | Saved, parts: Mapping[str, OnnxModel] | None = None
+) -> OnnxModel:
+    """Returns the graph as something that is called like the model, with a memory if the model has one.
+
+    Args:
+        file: The ONNX file.
+        exported: The export that it comes from, or what was saved of it.
+        parts: The graphs of what feeds the model.
+    """
+    return (StatefulOnnxModel if exported.stateful else OnnxModel)(file, exported, parts)

@@ -47,7 +47,7 @@ def save_observation(observation: Observation, directory: str | os.PathLike[str]
         "version": _VERSION,
         "stamp": stamp,
         "values": values,
-        "written_by": _versions(),
+        "written_by": versions("exportkit", "torch", "transformers", "safetensors"),
         "model_name": observation.model_name,
         "method_name": observation.method_name,
         "signature": _dump_signature(observation.signature),
@@ -127,15 +127,15 @@ def _dump_signature(signature: Signature) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str | None]:
-    """Versions of what wrote the file: for a person who wonders why it cannot be read elsewhere."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("exportkit", "torch", "transformers", "safetensors"):
+def versions(*packages: str) -> dict[str, str | None]:
+    """Returns versions of what writes a file: for a person who wonders why it cannot be read elsewhere."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+            found[name] = None
+    return found
 
 
 def _as_text(data: dict[str, Any]) -> str:

@@ -9,19 +9,11 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments import (
-    Arguments,
-    as_simplified,
-    build_arguments,
-    recorded_call,
-    run_eager,
-    solve_sizes,
-    unseen_sizes,
-)
+from exportkit.arguments import Arguments, as_simplified, recorded_call, solve_sizes
 from exportkit.axes import Plan
 from exportkit.errors import ExportkitError
-from exportkit.export import Exported, OnnxModel
-from exportkit.trees import flatten, join
+from exportkit.export import Case, Exported, OnnxModel, Saved, unseen_cases
+from exportkit.trees import flatten
 from exportkit.verify.assembled import assembled_rows
 from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions, visible_tail
 from exportkit.verify.report import Report, Row
@@ -39,13 +31,15 @@ def verify(onnx_model: OnnxModel, unseen: bool = True) -> Report:
         unseen: Also try sizes that were not recorded.
     """
     exported = onnx_model.exported
-    rows = [_recorded_row(onnx_model, index) for index in range(len(exported.observation.calls))]
-    combinations = unseen_sizes(exported.plan, exported.sizes) if unseen else []
-    rows += [_unseen_row(onnx_model, item.label, item.sizes) for item in combinations]
-    findings = tuple(finding.text for finding in exported.plan.findings)
-    rows += assembled_rows(onnx_model, lambda *row: _row(onnx_model, *row))
+    notes = exported.check_files() if isinstance(exported, Saved) else ()
+    recorded = range(len(exported.observation.calls)) if exported.observation.has_values else ()
+    rows = [_recorded_row(onnx_model, index) for index in recorded]
+    further = [_unseen_row(onnx_model, case) for case in unseen_cases(exported)] if unseen else []
+    rows += further
+    rows += assembled_rows(onnx_model, lambda *row: _row(onnx_model, *row)) if recorded else ()
+    findings = (*(finding.text for finding in exported.plan.findings), *notes)
     parts = {name: verify(part, unseen) for name, part in onnx_model.parts.items()}
-    return Report(tuple(rows), min(_ENOUGH_UNSEEN, len(combinations)), findings, parts)
+    return Report(tuple(rows), min(_ENOUGH_UNSEEN, len(further)), findings, parts)
 
 
 def _recorded_row(onnx_model: OnnxModel, index: int) -> Row:
@@ -59,38 +53,20 @@ def _recorded_row(onnx_model: OnnxModel, index: int) -> Row:
     )
 
 
-def _unseen_row(onnx_model: OnnxModel, label: str, sizes: Mapping[str, int]) -> Row:
-    exported = onnx_model.exported
-    blank = Row("unseen", label, sizes, "no call")
-    try:
-        arguments = _without_stored(exported, build_arguments(exported.plan, exported.observation, sizes), sizes)
-        started = time.perf_counter()
-        outputs = flatten(run_eager(exported.model, exported.method, arguments)).tensors()
-    except Exception as error:
-        return replace(blank, where=f"the model itself raises {type(error).__name__}: {_short(error)}")
-    row = _row(onnx_model, replace(blank, status="proven"), arguments, outputs, time.perf_counter() - started)
-    return _stepwise_row(onnx_model, row, arguments) if row.status == "differs" else row
-
-
-def _without_stored(exported: Exported, arguments: Arguments, sizes: Mapping[str, int]) -> Arguments:
-    """The arguments with states of no tokens, where the cache is empty: those that were absent from such calls."""
-    past = exported.plan.with_role("past")
-    if past is None or sizes[past.name]:
-        return arguments
-    first = [index for index, size in enumerate(past.seen) if size == 0]
-    absent = {leaf.path for leaf in exported.plan.leaves if first and all(leaf.shapes[i] is None for i in first)}
-    trees = {}
-    for name, tree in arguments.trees.items():
-        found = {path: tensor for path, tensor in tree.tensors().items() if join(name, path) in absent}
-        fills = exported.fills.values
-        trees[name] = tree.with_leaves(
-            {path: torch.full_like(tensor, fills.get(join(name, path), 0)) for path, tensor in found.items()}
-        )
-    return replace(arguments, trees=trees)
+def _unseen_row(onnx_model: OnnxModel, case: Case) -> Row:
+    blank = Row("unseen", case.label, case.sizes, "no call", where=case.error)
+    if case.arguments is None or case.outputs is None:
+        return blank
+    expected = case.outputs.tensors()
+    row = _row(onnx_model, replace(blank, status="proven"), case.arguments, expected, case.seconds)
+    return _stepwise_row(onnx_model, row, case.arguments) if row.status == "differs" else row
 
 
 def _stepwise_row(onnx_model: OnnxModel, row: Row, arguments: Arguments) -> Row:
     """The row of a call with several new tokens with the model run token by token, if the graph equals that."""
+    exported = onnx_model.exported
+    if not isinstance(exported, Exported):
+        return row
     try:
         expected = stepwise_outputs(onnx_model, arguments, row.sizes)
     except Exception:

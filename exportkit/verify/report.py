@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 _SHOWN_PROBLEMS = 3
 
@@ -72,6 +74,19 @@ class Report:
         found += [f"{name}: {problem}" for name, part in self.parts.items() for problem in part.problems()]
         return tuple(found)
 
+    def to_json(self) -> str:
+        """Returns the report as JSON text; what was not measured is null."""
+        return json.dumps(self._data(), indent=1, allow_nan=False)
+
+    def _data(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "problems": list(self.problems()),
+            "rows": [{key: _plain(value) for key, value in vars(row).items()} for row in self.rows],
+            "findings": list(self.findings),
+            "parts": {name: part._data() for name, part in self.parts.items()},
+        }
+
     def __str__(self) -> str:
         parts = [line for name, part in self.parts.items() for line in (name, *part.lines(), "")]
         return "\n".join([*parts, *self.lines(), self.verdict()])
@@ -92,6 +107,12 @@ class Report:
             return "proven"
         more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
         return "NOT PROVEN: " + "; ".join(problems[:_SHOWN_PROBLEMS]) + more
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str]:

@@ -1,0 +1,251 @@
+"""A folder that runs elsewhere: ONNX files, how they are called, the calls that prove them, and the proof.
+
+In comes an export; out goes a folder with ``manifest.json``, from which another process, on another machine and
+without the model, calls the graphs like the model and proves them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from exportkit.errors import DestinationError, ExportkitError
+from exportkit.export.clients import Runtime, for_runtime, write_client_files
+from exportkit.export.exported import Exported
+from exportkit.export.layout import layout_of, rename_inputs
+from exportkit.export.manifest import damaged, dump_program, inside, load_program
+from exportkit.export.onnx_model import OnnxModel
+from exportkit.export.saved import Saved
+from exportkit.export.session import require_onnxruntime
+from exportkit.export.stateful import onnx_model_of
+from exportkit.export.translate import check_destination
+from exportkit.observe.storage import versions
+
+_MANIFEST, _REPORT_TEXT, _REPORT_JSON = "manifest.json", "report.txt", "report.json"
+_FORMAT, _VERSION = "exportkit-folder", 1
+_TEMPORARY = ".saving-"
+
+
+def save_folder(
+    exported: Exported,
+    directory: str | os.PathLike[str],
+    *,
+    runtime: Runtime | None = None,
+    opset: int | None = None,
+    values: bool = True,
+    verify: bool = True,
+) -> OnnxModel:
+    """Writes a folder, and returns its graphs as something to call; see `Exported.save`."""
+    target = _checked_destination(Path(directory))
+    if verify:
+        require_onnxruntime()
+    exported = for_runtime(exported, runtime)
+    with _filled(target) as folder:
+        onnx_model = _write_graphs(exported, folder, opset)
+        exported = write_client_files(onnx_model.exported, onnx_model.file, folder)
+        onnx_model = onnx_model_of(onnx_model.file, exported, onnx_model.parts)
+        saved = Saved.of(exported, with_cases=verify or values)
+        if verify:
+            _write_report(onnx_model, saved, folder, target)
+        program = dump_program(onnx_model, saved, folder, values)
+        text = json.dumps(_manifest(program, folder), indent=1, allow_nan=False)
+        (folder / _MANIFEST).write_text(text + "\n", "utf-8")
+    return _moved(onnx_model, target)
+
+
+def load_folder(directory: str | os.PathLike[str]) -> OnnxModel:
+    """Returns the exported model of a folder that `Exported.save` wrote, to be called like the model.
+
+    The model itself is not needed. ``verify()`` replays the recorded calls and those at unseen sizes, and compares with
+    what the model returned when the folder was saved.
+
+    Args:
+        directory: The folder.
+
+    Raises:
+        DestinationError: if this is no such folder, or a file of it is missing or damaged.
+        TreeError: if a class that the model takes or returns is not there.
+
+    Example:
+        >>> import tempfile, torch, exportkit
+        >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+        >>> with observer(model):
+        ...     expected = model(torch.ones(3, 4))
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> _ = exportkit.export(model, observer).save(folder.name)
+        >>> loaded = exportkit.load(folder.name)
+        >>> torch.allclose(loaded(torch.ones(3, 4)), expected, atol=1e-5), loaded.verify().ok
+        (True, True)
+    """
+    folder = Path(directory)
+    data = _read_manifest(folder)
+    try:
+        digests = {inside(folder, name): str(item["sha256"]) for name, item in data["files"].items()}
+        for file in digests:
+            _check_present(file, data["files"][file.relative_to(folder).as_posix()]["bytes"])
+        return load_program(folder, data["program"], digests)
+    except ExportkitError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
+        raise damaged(folder / _MANIFEST, f"{type(error).__name__}: {error}") from error
+
+
+def _write_graphs(exported: Exported, folder: Path, opset: int | None) -> OnnxModel:
+    layout = layout_of(exported)
+    translated, file = exported.translated(folder / layout.file, opset)
+    parts = {}
+    for name, part in exported.parts.items():
+        translated_part, part_file = part.translated(folder / layout.parts[name], opset)
+        parts[name] = onnx_model_of(part_file, translated_part)
+    return onnx_model_of(rename_inputs(file, layout.renamed), translated, parts)
+
+
+def _write_report(onnx_model: OnnxModel, saved: Saved, folder: Path, target: Path) -> None:
+    """Proves what was written, as `load_folder` finds it again."""
+    report = _proven_by(onnx_model, saved).verify()
+    (folder / _REPORT_TEXT).write_text(f"{report}\n", "utf-8")
+    (folder / _REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
+    if not report.ok:
+        warnings.warn(f"{target} was saved, and is {report.verdict()}", RuntimeWarning, stacklevel=4)
+
+
+def _proven_by(onnx_model: OnnxModel, saved: Saved) -> OnnxModel:
+    parts = {name: _proven_by(part, saved.parts[name]) for name, part in onnx_model.parts.items()}
+    return OnnxModel(onnx_model.file, saved, parts)
+
+
+def _moved(onnx_model: OnnxModel, target: Path) -> OnnxModel:
+    """The graphs at the place that their files were moved to."""
+    file = replace(onnx_model.file, path=target / onnx_model.path.name)
+    parts = {name: _moved(part, target) for name, part in onnx_model.parts.items()}
+    return onnx_model_of(file, onnx_model.exported, parts)
+
+
+def _manifest(program: dict[str, Any], folder: Path) -> dict[str, Any]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "written_by": versions("exportkit", "torch", "transformers", "onnx", "onnxscript", "onnxruntime"),
+        "files": {path.relative_to(folder).as_posix(): _described(path) for path in files},
+        "program": program,
+    }
+
+
+def _described(path: Path) -> dict[str, Any]:
+    with path.open("rb") as content:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+
+
+def _checked_destination(target: Path) -> Path:
+    """Returns the path if a folder may be written there: over nothing, or over one of ours."""
+    check_destination(target / _MANIFEST)
+    found = sorted(item.name for item in target.iterdir()) if target.exists() else []
+    if not found or _is_ours(target):
+        return target
+    raise DestinationError(
+        "An exported model is not written over other files.",
+        where=str(target),
+        expected="a new or empty directory, or one that an exported model was saved to",
+        got=", ".join(found[:5]),
+        hint="name another directory, or empty this one.",
+    )
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return bool(_read_manifest(folder))
+    except DestinationError:
+        return False
+
+
+@contextlib.contextmanager
+def _filled(target: Path) -> Iterator[Path]:
+    """Gives an empty folder beside the old files, and puts what is in it in their place once all of it was written.
+
+    Files that do not belong to the old export, such as those of a tokenizer, stay.
+    """
+    is_new = not target.exists()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=target) as temporary:
+            yield Path(temporary)
+            _remove_old(target)
+            _move(Path(temporary), target)
+    except BaseException as error:
+        if is_new:
+            shutil.rmtree(target, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, ExportkitError):
+            raise DestinationError("The folder cannot be written.", where=str(target), got=error) from error
+        raise
+
+
+def _move(source: Path, target: Path) -> None:
+    """Moves all files, the manifest last: what is cut short is no export."""
+    files = sorted((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.name == _MANIFEST)
+    for path in files:
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+
+
+def _remove_old(target: Path) -> None:
+    if not (target / _MANIFEST).exists():
+        return
+    old = [inside(target, name) for name in _read_manifest(target)["files"]]
+    for path in (target / _MANIFEST, *old):
+        path.unlink(missing_ok=True)
+    for folder in sorted({path.parent for path in old} - {target}, reverse=True):
+        with contextlib.suppress(OSError):  # it holds something else, or is gone
+            os.removedirs(folder)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    file = folder / _MANIFEST
+    try:
+        data = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise DestinationError(
+            "No exported model can be read here.",
+            where=str(folder),
+            expected=f"a folder with {_MANIFEST}, as exported.save(folder) writes it",
+            got=error,
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise damaged(file, error) from error
+    found: dict[str, Any] = data if isinstance(data, dict) else {}
+    if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
+        raise DestinationError(
+            "This is no exported model that this version reads.",
+            where=str(file),
+            expected=f"{_FORMAT} {_VERSION}",
+            got=f"{found.get('format')} {found.get('version')}",
+            hint=_written_by(found),
+        )
+    return found
+
+
+def _written_by(data: Mapping[str, Any]) -> str | None:
+    written = data.get("written_by")
+    if not isinstance(written, dict):
+        return None
+    return f"it was written by {', '.join(f'{name} {version}' for name, version in written.items())}."
+
+
+def _check_present(file: Path, size: int) -> None:
+    if not file.exists():
+        raise DestinationError(
+            "A file of an exported model is missing.",
+            where=str(file),
+            expected=f"{size} bytes",
+            hint="copy the whole folder, or save again.",
+        )

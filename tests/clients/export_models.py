@@ -1,0 +1,117 @@
+"""Exports tiny models to folders, with what transformers makes of some inputs, for clients in another environment.
+
+In comes a directory; out go a folder for each model in it, and ``expected.json``. Run by ``make clients``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import exportkit
+
+VOCABULARY, NEW_TOKENS = 100, 15
+SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "3 beams": {"num_beams": 3}}
+
+
+def t5() -> torch.nn.Module:
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def bart() -> torch.nn.Module:
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, pad_token_id=1,
+        bos_token_id=0, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+    )  # fmt: skip
+    return BartForConditionalGeneration(config)
+
+
+def bert() -> torch.nn.Module:
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    return BertForSequenceClassification(config)
+
+
+def lively(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with weights large enough that its tokens depend on its input."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def prompt(batch: int, length: int, padding: int) -> dict[str, torch.Tensor]:
+    """Token ids and their mask; the first of several rows is shorter than the others."""
+    ids = torch.randint(3, VOCABULARY - 1, (batch, length))
+    mask = torch.ones_like(ids)
+    if batch > 1:
+        ids[0, -2:], mask[0, -2:] = padding, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def save_generator(model: torch.nn.Module, folder: Path) -> list[dict[str, Any]]:
+    """Exports an encoder-decoder model from one ``generate``, and returns inputs with the tokens that follow."""
+    padding = model.config.pad_token_id
+    observer = exportkit.InputObserver()
+    with observer(model, parts="auto"):
+        model.generate(**prompt(2, 7, padding), max_new_tokens=4, do_sample=False)
+    exportkit.export(model, observer).save(folder)
+    cases = []
+    for batch, length in ((1, 5), (1, 9), (1, 12), (3, 9), (3, 6)):
+        inputs = prompt(batch, length, padding)
+        tokens = {
+            search: model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, **options).tolist()
+            for search, options in SEARCHES.items()
+        }
+        cases.append({"inputs": _lists(inputs), "tokens": tokens})
+    return cases
+
+
+def save_classifier(model: torch.nn.Module, folder: Path) -> list[dict[str, Any]]:
+    """Exports an encoder from two calls, and returns inputs with its logits."""
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, length in ((2, 7), (3, 5)):
+            model(**prompt(batch, length, 0))
+    exportkit.export(model, observer).save(folder)
+    with torch.no_grad():
+        calls = [prompt(batch, 9, 0) for batch in (1, 3)]
+        return [{"inputs": _lists(inputs), "logits": model(**inputs).logits.tolist()} for inputs in calls]
+
+
+def _lists(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in inputs.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
+    torch.manual_seed(0)
+    generators = {"t5": t5, "bart": bart}
+    expected = {name: save_generator(lively(make()), directory / name) for name, make in generators.items()}
+    expected["bert"] = save_classifier(lively(bert()), directory / "bert")
+    (directory / "expected.json").write_text(json.dumps(expected), "utf-8")
+    print(f"exported {', '.join(expected)} to {directory}")
+
+
+if __name__ == "__main__":
+    main()
