@@ -174,7 +174,7 @@ def _entry(value: Any, position: int) -> _Entry:
     thread = threading.get_ident()
     if not isinstance(value, torch.Tensor):
         return _Entry(value, position, thread)
-    copy = None if _torch_compat.is_tracing() else _torch_compat.copy_on_write(value)
+    copy = None if _torch_compat.is_tracing() else _torch_compat.copies_on_write([value])[0]
     shared = copy is not None
     return _Entry(value, position, thread, _version(value), copy if shared else value.clone(), shared)
 

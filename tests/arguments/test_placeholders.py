@@ -77,7 +77,7 @@ def test_tokens_occur_exactly_as_often_as_wanted(batch, length, counts):
         return
     ids = torch.randint(0, 6, (batch, length))
     wanted = dict(enumerate(counts, start=3))
-    found = with_tokens(ids, wanted)
+    found = with_tokens(ids, wanted, [(value, 1) for value, count in wanted.items() for _ in range(count)])
     assert {value: int((found == value).sum()) for value in wanted} == wanted
     assert found.shape == ids.shape
 
@@ -85,7 +85,7 @@ def test_tokens_occur_exactly_as_often_as_wanted(batch, length, counts):
 def test_needed_tokens_come_from_rows_and_factors():
     placeholders = (Placeholder("ids", 7, "images", 4), Placeholder("ids", 8, "frames", 1))
     shapes = {"ids": (2, 9), "images": (3, 3, 8, 8), "frames": (5, 2)}
-    assert needed_tokens(placeholders, shapes) == {"ids": {7: 12, 8: 5}}
+    assert needed_tokens(placeholders, shapes) == {"ids": [(7, 1)] * 12 + [(8, 1)] * 5}
     assert tokens_fit(placeholders, shapes)
     assert not tokens_fit(placeholders, {**shapes, "frames": (6, 2)})
     assert tokens_fit(placeholders, {"ids": (1, 1), "images": (0, 3, 8, 8), "frames": (0, 2)})
