@@ -2,7 +2,7 @@
 
 from exportkit.arguments.build import Arguments, build_arguments, recorded_call
 from exportkit.arguments.compare import close, outputs_close, tolerances
-from exportkit.arguments.eager import run_eager
+from exportkit.arguments.eager import replayed, run_eager
 from exportkit.arguments.echoes import value_at
 from exportkit.arguments.missing import (
     Fills,
@@ -47,6 +47,7 @@ __all__ = [
     "recorded_arguments",
     "recorded_call",
     "recorded_dynamic_shapes",
+    "replayed",
     "rows_of_members",
     "run_eager",
     "size_in",

@@ -31,7 +31,7 @@ def with_full_caches(exported: Exported) -> Exported:
     for sizes in _sizes_around_windows(exported):
         arguments = build_arguments(exported.plan, exported.observation, sizes)
         _rerun(exported, arguments, flatten(run_eager(exported.model, exported.method, arguments)), f"sizes {sizes}")
-    return export(exported.model, replace(exported.observation, calls=tuple(calls), seen=()))
+    return export(exported.model, replace(exported.observation, calls=tuple(calls), further=()))
 
 
 def _full_call(exported: Exported, index: int) -> Call:

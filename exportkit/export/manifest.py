@@ -170,7 +170,7 @@ def _dump_cases(saved: Saved, place: Path) -> list[dict[str, Any]]:
             }
         )
         calls += [] if call is None else [call]
-    replace(saved.observation, calls=tuple(calls), seen=(), failures=()).save(place)
+    replace(saved.observation, calls=tuple(calls), further=(), failures=()).save(place)
     return described
 
 

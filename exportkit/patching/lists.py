@@ -18,7 +18,7 @@ from exportkit import _torch_compat
 from exportkit.patching.attributes import replaced_attributes
 
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"
-_LISTING = {"unbind", "tolist", "split", "split_with_sizes", "chunk"}
+_LISTING = {"unbind", "tolist", "split", "split_with_sizes"}
 
 
 class Sizes:
@@ -39,10 +39,12 @@ class ListingNoted(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _LISTING and args and isinstance(args[0], torch.Tensor):
-            self.found |= self._is_dynamic(name, args)
+            self.found |= self._is_dynamic(name, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _is_dynamic(self, name: str, args: Sequence[Any]) -> bool:
+    def _is_dynamic(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        if name == "unbind" and kwargs.get("dim", args[1] if len(args) > 1 else 0) != 0:
+            return False
         if name.startswith("split"):
             return len(args) > 1 and isinstance(args[1], list | tuple) and len(args[1]) in self._sizes
         return args[0].ndim > 0 and args[0].shape[0] in self._sizes
