@@ -281,7 +281,7 @@ def _progress(text: str) -> Iterator[None]:
         with _stderr.status(text):
             yield
     else:
-        _stderr.print(text, markup=False)
+        _stderr.print(text, markup=False, soft_wrap=True)
         yield
 
 
