@@ -1,7 +1,8 @@
 """Stage 4, export: one ExportedProgram, and from it an ONNX file that is called like the model."""
 
-from exportkit.export.exported import Exported, export
+from exportkit.export.exported import Exported
 from exportkit.export.folder import load_folder
+from exportkit.export.make import export
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.saved import Case, Saved, unseen_cases
 from exportkit.export.session import Session, require_onnxruntime

@@ -6,8 +6,8 @@ calls as they would have been made to that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ RESULT = "result"
 
 
 class WithOutputs(torch.nn.Module):
-    """A model whose result has captured values under their keys; a result that is no mapping is under ``result``.
+    """A model whose result has captured values under their keys.
+
+    A result that is no mapping is under ``result``; one of a class without such fields becomes a dict.
 
     Args:
         model: The model.
@@ -40,10 +42,18 @@ class WithOutputs(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of the model with the captured values in it."""
         result, captured = self._call(*args, **kwargs)
-        returned = result if isinstance(result, dict) else {RESULT: result}
+        if not isinstance(result, dict):
+            return {RESULT: result, **captured}
+        if not _takes(result, captured):
+            return {**result, **captured}
         for key, values in captured.items():
-            returned[key] = values
-        return returned
+            result[key] = values
+        return result
+
+
+def _takes(result: Mapping[str, Any], keys: Iterable[str]) -> bool:
+    """Whether a result has a place for these keys: outputs of transformers have fields, a plain dict takes any."""
+    return not is_dataclass(result) or {*keys} <= {field.name for field in fields(result)}
 
 
 def with_outputs(

@@ -15,8 +15,9 @@ import torch
 
 from exportkit.arguments import Arguments, build_arguments, outputs_close, recorded_call, run_eager
 from exportkit.errors import ExportError
-from exportkit.export.exported import Exported, export
+from exportkit.export.exported import Exported
 from exportkit.export.genai import window_limits
+from exportkit.export.make import export
 from exportkit.observe import Call
 from exportkit.trees import Tree, flatten, is_cache_class, make_dynamic_cache
 

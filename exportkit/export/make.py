@@ -1,0 +1,244 @@
+"""export(): from an observed model to an ExportedProgram.
+
+In come a model and its recorded calls, or a plan; out goes an `Exported`, with each stage on the way done once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from exportkit.arguments import (
+    Arguments,
+    Fills,
+    build_arguments,
+    choose_sizes,
+    find_fills,
+    lists_of_many,
+    plan_calls,
+    rows_of_members,
+    run_eager,
+    with_joined_lists,
+)
+from exportkit.axes import Finding, Plan
+from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
+from exportkit.export.audit import audit_sizes
+from exportkit.export.effects import audit_effects
+from exportkit.export.exported import Exported
+from exportkit.export.extra_outputs import with_outputs
+from exportkit.export.failure import explained
+from exportkit.export.module_state import STATE, WithState, with_module_state
+from exportkit.export.program import capture_somehow
+from exportkit.observe import InputObserver, Observation
+from exportkit.patching import (
+    FEATURE_ROWS,
+    LISTS_OF_ONE,
+    ListingNoted,
+    Rule,
+    adapted_call,
+    chunk_size_of,
+    matching_rules,
+)
+from exportkit.trees import flatten
+
+
+@explained()
+def export(
+    model: torch.nn.Module,
+    observer_or_plan: InputObserver | Observation | Plan,
+    *,
+    outputs: Mapping[str, Any] | None = None,
+    probe: bool = True,
+) -> Exported:
+    """Returns the model as one traced program that serves every call like those that were observed, at any size.
+
+    Nothing is given by hand: what varies comes from the observed calls, and the model is run a few times more to
+    confirm it. The model, its hooks and all registries are afterwards as they were.
+
+    Args:
+        model: The model, as it was observed.
+        observer_or_plan: The observer, its observation, or a plan made from it (also an edited one).
+        outputs: What modules inside the model return and the graph shall return too, by key: a class, a path or a
+            pattern, as `exportkit.capture` takes it. ``{"hidden_states": LlamaDecoderLayer}`` adds the outputs
+            ``hidden_states.0``, ``hidden_states.1``, ...
+        probe: Let the model confirm the plan by running it; with False the recorded sizes alone decide.
+
+    Raises:
+        NoCallsError: if nothing was observed.
+        InvalidRequestError: if ``outputs`` names modules that the model does not have.
+        ArgumentError: if the model refuses the arguments that the plan leads to.
+        ExportError: if torch cannot trace the model.
+
+    Example:
+        >>> import torch, exportkit
+        >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+        >>> with observer(model):
+        ...     _ = model(torch.ones(3, 4))
+        >>> exported = exportkit.export(model, observer)
+        >>> [str(size) for size in exported.plan.leaves[0].sizes]
+        ['batch', '4']
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidTypeError("Only a torch.nn.Module can be exported.", got=type(model).__name__)
+    seconds: dict[str, float] = {}
+    started = time.perf_counter()
+    root = model
+    model, plan, method = _plan(model, observer_or_plan, outputs or {}, probe)
+    seconds["plan"] = time.perf_counter() - started
+    try:
+        exported = traced(model, method, plan, seconds)
+    except ExportError:
+        cautious = _without_extended(plan)
+        if cautious is None:
+            raise
+        exported = traced(model, method, cautious, seconds)
+    findings = [
+        *rule_findings(exported),
+        *_fill_findings(exported.fills),
+        *_mode_findings(model),
+        *_state_findings(model),
+    ]
+    exported = replace(exported, plan=exported.plan.with_findings(findings))
+    return _with_parts(exported, root, observer_or_plan, probe)
+
+
+def _with_parts(exported: Exported, root: torch.nn.Module, source: Any, probe: bool) -> Exported:
+    parts = source.parts if isinstance(source, InputObserver) else {}
+    modules = {name: root.get_submodule(part.module) for name, part in parts.items()}
+    return replace(
+        exported,
+        parts={name: export(modules[name], part.observation, probe=probe) for name, part in parts.items()},
+        edges={name: part.edges for name, part in parts.items()},
+    )
+
+
+def traced(
+    model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float], first: Sequence[Rule] = ()
+) -> Exported:
+    """Returns the model traced for a plan, and audited.
+
+    Args:
+        model: The model in the form to export.
+        method: The method.
+        plan: The plan.
+        seconds: Takes the duration of each stage.
+        first: Rules to trace with besides those that match.
+
+    Raises:
+        ArgumentError: if the model refuses the arguments that the plan leads to.
+        ExportError: if torch cannot trace the model, or its program serves less than the plan.
+    """
+    started = time.perf_counter()
+    rules = [*first, *matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())]
+    rules += [FEATURE_ROWS] if plan.placeholders else []
+    partly_cached = any(rule.adapt is not None for rule in rules)
+    sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
+    arguments = build_arguments(plan, plan.calls, sizes)
+    with ListingNoted(sizes) as listing:
+        outputs = flatten(_eager_outputs(model, method, arguments, rules))
+    rules += [LISTS_OF_ONE] if listing.found else []
+    returned = [outputs.tensors(), *(call.outputs.tensors() for call in plan.calls.calls)]
+    joined = lists_of_many(returned)
+    member_rows = rows_of_members(returned, joined)
+    outputs = with_joined_lists(outputs, joined)
+    fills = find_fills(plan, plan.calls, model, method)
+    seconds["arguments"] = time.perf_counter() - started
+    started = time.perf_counter()
+    captured = capture_somehow(model, method, plan, arguments, outputs, rules, joined)
+    seconds["export"] = time.perf_counter() - started
+    exported = Exported(captured, plan, sizes, fills, outputs, model, method, joined, member_rows, seconds)
+    return replace(exported, plan=plan.with_findings([*audit_sizes(exported), *audit_effects(exported)]))
+
+
+def _without_extended(plan: Plan) -> Plan | None:
+    """The plan in which lengths that no recorded call varied are static; None where there are none.
+
+    The model accepts other lengths in eager mode, and tracing it may still fix them, for instance in a Python loop.
+    """
+    extended = [v.name for v in plan.variables if v.role != "batch" and len({s for s in v.seen if s is not None}) == 1]
+    if not extended:
+        return None
+    for name in extended:
+        plan = plan.static(name)
+    text = f"torch.export fixed {', '.join(extended)}, which no recorded call varied; static at the recorded size."
+    return plan.with_findings([Finding("fixed by the trace", ", ".join(extended), text)])
+
+
+def _plan(
+    model: torch.nn.Module, source: Any, outputs: Mapping[str, Any], probe: bool
+) -> tuple[torch.nn.Module, Plan, str]:
+    """The model in the form to export, its plan and the method.
+
+    In that form what it keeps on its modules is an argument, and what is captured of them is in its result.
+    """
+    if isinstance(source, Plan):
+        if source.calls is None:
+            raise PlanError(
+                "This plan does not know the calls it was made from.",
+                hint="pass the observer, or a plan that observer.plan() returned.",
+            )
+        if not outputs:
+            return model, source, source.calls.method_name
+        model, observation = with_outputs(model, source.calls.method_name, source.calls, outputs)
+        return model, replace(source, calls=observation), observation.method_name
+    if isinstance(source, InputObserver | Observation):
+        observation = source.observation if isinstance(source, InputObserver) else source
+        observation.require_calls()
+        if outputs:
+            model, observation = with_outputs(model, observation.method_name, observation, outputs)
+        stateful = with_module_state(model, observation.method_name, observation)
+        model, observation = (model, observation) if stateful is None else stateful
+        plan = plan_calls(observation, model if probe else None, observation.method_name)
+        return model, plan, observation.method_name
+    raise InvalidTypeError(
+        "export needs to know how the model is called.",
+        expected="an InputObserver, its observation, or a Plan",
+        got=type(source).__name__,
+        hint="run the model inside `with observer(model):`, then export(model, observer).",
+    )
+
+
+def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments, rules: Sequence[Rule]) -> Any:
+    try:
+        return run_eager(model, method, arguments, lambda values, call: adapted_call(rules, values, call))
+    except Exception as error:
+        shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in arguments.tensors().items())
+        raise ArgumentError(
+            "The model refuses the sizes that the plan leads to, so they are related in a way that was not found.",
+            where=shapes,
+            expected="sizes like those recorded",
+            got=f"{type(error).__name__}: {str(error)[:300]}",
+            hint="observe more sizes, so that the relation shows; print(observer.plan()) says what was found.",
+        ) from error
+
+
+def rule_findings(exported: Exported) -> list[Finding]:
+    """Returns what a person should know of the rewrites that were in force."""
+    rules = ", ".join(exported.captured.rules)
+    return [Finding("exported with", rules, f"exported with: {rules}.")] if rules else []
+
+
+def _mode_findings(model: torch.nn.Module) -> list[Finding]:
+    if not model.training:
+        return []
+    text = "the model is in training mode: dropout and batch statistics differ from call to call; model.eval() first."
+    return [Finding("training mode", "", text)]
+
+
+def _state_findings(model: torch.nn.Module) -> list[Finding]:
+    if not isinstance(model, WithState):
+        return []
+    text = f"the model keeps its state on its modules; the graph takes it as {STATE} and returns it."
+    return [Finding("module state", STATE, text)]
+
+
+def _fill_findings(fills: Fills) -> list[Finding]:
+    if not fills.unproven:
+        return []
+    calls = ", ".join(map(str, fills.unproven))
+    text = f"calls {calls} lack inputs for which no stand-in gives the same result; the graph does not serve them."
+    return [Finding("missing input", f"calls {calls}", text)]
