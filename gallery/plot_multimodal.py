@@ -18,7 +18,7 @@ vision = CLIPVisionConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=16
 )
 torch.manual_seed(0)
-model = LlavaForConditionalGeneration(LlavaConfig(vision, text, image_token_id=IMAGE)).eval()
+model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)).eval()
 options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 

@@ -15,6 +15,7 @@ import torch
 from exportkit.arguments.ask import AskedModel
 from exportkit.arguments.build import Arguments, largest_tensors, merged_trees, recorded_call
 from exportkit.arguments.compare import close
+from exportkit.arguments.simplify import as_simplified, lists_of_many
 from exportkit.axes import CallTable, Expression, Finding, Plan, Variable
 from exportkit.axes.infer import without_guess
 from exportkit.axes.names import name_variables
@@ -130,7 +131,11 @@ def _largest_call(observation: Observation) -> Arguments:
 def _rows_repeat_in(asked: AskedModel, recorded: Arguments, choice: Choice) -> bool:
     doubled = {name: _doubled(name, tree, choice) for name, tree in recorded.trees.items()}
     before, after = asked.outputs(recorded), asked.outputs(Arguments(doubled, asked.observation))
-    if before is None or after is None or before.keys() != after.keys():
+    if before is None or after is None:
+        return False
+    lists = lists_of_many([before, after])  # a tensor for each image: more rows, more of them
+    before, after = (as_simplified(tensors, lists, ()) for tensors in (before, after))
+    if before.keys() != after.keys():
         return False
     same = [_repeats(before[path], after[path]) for path in before]
     return None not in same and True in same
