@@ -25,7 +25,6 @@ import exportkit
 
 RESULTS = Path(__file__).parent / "results" / "export.json"
 ROUNDS = 3
-WEIGHTS_MIB = 1024
 
 
 def main() -> None:
@@ -107,17 +106,22 @@ def memory() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         exportkit.export(warm, warm_observer).to_onnx(Path(folder) / "model.onnx")
         before = peak_mib()
-        model, observer = observed(layers=4, hidden=2304, intermediate=6912, mib=WEIGHTS_MIB)
+        model, observer = observed(layers=4, hidden=2304, intermediate=6912)
         weights = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
         exportkit.export(model, observer).to_onnx(Path(folder) / "large.onnx")
-    return {"weights_mib": weights, "peak_mib": peak_mib(), "before_mib": before, "ratio": (peak_mib() - before) / weights}
+    peak = peak_mib()
+    return {"weights_mib": weights, "peak_mib": peak, "before_mib": before, "ratio": (peak - before) / weights}
 
 
-def observed(layers: int, hidden: int, intermediate: int = 128, mib: int | None = None) -> tuple[Any, Any]:
+def observed(layers: int, hidden: int, intermediate: int = 128) -> tuple[Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=4, vocab_size=99
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        vocab_size=99,
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()

@@ -52,8 +52,9 @@ print(onnx_model.verify())
 def greedy(inputs, count):
     length, tokens = inputs["input_ids"].shape[1], []
     while len(tokens) < count:
-        size = inputs["input_ids"].shape[1]
-        outputs = onnx_model(**inputs, position_ids=torch.arange(length - size, length).expand(len(inputs["input_ids"]), -1))
+        ids = inputs["input_ids"]
+        positions = torch.arange(length - ids.shape[1], length).expand(ids.shape)
+        outputs = onnx_model(**inputs, position_ids=positions)
         tokens.append(outputs.logits[:, -1].argmax(-1, keepdim=True))
         inputs, length = {"input_ids": tokens[-1], "past_key_values": outputs.past_key_values}, length + 1
     return torch.cat(tokens, dim=1)
@@ -62,4 +63,5 @@ def greedy(inputs, count):
 for batch in (1, 2):
     inputs = prompt(batch, 8)
     expected = model.generate(**inputs, max_new_tokens=10, **options)[:, -10:]
-    print(f"batch {batch}:", greedy(inputs, 10).tolist(), "equal to generate:", torch.equal(greedy(inputs, 10), expected))
+    tokens = greedy(inputs, 10)
+    print(f"batch {batch}:", tokens.tolist(), "equal to generate:", torch.equal(tokens, expected))

@@ -71,7 +71,7 @@ def capture_somehow(  # noqa: PLR0917 - what `capture` takes
     first = attempt(rules)
     cause = attempt(plain) if isinstance(first, ExportError) and len(plain) < len(rules) else first
     found = cause
-    for extra in _last_resorts(first) if isinstance(first, ExportError) else ():
+    for extra in _last_resorts(model, first) if isinstance(first, ExportError) else ():
         if isinstance(found, ExportError):
             found = attempt([extra, *rules])  # outermost, so that our own rules stay in force
     if isinstance(found, Captured):
@@ -79,9 +79,10 @@ def capture_somehow(  # noqa: PLR0917 - what `capture` takes
     raise cause if isinstance(cause, ExportError) else found
 
 
-def _last_resorts(error: ExportError) -> list[Rule]:
+def _last_resorts(model: torch.nn.Module, error: ExportError) -> list[Rule]:
+    is_of_library = any(type(module).__module__.startswith("transformers.") for module in model.modules())
     fixed = any(text in str(error.__cause__) for text in ("specialized", SYMBOLIC_LENGTH))
-    return [*([SYMBOLIC_LENGTHS, STRICT] if fixed else []), LIBRARY_PATCHES]
+    return [*([SYMBOLIC_LENGTHS, STRICT] if fixed else []), *([LIBRARY_PATCHES] if is_of_library else [])]
 
 
 def capture(  # noqa: PLR0917 - one call, seen from all sides
