@@ -517,3 +517,13 @@ def set_attention_implementation(config: Any, value: str) -> None:
         config._attn_implementation_internal = value
     else:
         config._attn_implementation = value
+
+
+def trace_module() -> Any:
+    """Returns the module of torch.export that prints the graph of a failed trace to stderr. Seen in torch 2.13.
+
+    Its own name ``print`` is free: what is put there is called instead of Python's.
+    """
+    import torch.export._trace
+
+    return torch.export._trace

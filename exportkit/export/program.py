@@ -23,6 +23,7 @@ from exportkit.export.flat import FlatSignature
 from exportkit.observe import Signature
 from exportkit.observe.recorder import recording_paused
 from exportkit.patching import LIBRARY_PATCHES, LISTS_OF_ONE, STRICT, SYMBOLIC_LENGTHS, Rule, adapted_call, applied
+from exportkit.patching.attributes import replaced_attributes
 from exportkit.patching.lists import SYMBOLIC_LENGTH
 from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
 
@@ -239,7 +240,9 @@ def _forward_replaced(model: torch.nn.Module, forward: Callable[..., Any], param
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
+    """Silences warnings, and the partial graph that torch prints when a trace fails: the error says what is wrong."""
+    silent = replaced_attributes(_torch_compat.trace_module(), {"print": lambda *_, **__: None})
+    with warnings.catch_warnings(), silent:
         warnings.simplefilter("ignore")
         yield
 

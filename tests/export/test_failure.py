@@ -210,3 +210,18 @@ def test_an_output_that_nothing_describes_is_an_error():
         exportkit.export(model, observer)
     assert "where: output" in str(caught.value)
     assert "failing.Box with tensors in tensor" in str(caught.value)
+
+
+def test_torch_prints_no_graph_of_its_own(capfd, tmp_path):
+    class Decides(torch.nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x - 1
+
+    model, observer = Decides(), exportkit.InputObserver()
+    with observer(model):
+        for batch in (2, 3):
+            model(torch.rand(batch, 8))
+    with pytest.raises(ExportError):
+        exportkit.export(model, observer)
+    assert "def forward" not in "".join(capfd.readouterr())
+    assert "print" not in vars(_torch_compat.trace_module())
