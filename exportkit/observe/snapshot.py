@@ -273,7 +273,8 @@ def _are_alike(tensors: list[torch.Tensor]) -> bool:
     Strides are looked at in some of them: layers of one class come from the same operation, and copies of another
     layout have the right values all the same.
     """
-    if not _is_dense(tensors[0]) or len(set(map(_dtype, tensors))) > 1:
+    first = tensors[0]
+    if not _is_dense(first) or list(map(_dtype, tensors)).count(first.dtype) < len(tensors):
         return False
     return all(map(torch.Tensor.is_contiguous, tensors[:: max(1, len(tensors) // SAMPLE)]))
 
