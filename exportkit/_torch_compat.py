@@ -527,3 +527,19 @@ def trace_module() -> Any:
     import torch.export._trace
 
     return torch.export._trace
+
+
+def compute_buffers(model: torch.nn.Module, path: str) -> None:
+    """Lets a model of transformers compute the buffers of one of its modules. Seen in transformers 5.23.
+
+    Models of other libraries are left alone. Parameters of the module get new values too, if they have any.
+
+    Args:
+        model: The model, or one around it.
+        path: Path of the module.
+    """
+    parents = [model.get_submodule(".".join(path.split(".")[:depth])) for depth in range(path.count(".") + 1, -1, -1)]
+    compute = next((parent._init_weights for parent in parents if hasattr(parent, "_init_weights")), None)
+    if callable(compute):
+        with torch.no_grad():
+            compute(model.get_submodule(path))

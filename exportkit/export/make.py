@@ -5,6 +5,7 @@ In come a model and its recorded calls, or a plan; out goes an `Exported`, with 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from exportkit.export.extra_outputs import with_outputs
 from exportkit.export.failure import explained
 from exportkit.export.module_state import STATE, WithState, with_module_state
 from exportkit.export.program import capture_somehow
+from exportkit.export.weights import with_weights
 from exportkit.observe import InputObserver, Observation
 from exportkit.patching import (
     FEATURE_ROWS,
@@ -53,6 +55,7 @@ def export(
     *,
     outputs: Mapping[str, Any] | None = None,
     probe: bool = True,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Exported:
     """Returns the model as one traced program that serves every call like those that were observed, at any size.
 
@@ -66,10 +69,13 @@ def export(
             pattern, as `exportkit.capture` takes it. ``{"hidden_states": LlamaDecoderLayer}`` adds the outputs
             ``hidden_states.0``, ``hidden_states.1``, ...
         probe: Let the model confirm the plan by running it; with False the recorded sizes alone decide.
+        weights: Safetensors file, or folder with such files, for a model on the meta device. They are used where they
+            are, so that a model that fits the disk can be exported; the given model stays without values.
 
     Raises:
         NoCallsError: if nothing was observed.
-        InvalidRequestError: if ``outputs`` names modules that the model does not have.
+        InvalidRequestError: if ``outputs`` names modules that the model does not have, or weights are missing.
+        DestinationError: if the files of the weights cannot be read.
         ArgumentError: if the model refuses the arguments that the plan leads to.
         ExportError: if torch cannot trace the model.
 
@@ -86,6 +92,7 @@ def export(
         raise InvalidTypeError("Only a torch.nn.Module can be exported.", got=type(model).__name__)
     seconds: dict[str, float] = {}
     started = time.perf_counter()
+    model = with_weights(model, weights)
     root = model
     model, plan, method = _plan(model, observer_or_plan, outputs or {}, probe)
     seconds["plan"] = time.perf_counter() - started

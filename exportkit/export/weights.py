@@ -1,0 +1,159 @@
+"""Models without weights: what is on the meta device, taken from safetensors files when it is needed.
+
+In come a model and the files; out comes a copy of the model whose tensors are the files' own memory. The system reads
+a page of it when it is used and may drop it again, so that a model needs no memory of its own to be exported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from exportkit import _torch_compat
+from exportkit.errors import DestinationError, InvalidRequestError
+
+
+def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None) -> torch.nn.Module:
+    """Returns a model with values: itself if it has them, else a copy with those of the files.
+
+    Args:
+        model: The model; stays as it is.
+        weights: A safetensors file, or a folder with such files; None for a model that has its values.
+
+    Raises:
+        InvalidRequestError: if weights are missing, of another shape, or not wanted.
+        DestinationError: if the files cannot be read.
+    """
+    missing = [name for name, tensor in _tensors(model) if tensor.is_meta]
+    if weights is None:
+        if missing:
+            raise InvalidRequestError(
+                "This model has no weights: they are on the meta device.",
+                where=_some(missing),
+                hint="export(model, observer, weights='folder with safetensors files').",
+            )
+        return model
+    if not missing:
+        raise InvalidRequestError(
+            "This model has its weights already, so none are read from files.",
+            where=str(weights),
+            hint="leave out weights=, or create the model under `with torch.device('meta'):`.",
+        )
+    with _opened(Path(weights)) as files:
+        return _filled(model, files)
+
+
+def _filled(model: torch.nn.Module, files: Mapping[str, Any]) -> torch.nn.Module:
+    known = {id(tensor): tensor for _, tensor in _tensors(model) if not tensor.is_meta}
+    filled = copy.deepcopy(model, known)  # type: ignore[arg-type]  # what has values is shared, not copied
+    names: dict[int, list[str]] = {}
+    tensors = dict(_tensors(filled))
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            names.setdefault(id(tensor), []).append(name)
+    sources = {tied[0]: next((name for name in tied if name in files), None) for tied in names.values()}
+    # before anything is read: computing a buffer may write to weights beside it, which does nothing on the meta device
+    _compute_buffers(filled, [name for name, source in sources.items() if source is None])
+    for tied in names.values():
+        source = sources[tied[0]]
+        if source is not None:
+            value = _read(files[source], source, tensors[source])
+            for name in tied:
+                _set(filled, name, value)
+    _require_values(filled, files)
+    return filled
+
+
+def _read(file: Any, name: str, wanted: torch.Tensor) -> torch.Tensor:
+    value = file.get_tensor(name)
+    if value.shape != wanted.shape:
+        raise InvalidRequestError(
+            "A weight has another shape in the file than in the model.",
+            where=name,
+            expected=tuple(wanted.shape),
+            got=tuple(value.shape),
+            hint="create the model from the configuration that belongs to these files.",
+        )
+    value = value.to(wanted.dtype)
+    return torch.nn.Parameter(value, requires_grad=False) if isinstance(wanted, torch.nn.Parameter) else value
+
+
+def _compute_buffers(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """Lets modules compute the buffers that no file has, such as the frequencies of positions."""
+    for path in sorted({name.rpartition(".")[0] for name in names}):
+        module = model.get_submodule(path)
+        if any(not parameter.is_meta for parameter in module.parameters()):
+            continue  # these values are the caller's
+        before = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+        module._buffers |= {name: _unset(buffer) for name, buffer in before.items()}
+        _torch_compat.compute_buffers(model, path)
+        for name, buffer in before.items():
+            if torch.equal(torch.nan_to_num(module._buffers[name]), torch.nan_to_num(_unset(buffer))):
+                module._buffers[name] = buffer
+
+
+def _unset(like: torch.Tensor) -> torch.Tensor:
+    """A tensor that no computation returns."""
+    value = (
+        torch.nan if like.is_floating_point() else torch.iinfo(like.dtype).min if like.dtype != torch.bool else False
+    )
+    return torch.full_like(like, value, device="cpu")
+
+
+def _require_values(model: torch.nn.Module, files: Mapping[str, Any]) -> None:
+    lacking = [name for name, tensor in _tensors(model) if tensor.is_meta]
+    if not lacking:
+        return
+    nearest = difflib.get_close_matches(lacking[0], list(files), n=3)
+    raise InvalidRequestError(
+        "The files lack weights of the model.",
+        where=_some(lacking),
+        got=f"files with {len(files)} tensors; nearest to {lacking[0]!r}: {', '.join(nearest) or 'nothing similar'}",
+        hint="what no file holds must have its values: create these modules outside of the meta device.",
+    )
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[dict[str, Any]]:
+    """The open file of each tensor by its name. Tensors taken from a file keep its memory when it is closed."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise DestinationError(
+            "This folder holds no weights.",
+            where=str(path),
+            expected="*.safetensors",
+            hint="model.save_pretrained(...)",
+        )
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for file in files:
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise DestinationError("This file of weights cannot be read.", where=str(file), got=error) from error
+            found |= dict.fromkeys(opened.keys(), opened)
+        yield found
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _set(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    table = module._parameters if attribute in module._parameters else module._buffers
+    table[attribute] = value  # type: ignore[assignment]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
