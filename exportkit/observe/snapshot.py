@@ -45,8 +45,8 @@ _STACKED = frozenset(
 
 _dtype = operator.attrgetter("dtype")
 
-# Positions of tensors, and the copy of one of them, or of several along its first axis.
-_Piece = tuple[Sequence[int], torch.Tensor]
+# Positions of tensors, and their copies: a list of them, or one tensor that has them along its first axis.
+_Piece = tuple[Sequence[int], torch.Tensor | list[torch.Tensor]]
 
 
 class Snapshot:
@@ -93,18 +93,21 @@ class Snapshot:
 
     def memory(self) -> Parts:
         """Returns the memory that the copies hold."""
-        return [(_torch_compat.memory_address(piece), _bytes(piece)) for _, piece in self._pieces]
+        every = [copies if isinstance(copies, list) else [copies] for _, copies in self._pieces]
+        return [(_torch_compat.memory_address(copy), _bytes(copy)) for copies in every for copy in copies]
 
 
 def _parts(piece: _Piece) -> Sequence[torch.Tensor]:
-    positions, copy = piece
+    _, copies = piece
     # detached from the piece, so that each of them can be changed in place
-    return [copy] if len(positions) == 1 else [part.detach() for part in copy.unbind()]
+    return copies if isinstance(copies, list) else [part.detach() for part in copies.unbind()]
 
 
 def _part_shapes(piece: _Piece) -> Sequence[tuple[int, ...]]:
-    positions, copy = piece
-    return [shape_of(copy)] if len(positions) == 1 else [tuple(copy.shape[1:])] * len(positions)
+    positions, copies = piece
+    if isinstance(copies, list):
+        return [shape_of(copy) for copy in copies]
+    return [tuple(copies.shape[1:])] * len(positions)
 
 
 class Copying:
@@ -146,25 +149,30 @@ class Copying:
         return Snapshot(self.outline, pieces)
 
     def _pieces(self) -> list[_Piece]:
-        tensors = self._tensors
-        pieces = [piece for group in self._together for piece in self._copied_together(group)]
-        shared: dict[int, torch.Tensor] = {}
+        pieces = [self._copied_together(group) for group in self._together]
         if self._shared:
-            copies = _torch_compat.copies_on_write(_at(self._shared, tensors))
-            shared = {i: copy for i, copy in zip(self._shared, copies, strict=True) if copy is not None}
-        pieces += [((i,), shared[i] if i in shared else _copied(tensors[i])) for i in self._apart]
+            originals = _at(self._shared, self._tensors)
+            pairs = zip(_torch_compat.copies_on_write(originals), originals, strict=True)
+            pieces.append((self._shared, [_copied(original) if copy is None else copy for copy, original in pairs]))
+        if len(self._shared) < len(self._apart):
+            others = sorted(set(self._apart).difference(self._shared))
+            pieces.append((others, list(map(_copied, _at(others, self._tensors)))))
         return pieces
 
-    def _copied_together(self, group: Sequence[int]) -> list[_Piece]:
+    def _copied_together(self, group: Sequence[int]) -> _Piece:
+        tensors = _at(group, self._tensors)
         try:
-            return [(group, torch.stack(_at(group, self._tensors)))]
+            return group, torch.stack(tensors)
         except RuntimeError:  # of other shapes, or on several devices
-            return [((i,), _copied(self._tensors[i])) for i in group]
+            return group, list(map(_copied, tensors))
 
     def _find_shared(self) -> list[int]:
         """The positions of large tensors that can be shared by copy-on-write."""
-        plain = [i for i in self._large if type(self._tensors[i]) is torch.Tensor]
-        still_shared = _torch_compat.are_copy_on_write(_at(plain, self._tensors))
+        plain, tensors = self._large, _at(self._large, self._tensors)
+        if list(map(type, tensors)).count(torch.Tensor) < len(tensors):
+            plain = [i for i in self._large if type(self._tensors[i]) is torch.Tensor]
+            tensors = _at(plain, self._tensors)
+        still_shared = _torch_compat.are_copy_on_write(tensors)
         if all(still_shared):
             return plain
         growing = growing_tensors(self.outline)
