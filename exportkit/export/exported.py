@@ -99,10 +99,8 @@ class Exported:
             ExportError: if an operator cannot be translated.
         """
         target = check_destination(path)
-        started = time.perf_counter()
         with explained(lambda: self.attempt(onnx=True)):
             exported, file = self.translated(target, opset)
-        self.seconds["onnx"] = time.perf_counter() - started
         parts = {
             name: part.to_onnx(target.with_name(f"{target.stem}.{name}{target.suffix}"), opset)
             for name, part in self.parts.items()
@@ -119,6 +117,7 @@ class Exported:
         Raises:
             ExportError: if an operator cannot be translated.
         """
+        started = time.perf_counter()
         try:
             return self, translate(self.captured, self.plan, target, opset)
         except ExportError:
@@ -126,6 +125,8 @@ class Exported:
             if again is None:
                 raise
             return again, translate(again.captured, again.plan, target, opset)
+        finally:
+            self.seconds["onnx"] = time.perf_counter() - started
 
     def _with_library_patches(self) -> Exported | None:
         """The model traced again with transformers' own export patches; None if it was, or cannot be."""
