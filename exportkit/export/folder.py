@@ -33,7 +33,8 @@ from exportkit.export.translate import check_destination
 from exportkit.observe.json_file import read_json_file
 from exportkit.observe.storage import versions
 
-MANIFEST, _REPORT_TEXT, _REPORT_JSON = "manifest.json", "report.txt", "report.json"
+MANIFEST, REPORT_TEXT, REPORT_JSON = "manifest.json", "report.txt", "report.json"
+PAGE = "report.html"  # made later; goes with the proof that it shows
 _FORMAT, _VERSION = "exportkit-folder", 1
 _TEMPORARY = ".saving-"
 
@@ -48,7 +49,7 @@ def save_folder(
     verify: bool = True,
 ) -> OnnxModel:
     """Writes a folder, and returns its graphs as something to call; see `Exported.save`."""
-    target = _checked_destination(Path(directory))
+    target = check_folder(Path(directory))
     if verify:
         require_onnxruntime()
     exported = for_runtime(exported, runtime)
@@ -117,8 +118,8 @@ def _write_report(onnx_model: OnnxModel, saved: Saved, folder: Path, target: Pat
     started = time.perf_counter()
     report = _proven_by(onnx_model, saved).verify()
     onnx_model.exported.seconds["verify"] = time.perf_counter() - started
-    (folder / _REPORT_TEXT).write_text(f"{report}\n", "utf-8")
-    (folder / _REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
+    (folder / REPORT_TEXT).write_text(f"{report}\n", "utf-8")
+    (folder / REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
     if not report.ok:
         warnings.warn(f"{target} was saved, and is {report.verdict()}", RuntimeWarning, stacklevel=4)
 
@@ -162,8 +163,12 @@ def _described(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
 
 
-def _checked_destination(target: Path) -> Path:
-    """Returns the path if a folder may be written there: over nothing, or over one of ours."""
+def check_folder(target: Path) -> Path:
+    """Returns the path if a folder may be written there: over nothing, or over one of ours.
+
+    Raises:
+        DestinationError: if it holds something else, or cannot be written.
+    """
     check_destination(target / MANIFEST)
     found = sorted(item.name for item in target.iterdir()) if target.exists() else []
     if not found or _is_ours(target):
@@ -218,7 +223,7 @@ def _remove_old(target: Path) -> None:
     if not (target / MANIFEST).exists():
         return
     old = [inside(target, name) for name in read_manifest(target)["files"]]
-    for path in (target / MANIFEST, *old):
+    for path in (target / MANIFEST, target / PAGE, *old):
         path.unlink(missing_ok=True)
     for folder in sorted({path.parent for path in old} - {target}, reverse=True):
         with contextlib.suppress(OSError):  # it holds something else, or is gone

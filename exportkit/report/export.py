@@ -16,7 +16,7 @@ from typing import Any
 from exportkit.axes import Plan
 from exportkit.axes.text import alike_leaves, seen_shapes
 from exportkit.errors import ExportkitError
-from exportkit.export.folder import read_manifest
+from exportkit.export.folder import REPORT_JSON, read_manifest
 from exportkit.export.manifest import damaged, inside
 from exportkit.report.axes_picture import input_pictures, variable_pictures
 from exportkit.report.render import count, render, seconds, size
@@ -143,7 +143,8 @@ def export_page(folder: Path) -> str:
     """
     manifest = read_manifest(folder)
     try:
-        proof = json.loads((folder / "report.json").read_text("utf-8")) if (folder / "report.json").exists() else None
+        proven = folder / REPORT_JSON
+        proof = json.loads(proven.read_text("utf-8")) if proven.exists() else None
         programs = list(_programs(folder, manifest, manifest["program"], proof))
         pictures = {p.id: (input_pictures(p.plan), variable_pictures(p.plan)) for p in programs}
         main = programs[0]

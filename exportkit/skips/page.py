@@ -5,8 +5,10 @@ Out comes HTML that needs no other file and no network: tests to sort and filter
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from exportkit.report import render
-from exportkit.skips.scan import SkipScan
+from exportkit.skips.result import ALL_TESTS_FILE, SkipScan, read_scan
 from exportkit.skips.table import summary
 
 
@@ -23,3 +25,12 @@ def page(scan: SkipScan) -> str:
         differences=scan.differences,
         problems=scan.problems,
     )
+
+
+def folder_page(folder: Path) -> str:
+    """Returns the page of a scan that was saved to a folder; it has the rows and not the differences to a run.
+
+    Raises:
+        DestinationError: if the file of the scan cannot be read.
+    """
+    return page(read_scan(folder / ALL_TESTS_FILE))

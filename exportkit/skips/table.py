@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from exportkit.skips.scan import Row, SkipScan
+from exportkit.skips.result import Row, SkipScan
 
 _WIDTH = 100  # of the plain text
 
