@@ -72,7 +72,9 @@ def scan_skipped_tests(
             differences += found
         groups = sorted({chosen.group_of(path.relative_to(folder).as_posix()) for path in files})
         rows = in_order(_rows(tests, bases, groups, bool(chosen.bases)))
-        return SkipScan(str(root), rows, tuple(tests), tuple(differences), tuple(suite.problems))
+        scan = SkipScan(str(root), rows, tuple(tests), tuple(differences), tuple(suite.problems))
+        suite.forget()
+    return scan
 
 
 def _chosen(layout: Layout | str | None, root: Path) -> Layout:
