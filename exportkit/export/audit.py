@@ -148,13 +148,7 @@ def _evaluated(expression: Any, values: Mapping[Any, sympy.Integer]) -> Any:
 
 @dataclass(frozen=True)
 class Guard:
-    """What a trace took for granted about sizes.
-
-    Attributes:
-        text: The relation, in the names of the plan.
-        place: File and line that asked for it; empty if it is not known.
-        own: Whether that is code of the model, and not of torch.
-    """
+    """A relation of sizes that a trace took for granted, its place, and whether that is the model's own code."""
 
     text: str
     place: str

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from exportkit.skips.externals import WIDE, call_method, external_value
-from exportkit.skips.operations import calculated, compared
+from exportkit.skips.operations import calculated, compared, partial_text
 from exportkit.skips.values import (
     UNKNOWN,
     Class,
@@ -254,15 +254,7 @@ class Expressions:
         both_sequences = isinstance(left, list | tuple) and type(left) is type(right) and isinstance(node.op, ast.Add)
         if both_sequences or (known(left) and known(right)):
             return calculated(node.op, left, right)
-        return self._partial_text(node, left, right)
-
-    @staticmethod
-    def _partial_text(node: ast.BinOp, left: Any, right: Any) -> Any:
-        """A text of which one part is known, as an f-string would show it: it can still serve as a reason."""
-        if not isinstance(node.op, ast.Add) or not (isinstance(left, str) or isinstance(right, str)):
-            return UNKNOWN
-        sides = ((left, node.left), (right, node.right))
-        return PartialText("".join(v if isinstance(v, str) else f"{{{ast.unparse(part)}}}" for v, part in sides))
+        return partial_text(node, left, right)
 
     def _BoolOp(self, node: ast.BoolOp, frame: Frame) -> Any:
         decisive, uncertain, value = isinstance(node.op, ast.Or), list[ast.expr](), None

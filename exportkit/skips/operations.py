@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from exportkit.skips.externals import WIDE
-from exportkit.skips.values import UNKNOWN, Applied, External, known
+from exportkit.skips.values import UNKNOWN, Applied, External, PartialText, known
 
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -46,6 +46,14 @@ def calculated(operation: ast.operator, left: Any, right: Any) -> Any:
         return function(left, right)
     except Exception:  # the suite would raise here
         return UNKNOWN
+
+
+def partial_text(node: ast.BinOp, left: Any, right: Any) -> Any:
+    """Returns a text of which one part is known, as an f-string would show it: it can still serve as a reason."""
+    if not isinstance(node.op, ast.Add) or not (isinstance(left, str) or isinstance(right, str)):
+        return UNKNOWN
+    sides = ((left, node.left), (right, node.right))
+    return PartialText("".join(v if isinstance(v, str) else f"{{{ast.unparse(part)}}}" for v, part in sides))
 
 
 def compared(operation: ast.cmpop, left: Any, right: Any) -> Any:
