@@ -17,6 +17,8 @@ from exportkit.scenarios import Case
 from exportkit.verify import Row
 from tests import models
 
+COMMANDS = ["demo", "export", "verify", "report", "scan-skips"]
+
 
 def run(*arguments):
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
@@ -55,10 +57,24 @@ class TestHelp:
     def test_the_help_names_the_commands_and_fits_one_screen(self):
         result = run("--help")
         assert result.exit_code == 0
-        assert len(result.stdout.splitlines()) <= 24
-        assert all(command in result.stdout for command in ("demo", "export", "verify", "scan-skips"))
+        lines = result.stdout.splitlines()
+        assert len(lines) <= 24
+        assert max(map(len, lines)) <= 80
+        assert all(f"\n  {command} " in result.stdout for command in COMMANDS)
+        assert "Exit codes: 0 well, 1 not proven, 2 wrong use." in result.stdout
 
-    @pytest.mark.parametrize("command", ["demo", "export", "verify", "scan-skips"])
+    @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+    def test_shells_complete_commands(self, shell):
+        script = CliRunner().invoke(cli.app, [], env={"_EXPORTKIT_COMPLETE": f"source_{shell}"}, prog_name="exportkit")
+        assert script.exit_code == 0
+        assert "_EXPORTKIT_COMPLETE" in script.stdout
+
+    def test_completion_names_the_commands(self):
+        given = {"_EXPORTKIT_COMPLETE": "complete_bash", "COMP_WORDS": "exportkit ", "COMP_CWORD": "1"}
+        found = CliRunner().invoke(cli.app, [], env=given, prog_name="exportkit")
+        assert set(found.stdout.split()) >= set(COMMANDS)
+
+    @pytest.mark.parametrize("command", COMMANDS)
     def test_the_help_of_a_command_has_an_example(self, command):
         result = run(command, "--help")
         assert result.exit_code == 0
@@ -74,11 +90,33 @@ class TestExport:
         assert last_line(result) == "proven"
         assert "past_sequence + sequence" in result.stdout  # the plan
         assert (out / "report.txt").read_text().rstrip() in result.stdout
-        assert {file.name for file in out.iterdir()} == {"model.onnx", "model.onnx.data", "report.txt"}
+        assert {"manifest.json", "model.onnx", "model.onnx.data", "report.txt", "calls"} <= {
+            f.name for f in out.iterdir()
+        }
+
+    def test_what_it_writes_is_what_verify_and_report_read(self, bert, tmp_path):
+        run("export", bert, "--out", tmp_path / "out")
+        assert last_line(run("verify", tmp_path / "out")) == "proven"
+        assert run("report", tmp_path / "out").stdout == f"{tmp_path / 'out' / 'report.html'}\n"
+        page = (tmp_path / "out" / "report.html").read_text()
+        assert "BertForSequenceClassification" in page
+
+    def test_a_single_file(self, bert, tmp_path):
+        result = run("export", bert, "--out", tmp_path / "new" / "bert.onnx")
+        assert (result.exit_code, last_line(result)) == (0, "proven"), result.output
+        assert {file.name for file in (tmp_path / "new").iterdir()} == {"bert.onnx", "bert.onnx.data"}
+
+    def test_json_is_one_document(self, bert, tmp_path):
+        result = run("export", bert, "--out", tmp_path / "out", "--json")
+        found = json.loads(result.stdout)
+        assert (result.exit_code, found["ok"], found["report"]["ok"]) == (0, True, True)
+        assert found["out"] == str(tmp_path / "out")
+        assert [variable["name"] for variable in found["plan"]["variables"]] == ["batch", "sequence"]
+        assert list(found["seconds"]) == ["observe", "export", "save"]
 
     def test_progress_goes_to_stderr_and_libraries_are_silent(self, bert, tmp_path):
         result = run("export", bert, "--out", tmp_path)
-        stages = [f"BertForSequenceClassification: {stage}" for stage in ("observe", "export", "ONNX", "verify")]
+        stages = [f"BertForSequenceClassification: {stage}" for stage in ("observe", "export", "save")]
         assert [line for line in result.stderr.splitlines() if "loading" not in line] == stages
 
     def test_nothing_stays_silenced(self, bert, tmp_path):
@@ -89,10 +127,12 @@ class TestExport:
         assert warnings.filters == filters
 
     def test_without_a_proof_it_says_so_and_leaves_no_old_one(self, bert, tmp_path):
-        (tmp_path / "report.txt").write_text("proven")
+        run("export", bert, "--out", tmp_path)
+        run("report", tmp_path)
         result = run("export", bert, "--out", tmp_path, "--no-verify", "--opset", 21)
         assert (result.exit_code, last_line(result)) == (0, "not verified")
-        assert {file.name for file in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+        assert (tmp_path / "manifest.json").exists()
+        assert not list(tmp_path.glob("report.*"))
 
     def test_the_opset_is_the_one_asked_for(self, bert, tmp_path):
         import onnx
@@ -118,25 +158,35 @@ class TestExport:
         assert "could not trace the model.\n  hint: mend it." in result.stderr
         assert not list(tmp_path.iterdir())
 
+    def test_a_failed_export_as_json(self, bert, tmp_path, monkeypatch):
+        def refuse(*_):
+            raise ExportError("torch.export could not trace the model.")
+
+        monkeypatch.setattr(exportkit, "export", refuse)
+        result = run("export", bert, "--out", tmp_path, "--json")
+        assert result.exit_code == 1
+        assert json.loads(result.stdout) == {"ok": False, "error": "torch.export could not trace the model."}
+
     def test_the_exit_code_of_an_encoder_decoder_is_its_verdict(self, tmp_path):
         models.tiny_t5().save_pretrained(tmp_path / "t5")
-        result = run("export", tmp_path / "t5", "--out", tmp_path)
+        result = run("export", tmp_path / "t5", "--out", tmp_path / "out")
         assert last_line(result).startswith("proven" if result.exit_code == 0 else "NOT PROVEN")
         assert result.exit_code in (0, 1)
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """A saved export."""
+    model, observer = models.Classifier().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch in (2, 4):
+            model(torch.ones(batch, 6))
+    exportkit.export(model, observer).save(tmp_path / "out")
+    return tmp_path / "out"
+
+
 @pytest.mark.runtime
 class TestVerify:
-    @pytest.fixture
-    def folder(self, tmp_path):
-        """A saved export."""
-        model, observer = models.Classifier().eval(), exportkit.InputObserver()
-        with observer(model), torch.no_grad():
-            for batch in (2, 4):
-                model(torch.ones(batch, 6))
-        exportkit.export(model, observer).save(tmp_path / "out")
-        return tmp_path / "out"
-
     def test_a_proven_folder_prints_its_report(self, folder):
         result = run("verify", folder)
         assert (result.exit_code, last_line(result)) == (0, "proven"), result.output
@@ -163,6 +213,27 @@ class TestVerify:
         result = run("verify", tmp_path)
         assert (result.exit_code, result.stdout) == (2, "")
         assert "No exported model can be read here." in result.stderr
+
+
+@pytest.mark.runtime
+class TestReport:
+    def test_the_page_of_an_export(self, folder):
+        result = run("report", folder)
+        assert (result.exit_code, result.stdout) == (0, f"{folder / 'report.html'}\n"), result.output
+        assert "Classifier" in (folder / "report.html").read_text()
+        assert last_line(run("verify", folder)) == "proven"  # the page is no part of the proof
+
+    def test_another_file_and_json(self, folder, tmp_path):
+        result = run("report", folder, "--out", tmp_path / "pages" / "a.html", "--json")
+        assert json.loads(result.stdout) == {"page": str(tmp_path / "pages" / "a.html")}
+        assert (tmp_path / "pages" / "a.html").exists()
+        assert not (folder / "report.html").exists()
+
+    def test_the_page_of_a_skip_scan(self, tmp_path):
+        (tmp_path / "test_a.py").write_text("import pytest\n@pytest.mark.skip('later')\ndef test_a(): ...")
+        run("scan-skips", tmp_path, "--output_dir", tmp_path / "scan")
+        assert run("report", tmp_path / "scan").exit_code == 0
+        assert "later" in (tmp_path / "scan" / "report.html").read_text()
 
 
 class TestWrongInput:
@@ -198,6 +269,28 @@ class TestWrongInput:
     def test_the_output_folder_of_the_demo(self, tmp_path):
         (tmp_path / "file").touch()
         self.check(run("demo", "--out", tmp_path / "file"), "output folder cannot be made")
+
+    def test_an_output_folder_with_other_files(self, bert, tmp_path):
+        (tmp_path / "notes.txt").write_text("mine")
+        self.check(run("export", bert, "--out", tmp_path), "not written over other files", "got: notes.txt")
+
+    def test_a_folder_that_no_page_can_be_made_of(self, tmp_path):
+        self.check(run("report", tmp_path), "nothing here that a page can be made of", "got: an empty folder")
+        self.check(run("report", tmp_path / "none"), "got: nothing")
+
+    def test_a_damaged_folder(self, tmp_path):
+        (tmp_path / "manifest.json").write_text("{}")
+        self.check(run("report", tmp_path), "no exported model that this version reads")
+        (tmp_path / "manifest.json").write_text("{")
+        self.check(run("report", tmp_path), "is damaged")
+
+    def test_a_damaged_scan(self, tmp_path):
+        (tmp_path / "all_tests_scan_result.json").write_text('{"test_a": {"origin": "common"}}')
+        self.check(run("report", tmp_path), "no result of a skip scan", "KeyError: 'models_ran'")
+
+    def test_a_page_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "all_tests_scan_result.json").write_text("{}")
+        self.check(run("report", tmp_path, "--out", tmp_path), "The page cannot be written.")
 
     @pytest.mark.parametrize("arguments", [["export"], ["export", "model"], ["deploy"], ["demo", "--fast"]])
     def test_wrong_usage(self, arguments):
@@ -245,6 +338,15 @@ class TestDemo:
         assert (result.exit_code, last_line(result)) == (1, "not proven: idle")
         assert "idle (never called): No inputs were captured." in result.stdout
         assert "busy (two batches): proven" in result.stdout
+
+    def test_json_is_one_document(self, monkeypatch):
+        model = models.Classifier().eval()
+        case = Case("busy", "one batch", model, lambda: model(torch.ones(2, 6)))
+        monkeypatch.setattr("exportkit.scenarios.demo.demo_cases", lambda: [case])
+        result = run("demo", "--json")
+        found = json.loads(result.stdout)
+        assert (result.exit_code, found["ok"]) == (0, True)
+        assert [(m["model"], m["ok"], m["report"]["ok"]) for m in found["models"]] == [("busy", True, True)]
 
     @pytest.mark.usefixtures("differs")
     def test_a_difference_exits_with_1(self, monkeypatch):

@@ -12,11 +12,23 @@ import exportkit
 ROOT = Path(exportkit.__file__).parent
 
 # Each stage may import those before it; axes is the reasoning alone. Patching and capture know nothing of the line.
-STAGES = ["errors", "_torch_compat", "trees", "patching", "capture", "observe", "axes", "arguments", "export", "verify"]
+STAGES = [
+    "errors",
+    "_torch_compat",
+    "trees",
+    "patching",
+    "capture",
+    "observe",
+    "axes",
+    "arguments",
+    "export",
+    "verify",
+    "report",
+]
 # Doors to later stages: what a user calls on an early value and what is imported when it is called.
-DOORS = {"observe/observer.py", "export/onnx_model.py"}
+DOORS = {"observe/observer.py", "export/onnx_model.py", "export/exported.py"}
 # Beside the line, on top of it: they may import all of it, and nothing of it imports them.
-BESIDE = ["scenarios", "skips", "cli"]
+BESIDE = ["scenarios", "skips", "commands", "cli"]
 
 PRIVATE = re.compile(r"(torch|transformers|onnx|onnxscript)\.(\w+\.)*_[a-z]")
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))

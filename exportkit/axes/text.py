@@ -10,9 +10,7 @@ from exportkit.axes.plan import Plan, PlannedLeaf
 def plan_table(plan: Plan) -> str:
     """Returns the plan as text: a row for each input (equal ones together), the variables and why, the findings."""
     rows = [("input", "type", "shape", "seen")]
-    for leaves in _alike(plan.leaves):
-        more = f" and {len(leaves) - 1} alike" if len(leaves) > 1 else ""
-        rows.append((leaves[0].path + more, leaves[0].dtype, _shape(leaves[0]), _seen(leaves[0])))
+    rows += [(label, leaf.dtype, _shape(leaf), seen_shapes(leaf)) for label, leaf in alike_leaves(plan)]
     lines = _aligned(rows)
     if plan.variables:
         lines += ["", *_aligned([("variable", "evidence"), *((v.name, v.evidence) for v in plan.variables)])]
@@ -21,19 +19,20 @@ def plan_table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _alike(leaves: Sequence[PlannedLeaf]) -> list[list[PlannedLeaf]]:
-    """Leaves of one argument with equal types, sizes and shapes, such as the layers of a cache, together."""
+def alike_leaves(plan: Plan) -> list[tuple[str, PlannedLeaf]]:
+    """Returns one input for all that are alike, such as the layers of a cache, each with a label that says how many."""
     groups: dict[object, list[PlannedLeaf]] = {}
-    for leaf in leaves:
+    for leaf in plan.leaves:
         groups.setdefault((leaf.argument, leaf.dtype, leaf.sizes, leaf.shapes), []).append(leaf)
-    return list(groups.values())
+    return [(f"{g[0].path} and {len(g) - 1} alike" if len(g) > 1 else g[0].path, g[0]) for g in groups.values()]
 
 
 def _shape(leaf: PlannedLeaf) -> str:
     return f"({', '.join(map(str, leaf.sizes))})"
 
 
-def _seen(leaf: PlannedLeaf) -> str:
+def seen_shapes(leaf: PlannedLeaf) -> str:
+    """Returns the shapes that an input had in the recorded calls, each once."""
     shapes = ["absent" if shape is None else "x".join(map(str, shape)) or "scalar" for shape in leaf.shapes]
     return " ".join(dict.fromkeys(shapes))
 

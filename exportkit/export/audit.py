@@ -146,6 +146,26 @@ def _evaluated(expression: Any, values: Mapping[Any, sympy.Integer]) -> Any:
         return None
 
 
+@dataclass(frozen=True)
+class Guard:
+    """A relation of sizes that a trace took for granted, its place, and whether that is the model's own code."""
+
+    text: str
+    place: str
+    own: bool
+
+
+def guards_of(exported: Exported) -> tuple[Guard, ...]:
+    """Returns what the trace of a program took for granted about sizes, each relation once, the model's own first."""
+    program = _Program(exported)
+    found: dict[str, Guard] = {}
+    for guard in sorted(program.guards, key=lambda guard: not is_model_code(guard.file)):
+        if guard.left != sympy.true:
+            text, file = program.named(guard.left), guard.file.rpartition("site-packages/")[2]
+            found.setdefault(text, Guard(text, f"{file}:{guard.line}" if file else "", is_model_code(guard.file)))
+    return tuple(found.values())
+
+
 def audit_sizes(exported: Exported) -> list[Finding]:
     """Returns findings about a program: the limits that it has, and the decisions by size that it keeps.
 

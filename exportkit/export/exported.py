@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -99,10 +100,8 @@ class Exported:
             ExportError: if an operator cannot be translated.
         """
         target = check_destination(path)
-        started = time.perf_counter()
         with explained(lambda: self.attempt(onnx=True)):
             exported, file = self.translated(target, opset)
-        self.seconds["onnx"] = time.perf_counter() - started
         parts = {
             name: part.to_onnx(target.with_name(f"{target.stem}.{name}{target.suffix}"), opset)
             for name, part in self.parts.items()
@@ -119,6 +118,7 @@ class Exported:
         Raises:
             ExportError: if an operator cannot be translated.
         """
+        started = time.perf_counter()
         try:
             return self, translate(self.captured, self.plan, target, opset)
         except ExportError:
@@ -126,6 +126,8 @@ class Exported:
             if again is None:
                 raise
             return again, translate(again.captured, again.plan, target, opset)
+        finally:
+            self.seconds["onnx"] = time.perf_counter() - started
 
     def _with_library_patches(self) -> Exported | None:
         """The model traced again with transformers' own export patches; None if it was, or cannot be."""
@@ -193,3 +195,25 @@ class Exported:
         from exportkit.export.folder import save_folder
 
         return save_folder(self, directory, runtime=runtime, opset=opset, values=values, verify=verify)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Writes one HTML page of all that is known of this export, its proof included, and returns its path.
+
+        The graphs are written to a temporary folder and proven there. For a folder that `save` wrote already,
+        ``exportkit report`` makes the same page without proving anew.
+
+        Args:
+            path: The file to write.
+
+        Raises:
+            DestinationError: if it cannot be written.
+            ExportError: if an operator cannot be translated.
+        """
+        from exportkit.report import write_page
+        from exportkit.report.export import export_page
+
+        check_destination(path)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / self.observation.model_name
+            self.save(folder, values=False)
+            return write_page(path, export_page(folder))

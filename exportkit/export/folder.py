@@ -11,9 +11,11 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,11 @@ from exportkit.export.saved import Saved
 from exportkit.export.session import require_onnxruntime
 from exportkit.export.stateful import onnx_model_of
 from exportkit.export.translate import check_destination
+from exportkit.observe.json_file import read_json_file
 from exportkit.observe.storage import versions
 
-_MANIFEST, _REPORT_TEXT, _REPORT_JSON = "manifest.json", "report.txt", "report.json"
+MANIFEST, REPORT_TEXT, REPORT_JSON = "manifest.json", "report.txt", "report.json"
+PAGE = "report.html"  # made later; goes with the proof that it shows
 _FORMAT, _VERSION = "exportkit-folder", 1
 _TEMPORARY = ".saving-"
 
@@ -45,7 +49,7 @@ def save_folder(
     verify: bool = True,
 ) -> OnnxModel:
     """Writes a folder, and returns its graphs as something to call; see `Exported.save`."""
-    target = _checked_destination(Path(directory))
+    target = check_folder(Path(directory))
     if verify:
         require_onnxruntime()
     exported = for_runtime(exported, runtime)
@@ -58,7 +62,7 @@ def save_folder(
             _write_report(onnx_model, saved, folder, target)
         program = dump_program(onnx_model, saved, folder, values)
         text = json.dumps(_manifest(program, folder), indent=1, allow_nan=False)
-        (folder / _MANIFEST).write_text(text + "\n", "utf-8")
+        (folder / MANIFEST).write_text(text + "\n", "utf-8")
     return _moved(onnx_model, target)
 
 
@@ -87,7 +91,7 @@ def load_folder(directory: str | os.PathLike[str]) -> OnnxModel:
         (True, True)
     """
     folder = Path(directory)
-    data = _read_manifest(folder)
+    data = read_manifest(folder)
     try:
         digests = {inside(folder, name): str(item["sha256"]) for name, item in data["files"].items()}
         for file in digests:
@@ -96,7 +100,7 @@ def load_folder(directory: str | os.PathLike[str]) -> OnnxModel:
     except ExportkitError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
-        raise damaged(folder / _MANIFEST, f"{type(error).__name__}: {error}") from error
+        raise damaged(folder / MANIFEST, f"{type(error).__name__}: {error}") from error
 
 
 def _write_graphs(exported: Exported, folder: Path, opset: int | None) -> OnnxModel:
@@ -111,9 +115,11 @@ def _write_graphs(exported: Exported, folder: Path, opset: int | None) -> OnnxMo
 
 def _write_report(onnx_model: OnnxModel, saved: Saved, folder: Path, target: Path) -> None:
     """Proves what was written, as `load_folder` finds it again."""
+    started = time.perf_counter()
     report = _proven_by(onnx_model, saved).verify()
-    (folder / _REPORT_TEXT).write_text(f"{report}\n", "utf-8")
-    (folder / _REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
+    onnx_model.exported.seconds["verify"] = time.perf_counter() - started
+    (folder / REPORT_TEXT).write_text(f"{report}\n", "utf-8")
+    (folder / REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
     if not report.ok:
         warnings.warn(f"{target} was saved, and is {report.verdict()}", RuntimeWarning, stacklevel=4)
 
@@ -136,9 +142,20 @@ def _manifest(program: dict[str, Any], folder: Path) -> dict[str, Any]:
         "format": _FORMAT,
         "version": _VERSION,
         "written_by": versions("exportkit", "torch", "transformers", "onnx", "onnxscript", "onnxruntime"),
+        "peak_bytes": _peak_bytes(),
         "files": {path.relative_to(folder).as_posix(): _described(path) for path in files},
         "program": program,
     }
+
+
+def _peak_bytes() -> int | None:
+    """The most memory that this process has had so far; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -146,9 +163,13 @@ def _described(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
 
 
-def _checked_destination(target: Path) -> Path:
-    """Returns the path if a folder may be written there: over nothing, or over one of ours."""
-    check_destination(target / _MANIFEST)
+def check_folder(target: Path) -> Path:
+    """Returns the path if a folder may be written there: over nothing, or over one of ours.
+
+    Raises:
+        DestinationError: if it holds something else, or cannot be written.
+    """
+    check_destination(target / MANIFEST)
     found = sorted(item.name for item in target.iterdir()) if target.exists() else []
     if not found or _is_ours(target):
         return target
@@ -163,7 +184,7 @@ def _checked_destination(target: Path) -> Path:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        return bool(_read_manifest(folder))
+        return bool(read_manifest(folder))
     except DestinationError:
         return False
 
@@ -191,7 +212,7 @@ def _filled(target: Path) -> Iterator[Path]:
 
 def _move(source: Path, target: Path) -> None:
     """Moves all files, the manifest last: what is cut short is no export."""
-    files = sorted((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.name == _MANIFEST)
+    files = sorted((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.name == MANIFEST)
     for path in files:
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -199,46 +220,29 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _remove_old(target: Path) -> None:
-    if not (target / _MANIFEST).exists():
+    if not (target / MANIFEST).exists():
         return
-    old = [inside(target, name) for name in _read_manifest(target)["files"]]
-    for path in (target / _MANIFEST, *old):
+    old = [inside(target, name) for name in read_manifest(target)["files"]]
+    for path in (target / MANIFEST, target / PAGE, *old):
         path.unlink(missing_ok=True)
     for folder in sorted({path.parent for path in old} - {target}, reverse=True):
         with contextlib.suppress(OSError):  # it holds something else, or is gone
             os.removedirs(folder)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    file = folder / _MANIFEST
-    try:
-        data = json.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise DestinationError(
-            "No exported model can be read here.",
-            where=str(folder),
-            expected=f"a folder with {_MANIFEST}, as exported.save(folder) writes it",
-            got=error,
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise damaged(file, error) from error
-    found: dict[str, Any] = data if isinstance(data, dict) else {}
-    if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
-        raise DestinationError(
-            "This is no exported model that this version reads.",
-            where=str(file),
-            expected=f"{_FORMAT} {_VERSION}",
-            got=f"{found.get('format')} {found.get('version')}",
-            hint=_written_by(found),
-        )
-    return found
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns what ``manifest.json`` of a folder says.
 
-
-def _written_by(data: Mapping[str, Any]) -> str | None:
-    written = data.get("written_by")
-    if not isinstance(written, dict):
-        return None
-    return f"it was written by {', '.join(f'{name} {version}' for name, version in written.items())}."
+    Raises:
+        DestinationError: if this is no folder of an exported model.
+    """
+    return read_json_file(
+        folder / MANIFEST,
+        (_FORMAT, _VERSION),
+        noun="exported model",
+        written=f"a folder with {MANIFEST}, as exported.save(folder) writes it",
+        damaged=damaged,
+    )
 
 
 def _check_present(file: Path, size: int) -> None:

@@ -76,6 +76,9 @@ def dump_program(onnx_model: OnnxModel, saved: Saved, folder: Path, values: bool
         "joined_outputs": list(saved.joined_outputs),
         "member_rows": dict(saved.member_rows),
         "stateful": saved.stateful,
+        "sizes": dict(saved.sizes),
+        "seconds": dict(saved.seconds),
+        "guards": [vars(guard) for guard in saved.guards],
         "edges": {name: [vars(edge) for edge in edges] for name, edges in saved.edges.items()},
     }
 

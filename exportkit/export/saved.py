@@ -18,6 +18,7 @@ import torch
 from exportkit.arguments import Arguments, Fills, build_arguments, run_eager, unseen_sizes
 from exportkit.axes import Plan
 from exportkit.errors import DestinationError
+from exportkit.export.audit import Guard, guards_of
 from exportkit.observe import Edge, Observation
 from exportkit.trees import Tree, flatten, join
 
@@ -66,6 +67,9 @@ class Saved:
         member_rows: Rows of each tensor of such a list, by its path, where they are always as many.
         stateful: Whether the model keeps a state on its modules, so that its graph does from call to call.
         digests: SHA-256 of each file by path, where this was read from a folder.
+        sizes: Sizes of the variables that the export used.
+        seconds: Duration of each stage.
+        guards: What the trace took for granted about sizes.
     """
 
     plan: Plan
@@ -80,6 +84,9 @@ class Saved:
     member_rows: Mapping[str, int] = field(default_factory=dict)
     stateful: bool = False
     digests: Mapping[Path, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    guards: tuple[Guard, ...] = ()
 
     @classmethod
     def of(cls, exported: Exported, with_cases: bool) -> Saved:
@@ -101,6 +108,9 @@ class Saved:
             joined_outputs=exported.joined_outputs,
             member_rows=exported.member_rows,
             stateful=exported.stateful,
+            sizes=exported.sizes,
+            seconds=exported.seconds,
+            guards=guards_of(exported),
         )
 
     def __repr__(self) -> str:

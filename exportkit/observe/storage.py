@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from exportkit.errors import DestinationError, ExportkitError, ObservationError, TreeError
+from exportkit.observe.json_file import read_json_file
 from exportkit.observe.observation import Call, Failure, Observation
 from exportkit.observe.seen import SeenShapes
 from exportkit.observe.signature import Signature
@@ -64,7 +65,14 @@ def save_observation(observation: Observation, directory: str | os.PathLike[str]
 def load_observation(directory: str | os.PathLike[str]) -> Observation:
     """Returns the observation that `save_observation` wrote; see `Observation.load`."""
     folder = Path(directory)
-    data = _read_json(folder)
+    data = read_json_file(
+        folder / JSON,
+        (_FORMAT, _VERSION),
+        noun="observation",
+        written=f"a directory with {JSON}, as observation.save(directory) writes it",
+        damaged=damaged,
+        foreign=ObservationError,
+    )
     try:
         with opened_tensors(folder / TENSORS, data) as tensors:
             calls = tuple(_load_call(number, call, tensors) for number, call in enumerate(data["calls"]))
@@ -183,39 +191,6 @@ def _write(target: Path, text: str, tensors: dict[str, torch.Tensor] | None, sta
             (target / TENSORS).unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise DestinationError("An observation cannot be written here.", where=str(target), got=error) from error
-
-
-def _read_json(folder: Path) -> dict[str, Any]:
-    """Returns what the JSON file holds, if it is one that this version reads."""
-    file = folder / JSON
-    try:
-        data = json.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise DestinationError(
-            "No observation can be read here.",
-            where=str(folder),
-            expected=f"a directory with {JSON}, as observation.save(directory) writes it",
-            got=error,
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise damaged(file, error) from error
-    found = data if isinstance(data, dict) else {}
-    if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
-        raise ObservationError(
-            "This is no observation that this version reads.",
-            where=str(file),
-            expected=f"{_FORMAT} {_VERSION}",
-            got=f"{found.get('format')} {found.get('version')}",
-            hint=_written_by(found),
-        )
-    return found
-
-
-def _written_by(data: dict[str, Any]) -> str | None:
-    versions = data.get("written_by")
-    if not isinstance(versions, dict):
-        return None
-    return f"it was written by {', '.join(f'{name} {version}' for name, version in versions.items())}."
 
 
 def _load_call(number: int, data: Mapping[str, Any], tensors: StoredTensors) -> Call:

@@ -6,7 +6,8 @@
 from exportkit.skips.collection import Test
 from exportkit.skips.layout import LAYOUTS, TRANSFORMERS, Layout
 from exportkit.skips.merging import Difference
-from exportkit.skips.scan import Row, SkipScan, scan_skipped_tests
+from exportkit.skips.result import Row, SkipScan
+from exportkit.skips.scan import scan_skipped_tests
 from exportkit.skips.values import Skip
 
 __all__ = [

@@ -89,6 +89,7 @@ class Collector:
     def __init__(self, suite: Suite) -> None:
         self._suite, self._fixtures = suite, Fixtures(suite)
         self._lines: dict[int, tuple[int, int]] = {}
+        self._followed: dict[int, tuple[Skip, ...]] = {}
 
     def names_in(self, module: Module) -> list[tuple[str, Function]]:
         """Returns the names of all test functions that a file itself defines, those of its mixins included."""
@@ -238,7 +239,11 @@ class Collector:
     def _run(self, place: _Place, function: Function, owner: Class | None, values: dict[str, Any]) -> tuple[Skip, ...]:
         is_static = any(ast.unparse(d) == "staticmethod" for d in getattr(function.node, "decorator_list", ()))
         if owner is None or is_static:
-            return self._suite.followed(function, (), values, None).skips
+            if values or function.frame.kind == "function":
+                return self._suite.followed(function, (), values, None).skips
+            if id(function.node) not in self._followed:  # a fixture is the same for each of its tests
+                self._followed[id(function.node)] = self._suite.followed(function, (), {}, None).skips
+            return self._followed[id(function.node)]
         receiver = Instance(place.path[-1])
         if values:
             return self._suite.followed(function, (receiver,), values, owner).skips

@@ -6,23 +6,20 @@ The result goes to stdout and to files, progress and errors to stderr; the exit 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from exportkit.errors import ExportkitError, InvalidRequestError
+from exportkit.commands.shared import BAD_INPUT, AsJson, exit_on_error, print_json, stderr, stdout
+from exportkit.errors import InvalidRequestError
 from exportkit.skips.layout import LAYOUTS, Layout, layout_of
-from exportkit.skips.scan import SkipScan, scan_skipped_tests
+from exportkit.skips.result import SkipScan
+from exportkit.skips.scan import scan_skipped_tests
 from exportkit.skips.table import table
-
-_BAD_INPUT = 2
-_stdout, _stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
 def scan_skips(
@@ -50,26 +47,25 @@ def scan_skips(
         list[Path] | None, typer.Option(metavar="FILE", help="Output of pytest -v -rs, or JUnit XML; repeatable.")
     ] = None,
     html: Annotated[bool, typer.Option("--html", help="Write skip_scan.html as well.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Say which tests of a suite are skipped, for which models, and why, without running it.
+    """Say which tests of a suite are skipped, and why.
 
-    Reads the source of any pytest or unittest suite with shared base classes, by default that of transformers. Writes
-    all_tests_scan_result.json, or scan_NAME.json for one test.
+    Nothing is run: it reads the source of any pytest or unittest suite with shared base classes, by default that of
+    transformers. Writes all_tests_scan_result.json, or scan_NAME.json for one test.
+
+    Exits with 0, or 2 for wrong use.
     """
-    try:
+    with exit_on_error(BAD_INPUT):
         chosen = _layout(root, layout, folder, pattern, base, group)
         with _progress() as progress:
             scan = scan_skipped_tests(root, chosen, marks=_marks(mark), truth=truth or (), progress=progress)
         paths = scan.save(output_dir, test, html)
-    except ExportkitError as error:
-        _stderr.print(str(error), style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(_BAD_INPUT) from None
     if as_json:
-        typer.echo(json.dumps(_content(scan, test), indent=2, ensure_ascii=False))
+        print_json(_content(scan, test))
         return
     if test is None:
-        _stdout.print(table(scan))
+        stdout.print(table(scan))
     else:
         typer.echo(str(scan.row(test)))
     typer.echo(f"written: {', '.join(map(str, paths))}")
@@ -110,10 +106,10 @@ def _pair(text: str, form: str) -> tuple[str, str]:
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
     """Shows a bar on a terminal, and nothing elsewhere."""
-    if not _stderr.is_terminal:
+    if not stderr.is_terminal:
         yield None
         return
     columns = (TextColumn("scanning"), BarColumn(), MofNCompleteColumn(), TextColumn("files"))
-    with Progress(*columns, console=_stderr, transient=True) as bar:
+    with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task("scanning", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -17,6 +17,7 @@ from exportkit.skips.values import (
     UNKNOWN,
     Applied,
     Class,
+    Condition,
     External,
     Frame,
     Function,
@@ -27,6 +28,8 @@ from exportkit.skips.values import (
     truth,
 )
 
+_Branch = Callable[[], frozenset[str]]
+
 _MOST_ELEMENTS = 20
 _CATCHES_UNITTEST = {"unittest.SkipTest", "unittest.case.SkipTest", "builtins.Exception"}
 _CATCHES_PYTEST = {"pytest.skip.Exception", "_pytest.outcomes.Skipped", "_pytest.outcomes.OutcomeException"}
@@ -36,6 +39,7 @@ _IMPORT_ERRORS = {
     "builtins.Exception",
     "builtins.BaseException",
 }
+_OTHERWISE = (Condition(), lambda: FALL)  # the branch that does nothing
 _SWALLOWS = {"pytest.raises", "contextlib.suppress"}
 
 
@@ -44,16 +48,16 @@ class ControlFlow(Statements):
 
     def __init__(self) -> None:
         super().__init__()
-        self._branch = ""  # the condition under which the last statement goes on, if it may not
+        self._branch = Condition()  # the condition under which the last statement goes on, if it may not
 
     def execute(self, statements: Sequence[ast.stmt], frame: Frame) -> frozenset[str]:
         """Follows statements; returns how control may leave them: "fall", "stop" (return, raise) or "leave" (break)."""
         exits: frozenset[str] = frozenset()
         for position, statement in enumerate(statements):
-            method = getattr(self, f"_do_{type(statement).__name__}", None)
+            method = self.method_for(statement, "_do_")
             if method is None:
                 continue
-            outcome = method(statement, frame)
+            outcome = method(self, statement, frame)
             exits |= outcome - FALL
             if "fall" not in outcome:
                 return exits
@@ -68,26 +72,25 @@ class ControlFlow(Statements):
         answer = truth(self.evaluate(node.test, frame))
         if answer is not None:
             return self.execute(node.body if answer else node.orelse, frame)
-        condition = ast.unparse(node.test)
+        condition = Condition(node.test)
         return self._either(
             frame,
             (condition, partial(self.execute, node.body, frame)),
-            (_negated(condition), partial(self.execute, node.orelse, frame)),
+            (condition.negated(), partial(self.execute, node.orelse, frame)),
         )
 
     def _do_Match(self, node: ast.Match, frame: Frame) -> frozenset[str]:
-        subject = ast.unparse(node.subject)
         exits = FALL
         for case in node.cases:
-            condition = f"{subject} matches {ast.unparse(case.pattern)}"
-            exits |= self._either(frame, (condition, partial(self.execute, case.body, frame)), ("", lambda: FALL))
+            condition = Condition(node.subject, " matches ", case.pattern)
+            exits |= self._either(frame, (condition, partial(self.execute, case.body, frame)), _OTHERWISE)
         return exits
 
-    def _either(self, frame: Frame, *branches: tuple[str, Callable[[], frozenset[str]]]) -> frozenset[str]:
+    def _either(self, frame: Frame, *branches: tuple[Condition, _Branch]) -> frozenset[str]:
         """Follows two branches of which one is taken: only what both do is certain."""
         before, after = dict(frame.names), list[dict[str, Any]]()
         exits: frozenset[str] = frozenset()
-        skips: list[tuple[Skipped | None, str]] = []
+        skips: list[tuple[Skipped | None, Condition]] = []
         for condition, branch in branches:
             frame.names.clear()
             frame.names.update(before)
@@ -97,7 +100,7 @@ class ControlFlow(Statements):
                 after.append(dict(frame.names))
             skips.append((skipped, condition))
             if outcome == STOP:
-                self._branch = _negated(condition)
+                self._branch = condition.negated()
         frame.names.clear()
         frame.names.update(_common_names(after) if after else before)
         certain = [skipped for skipped, _ in skips if skipped is not None]
@@ -108,7 +111,9 @@ class ControlFlow(Statements):
             self._note(skipped, condition)
         return exits
 
-    def _under(self, condition: str, branch: Callable[[], frozenset[str]]) -> tuple[frozenset[str], Skipped | None]:
+    def _under(
+        self, condition: Condition, branch: Callable[[], frozenset[str]]
+    ) -> tuple[frozenset[str], Skipped | None]:
         """Follows what is reached under a condition; returns how it leaves, and the skip that it surely ends in."""
         first_note = len(self.notes)
         self._conditions.append(condition)
@@ -120,7 +125,7 @@ class ControlFlow(Statements):
             self._conditions.pop()
             self.notes[first_note:] = [_conditional(note, condition) for note in self.notes[first_note:]]
 
-    def _note(self, skipped: Skipped | None, condition: str) -> None:
+    def _note(self, skipped: Skipped | None, condition: Condition) -> None:
         if skipped is not None:
             self.notes.append(_conditional(skipped.skip, condition))
 
@@ -130,10 +135,8 @@ class ControlFlow(Statements):
             elements = list(elements)
         if not isinstance(elements, list | tuple):
             self.assign(node.target, UNKNOWN, frame)
-            condition = f"{ast.unparse(node.iter)} is not empty"
-            return self._loop(
-                self._either(frame, (condition, partial(self.execute, node.body, frame)), ("", lambda: FALL))
-            )
+            condition = Condition(node.iter, " is not empty")
+            return self._loop(self._either(frame, (condition, partial(self.execute, node.body, frame)), _OTHERWISE))
         for element in elements[:_MOST_ELEMENTS]:
             self.assign(node.target, element, frame)
             outcome = self.execute(node.body, frame)
@@ -151,8 +154,8 @@ class ControlFlow(Statements):
             return self.execute(node.orelse, frame)
         if answer:
             return self._loop(self.execute(node.body, frame))
-        condition = ast.unparse(node.test)
-        return self._loop(self._either(frame, (condition, partial(self.execute, node.body, frame)), ("", lambda: FALL)))
+        condition = Condition(node.test)
+        return self._loop(self._either(frame, (condition, partial(self.execute, node.body, frame)), _OTHERWISE))
 
     @staticmethod
     def _loop(outcome: frozenset[str]) -> frozenset[str]:
@@ -210,9 +213,8 @@ class ControlFlow(Statements):
         if all(isinstance(part, ast.Import | ast.ImportFrom | ast.Pass) or _is_constant(part) for part in node.body):
             return outcome  # nothing in it raises
         for handler in node.handlers:
-            condition = f"{ast.unparse(handler.type) if handler.type else 'an exception'} is raised"
-            ways = (condition, partial(self.execute, handler.body, frame)), ("", lambda: FALL)
-            outcome |= self._either(frame, *ways) - FALL
+            condition = Condition(handler.type or "an exception", " is raised")
+            outcome |= self._either(frame, (condition, partial(self.execute, handler.body, frame)), _OTHERWISE) - FALL
         return outcome
 
     def _caught(self, handler: ast.ExceptHandler, frame: Frame) -> set[str]:
@@ -232,16 +234,8 @@ class ControlFlow(Statements):
         return installed(module)
 
 
-def _negated(condition: str) -> str:
-    return (
-        condition.removeprefix("not ")
-        if condition.startswith("not ") and " " not in condition[4:]
-        else f"not ({condition})"
-    )
-
-
-def _conditional(skip: Skip, condition: str) -> Skip:
-    return replace(skip, condition=" and ".join(filter(None, (condition, skip.condition))) or "an earlier branch")
+def _conditional(skip: Skip, condition: Condition) -> Skip:
+    return replace(skip, condition=" and ".join(filter(None, (str(condition), skip.condition))) or "an earlier branch")
 
 
 def _common_names(branches: Iterable[dict[str, Any]]) -> dict[str, Any]:

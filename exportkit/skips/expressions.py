@@ -8,61 +8,49 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
-import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from exportkit.skips.externals import WIDE, call_method, external_value
+from exportkit.skips.operations import calculated, compared, partial_text
 from exportkit.skips.values import (
     UNKNOWN,
-    Applied,
     Class,
+    Condition,
     External,
     Frame,
     Function,
     Imported,
     PartialText,
+    all_of,
     known,
     truth,
 )
 
-_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-}
-_COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda left, right: left in right,
-    ast.NotIn: lambda left, right: left not in right,
-}
 _CONVERSIONS: Mapping[int, Callable[[Any], Any]] = {
     -1: lambda value: value,
     ord("s"): str,
     ord("r"): repr,
     ord("a"): ascii,
 }
+_UNPACKED = object()  # elements that a star stands for, if only a run would tell
 _MOST_ELEMENTS = 1000
-_LONGEST = 100_000  # characters or elements of a result: more is not worked out
-_SIZED = (str, bytes, list, tuple)
 
 
 class Expressions:
     """Evaluates expressions; a subclass says what calls and attributes of the suite's own entities give."""
+
+    def __init__(self) -> None:
+        self._methods: dict[type, Any] = {}  # by class of syntax tree
+
+    def method_for(self, node: ast.AST, prefix: str) -> Any:
+        """Returns the method that is named after the class of a syntax tree, or None."""
+        kind = type(node)
+        if kind not in self._methods:
+            self._methods[kind] = getattr(type(self), prefix + kind.__name__, None)
+        return self._methods[kind]
 
     def evaluate(self, node: ast.expr | None, frame: Frame) -> Any:
         """Returns the value of an expression, or UNKNOWN."""
@@ -70,11 +58,11 @@ class Expressions:
             return None
         if isinstance(node, ast.Constant):
             return node.value
-        method = getattr(self, f"_{type(node).__name__}", None)
+        method = self.method_for(node, "_")
         if method is None:
             self.evaluate_parts(node, frame)
             return UNKNOWN
-        return method(node, frame)
+        return method(self, node, frame)
 
     def evaluate_parts(self, node: ast.AST, frame: Frame) -> None:
         """Evaluates the parts of an expression for what they do; overridden by the interpreter."""
@@ -87,7 +75,7 @@ class Expressions:
         """Returns what a call gives."""
         raise NotImplementedError
 
-    def perhaps(self, node: ast.expr, frame: Frame, condition: str) -> Any:
+    def perhaps(self, node: ast.expr, frame: Frame, condition: Condition) -> Any:
         """Evaluates an expression that runs under a condition."""
         raise NotImplementedError
 
@@ -128,15 +116,7 @@ class Expressions:
         return self.call(self.evaluate(node.func, frame), node, args, keywords, frame)
 
     def _arguments(self, node: ast.Call, frame: Frame) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args: list[Any] = []
-        for arg in node.args:
-            value = self.evaluate(arg.value if isinstance(arg, ast.Starred) else arg, frame)
-            if not isinstance(arg, ast.Starred):
-                args.append(value)
-            elif isinstance(value, list | tuple):
-                args.extend(value)
-            else:
-                args.append(UNKNOWN)
+        args = [UNKNOWN if value is _UNPACKED else value for value in self._unpacked(node.args, frame)]
         keywords: dict[str, Any] = {}
         for keyword in node.keywords:
             value = self.evaluate(keyword.value, frame)
@@ -180,16 +160,20 @@ class Expressions:
             return UNKNOWN
 
     def _elements(self, node: ast.Tuple | ast.List | ast.Set, frame: Frame) -> list[Any] | None:
-        elements: list[Any] = []
-        for element in node.elts:
-            value = self.evaluate(element.value if isinstance(element, ast.Starred) else element, frame)
-            if not isinstance(element, ast.Starred):
-                elements.append(value)
-            elif isinstance(value, list | tuple):
-                elements.extend(value)
-            else:
-                return None
-        return elements
+        """The elements; None if not all of them are found."""
+        elements = self._unpacked(node.elts, frame)
+        return None if any(element is _UNPACKED for element in elements) else elements
+
+    def _unpacked(self, nodes: Iterable[ast.expr], frame: Frame) -> list[Any]:
+        """The values of expressions, starred ones unpacked; a mark stands for those that are not known."""
+        values: list[Any] = []
+        for node in nodes:
+            if not isinstance(node, ast.Starred):
+                values.append(self.evaluate(node, frame))
+                continue
+            value = self.evaluate(node.value, frame)
+            values += value if isinstance(value, list | tuple) else [_UNPACKED]
+        return values
 
     def _ListComp(self, node: ast.ListComp | ast.GeneratorExp, frame: Frame) -> Any:
         inner = Frame("function", frame.file, parent=frame, owner=frame.owner)
@@ -267,77 +251,39 @@ class Expressions:
 
     def _BinOp(self, node: ast.BinOp, frame: Frame) -> Any:
         left, right = self.evaluate(node.left, frame), self.evaluate(node.right, frame)
-        function = _OPERATORS.get(type(node.op))
-        if function is None:
-            return UNKNOWN
         both_sequences = isinstance(left, list | tuple) and type(left) is type(right) and isinstance(node.op, ast.Add)
-        if not both_sequences and not (known(left) and known(right)):
-            return self._partial_text(node, left, right)
-        if _is_large(node.op, left, right):
-            return UNKNOWN
-        try:
-            return function(left, right)
-        except Exception:  # the suite would raise here
-            return UNKNOWN
-
-    @staticmethod
-    def _partial_text(node: ast.BinOp, left: Any, right: Any) -> Any:
-        """A text of which one part is known, as an f-string would show it: it can still serve as a reason."""
-        if not isinstance(node.op, ast.Add) or not (isinstance(left, str) or isinstance(right, str)):
-            return UNKNOWN
-        sides = ((left, node.left), (right, node.right))
-        return PartialText("".join(v if isinstance(v, str) else f"{{{ast.unparse(part)}}}" for v, part in sides))
+        if both_sequences or (known(left) and known(right)):
+            return calculated(node.op, left, right)
+        return partial_text(node, left, right)
 
     def _BoolOp(self, node: ast.BoolOp, frame: Frame) -> Any:
-        decisive, uncertain, value = isinstance(node.op, ast.Or), list[str](), None
+        decisive, uncertain, value = isinstance(node.op, ast.Or), list[ast.expr](), None
         for part in node.values:
-            value = self.perhaps(part, frame, " and ".join(uncertain)) if uncertain else self.evaluate(part, frame)
+            value = self.perhaps(part, frame, all_of(uncertain)) if uncertain else self.evaluate(part, frame)
             answer = truth(value)
             if answer is decisive:  # whatever the earlier parts are: known as a condition, not as another value
                 return value if not uncertain or isinstance(value, bool) else UNKNOWN
             if answer is None:
-                uncertain.append(ast.unparse(part))
+                uncertain.append(part)
         return UNKNOWN if uncertain else value
 
     def _IfExp(self, node: ast.IfExp, frame: Frame) -> Any:
         answer = truth(self.evaluate(node.test, frame))
         if answer is not None:
             return self.evaluate(node.body if answer else node.orelse, frame)
-        condition = ast.unparse(node.test)
-        first, second = (
-            self.perhaps(node.body, frame, condition),
-            self.perhaps(node.orelse, frame, f"not ({condition})"),
-        )
+        first = self.perhaps(node.body, frame, Condition(node.test))
+        second = self.perhaps(node.orelse, frame, Condition("not (", node.test, ")"))
         return first if known(first) and known(second) and first == second else UNKNOWN
 
     def _Compare(self, node: ast.Compare, frame: Frame) -> Any:
         left = self.evaluate(node.left, frame)
         for operation, comparator in zip(node.ops, node.comparators, strict=False):
             right = self.evaluate(comparator, frame)
-            answer = self._compare(operation, left, right)
+            answer = compared(operation, left, right)
             if answer is not True:
                 return answer
             left = right
         return True
-
-    @staticmethod
-    def _compare(operation: ast.cmpop, left: Any, right: Any) -> Any:
-        if isinstance(operation, ast.In | ast.NotIn) and isinstance(right, External) and right.name == "os.environ":
-            return UNKNOWN if not isinstance(left, str) else (left in os.environ) is isinstance(operation, ast.In)
-        if not (known(left) and known(right)):
-            if isinstance(operation, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and _are_builtins(left, right):
-                return (left == right) is isinstance(operation, ast.Is | ast.Eq)
-            if (
-                isinstance(operation, ast.Is | ast.IsNot)
-                and right is None
-                and isinstance(left, list | tuple | dict | Applied)
-            ):
-                return isinstance(operation, ast.IsNot) if not isinstance(left, Applied) else UNKNOWN
-            return UNKNOWN
-        try:
-            return bool(_COMPARISONS[type(operation)](left, right))
-        except TypeError:
-            return UNKNOWN
 
     def _NamedExpr(self, node: ast.NamedExpr, frame: Frame) -> Any:
         value = frame.names[node.target.id] = self.evaluate(node.value, frame)
@@ -351,16 +297,3 @@ class Expressions:
 
     def _Starred(self, node: ast.Starred, frame: Frame) -> Any:
         return self.evaluate(node.value, frame)
-
-
-def _is_large(operation: ast.operator, left: Any, right: Any) -> bool:
-    """Whether working out a result may take much memory: repetition, or padding to a width."""
-    if isinstance(operation, ast.Mult):
-        sizes = [len(value) if isinstance(value, _SIZED) else value for value in (left, right)]
-        is_text = isinstance(left, _SIZED) or isinstance(right, _SIZED)
-        return is_text and all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[1] > _LONGEST
-    return isinstance(operation, ast.Mod) and isinstance(left, str) and WIDE.search(left) is not None
-
-
-def _are_builtins(*values: Any) -> bool:
-    return all(isinstance(value, External) and value.name.startswith("builtins.") for value in values)

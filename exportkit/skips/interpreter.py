@@ -18,6 +18,7 @@ from exportkit.skips.values import (
     Applied,
     Bound,
     Class,
+    Condition,
     External,
     Frame,
     Function,
@@ -92,7 +93,7 @@ class Interpreter(ControlFlow):
             if isinstance(part, ast.expr):
                 self.evaluate(part, frame)
 
-    def perhaps(self, node: ast.expr, frame: Frame, condition: str) -> Any:
+    def perhaps(self, node: ast.expr, frame: Frame, condition: Condition) -> Any:
         """Evaluates an expression that runs under a condition."""
         values: list[Any] = []
 
@@ -186,7 +187,7 @@ def _reason_node(node: ast.Call) -> ast.AST | None:
     return node.args[0] if node.args else next(named, None)
 
 
-def _merged(returned: list[tuple[Any, str]]) -> Any:
+def _merged(returned: list[tuple[Any, Condition]]) -> Any:
     """The value of a call that may return in several places."""
     if not returned:
         return None
@@ -194,8 +195,8 @@ def _merged(returned: list[tuple[Any, str]]) -> Any:
     if len(returned) == 1:
         return last if not condition else _only_perhaps(last)
     if all(isinstance(value, Function) for value, _ in returned):
-        extra = [Perhaps(m, c) for value, c in returned[:-1] for m in value.marks if m not in last.marks]
-        own = [Perhaps(m, condition) if condition and m not in returned[0][0].marks else m for m in last.marks]
+        extra = [Perhaps(m, str(c)) for value, c in returned[:-1] for m in value.marks if m not in last.marks]
+        own = [Perhaps(m, str(condition)) if condition and m not in returned[0][0].marks else m for m in last.marks]
         return replace(last, marks=(*own, *extra))
     same = all(known(value) and value == last and type(value) is type(last) for value, _ in returned)
     return last if same else UNKNOWN

@@ -6,6 +6,7 @@ Nothing is imported: the source is parsed, and its top-level statements are foll
 from __future__ import annotations
 
 import ast
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from exportkit.skips.externals import external_value, installed
 from exportkit.skips.interpreter import Interpreter
 from exportkit.skips.layout import Layout
-from exportkit.skips.values import UNKNOWN, External, Frame, Imported, Skip, Skipped
+from exportkit.skips.values import UNKNOWN, Class, External, Frame, Imported, Skip, Skipped
 
 
 class Module:
@@ -40,6 +41,7 @@ class Modules(Interpreter):
         self.problems: list[str] = []
         self._inside = root / Path(layout.folder).parts[0] if Path(layout.folder).parts else root
         self._found: dict[tuple[str, int, str], Path | None] = {}
+        self._listed: dict[Path, frozenset[str]] = {}
         self._looking_up: set[tuple[str, str | None, int, str]] = set()
 
     def module(self, path: Path) -> Module | None:
@@ -59,6 +61,12 @@ class Modules(Interpreter):
             self.by_frame[id(module.frame)] = module
             self._execute_module(module)
         return self.modules[path]
+
+    def forget(self) -> None:
+        """Lets go of all that was read: it hangs together in circles, which are slow to find as garbage."""
+        for module in filter(None, self.modules.values()):
+            _empty(module.frame)
+        vars(self).clear()
 
     def _execute_module(self, module: Module) -> None:
         outside, self.notes = self.notes, []
@@ -102,18 +110,29 @@ class Modules(Interpreter):
     def _find_module(self, name: str, level: int, file: str) -> Path | None:
         here = (self.root / file).parent
         parts = name.split(".") if name else []
-        if not level and installed(name) and not (self.root / parts[0]).exists() and not (here / parts[0]).exists():
-            return None
         if level:
             folders = [here.parents[level - 2] if level > 1 else here]
+        elif installed(name) and not any(parts[0] in self._names_in(folder) for folder in (self.root, here)):
+            return None
         else:
             folders = [here, *(folder for folder in here.parents if folder.is_relative_to(self.root))]
         for folder in folders:
+            if parts and not {parts[0], f"{parts[0]}.py"} & self._names_in(folder):
+                continue
             path = folder.joinpath(*parts)
             for candidate in (path.with_suffix(".py") if parts else path / "__init__.py", path / "__init__.py"):
                 if candidate.is_relative_to(self._inside) and candidate.is_file():
                     return candidate
         return None
+
+    def _names_in(self, folder: Path) -> frozenset[str]:
+        """The names of all that is in a folder, looked up once: most imports are of something else."""
+        if folder not in self._listed:
+            try:
+                self._listed[folder] = frozenset(os.listdir(folder))
+            except OSError:
+                self._listed[folder] = frozenset()
+        return self._listed[folder]
 
     def is_importable(self, module: str) -> bool:
         """Whether a module is installed, or below the root."""
@@ -179,3 +198,13 @@ class Modules(Interpreter):
             if value is not UNKNOWN:
                 return value
         return UNKNOWN
+
+
+def _empty(frame: Frame) -> None:
+    held = list(frame.names.values())
+    frame.names.clear()
+    frame.owner = None
+    for value in held:
+        if isinstance(value, Class):
+            value.bases, value.cached_order, value.cached_marks = (), None, None
+            _empty(value.body)

@@ -13,6 +13,7 @@ from exportkit.skips.externals import EXITS, SKIP_ERRORS
 from exportkit.skips.values import (
     Applied,
     Class,
+    Condition,
     External,
     Frame,
     Function,
@@ -20,6 +21,7 @@ from exportkit.skips.values import (
     Instance,
     Skip,
     Skipped,
+    all_of,
     known,
     truth,
 )
@@ -32,8 +34,9 @@ class Statements(Expressions):
     """Follows simple statements; a subclass says how several follow each other."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.notes: list[Skip] = []  # skips under a condition, in the order in which they are met
-        self._conditions: list[str] = []
+        self._conditions: list[Condition] = []
 
     def execute(self, statements: list[ast.stmt], frame: Frame) -> frozenset[str]:
         """Follows statements; returns how control may leave them."""
@@ -75,7 +78,7 @@ class Statements(Expressions):
         return FALL
 
     def _do_Return(self, node: ast.Return, frame: Frame) -> frozenset[str]:
-        frame.returned.append((self.evaluate(node.value, frame), " and ".join(self._conditions)))
+        frame.returned.append((self.evaluate(node.value, frame), all_of(self._conditions)))
         return STOP
 
     def _do_Raise(self, node: ast.Raise, frame: Frame) -> frozenset[str]:

@@ -17,7 +17,7 @@ from exportkit.skips.modules import Module
 from exportkit.skips.values import Class, External, Frame, Function, Imported, NamedMark, Skipped
 
 _DIRECT = re.compile(r"\b(?:skip|skipTest|SkipTest|importorskip)\b")
-_CALLED = re.compile(r"(\w+)\s*\(")
+_CALLED = re.compile(r"\b(\w++)\s*+\(")
 _DEFINED = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
 _NO_ARGUMENTS = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
 

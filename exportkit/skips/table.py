@@ -6,14 +6,14 @@ Out come tables of rich, or the same as plain text.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from exportkit.skips.scan import Row, SkipScan
+from exportkit.skips.result import Row, SkipScan
 
 _WIDTH = 100  # of the plain text
 
@@ -36,7 +36,7 @@ def _parts(scan: SkipScan, most: int) -> Iterator[RenderableType]:
         yield _rows(skipped[:most])
     if len(skipped) > most:
         yield Text(f"... and {len(skipped) - most} more")
-    yield Text(summary(scan))
+    yield Text(summary(scan.rows))
     if scan.differences:
         yield _differences(scan, most)
     if any(test.source == "truth" for test in scan.tests):
@@ -46,14 +46,14 @@ def _parts(scan: SkipScan, most: int) -> Iterator[RenderableType]:
         yield Text(f"could not be read: {problem}", style="yellow")
 
 
-def summary(scan: SkipScan) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """Returns the totals in one sentence."""
-    groups = {group for row in scan.rows for group in (*row.ran, *row.skipped)}
-    skipped = sum(len(row.skipped) for row in scan.rows)
-    conditional = sum(len(row.conditional) for row in scan.rows)
-    pairs = sum(len(row.ran) + len(row.skipped) for row in scan.rows)
-    never = sum(not row.skipped for row in scan.rows)
-    text = f"{len(scan.rows)} tests in {len(groups)} groups: {skipped} of {pairs} are skipped"
+    groups = {group for row in rows for group in (*row.ran, *row.skipped)}
+    skipped = sum(len(row.skipped) for row in rows)
+    conditional = sum(len(row.conditional) for row in rows)
+    pairs = sum(len(row.ran) + len(row.skipped) for row in rows)
+    never = sum(not row.skipped for row in rows)
+    text = f"{len(rows)} tests in {len(groups)} groups: {skipped} of {pairs} are skipped"
     return f"{text}, {conditional} more under a condition. Tests that nothing skips: {never}."
 
 

@@ -6,6 +6,7 @@ In come pieces of syntax trees and constants; out come small classes that the in
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ class Frame:
     names: dict[str, Any] = field(default_factory=dict)
     parent: Frame | None = None
     owner: Class | None = None
-    returned: list[tuple[Any, str]] = field(default_factory=list)  # values, and the conditions that they hang on
+    returned: list[tuple[Any, Condition]] = field(default_factory=list)  # values, and the conditions that they hang on
 
     def find(self, name: str) -> Frame | None:
         """The frame in which Python would find a name; a class body is invisible from its methods."""
@@ -171,6 +172,47 @@ class Skip:
     file: str
     line: int
     condition: str = ""
+
+
+class Condition:
+    """A condition as text that is worked out when it is asked for: that of most conditions never is.
+
+    Args:
+        *parts: Text, syntax trees and conditions that make it up.
+        negated: Whether it is the opposite of them.
+    """
+
+    __slots__ = ("_negated", "_parts", "_text")
+
+    def __init__(self, *parts: str | ast.AST | Condition, negated: bool = False) -> None:
+        self._parts, self._negated = parts, negated
+        self._text: str | None = None
+
+    def __bool__(self) -> bool:
+        return self._negated or any(isinstance(part, ast.AST) or bool(part) for part in self._parts)
+
+    def __str__(self) -> str:
+        if self._text is None:
+            text = "".join(ast.unparse(part) if isinstance(part, ast.AST) else str(part) for part in self._parts)
+            self._text = _opposite(text) if self._negated else text
+        return self._text
+
+    def negated(self) -> Condition:
+        """The opposite."""
+        return Condition(self, negated=True)
+
+
+def all_of(conditions: Iterable[ast.AST | Condition]) -> Condition:
+    """Returns the condition that all of these hold."""
+    parts: list[str | ast.AST | Condition] = []
+    for condition in conditions:
+        parts += [" and ", condition] if parts else [condition]
+    return Condition(*parts)
+
+
+def _opposite(text: str) -> str:
+    is_negation = text.startswith("not ") and " " not in text[4:]
+    return text.removeprefix("not ") if is_negation else f"not ({text})"
 
 
 class Skipped(Exception):

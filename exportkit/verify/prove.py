@@ -101,6 +101,7 @@ def _row(
         where=f"{wrong.path or 'output'}: {wrong.reason}" if wrong else "",
         eager_seconds=eager_seconds,
         onnx_seconds=onnx_seconds,
+        outputs={d.path: d.absolute for d in differences},
     )
 
 

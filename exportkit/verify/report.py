@@ -27,6 +27,7 @@ class Row:
         where: Output leaf and position of the difference, or the error.
         eager_seconds: Duration of the model.
         onnx_seconds: Duration of onnxruntime.
+        outputs: Largest absolute difference of each output, by its path.
     """
 
     kind: Literal["recorded", "unseen", "assembled"]
@@ -37,6 +38,7 @@ class Row:
     where: str = ""
     eager_seconds: float = float("nan")
     onnx_seconds: float = float("nan")
+    outputs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Report:
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
-    return dict(value) if isinstance(value, Mapping) else value
+    return {key: _plain(part) for key, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str]:

@@ -1,0 +1,92 @@
+"""What all commands share: options, exit codes, and how results, progress and errors are shown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from exportkit.errors import DestinationError, ExportkitError
+
+NOT_PROVEN, BAD_INPUT = 1, 2
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+stdout, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    """Prints one JSON document."""
+    typer.echo(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def made_folder(folder: Path) -> Path:
+    """Returns the folder, made if it is missing.
+
+    Raises:
+        DestinationError: if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DestinationError("The output folder cannot be made.", where=str(folder), got=error.strerror) from error
+    return folder
+
+
+@contextlib.contextmanager
+def exit_on_error(code: int, debug: bool = False, as_json: bool = False) -> Iterator[None]:
+    """Prints an error of exportkit as a message, without a traceback, and exits.
+
+    Args:
+        code: The exit code.
+        debug: Show the traceback too.
+        as_json: A result that is not proven is a JSON document.
+    """
+    try:
+        yield
+    except ExportkitError as error:
+        text = traceback.format_exc() if debug else str(error)
+        stderr.print(text, style="red", markup=False, soft_wrap=True)
+        if code == NOT_PROVEN and as_json:
+            print_json({"ok": False, "error": str(error)})
+        elif code == NOT_PROVEN:
+            typer.echo("NOT PROVEN: the export failed")
+        raise typer.Exit(code) from None
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Shows what goes on: a spinner on a terminal, else a line."""
+    if stderr.is_terminal:
+        with stderr.status(text):
+            yield
+    else:
+        stderr.print(text, markup=False, soft_wrap=True)
+        yield
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silences warnings, log messages below errors, and the progress bars of transformers."""
+    from transformers.utils import logging as transformers_logging
+
+    bars, disabled = transformers_logging.is_progress_bar_enabled(), logging.root.manager.disable
+    transformers_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,32 @@
+"""``exportkit verify``: a folder that was saved is proven again, without the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import exportkit
+from exportkit.commands.shared import BAD_INPUT, NOT_PROVEN, AsJson, Debug, exit_on_error, progress, quiet_libraries
+from exportkit.export import require_onnxruntime
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Folder that exported.save(folder) wrote.", metavar="DIR")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Prove an exported folder again, without the model.
+
+    The recorded calls and those at unseen sizes are replayed in onnxruntime, and compared with what the model returned
+    when the folder was saved. The files must be those that were saved.
+
+    Exits with 0 if the result is proven, 1 if it is not, 2 for wrong use, such as a missing or changed file.
+    """
+    with quiet_libraries(), exit_on_error(BAD_INPUT, debug):
+        require_onnxruntime()
+        with progress(f"verifying {folder}"):
+            report = exportkit.load(folder).verify()
+    typer.echo(report.to_json() if as_json else report)
+    raise typer.Exit(0 if report.ok else NOT_PROVEN)

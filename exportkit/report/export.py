@@ -1,0 +1,248 @@
+"""The page of an export: in comes a folder that ``exported.save`` wrote, out goes one HTML page that shows all of it.
+
+Everything is read from the folder's JSON files, without the model and without onnxruntime; nothing is proven anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exportkit.axes import Plan
+from exportkit.axes.text import alike_leaves, seen_shapes
+from exportkit.errors import ExportkitError
+from exportkit.export.folder import REPORT_JSON, read_manifest
+from exportkit.export.manifest import damaged, inside
+from exportkit.report.axes_picture import input_pictures, variable_pictures
+from exportkit.report.render import count, render, seconds, size
+
+_INDEX = re.compile(r"\[\d+\]|(?<=\.)\d+(?=\.|$)")
+_STAGES = ("plan", "arguments", "export", "onnx", "verify")
+_COARSEST, _FINEST = -3, -9  # powers of ten between which a difference has shades
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage of the pipeline: its state is "good", "bad" or "" for what was not done."""
+
+    name: str
+    state: str
+    text: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class OutputDifference:
+    """How far outputs that are alike are from the model's, in each call."""
+
+    label: str
+    largest: float | None
+    call: str
+    shades: tuple[tuple[int, str], ...]  # of each call: 0 (equal) to 9 (coarse), -1 for none, and what it says
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph and all that its folder says of it; ``proof`` is None if it was never verified."""
+
+    name: str
+    data: Mapping[str, Any]
+    plan: Plan
+    observed: Mapping[str, Any]
+    proof: Mapping[str, Any] | None
+    bytes: int
+
+    @property
+    def id(self) -> str:
+        """Prefix of its sections."""
+        return f"{self.name}-" if self.name else ""
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """The calls of its proof."""
+        return self.proof["rows"] if self.proof else ()
+
+    @property
+    def inputs(self) -> list[dict[str, Any]]:
+        """The inputs, those that are alike once, each with the reasons for its axes."""
+        return [
+            {
+                "label": label,
+                "leaf": leaf,
+                "seen": seen_shapes(leaf),
+                "why": [self.plan.explain(leaf.path, axis) for axis in range(len(leaf.sizes))],
+            }
+            for label, leaf in alike_leaves(self.plan)
+        ]
+
+    @property
+    def outputs(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """The outputs, those that are alike once, each with a label that says how many."""
+        groups: dict[object, list[Mapping[str, Any]]] = {}
+        for output in self.data["outputs"]:
+            key = _INDEX.sub("*", output["name"]), output["dtype"], tuple(output["axes"])
+            groups.setdefault(key, []).append(output)
+        return [(g[0]["name"] + (f" and {len(g) - 1} alike" if len(g) > 1 else ""), g[0]) for g in groups.values()]
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The recorded calls: sizes of the variables, what was absent, how long the model and the graph took."""
+        proven = {row["label"]: row for row in self.rows if row["kind"] == "recorded"}
+        found = []
+        for position, call in enumerate(self.observed["calls"]):
+            absent = {leaf.path.partition(".")[0] for leaf in self.plan.leaves if leaf.shapes[position] is None}
+            row = proven.get(str(position), {})
+            found.append(
+                {
+                    "sizes": [variable.seen[position] for variable in self.plan.variables],
+                    "absent": sorted(absent),
+                    "eager": call["latency"],
+                    "onnx": row.get("onnx_seconds"),
+                    "status": row.get("status", ""),
+                }
+            )
+        return found
+
+    @property
+    def differences(self) -> list[OutputDifference]:
+        """The outputs with their differences, the largest first; layers of a cache and the like are one."""
+        families: dict[str, list[str]] = {}
+        for path in {path: None for row in self.rows for path in row.get("outputs", {})}:
+            families.setdefault(_INDEX.sub("[*]", path), []).append(path)
+        found = [self._difference(label, paths) for label, paths in families.items()]
+        return sorted(found, key=lambda item: -(item.largest if item.largest is not None else float("inf")))
+
+    def _difference(self, label: str, paths: Sequence[str]) -> OutputDifference:
+        shades, worst = [], (-1.0, "", "")
+        for row in self.rows:
+            call = f"{row['kind']} {row['label']}"
+            values = {path: row["outputs"][path] for path in paths if path in row.get("outputs", {})}
+            path = max(values, key=lambda p: _number(values[p]), default="")
+            value = _number(values[path]) if values else -1.0
+            if value > worst[0]:
+                worst = (value, call, path)
+            shades.append(
+                (_shade(value), f"{call}: {_said(value)} in {path}" if values else f"{call}: nothing compared")
+            )
+        name = f"{label} ({len(paths)})" if len(paths) > 1 else paths[0]
+        largest = None if worst[0] in (-1.0, float("inf")) else worst[0]
+        where = f"{worst[1]}, {worst[2]}" if len(paths) > 1 and worst[0] > 0 else worst[1]
+        return OutputDifference(name, largest, where, tuple(shades))
+
+
+def export_page(folder: Path) -> str:
+    """Returns the page of a folder that `Exported.save` wrote.
+
+    Raises:
+        DestinationError: if this is no such folder, or a file of it is missing or damaged.
+    """
+    manifest = read_manifest(folder)
+    try:
+        proven = folder / REPORT_JSON
+        proof = json.loads(proven.read_text("utf-8")) if proven.exists() else None
+        programs = list(_programs(folder, manifest, manifest["program"], proof))
+        pictures = {p.id: (input_pictures(p.plan), variable_pictures(p.plan)) for p in programs}
+        main = programs[0]
+        return render(
+            "export.html.j2",
+            title=f"{main.data['model']}.{main.data['method']}",
+            folder=folder.resolve().name,
+            manifest=manifest,
+            proof=proof,
+            programs=programs,
+            pictures=pictures,
+            steps=_steps(main, manifest, proof),
+            sections=_sections(programs),
+            notes=_notes(programs),
+            timings=_timings(programs),
+        )
+    except ExportkitError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
+        raise damaged(folder, f"{type(error).__name__}: {error}") from error
+
+
+def _programs(
+    folder: Path, manifest: Mapping[str, Any], data: Mapping[str, Any], proof: Mapping[str, Any] | None, name: str = ""
+) -> Iterator[Program]:
+    home = inside(folder, data["home"])
+    yield Program(
+        name,
+        data,
+        Plan.from_json((home / "plan.json").read_text("utf-8")),
+        json.loads((home / "calls" / "observation.json").read_text("utf-8")),
+        proof,
+        sum(manifest["files"].get(data["file"] + end, {}).get("bytes", 0) for end in ("", ".data")),
+    )
+    for part, described in data["parts"].items():
+        below = None if proof is None else proof["parts"].get(part)
+        yield from _programs(folder, manifest, described, below, f"{name}.{part}" if name else part)
+
+
+def _sections(programs: Sequence[Program]) -> list[tuple[str, str]]:
+    found = []
+    for program in programs:
+        end = f" of {program.name}" if program.name else ""
+        titles = ["calls", "plan", "axes", "guards", "verification"]
+        found += [(program.id + title, title.capitalize() + end) for title in titles]
+    return [*found, ("cost", "Time and memory"), ("findings", "Findings"), ("versions", "Versions and files")]
+
+
+def _steps(main: Program, manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> list[Step]:
+    data, took = main.data, main.data.get("seconds", {})
+    calls = main.observed["calls"]
+    rules = f", with {', '.join(data['rules'])}" if data["rules"] else ""
+    given = ", ".join(f"{name} {value}" for name, value in data.get("sizes", {}).items()) or "no size varies"
+    steps = [
+        Step("observe", "good", count(len(calls), "call")),
+        Step("plan", "good", count(len(main.plan.variables), "variable"), took.get("plan")),
+        Step("arguments", "good", given, took.get("arguments")),
+        Step("export", "good", f"torch {manifest['written_by']['torch']}{rules}", took.get("export")),
+        Step("ONNX", "good", f"opset {data['opset']}, {size(main.bytes)}", took.get("onnx")),
+    ]
+    if proof is None:
+        return [*steps, Step("verify", "", "not verified")]
+    proven = sum(row["status"] == "proven" for row in proof["rows"])
+    text = f"{proven} of {count(len(proof['rows']), 'call')} proven"
+    return [*steps, Step("verify", "good" if proof["ok"] else "bad", text, took.get("verify"))]
+
+
+def _notes(programs: Sequence[Program]) -> list[tuple[str, str]]:
+    """What a person should know, each with the part that it is about."""
+    found: dict[tuple[str, str], None] = {}
+    for program in programs:
+        texts = [finding.text for finding in program.plan.findings]
+        texts += program.proof["findings"] if program.proof else []
+        texts += [f"a call could not be recorded: {text}" for text in program.observed["problems"]]
+        texts += [f"a call raised: {failure['error']}" for failure in program.observed["failures"]]
+        found |= {(program.name, text): None for text in texts}
+    return list(found)
+
+
+def _timings(programs: Sequence[Program]) -> list[tuple[str, float, str]]:
+    """The stages with their durations over all parts, and what a person reads."""
+    total = {stage: sum(p.data.get("seconds", {}).get(stage, 0.0) for p in programs) for stage in _STAGES}
+    return [(stage, value, seconds(value)) for stage, value in total.items() if value]
+
+
+def _number(value: Any) -> float:
+    """A difference as JSON has it; what could not be compared is the largest."""
+    return float("inf") if value is None else float(value)
+
+
+def _said(value: float) -> str:
+    return "not comparable" if value == float("inf") else "equal" if value == 0 else f"{value:.1e}"
+
+
+def _shade(value: float) -> int:
+    if value <= 0:
+        return int(value)  # equal, or nothing compared
+
+    power = _COARSEST if value == float("inf") else math.log10(value)
+    share = (power - _FINEST) / (_COARSEST - _FINEST)
+    return round(1 + 8 * min(max(share, 0.0), 1.0))

@@ -1,0 +1,97 @@
+"""Fills a template of this package with values, and writes pages: in come plain values, out comes HTML.
+
+A page needs no other file and no network. Templates extend ``base.html.j2`` and draw with ``macros.html.j2``; numbers
+are shown by the filters below. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from exportkit.errors import DestinationError
+
+_TEMPLATES = Path(__file__).with_name("templates")
+_SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def render(template: str, **values: Any) -> str:
+    """Returns the page that a template of this package makes of values; all text in them is escaped.
+
+    Args:
+        template: Its file name, such as ``"skips.html.j2"``.
+        **values: What it shows.
+    """
+    text: str = _environment().get_template(template).render(values)
+    return text
+
+
+def write_page(path: str | os.PathLike[str], text: str) -> Path:
+    """Returns the path that a page was written to.
+
+    Args:
+        path: The file; its folder is made if it is missing.
+        text: The page.
+
+    Raises:
+        DestinationError: if it cannot be written.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DestinationError("The page cannot be written.", where=str(target), got=error.strerror) from error
+    return target
+
+
+@cache
+def _environment() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters.update(seconds=seconds, size=size, difference=difference, percent=percent, count=count)
+    return environment
+
+
+def seconds(value: float | None) -> str:
+    """Returns a duration for people, such as ``1.2 s`` or ``35 ms``; a dash if it is not known."""
+    if value is None or math.isnan(value):
+        return "–"
+    if value < 1:
+        return f"{1000 * value:.1f} ms" if value < 0.01 else f"{1000 * value:.0f} ms"
+    return f"{value:.1f} s" if value < 60 else f"{int(value // 60)} min {value % 60:.0f} s"
+
+
+def size(value: float | None) -> str:
+    """Returns a number of bytes for people, such as ``1.5 MB``; a dash if it is not known."""
+    if value is None:
+        return "–"
+    power = min(int(math.log(value, 1000)), len(_SIZE_UNITS) - 1) if value >= 1 else 0
+    return f"{value / 1000**power:.{0 if power == 0 else 1}f} {_SIZE_UNITS[power]}"
+
+
+def difference(value: float | str | None) -> str:
+    """Returns a difference of two values for people, such as ``6.0e-08``, ``0`` or ``inf``; a dash if there is none."""
+    if value is None or math.isnan(float(value)):
+        return "–"
+    return "0" if value == 0 else f"{float(value):.1e}"
+
+
+def percent(value: float) -> str:
+    """Returns a proportion in percent with one digit."""
+    return f"{100 * value:.1f} %"
+
+
+def count(number: int, one: str, several: str = "") -> str:
+    """Returns a number with its noun, such as ``1 call`` or ``3 calls``."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
