@@ -527,3 +527,66 @@ def trace_module() -> Any:
     import torch.export._trace
 
     return torch.export._trace
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor on the CPU, for reading; they are valid as long as the tensor is.
+
+    Unlike ``numpy()`` it leaves no mark on the storage, which could not be resized any more, and unlike ``data_ptr()``
+    it ends no copy-on-write. Seen in torch 2.13.
+    """
+    import ctypes
+
+    start = memory_address(tensor)
+    address = tensor.data_ptr() if start is None else start + tensor.storage_offset() * tensor.itemsize
+    size = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B") if size else memoryview(b"")
+
+
+class StorageRef:
+    """Remembers the memory of a tensor without holding it, so that one at the same place later is told apart.
+
+    Seen in torch 2.13.
+    """
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing import reductions
+
+        self._ref = _require(reductions, "StorageWeakRef", "torch 2.13")(tensor.untyped_storage())
+
+    def is_gone(self) -> bool:
+        """Returns whether the memory was freed."""
+        return bool(self._ref.expired())
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Returns a number that no other memory has while this one, or a `StorageRef` to it, exists. Seen in torch 2.13."""
+    return int(_require(tensor.untyped_storage(), "_cdata", "torch 2.13"))
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Returns how often a tensor was changed in place, or None in inference mode, which does not count. Seen in 2.13."""
+    return None if tensor.is_inference() else int(tensor._version)
+
+
+@contextlib.contextmanager
+def apart_from_modes() -> Iterator[None]:
+    """Runs plain tensor operations that no mode of the caller sees: no autograd, autocast, device or dispatch mode.
+
+    Seen in torch 2.13.
+    """
+    from torch.utils import _python_dispatch
+
+    without_dispatch = _require(_python_dispatch, "_disable_current_modes", "torch 2.13")
+    without_function = _require(torch._C, "DisableTorchFunction", "torch 2.13")
+    with without_dispatch(), without_function(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def make_quantized(values: torch.Tensor, scale: Any, zero_point: Any, axis: int | None) -> torch.Tensor:
+    """Returns the quantised tensor of these whole numbers; scales are tensors if there is an axis. Seen in torch 2.13."""
+    if axis is None:
+        return _require(torch, "_make_per_tensor_quantized_tensor", "torch 2.13")(values, scale, zero_point)  # type: ignore[no-any-return]
+    return _require(torch, "_make_per_channel_quantized_tensor", "torch 2.13")(values, scale, zero_point, axis)  # type: ignore[no-any-return]

@@ -11,8 +11,9 @@ import exportkit
 
 ROOT = Path(exportkit.__file__).parent
 
-# Each stage may import those before it; axes is the reasoning alone. Patching and capture know nothing of the line.
-STAGES = ["errors", "_torch_compat", "trees", "patching", "capture", "observe", "axes", "arguments", "export", "verify"]
+# Each stage may import those before it; axes is the reasoning alone. What stands beside the line knows nothing of it.
+STAGES = ["errors", "_torch_compat", "trees", "patching", "capture", "tracing", "observe", "axes"]
+STAGES += ["arguments", "export", "verify"]
 # Doors to later stages: what a user calls on an early value and what is imported when it is called.
 DOORS = {"observe/observer.py", "export/onnx_model.py"}
 # Beside the line, on top of it: they may import all of it, and nothing of it imports them.
@@ -145,6 +146,7 @@ def test_public_names_are_these():
         "OutputRecorder",
         "Plan",
         "Report",
+        "Trace",
         "apply_patches",
         "capture",
         "capture_outputs",
@@ -162,6 +164,7 @@ def test_public_names_are_these():
         "register_patch_mapping",
         "scan_skipped_tests",
         "string_type",
+        "trace_model",
         "unregister_patch_mapping",
     ]
 

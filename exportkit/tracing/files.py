@@ -1,0 +1,149 @@
+"""The two files of a trace: an index of JSON lines, and the values as SafeTensors.
+
+In come lines and bytes while a model runs; out comes a folder that can be read at any time, after a crash, too:
+exportkit/tracing/content.py reads it. The format, line by line:
+
+    {"format": "exportkit-trace", "version": 1, "model": ..., "values": ..., "written_by": {...}}
+    {"layout": 0, "tensors": [paths], "others": [paths]}            paths of the leaves of values of one structure
+    {"tensor": 0, "shape": ..., "dtype": ..., "mean": ..., "hash": ...}   a tensor that was not there before
+    {"tensor": 7, "as": 3, "shape": ...}                                  the content of another one, in another shape
+    {"stored": 0, "key": ..., "kind": ..., "parts": {name: {"offset": ..., ...}}}   where its values are in the data
+    {"begin": 0, "path": ..., "layout": 0, "tensors": [0, 7], "others": [...], ...}   a call, and what it was given
+    {"end": 0, "layout": 1, "tensors": [8], "others": [...], "error": null}           and what it returned
+    {"finished": true, "problems": []}
+
+Numbers that JSON lacks are texts ("nan", "inf"). The data file is one of `SafeTensors
+<https://huggingface.co/docs/safetensors>`_: place for its header is kept at the beginning, and filled in the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from exportkit.errors import DestinationError
+
+INDEX, TENSORS = "calls.jsonl", "tensors.safetensors"
+FORMAT, VERSION = "exportkit-trace", 1
+HEADER_LENGTH = 8  # bytes, at the very beginning
+_COPIED = 2**20  # bytes at a time, where the data have to make room for a longer header
+
+encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+class TraceFiles:
+    """The files of a trace that is being recorded.
+
+    Args:
+        folder: A directory; it is created, and a trace in it is replaced.
+        room: Bytes to keep for the header of the data file.
+
+    Raises:
+        DestinationError: if the files cannot be written there, or would replace others.
+    """
+
+    def __init__(self, folder: Path, room: int) -> None:
+        check_destination(folder)
+        self._header: dict[str, Any] = {}
+        self._named = 0  # how far the data have names
+        self._room = -(-room // 8) * 8
+        self._size = 0
+        self._data_path = folder / TENSORS
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (INDEX, TENSORS):  # whoever has the old files open keeps them
+                (folder / name).unlink(missing_ok=True)
+            self._index = (folder / INDEX).open("xb", buffering=0)
+            self._data = self._data_path.open("x+b", buffering=0)
+            _write_header(self._data, b"{}", self._room)
+        except OSError as error:
+            raise DestinationError("A trace cannot be written here.", where=str(folder), got=error) from error
+
+    @property
+    def offset(self) -> int:
+        """Where the next bytes go, counted from the end of the header."""
+        return self._size
+
+    def write_lines(self, lines: list[str]) -> None:
+        """Adds lines to the index."""
+        _write_all(self._index, memoryview("".join([f"{line}\n" for line in lines]).encode()))
+
+    def write_data(self, data: Any) -> None:
+        """Adds bytes to the data."""
+        _write_all(self._data, data)
+        self._size += len(data)
+
+    def name_data(self, name: str, dtype: str, shape: list[int], offset: int) -> None:
+        """Names the bytes from an offset on, for the header."""
+        self._name_rest(offset)
+        self._header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, self._size]}
+        self._named = self._size
+
+    def _name_rest(self, end: int) -> None:
+        """Names what was written of a tensor that could not be written to its end: the format allows no holes."""
+        if self._named < end:
+            size = end - self._named
+            self._header[f"unusable.{self._named}"] = {
+                "dtype": "U8",
+                "shape": [size],
+                "data_offsets": [self._named, end],
+            }
+            self._named = end
+
+    def write_header(self) -> None:
+        """Writes the header of the data file; if it needs more room than was kept, into a new file."""
+        self._name_rest(self._size)
+        self._data.truncate(HEADER_LENGTH + self._room + self._size)  # of what could not be written as a whole
+        header = encode(self._header).encode()
+        if len(header) <= self._room:
+            self._data.seek(0)
+            _write_header(self._data, header, self._room)
+            return
+        longer = self._data_path.with_suffix(".longer")
+        try:
+            with longer.open("xb", buffering=0) as file:
+                _write_header(file, header, -(-len(header) // 8) * 8)
+                self._data.seek(HEADER_LENGTH + self._room)
+                while piece := self._data.read(_COPIED):
+                    _write_all(file, memoryview(piece))
+            os.replace(longer, self._data_path)
+        finally:
+            longer.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._index.close()
+        self._data.close()
+
+
+def _write_header(file: Any, header: bytes, room: int) -> None:
+    _write_all(file, memoryview(room.to_bytes(HEADER_LENGTH, "little") + header.ljust(room)))
+
+
+def _write_all(file: Any, data: Any) -> None:
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def check_destination(target: Path) -> None:
+    """Raises DestinationError unless a trace may be written there: over nothing, or over a trace."""
+    try:
+        found = sorted(item.name for item in target.iterdir()) if target.exists() else []
+        if not found or (INDEX in found and FORMAT in _first_line(target / INDEX)):
+            return
+    except OSError as error:
+        raise DestinationError("A trace cannot be written here.", where=str(target), got=error) from error
+    raise DestinationError(
+        "A trace is not written over other files.",
+        where=str(target),
+        expected="a new or empty directory, or one that holds a trace",
+        got=", ".join(found[:5]),
+        hint="name another directory, or empty this one.",
+    )
+
+
+def _first_line(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.readline(1000).decode(errors="replace")
