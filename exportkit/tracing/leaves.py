@@ -11,14 +11,14 @@ import enum
 import math
 import numbers
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from exportkit.trees import flatten, join
 from exportkit.trees.objects import ATOMS
-from exportkit.trees.outline import TENSOR, Closed, Nested, Outline, Registered, outline
+from exportkit.trees.outline import Closed, Nested, Outline, Registered, outline
 from exportkit.trees.outlined import constant_paths, located, tensor_paths
 
 _LONGEST_TEXT = 500
@@ -68,7 +68,8 @@ class Layouts:
     def take_apart(self, value: dict[str, Any]) -> Leaves:
         """Returns the leaves of a dict of values; those that are no tensors in a form that JSON can hold."""
         taken = outline(value)
-        others = list(_others(taken.outline.root))
+        others: list[Any] = []
+        _add_others(taken.outline.root, others)
         if any(type(other) is Closed and _inside(other.value) is not None for other in others):
             return self._opened(value)
         key = taken.outline.marks
@@ -89,15 +90,14 @@ class Layouts:
         return layout
 
 
-def _others(item: Any) -> Iterator[Any]:
-    """The leaves of an outline that are no tensors, in the order of their paths; inside of caches there are none."""
-    kind = type(item)
-    if kind is Nested or kind is Registered:
-        for leaf in (item if kind is Nested else item.children).leaves:
-            if leaf is not TENSOR:
-                yield from _others(leaf)
-    elif kind is Closed or kind in ATOMS:
-        yield item
+def _add_others(item: Nested | Registered, others: list[Any]) -> None:
+    """Adds the leaves of an outline that are no tensors, in the order of their paths; in caches there are none."""
+    for leaf in (item if type(item) is Nested else item.children).leaves:
+        kind = type(leaf)
+        if kind in ATOMS or kind is Closed:
+            others.append(leaf)
+        elif kind is Nested or kind is Registered:
+            _add_others(leaf, others)
 
 
 def _paths(taken: Outline) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What a trace says of a tensor. In comes a tensor; out come statistics, a hash and, if its bytes are kept, a list of them.
+"""What a trace says of a tensor. In comes a tensor; out come statistics, a hash and, if values are kept, their places.
 
 The bytes are gone through once: while a piece is in the cache of the processor it is hashed, measured and written.
 """
@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from exportkit import _torch_compat
@@ -16,6 +17,8 @@ from exportkit.tracing.digest import Digest
 from exportkit.tracing.files import TraceFiles
 from exportkit.tracing.forms import Form, form_of, is_plain, pieces_of, stored_type
 from exportkit.tracing.statistics import Accumulator, Statistics
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 class Measured(NamedTuple):
@@ -39,19 +42,24 @@ def measure(tensor: torch.Tensor, files: TraceFiles | None = None, key: str = ""
         OSError: if they cannot be written.
         RuntimeError: or whatever torch raises, if it does not let one look into the tensor.
     """
-    if type(tensor) is torch.Tensor and is_plain(tensor):
+    if type(tensor) in _ORDINARY and is_plain(tensor):
         form = Form("dense", {"": tensor}, (tensor,))
     else:
         with _torch_compat.apart_from_modes():
             form = form_of(tensor)
+    with np.errstate(all="ignore"):
+        return _measured(form, files, key)
+
+
+def _measured(form: Form, files: TraceFiles | None, key: str) -> Measured:
     accumulator = Accumulator(form.numbers[0].dtype if form.numbers else torch.float32)
     numbers = [id(dense) for dense in form.numbers]
     hashes, parts = [], {}
     for name, dense in form.parts.items():
-        digest, offset = Digest(), files.offset if files else 0
+        digest, is_number, offset = Digest(), id(dense) in numbers, files.offset if files else 0
         for piece in pieces_of(dense):
             digest.update(piece)
-            if id(dense) in numbers:
+            if is_number:
                 accumulator.add(piece)
             if files is not None:
                 files.write_data(piece)

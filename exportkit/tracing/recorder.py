@@ -7,6 +7,7 @@ each is gone through once, when it is first seen.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 import threading
@@ -40,16 +41,18 @@ class Frame:
         path: Path of the module; that of the block is "".
         module: The module; None for the block.
         index: Index of the call; None for the block, and for a call that could not be recorded.
+        parent: Index of the call around it.
         number: How many calls of the module were recorded before.
         entered: Whether the forward of the module has begun.
     """
 
-    __slots__ = ("collector", "entered", "index", "module", "number", "path")
+    __slots__ = ("collector", "entered", "index", "module", "number", "parent", "path")
 
     def __init__(self, recorder: Recorder, path: str = "", module: torch.nn.Module | None = None) -> None:
         self.collector: Recorder | None = recorder
         self.path, self.module = path, module
         self.index: int | None = None
+        self.parent: int | None = None
         self.number = 0
         self.entered = False
 
@@ -80,6 +83,7 @@ class Recorder:
         self._threads: dict[int, int] = {}
         self._problems: dict[str, None] = {}
         self._is_over = False
+        self._waiting: list[str] = []
         self._write([encode(self._metadata())])
 
     @property
@@ -114,9 +118,9 @@ class Recorder:
             return True
         return _torch_compat.in_backward()  # checkpointed layers run again
 
-    def record(self, call: Callable[..., Any], frame: Frame, /, *args: Any, **kwargs: Any) -> Any:
+    def record(self, call: Callable[..., Any], around: Frame, frame: Frame, /, *args: Any, **kwargs: Any) -> Any:
         """Runs ``call(*args, **kwargs)``, records it as the call of a new frame, and returns what it returned."""
-        frame.index = self._guarded(self._begin, frame, self.own_frame(), args, kwargs)
+        frame.index = self._guarded(self._begin, frame, around, args, kwargs)
         scope.push(frame)  # type: ignore[arg-type]
         try:
             result = call(*args, **kwargs)
@@ -159,17 +163,17 @@ class Recorder:
                 self._busy = None
         return None
 
-    def _begin(self, frame: Frame, parent: Frame | None, args: Any, kwargs: Any) -> int:
+    def _begin(self, frame: Frame, around: Frame, args: Any, kwargs: Any) -> int:
         index, path, number = self._call_count, frame.path, self._numbers[frame.path]
         self._call_count, self._numbers[path] = index + 1, number + 1
-        frame.number = number
+        frame.number, frame.parent = number, around.index
         lines, leaves = self._leaves({"args": args, "kwargs": kwargs}, frame)
         call = {
             "begin": index,
             "path": path,
             "class": type(frame.module).__name__,
             "number": number,
-            "parent": None if parent is None else parent.index,
+            "parent": frame.parent,
             "thread": self._threads.setdefault(threading.get_ident(), len(self._threads)),
             **leaves,
         }
@@ -180,7 +184,11 @@ class Recorder:
         if frame.index is None:  # its beginning could not be recorded
             return
         lines, leaves = ([], _NOTHING) if error is not None else self._leaves({"outputs": result}, frame)
-        self._write([*lines, encode({"end": frame.index, **leaves, "error": error})])
+        lines.append(encode({"end": frame.index, **leaves, "error": error}))
+        if frame.parent is None:
+            self._write(lines)
+        else:  # with the beginning of the next call, which is early enough for the case that it never ends
+            self._waiting += lines
 
     def _leaves(self, value: dict[str, Any], frame: Frame) -> tuple[list[str], dict[str, Any]]:
         """The lines that describe what is new in a value, and what stands for the value in the line of a call."""
@@ -251,7 +259,8 @@ class Recorder:
         return self._tensor_count - 1
 
     def _write(self, lines: list[str]) -> None:
-        self._files.write_lines(lines)
+        self._files.write_lines([*self._waiting, *lines])
+        self._waiting.clear()
 
     def _metadata(self) -> dict[str, Any]:
         return {
@@ -275,6 +284,7 @@ def _line(number: int, tensor: torch.Tensor, measured: Measured) -> dict[str, An
     }
 
 
+@functools.cache  # to look one up takes a millisecond
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -119,15 +119,15 @@ def _recorded(
 ) -> Any:
     """Runs a call through all recorders that have not begun to record it."""
     for recorder, path in watches:
-        around = None if recorder.is_deaf() else recorder.own_frame()
+        around = recorder.own_frame()
         if around is None:
             continue
         if is_forward and around.module is module and not around.entered:
             around.entered = True  # the forward of a call that is being recorded
-            continue
-        frame = Frame(recorder, path, module)
-        frame.entered = is_forward
-        call = functools.partial(recorder.record, call, frame)
+        elif not recorder.is_deaf():
+            frame = Frame(recorder, path, module)
+            frame.entered = is_forward
+            call = functools.partial(recorder.record, call, around, frame)
     return call(*args, **kwargs)
 
 
