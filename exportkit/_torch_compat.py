@@ -590,3 +590,17 @@ def make_quantized(values: torch.Tensor, scale: Any, zero_point: Any, axis: int 
     if axis is None:
         return _require(torch, "_make_per_tensor_quantized_tensor", "torch 2.13")(values, scale, zero_point)  # type: ignore[no-any-return]
     return _require(torch, "_make_per_channel_quantized_tensor", "torch 2.13")(values, scale, zero_point, axis)  # type: ignore[no-any-return]
+
+
+_printing = threading.Lock()
+
+
+def scientific_text(tensor: torch.Tensor) -> str:
+    """Returns the repr of a tensor in scientific notation, 120 columns wide. Seen in torch 2.13.
+
+    The options are those of the process; they are as they were afterwards.
+    """
+    import torch._tensor_str
+
+    with _printing, _require(torch._tensor_str, "printoptions", "torch 2.13")(sci_mode=True, linewidth=120):
+        return repr(tensor)

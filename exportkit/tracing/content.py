@@ -152,7 +152,7 @@ class _Calls:
             return (), {}
         layout, tensors = self._layouts[line["layout"]], self._tensors
         pairs = zip(layout["tensors"], line["tensors"], strict=True)
-        others = dict(zip(layout["others"], line["others"], strict=True))
+        others = {**layout["empty"], **dict(zip(layout["others"], line["others"], strict=True))}
         return tuple([TensorRecord(path, *tensors[number]) for path, number in pairs]), others
 
     def _described(self, line: Mapping[str, Any]) -> tuple[Any, ...]:

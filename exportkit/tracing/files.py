@@ -4,7 +4,7 @@ In come lines and bytes while a model runs; out comes a folder that can be read 
 exportkit/tracing/content.py reads it. The format, line by line:
 
     {"format": "exportkit-trace", "version": 1, "model": ..., "values": ..., "written_by": {...}}
-    {"layout": 0, "tensors": [paths], "others": [paths]}            paths of the leaves of values of one structure
+    {"layout": 0, "tensors": [paths], "others": [paths], "empty": {...}}  leaves of values that have one structure
     {"tensor": 0, "shape": ..., "dtype": ..., "mean": ..., "hash": ...}   a tensor that was not there before
     {"tensor": 7, "as": 3, "shape": ...}                                  the content of another one, in another shape
     {"stored": 0, "key": ..., "kind": ..., "parts": {name: {"offset": ..., ...}}}   where its values are in the data

@@ -7,6 +7,7 @@ each is gone through once, when it is first seen.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import platform
@@ -64,6 +65,7 @@ class Recorder:
         model: The model.
         folder: Where to write.
         selection: Which values to store.
+        without_gradients: Run the model under ``torch.no_grad()``.
 
     Raises:
         DestinationError: if nothing can be written there.
@@ -71,9 +73,12 @@ class Recorder:
 
     eager: frozenset[int] = frozenset()  # nothing computes attention eagerly because of a trace
 
-    def __init__(self, model: torch.nn.Module, folder: Path, selection: Selection) -> None:
+    def __init__(
+        self, model: torch.nn.Module, folder: Path, selection: Selection, without_gradients: bool = False
+    ) -> None:
         self._model_name = type(model).__name__
         self._selection = selection
+        self._gradients = torch.no_grad if without_gradients else contextlib.nullcontext
         self._files = TraceFiles(folder, _ROOM * sum(1 for _ in model.modules()))
         self._lock = threading.RLock()
         self._busy: int | None = None  # the thread that is recording at this moment
@@ -123,7 +128,8 @@ class Recorder:
         frame.index = self._guarded(self._begin, frame, around, args, kwargs)
         scope.push(frame)  # type: ignore[arg-type]
         try:
-            result = call(*args, **kwargs)
+            with self._gradients():
+                result = call(*args, **kwargs)
         except BaseException as error:
             self._guarded(self._end, frame, None, f"{type(error).__name__}: {error}")
             raise
@@ -205,7 +211,8 @@ class Recorder:
         layout, tensors, others = self._layouts.take_apart(value)
         if layout.number >= self._written_layouts:
             self._written_layouts = layout.number + 1
-            lines.append(encode({"layout": layout.number, "tensors": layout.tensors, "others": layout.others}))
+            named = {"tensors": layout.tensors, "others": layout.others, "empty": layout.empty}
+            lines.append(encode({"layout": layout.number, **named}))
         wanted = self._selection(frame.path, frame.number)
         call = f"{frame.path or self._model_name}[{frame.number}]"
         numbers = [
