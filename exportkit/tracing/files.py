@@ -67,8 +67,14 @@ class TraceFiles:
         return self._size
 
     def write_lines(self, lines: list[str]) -> None:
-        """Adds lines to the index."""
-        _write_all(self._index, memoryview("".join([f"{line}\n" for line in lines]).encode()))
+        """Adds lines to the index: all of them, or if they cannot be written none."""
+        end = self._index.tell()
+        try:
+            _write_all(self._index, memoryview("".join([f"{line}\n" for line in lines]).encode()))
+        except OSError:
+            self._index.seek(end)
+            self._index.truncate()
+            raise
 
     def write_data(self, data: Any) -> None:
         """Adds bytes to the data."""

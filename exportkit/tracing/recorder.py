@@ -141,15 +141,14 @@ class Recorder:
             frame.collector = frame.module = None
 
     def finish(self) -> None:
-        """Ends the recording and closes the files."""
+        """Ends the recording and closes the files; of one that stopped before, as well as it can be done."""
         with self._lock:
-            if not self._is_over:
-                self._guarded(self._files.write_header)
-                self._is_over = True
+            self._is_over = True
             try:
+                self._files.write_header()
                 self._write([encode({"finished": True, "problems": list(self._problems)})])
-            except OSError:  # of which there is a note already, as there is no line that says the recording ended
-                self.note("The end of the recording could not be written.")
+            except OSError as error:
+                self.note(f"The end of the recording could not be written: {error}")
             self._files.close()
 
     def _guarded(self, step: Callable[..., Any], *args: Any) -> Any:

@@ -82,7 +82,7 @@ class Trace:
             self._data = DataFile(self.folder / TENSORS)
         try:
             tensor = as_tensor(entry, self._data.read)
-            return tensor if tensor.is_nested else tensor.reshape(record.shape)
+            return tensor.reshape(record.shape) if entry["kind"] == "dense" else tensor
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise TraceError(
                 "A tensor cannot be read from this trace.",
