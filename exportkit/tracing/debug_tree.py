@@ -54,7 +54,7 @@ class DebugTree:
         if not call.path:
             inputs = {"args": [], "kwargs": {}} | inputs
         node: dict[str, Any] = {"module_path": path, "inputs": inputs}
-        children = self._kept(path, self._children.get(call.index, []))
+        children = self._kept(self._children.get(call.index, []))
         if children:
             node["children"] = [self._node(child) for child in children]
         else:
@@ -63,7 +63,7 @@ class DebugTree:
             node["error"] = call.error
         return node
 
-    def _kept(self, _path: str, calls: list[ModuleCall]) -> list[ModuleCall]:
+    def _kept(self, calls: list[ModuleCall]) -> list[ModuleCall]:
         """The calls without those of blocks between the first and the last one."""
         blocks = [call for call in calls if self._is_block(call)]
         dropped = {call.index for call in blocks[1:-1]} if self._is_pruned else set()
@@ -84,7 +84,7 @@ class DebugTree:
         for record in tensors:
             steps = _steps(record.path)
             _put(nested, steps, _Tensor(self._values(record, path, call.number, steps)))
-        return {key: _settled(value) for key, value in nested.items()}
+        return {key: _settled(value) for key, value in sorted(nested.items())}
 
 
 class _Tensor(dict[str, Any]):

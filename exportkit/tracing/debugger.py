@@ -12,15 +12,16 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from exportkit.errors import InvalidTypeError
 from exportkit.tracing.debug_tree import DebugTree, without_values
 from exportkit.tracing.debug_values import FileValues, TextValues
 from exportkit.tracing.record import recording
 from exportkit.tracing.selection import ALL, ENDS, Selection
+from exportkit.tracing.trace import Trace
 
 
 @contextlib.contextmanager
@@ -55,18 +56,21 @@ def model_addition_debugger_context(
         return
     target, name = Path(debug_path or "."), type(model).__name__
     selection = Selection(model, ENDS if do_prune_layers else ALL)
+    begun: list[Trace] = []
     try:
         with recording(model, target / f"{name}_debug_trace", selection, without_gradients=True) as trace:
+            begun.append(trace)
             yield model
     finally:
-        values = TextValues(trace) if use_repr else FileValues(trace, target)
-        try:
-            tree = DebugTree(trace, model, values, do_prune_layers).root()
-            _write(target / f"{name}_debug_tree_FULL_TENSORS.json", tree)
-            _write(target / f"{name}_debug_tree_SUMMARY.json", without_values(tree))
-        except OSError as error:
-            warnings.warn(f"exportkit: the files could not be written: {error}", RuntimeWarning, stacklevel=3)
+        for trace in begun:
+            values = TextValues(trace) if use_repr else FileValues(trace, target)
+            _write_files(target / f"{name}_debug_tree", DebugTree(trace, model, values, do_prune_layers))
 
 
-def _write(path: Path, tree: dict[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=2), "utf-8")
+def _write_files(start: Path, tree: DebugTree) -> None:
+    try:
+        root = tree.root()
+        for end, node in (("FULL_TENSORS", root), ("SUMMARY", without_values(root))):
+            Path(f"{start}_{end}.json").write_text(json.dumps(node, indent=2), "utf-8")
+    except (OSError, SafetensorError) as error:  # the run of the model goes on
+        warnings.warn(f"exportkit: the files could not be written: {error}", RuntimeWarning, stacklevel=4)

@@ -404,7 +404,7 @@ def test_other_families(make):
         model(input_ids=random_ids(2, 5), **arguments)
 
     assert trace.complete, trace.problems
-    assert {path for path in paths(trace)} <= {path for path, _ in model.named_modules()}
+    assert set(paths(trace)) <= {path for path, _ in model.named_modules()}
     assert all(record.key for call in trace.calls for record in (*call.inputs, *call.outputs))
 
 
