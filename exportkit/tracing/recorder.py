@@ -24,7 +24,7 @@ from exportkit.capture import scope
 from exportkit.tracing.files import FORMAT, VERSION, TraceFiles, encode
 from exportkit.tracing.known import Known, KnownTensors
 from exportkit.tracing.leaves import Layouts
-from exportkit.tracing.measure import Measured, measure
+from exportkit.tracing.measure import Measured, measure, store
 from exportkit.tracing.selection import Selection
 from exportkit.tracing.statistics import Statistics
 
@@ -236,29 +236,30 @@ class Recorder:
             lines.append(encode({"tensor": number, "as": same, "shape": shape}))
         if key is not None and known.key is None:
             known.key = key
-            self._stored(next(iter(known.numbers.values())), key, measure(tensor, self._files, key), lines)
+            lines += self._stored(next(iter(known.numbers.values())), tensor, key)
         return number
 
     def _new_tensor(self, tensor: torch.Tensor, place: Any, key: str | None, lines: list[str]) -> int:
-        number = self._next_number()
+        number, stored, measured = self._next_number(), [], None
         try:
-            measured = measure(tensor, self._files if key else None, key or "")
+            stored = [] if key is None else self._stored(number, tensor, key)
+            if not stored or tensor.is_inference():  # which is found again by its hash
+                measured = measure(tensor)
         except OSError:
             raise
         except Exception as error:
             self.note(f"A {tensor.dtype} tensor could not be looked into: {type(error).__name__}: {error}")
-            measured = Measured(Statistics(), "", None)
+            measured = Measured(Statistics(), "")
         if place is not None:
-            known: Known = self._known.add(place, tensor, number, measured.hash)
-            known.key = key
-        lines.append(encode(_line(number, tensor, measured)))
-        if key is not None:
-            self._stored(number, key, measured, lines)
+            known: Known = self._known.add(place, tensor, number, "" if measured is None else measured.hash)
+            known.key = key if stored else None
+        lines += [encode(_line(number, tensor, measured)), *stored]
         return number
 
-    def _stored(self, number: int, key: str, measured: Measured, lines: list[str]) -> None:
-        if measured.stored is not None:
-            lines.append(encode({"stored": number, "key": key, **measured.stored}))
+    def _stored(self, number: int, tensor: torch.Tensor, key: str) -> list[str]:
+        """Writes the values of a tensor; returns the lines that say where they are."""
+        stored = store(tensor, self._files, key)
+        return [] if stored is None else [encode({"stored": number, "key": key, **stored})]
 
     def _next_number(self) -> int:
         self._tensor_count += 1
@@ -278,16 +279,14 @@ class Recorder:
         }
 
 
-def _line(number: int, tensor: torch.Tensor, measured: Measured) -> dict[str, Any]:
-    statistics = measured.statistics
-    return {
+def _line(number: int, tensor: torch.Tensor, measured: Measured | None) -> dict[str, Any]:
+    line = {
         "tensor": number,
         "shape": () if tensor.is_nested else tuple(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "device": str(tensor.device),
-        **statistics._asdict(),
-        "hash": measured.hash,
     }
+    return line if measured is None else {**line, **measured.statistics._asdict(), "hash": measured.hash}
 
 
 @functools.cache  # to look one up takes a millisecond
