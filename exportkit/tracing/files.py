@@ -6,9 +6,9 @@ exportkit/tracing/content.py reads it. The format, line by line:
     {"format": "exportkit-trace", "version": 1, "model": ..., "values": ..., "written_by": {...}}
     {"layout": 0, "tensors": [paths], "others": [paths], "empty": {...}}  leaves of values that have one structure
     {"tensor": 0, "shape": ..., "dtype": ..., "mean": ..., "hash": ...}   a tensor that was not there before, ...
-    {"tensor": 0, "shape": ..., "dtype": ..., "device": ...}              ... and one whose values follow
+    {"tensor": 0, "shape": ..., "key": ..., "kind": ..., "parts": {name: {"offset": ..., ...}}}   ... or is stored
     {"tensor": 7, "as": 3, "shape": ...}                                  the content of another one, in another shape
-    {"stored": 0, "key": ..., "kind": ..., "parts": {name: {"offset": ..., ...}}}   where its values are in the data
+    {"stored": 0, "key": ..., "kind": ..., "parts": {...}}                where its values are, if that is decided later
     {"begin": 0, "path": ..., "layout": 0, "tensors": [0, 7], "others": [...], ...}   a call, and what it was given
     {"end": 0, "layout": 1, "tensors": [8], "others": [...], "error": null}           and what it returned
     {"finished": true, "problems": []}

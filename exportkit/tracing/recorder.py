@@ -22,7 +22,7 @@ import torch
 from exportkit import _torch_compat
 from exportkit.capture import scope
 from exportkit.tracing.files import FORMAT, VERSION, TraceFiles, encode
-from exportkit.tracing.known import Known, KnownTensors
+from exportkit.tracing.known import KnownTensors
 from exportkit.tracing.leaves import Layouts
 from exportkit.tracing.measure import Measured, measure, store
 from exportkit.tracing.selection import Selection
@@ -236,30 +236,34 @@ class Recorder:
             lines.append(encode({"tensor": number, "as": same, "shape": shape}))
         if key is not None and known.key is None:
             known.key = key
-            lines += self._stored(next(iter(known.numbers.values())), tensor, key)
+            same = next(iter(known.numbers.values()))
+            lines.append(encode({"stored": same, "key": key, **store(tensor, self._files, key)}))
         return number
 
     def _new_tensor(self, tensor: torch.Tensor, place: Any, key: str | None, lines: list[str]) -> int:
-        number, stored, measured = self._next_number(), [], None
+        number = self._next_number()
+        line = {
+            "tensor": number,
+            "shape": () if tensor.is_nested else tuple(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "device": str(tensor.device),
+        }
         try:
-            stored = [] if key is None else self._stored(number, tensor, key)
-            if not stored or tensor.is_inference():  # which is found again by its hash
-                measured = measure(tensor)
+            is_stored = key is not None and not tensor.is_meta
+            if is_stored:
+                line |= {"key": key, **store(tensor, self._files, str(key))}
+            if not is_stored or tensor.is_inference():  # which is found again by its hash
+                line |= _derived(measure(tensor))
         except OSError:
             raise
         except Exception as error:
             self.note(f"A {tensor.dtype} tensor could not be looked into: {type(error).__name__}: {error}")
-            measured = Measured(Statistics(), "")
+            line |= _derived(Measured(Statistics(), ""))
         if place is not None:
-            known: Known = self._known.add(place, tensor, number, "" if measured is None else measured.hash)
-            known.key = key if stored else None
-        lines += [encode(_line(number, tensor, measured)), *stored]
+            known = self._known.add(place, tensor, number, line.get("hash", ""))
+            known.key = line.get("key")
+        lines.append(encode(line))
         return number
-
-    def _stored(self, number: int, tensor: torch.Tensor, key: str) -> list[str]:
-        """Writes the values of a tensor; returns the lines that say where they are."""
-        stored = store(tensor, self._files, key)
-        return [] if stored is None else [encode({"stored": number, "key": key, **stored})]
 
     def _next_number(self) -> int:
         self._tensor_count += 1
@@ -279,14 +283,8 @@ class Recorder:
         }
 
 
-def _line(number: int, tensor: torch.Tensor, measured: Measured | None) -> dict[str, Any]:
-    line = {
-        "tensor": number,
-        "shape": () if tensor.is_nested else tuple(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "device": str(tensor.device),
-    }
-    return line if measured is None else {**line, **measured.statistics._asdict(), "hash": measured.hash}
+def _derived(measured: Measured) -> dict[str, Any]:
+    return {**measured.statistics._asdict(), "hash": measured.hash}
 
 
 @functools.cache  # to look one up takes a millisecond
