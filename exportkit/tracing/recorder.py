@@ -21,7 +21,7 @@ import torch
 
 from exportkit import _torch_compat
 from exportkit.capture import scope
-from exportkit.tracing.files import FORMAT, VERSION, TraceFiles, encode
+from exportkit.tracing.files import FORMAT, VERSION, TraceFiles, encode, quoted
 from exportkit.tracing.known import KnownTensors
 from exportkit.tracing.leaves import Layouts
 from exportkit.tracing.measure import Measured, measure, store
@@ -30,7 +30,7 @@ from exportkit.tracing.statistics import Statistics
 
 _ROOM = 512  # bytes in the header of the data file, for each module
 _MOST_PROBLEMS = 20  # of which the texts are kept
-_NOTHING: dict[str, Any] = {"layout": None, "tensors": [], "others": []}
+_NOTHING = '"layout":null,"tensors":[],"others":[]'
 _PACKAGES = ("exportkit", "torch", "transformers", "numpy")
 
 
@@ -173,29 +173,23 @@ class Recorder:
         self._call_count, self._numbers[path] = index + 1, number + 1
         frame.number, frame.parent = number, around.index
         lines, leaves = self._leaves({"args": args, "kwargs": kwargs}, frame)
-        call = {
-            "begin": index,
-            "path": path,
-            "class": type(frame.module).__name__,
-            "number": number,
-            "parent": frame.parent,
-            "thread": self._threads.setdefault(threading.get_ident(), len(self._threads)),
-            **leaves,
-        }
-        self._write([*lines, encode(call)])
+        thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
+        parent, name = "null" if frame.parent is None else frame.parent, quoted(type(frame.module).__name__)
+        call = f'"begin":{index},"path":{quoted(path)},"class":{name},"number":{number},"parent":{parent}'
+        self._write([*lines, f'{{{call},"thread":{thread},{leaves}}}'])
         return index
 
     def _end(self, frame: Frame, result: Any, error: str | None) -> None:
         if frame.index is None:  # its beginning could not be recorded
             return
         lines, leaves = ([], _NOTHING) if error is not None else self._leaves({"outputs": result}, frame)
-        lines.append(encode({"end": frame.index, **leaves, "error": error}))
+        lines.append(f'{{"end":{frame.index},{leaves},"error":{"null" if error is None else quoted(error)}}}')
         if frame.parent is None:
             self._write(lines)
         else:  # with the beginning of the next call, which is early enough for the case that it never ends
             self._waiting += lines
 
-    def _leaves(self, value: dict[str, Any], frame: Frame) -> tuple[list[str], dict[str, Any]]:
+    def _leaves(self, value: dict[str, Any], frame: Frame) -> tuple[list[str], str]:
         """The lines that describe what is new in a value, and what stands for the value in the line of a call."""
         lines: list[str] = []
         try:
@@ -206,7 +200,7 @@ class Recorder:
             self.note(f"What {frame.path or 'the model'} was given or returned: {type(error).__name__}: {error}")
             return lines, _NOTHING
 
-    def _described(self, value: dict[str, Any], frame: Frame, lines: list[str]) -> dict[str, Any]:
+    def _described(self, value: dict[str, Any], frame: Frame, lines: list[str]) -> str:
         layout, tensors, others = self._layouts.take_apart(value)
         if layout.number >= self._written_layouts:
             self._written_layouts = layout.number + 1
@@ -218,7 +212,7 @@ class Recorder:
             self._tensor(tensor, f"{call}.{place}" if wanted else None, lines)
             for tensor, place in zip(tensors, layout.tensors, strict=True)
         ]
-        return {"layout": layout.number, "tensors": numbers, "others": others}
+        return f'"layout":{layout.number},"tensors":{numbers},"others":{encode(others) if others else "[]"}'
 
     def _tensor(self, tensor: torch.Tensor, key: str | None, lines: list[str]) -> int:
         """The number of the record of a tensor; adds the lines that make it known."""
