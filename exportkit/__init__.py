@@ -25,6 +25,7 @@ from exportkit.patching import (
     unregister_patch_mapping,
 )
 from exportkit.skips import scan_skipped_tests
+from exportkit.tracing import Trace, model_addition_debugger_context, trace_model
 from exportkit.trees import (
     make_dynamic_cache,
     make_encoder_decoder_cache,
@@ -57,6 +58,10 @@ __all__ = [
     "capture_outputs",
     "OutputRecorder",
     "merge_with_config_defaults",
+    # record module calls
+    "trace_model",
+    "model_addition_debugger_context",
+    "Trace",
     # replace classes
     "register_patch_mapping",
     "unregister_patch_mapping",

@@ -543,3 +543,79 @@ def compute_buffers(model: torch.nn.Module, path: str) -> None:
     if callable(compute):
         with torch.no_grad():
             compute(model.get_submodule(path))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor on the CPU, for reading; they are valid as long as the tensor is.
+
+    Unlike ``numpy()`` it leaves no mark on the storage, which could not be resized any more, and unlike ``data_ptr()``
+    it ends no copy-on-write. Seen in torch 2.13.
+    """
+    import ctypes
+
+    start = memory_address(tensor)
+    address = tensor.data_ptr() if start is None else start + tensor.storage_offset() * tensor.itemsize
+    size = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B") if size else memoryview(b"")
+
+
+class StorageRef:
+    """Remembers the memory of a tensor without holding it, so that one at the same place later is told apart.
+
+    Seen in torch 2.13.
+    """
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing import reductions
+
+        self._ref = _require(reductions, "StorageWeakRef", "torch 2.13")(tensor.untyped_storage())
+
+    def is_gone(self) -> bool:
+        """Returns whether the memory was freed."""
+        return bool(self._ref.expired())
+
+
+def memory_state(tensor: torch.Tensor) -> tuple[int, int | None]:
+    """Returns which memory a tensor has, and how often it was changed in place. Seen in torch 2.13.
+
+    No other memory has the same number while this one, or a `StorageRef` to it, exists. In inference mode changes are
+    not counted, and the second number is None.
+    """
+    return tensor.untyped_storage()._cdata, None if tensor.is_inference() else tensor._version
+
+
+@contextlib.contextmanager
+def apart_from_modes() -> Iterator[None]:
+    """Runs plain tensor operations that no mode of the caller sees: no autograd, autocast, device or dispatch mode.
+
+    Seen in torch 2.13.
+    """
+    from torch.utils import _python_dispatch
+
+    without_dispatch = _require(_python_dispatch, "_disable_current_modes", "torch 2.13")
+    without_function = _require(torch._C, "DisableTorchFunction", "torch 2.13")
+    with without_dispatch(), without_function(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def make_quantized(values: torch.Tensor, scale: Any, zero_point: Any, axis: int | None) -> torch.Tensor:
+    """Returns the quantised tensor of whole numbers; scales are tensors if there is an axis. Seen in torch 2.13."""
+    if axis is None:
+        return _require(torch, "_make_per_tensor_quantized_tensor", "torch 2.13")(values, scale, zero_point)  # type: ignore[no-any-return]
+    return _require(torch, "_make_per_channel_quantized_tensor", "torch 2.13")(values, scale, zero_point, axis)  # type: ignore[no-any-return]
+
+
+_printing = threading.Lock()
+
+
+def scientific_text(tensor: torch.Tensor) -> str:
+    """Returns the repr of a tensor in scientific notation, 120 columns wide. Seen in torch 2.13.
+
+    The options are those of the process; they are as they were afterwards.
+    """
+    import torch._tensor_str
+
+    with _printing, _require(torch._tensor_str, "printoptions", "torch 2.13")(sci_mode=True, linewidth=120):
+        return repr(tensor)

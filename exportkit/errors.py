@@ -14,6 +14,7 @@
     │   └── ArgumentError         arguments cannot be built, or do not fit a plan
     ├── ExportError               torch.export or the ONNX translation failed   RuntimeError
     ├── CaptureError              what a module returned cannot be captured     RuntimeError
+    ├── TraceError                a trace that is damaged, or lacks what is asked RuntimeError
     ├── PatchError                a replacement computes something else         RuntimeError
     ├── DestinationError          a path that cannot be read or written         OSError
     ├── MissingPackageError       an optional package is not installed          ImportError
@@ -129,6 +130,10 @@ class ExportError(ExportkitError, RuntimeError):
 
 class CaptureError(ExportkitError, RuntimeError):
     """What a module returned cannot be captured, or nothing was."""
+
+
+class TraceError(ExportkitError, RuntimeError):
+    """A trace is damaged, or does not hold what is asked for."""
 
 
 class PatchError(ExportkitError, RuntimeError):

@@ -11,13 +11,14 @@ import exportkit
 
 ROOT = Path(exportkit.__file__).parent
 
-# Each stage may import those before it; axes is the reasoning alone. Patching and capture know nothing of the line.
+# Each stage may import those before it; axes is the reasoning alone. What stands beside the line knows nothing of it.
 STAGES = [
     "errors",
     "_torch_compat",
     "trees",
     "patching",
     "capture",
+    "tracing",
     "observe",
     "axes",
     "arguments",
@@ -157,6 +158,7 @@ def test_public_names_are_these():
         "OutputRecorder",
         "Plan",
         "Report",
+        "Trace",
         "apply_patches",
         "capture",
         "capture_outputs",
@@ -169,11 +171,13 @@ def test_public_names_are_these():
         "make_encoder_decoder_cache",
         "make_static_cache",
         "merge_with_config_defaults",
+        "model_addition_debugger_context",
         "patch_output_recorders",
         "register_flattening_functions",
         "register_patch_mapping",
         "scan_skipped_tests",
         "string_type",
+        "trace_model",
         "unregister_patch_mapping",
     ]
 

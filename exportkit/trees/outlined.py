@@ -60,6 +60,11 @@ def tensor_paths(value: Any) -> list[tuple[str, int]]:
     return [(path, number) for path, number in zip(leaves.paths, leaves.numbers, strict=True) if number is not None]
 
 
+def constant_paths(value: Any) -> list[str]:
+    """Returns the path of each leaf that is no tensor in what `located` returned, or in a part of it."""
+    return list(_listed(value).constants)
+
+
 def growing_tensors(outline: Outline) -> frozenset[int]:
     """Returns the numbers of tensors that a cache replaces when it grows, and so does not write to."""
     leaves = _listed(Located(outline.root, 0))

@@ -1,0 +1,204 @@
+"""What recording a trace costs: prints a table, writes ``results/trace.json``. Run it: `make bench`.
+
+The model is a Llama with 12 layers of size 512, called with 128 tokens; all variants of a case run in turn, and each
+writes into a folder of its own, over what it wrote before. Times are medians of CPU time on one thread; what
+transformers' debugger takes is beside them. As in capture.py, the allocator keeps memory that was freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import cpu_seconds, environment, interleaved, peak_mib
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM, model_addition_debugger_context
+
+from exportkit import Trace, trace_model
+
+RESULTS = Path(__file__).parent / "results" / "trace.json"
+WIDTH = 120
+LAYERS, SIZE, TOKENS = 12, 512, 128
+ROUNDS = 15
+LARGE = 7 * 2**20  # numbers, in a tensor that lets glibc's malloc keep what is freed
+DATA = "tensors.safetensors"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure: that of each variant, and the one that the target is about."""
+
+    case: str
+    variants: dict[str, float]
+    value: float
+    unit: str
+    target: float
+
+    @property
+    def reached(self) -> bool:
+        return self.value <= self.target
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if sys.argv[1:] == ["--memory"]:
+        print(json.dumps(peaks()))
+        return
+    call = one_call()
+    with torch.no_grad():
+        figures = [figure for measured in CASES for figure in measured(*call)]
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    console.print(as_table(figures))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    data = {"environment": environment(), "figures": [as_data(figure) for figure in figures]}
+    RESULTS.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def one_call() -> tuple[Any, Any]:
+    """The model, and the tokens that it is called with."""
+    torch.manual_seed(0)
+    torch.zeros(LARGE)
+    config = LlamaConfig(
+        hidden_size=SIZE, intermediate_size=1408, num_hidden_layers=LAYERS, num_attention_heads=8, vocab_size=1000
+    )
+    return LlamaForCausalLM(config).eval(), torch.randint(1000, (1, TOKENS))
+
+
+def recorded(model: Any, ids: Any) -> list[Figure]:
+    """Times of one call: all values stored, statistics only, and both kinds of transformers' files.
+
+    Where values are stored, statistics are computed when they are asked for; how long that takes is a row of its own.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        steps: dict[str, Callable[[], object]] = {
+            "bare": lambda: model(ids, use_cache=False),
+            "all values": lambda: traced(model, ids, folder / "all", values="all"),
+            "statistics": lambda: traced(model, ids, folder / "statistics"),
+            "files": lambda: debugged(model, ids, folder / "files", use_repr=False),
+            "texts": lambda: debugged(model, ids, folder / "texts"),
+            "asked": lambda: ask(folder / "all"),
+        }
+        blocks = {name: lambda step=step: cpu_seconds(step, 1) for name, step in steps.items()}
+        times = {name: timing.median / 1000 for name, timing in interleaved(blocks, ROUNDS, warm_up=2).items()}
+    asked = {"bare": times["bare"], "exportkit": times["asked"]}
+    return [
+        ratio("trace with the values of all tensors, to a bare call", times, "all values", "files", 1.4),
+        ratio("trace with statistics only, to a bare call", times, "statistics", "texts", 1.5),
+        Figure("all statistics of stored values, asked for afterwards", asked, times["asked"], "ms", math.inf),
+    ]
+
+
+def ask(folder: Path) -> None:
+    """Reads a trace, and asks for all statistics."""
+    calls = Trace.load(folder).calls
+    assert all(record.hash for call in calls for record in (*call.inputs, *call.outputs))
+
+
+def stored(model: Any, ids: Any) -> list[Figure]:
+    """Size of the values of one call."""
+    with tempfile.TemporaryDirectory() as folder:
+        traced(model, ids, Path(folder) / "ours", values="all")
+        debugged(model, ids, Path(folder) / "theirs", use_repr=False)
+        theirs = list((Path(folder) / "theirs").glob("*.safetensors"))
+        megabytes = {
+            "exportkit": (Path(folder) / "ours" / DATA).stat().st_size / 1e6,
+            "transformers": sum(file.stat().st_size for file in theirs) / 1e6,
+        }
+    case = f"one file with all values (transformers: {len(theirs)} files)"
+    return [Figure(case, megabytes, megabytes["exportkit"], "MB", 75)]
+
+
+def memory(_model: Any, _ids: Any) -> list[Figure]:
+    """Memory that a trace takes at most, in a process of its own."""
+    output = subprocess.run([sys.executable, __file__, "--memory"], capture_output=True, text=True, check=True).stdout
+    peak = json.loads(output)
+    extra = peak["exportkit"] - peak["bare"]
+    return [Figure("peak memory with all values, beyond that of a bare call", peak, extra, "MiB", 40)]
+
+
+def peaks() -> dict[str, float]:
+    """Peak memory of this process in MiB, of bare calls and of traced ones."""
+    model, ids = one_call()
+    found = {}
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        for name, step in (
+            ("bare", lambda: model(ids, use_cache=False)),
+            ("exportkit", lambda: traced(model, ids, Path(folder), values="all")),
+        ):
+            with contextlib.suppress(OSError):  # on Linux the peak can be forgotten; elsewhere it is that of all so far
+                Path("/proc/self/clear_refs").write_text("5")
+            for _ in range(3):
+                step()
+            found[name] = current_peak_mib()
+    return found
+
+
+def current_peak_mib() -> float:
+    """The largest memory that was resident since the peak was forgotten."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return peak_mib()
+    return int(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1]) / 2**10
+
+
+# Comparing two traces and locating a divergence are further cases: functions of the model and its tokens, too.
+CASES: list[Callable[[Any, Any], list[Figure]]] = [recorded, stored, memory]
+
+
+def traced(model: Any, ids: Any, folder: Path, **options: Any) -> None:
+    with trace_model(model, folder, **options):
+        model(ids, use_cache=False)
+
+
+def debugged(model: Any, ids: Any, folder: Path, use_repr: bool = True) -> None:
+    with model_addition_debugger_context(model, str(folder), do_prune_layers=False, use_repr=use_repr):
+        model.forward(ids, use_cache=False)
+    torch.set_printoptions(profile="default", sci_mode=None)
+    for module in model.modules():
+        vars(module).pop("forward", None)
+
+
+def ratio(case: str, times: dict[str, float], ours: str, theirs: str, target: float) -> Figure:
+    variants = {"bare": times["bare"], "exportkit": times[ours], "transformers": times[theirs]}
+    return Figure(case, variants, times[ours] / times["bare"], "ratio", target)
+
+
+def as_data(figure: Figure) -> dict[str, Any]:
+    target = None if math.isinf(figure.target) else figure.target
+    return asdict(figure) | {"target": target, "reached": figure.reached}
+
+
+def as_table(figures: list[Figure]) -> Table:
+    table = Table(
+        title=f"Traces: Llama, {LAYERS} layers of size {SIZE}, {TOKENS} tokens",
+        caption="milliseconds of CPU time, MB, MiB; at most the target is wanted",
+        caption_justify="left",
+    )
+    table.add_column("case")
+    for name in ("bare", "exportkit", "transformers", "value", "unit", "target", ""):
+        table.add_column(name, justify="right")
+    for figure in figures:
+        variants = [
+            f"{figure.variants[name]:.1f}" if name in figure.variants else "-"
+            for name in ("bare", "exportkit", "transformers")
+        ]
+        verdict = "ok" if figure.reached else "MISSED"
+        target = "-" if math.isinf(figure.target) else f"{figure.target:g}"
+        table.add_row(figure.case, *variants, f"{figure.value:.2f}", figure.unit, target, verdict)
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The leaves of what a module is given or returns, as quickly as calls come.
+
+In comes a dict of nested values; out come its tensors, its other leaves, and a `Layout` that names them. Values of one
+structure share their layout, so that paths are made once and not for each call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import numbers
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from exportkit.trees import flatten, join
+from exportkit.trees.flatten import path_of
+from exportkit.trees.objects import ATOMS
+from exportkit.trees.outline import Closed, Nested, Outline, Registered, outline
+from exportkit.trees.outlined import constant_paths, located, tensor_paths
+
+_LONGEST_TEXT = 500
+_DEEPEST = 8  # objects inside of objects that are opened; what is deeper becomes a text
+_UNOPENED = (type, torch.nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_SHORT = (slice, range, complex, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Paths of the leaves of values that have one structure.
+
+    Attributes:
+        number: How many layouts there were before.
+        tensors: Paths of the tensors.
+        others: Paths of the other leaves.
+        order: Where each of the tensors is among those of an outline.
+        empty: What has no leaves, as a text by path: arguments such as a cache that nothing is in yet.
+    """
+
+    number: int
+    tensors: tuple[str, ...]
+    others: tuple[str, ...]
+    order: tuple[int, ...]
+    empty: dict[str, str]
+
+
+class Leaves(NamedTuple):
+    """What a value consists of, in the order of its layout."""
+
+    layout: Layout
+    tensors: list[torch.Tensor]
+    others: list[Any]
+
+
+class Layouts:
+    """Takes values apart, and knows the layouts of those before.
+
+    Caches and classes registered with torch are opened as everywhere in this package; so are mappings, dataclasses, and
+    objects that hold tensors.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Layout] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def take_apart(self, value: dict[str, Any]) -> Leaves:
+        """Returns the leaves of a dict of values; those that are no tensors in a form that JSON can hold."""
+        taken = outline(value)
+        others: list[Any] = []
+        _add_others(taken.outline.root, others)
+        if any(type(other) is Closed and _inside(other.value) is not None for other in others):
+            return self._opened(value)
+        key = taken.outline.marks
+        layout = self._known.get(key) or self._new(value, key, *_paths(taken.outline))
+        return Leaves(layout, [taken.tensors[i] for i in layout.order], [_plain(other) for other in others])
+
+    def _opened(self, value: dict[str, Any]) -> Leaves:
+        """The same for a value with objects that have to be opened first."""
+        tensors: dict[str, torch.Tensor] = {}
+        others: dict[str, Any] = {}
+        _collect(value, "", tensors, others, _DEEPEST)
+        key = tuple(tensors), tuple(others)
+        layout = self._known.get(key) or self._new(value, key, *key, tuple(range(len(tensors))))
+        return Leaves(layout, list(tensors.values()), [_plain(other) for other in others.values()])
+
+    def _new(
+        self,
+        value: dict[str, Any],
+        key: Any,
+        tensors: tuple[str, ...],
+        others: tuple[str, ...],
+        order: tuple[int, ...],
+    ) -> Layout:
+        empty = _empty(value, {*tensors, *others})
+        self._known[key] = layout = Layout(len(self._known), tensors, others, order, empty)
+        return layout
+
+
+def _empty(value: dict[str, Any], paths: set[str]) -> dict[str, str]:
+    """Texts of what a module was given or returned, and has no leaves."""
+    given = {f"args[{i}]": item for i, item in enumerate(value.get("args", ()))}
+    given |= {path_of([key], "kwargs"): item for key, item in value.get("kwargs", {}).items()}
+    given |= {"outputs": value["outputs"]} if "outputs" in value else {}
+    leading = {path for path in given for leaf in paths if leaf == path or leaf.startswith((f"{path}.", f"{path}["))}
+    return {path: _text(item) for path, item in given.items() if path not in leading}
+
+
+def _add_others(item: Nested | Registered, others: list[Any]) -> None:
+    """Adds the leaves of an outline that are no tensors, in the order of their paths; in caches there are none."""
+    for leaf in (item if type(item) is Nested else item.children).leaves:
+        kind = type(leaf)
+        if kind in ATOMS or kind is Closed:
+            others.append(leaf)
+        elif kind is Nested or kind is Registered:
+            _add_others(leaf, others)
+
+
+def _paths(taken: Outline) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
+    value = located(taken)
+    tensors = tensor_paths(value)
+    paths, order = tuple([path for path, _ in tensors]), tuple([number for _, number in tensors])
+    return paths, tuple(constant_paths(value)), order
+
+
+def _collect(value: Any, start: str, tensors: dict[str, torch.Tensor], others: dict[str, Any], depth: int) -> None:
+    """Adds the leaves of a value by path, those of the objects in it included."""
+    tree = flatten(value)
+    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+        place = join(start, path)
+        if isinstance(leaf, torch.Tensor):
+            tensors[place] = leaf
+            continue
+        inside = _inside(leaf) if depth else None
+        if inside is None:
+            others[place] = leaf
+        else:
+            _collect(inside, place, tensors, others, depth - 1)
+
+
+def _inside(value: Any) -> dict[Any, Any] | None:
+    """What an object holds, by key or attribute; None for one that is left closed."""
+    if value is None or isinstance(value, _UNOPENED):
+        return None
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    state = getattr(value, "__dict__", None)
+    return state if isinstance(state, dict) and any(map(_holds_tensor, state.values())) else None
+
+
+def _holds_tensor(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return any(map(_holds_tensor, value))
+    if type(value) is dict:
+        return any(map(_holds_tensor, value.values()))
+    return isinstance(value, torch.Tensor)
+
+
+def _plain(other: Any) -> Any:
+    """A leaf in a form that JSON can hold, and that is the same in the next run."""
+    value = other.value if type(other) is Closed else other
+    if value is None or type(value) in (bool, int):
+        return value
+    if type(value) is str:
+        return value[:_LONGEST_TEXT]
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):
+        value = value.item()  # of numpy
+    if type(value) is float:
+        return value if math.isfinite(value) else str(value)
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, _SHORT) or (isinstance(value, list | tuple | dict) and not value):
+        return repr(value)[:_LONGEST_TEXT]
+    cls = value if isinstance(value, type | types.FunctionType) else type(value)
+    return f"<{cls.__module__}.{cls.__qualname__}>"

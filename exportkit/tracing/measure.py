@@ -1,0 +1,97 @@
+"""What a trace says of a tensor. In comes a tensor; out come statistics and a hash, or the place of its values.
+
+The bytes are gone through once: while a piece is in the cache of the processor it is hashed and measured. Where values
+are stored, they are only written: statistics and hash are computed of them when a trace is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from exportkit import _torch_compat
+from exportkit.tracing.digest import Digest
+from exportkit.tracing.files import TraceFiles
+from exportkit.tracing.forms import Form, form_of, is_plain, pieces_of, stored_type
+from exportkit.tracing.statistics import Accumulator, Statistics
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+
+class Measured(NamedTuple):
+    """What was found out about a tensor.
+
+    Attributes:
+        statistics: Its statistics.
+        hash: Its hash; empty if it has no values.
+    """
+
+    statistics: Statistics
+    hash: str
+
+
+def measure(tensor: torch.Tensor) -> Measured:
+    """Returns statistics and hash of a tensor.
+
+    Raises:
+        RuntimeError: or whatever torch raises, if it does not let one look into the tensor.
+    """
+    form = _form(tensor)
+    accumulator = Accumulator(form.numbers[0].dtype if form.numbers else torch.float32)
+    numbers, hashes = [id(dense) for dense in form.numbers], []
+    with np.errstate(all="ignore"):
+        for dense in form.parts.values():
+            digest, is_number = Digest(), id(dense) in numbers
+            for piece in pieces_of(dense):
+                digest.update(piece)
+                if is_number:
+                    accumulator.add(piece)
+            hashes.append(digest.text())
+        parts = [id(dense) for dense in form.parts.values()]
+        for piece in (piece for dense in form.numbers if id(dense) not in parts for piece in pieces_of(dense)):
+            accumulator.add(piece)
+        return Measured(accumulator.result(lambda: _all_pieces(form)), _joined(hashes))
+
+
+def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> dict[str, Any]:
+    """Writes the values of a tensor; returns what the index is to say about where they are.
+
+    Raises:
+        OSError: if they cannot be written.
+        RuntimeError: or whatever torch raises, if it does not let one look into the tensor.
+    """
+    form, parts = _form(tensor), {}
+    for name, dense in form.parts.items():
+        offset = files.offset
+        for piece in pieces_of(dense):
+            files.write_data(piece)
+        dtype, shape = stored_type(dense)
+        files.name_data(f"{key}.{name}" if name else key, dtype, shape, offset)
+        parts[name] = {"dtype": _name(dense.dtype), "shape": list(dense.shape), "offset": offset}
+    return {"kind": form.kind, "parts": parts, "details": form.details}
+
+
+def _form(tensor: torch.Tensor) -> Form:
+    if type(tensor) in _ORDINARY and is_plain(tensor):
+        return Form("dense", {"": tensor}, (tensor,))
+    with _torch_compat.apart_from_modes():
+        return form_of(tensor)
+
+
+def _all_pieces(form: Form) -> Iterator[memoryview]:
+    for dense in form.numbers:
+        yield from pieces_of(dense)
+
+
+def _joined(hashes: list[str]) -> str:
+    if len(hashes) < 2:
+        return "".join(hashes)
+    return hashlib.blake2b("".join(hashes).encode(), digest_size=8).hexdigest()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,120 @@
+"""A trace: what every module call was given and returned, as a folder holds it.
+
+In comes a folder that a recording wrote, or is writing; out go its calls and, one by one, the tensors whose values were
+stored. A folder whose recording did not end is read as far as it goes, and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exportkit.errors import DestinationError, TraceError
+from exportkit.tracing.content import Content, read_content
+from exportkit.tracing.files import INDEX, TENSORS, check_destination
+from exportkit.tracing.records import ModuleCall, TensorRecord
+
+
+class Trace:
+    """The module calls of a run, in a folder.
+
+    A trace whose recording goes on can be read, too: it holds what was recorded so far.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._problems: tuple[str, ...] = ()
+        self._content: Content | None = None
+
+    def __repr__(self) -> str:
+        partial = "" if self.complete else ", incomplete"
+        return f"Trace({self.metadata['model']}: {len(self.calls)} calls{partial})"
+
+    @property
+    def calls(self) -> tuple[ModuleCall, ...]:
+        """The calls, in the order in which they began."""
+        return self._read().calls
+
+    @property
+    def complete(self) -> bool:
+        """Whether the recording ended, and nothing is missing; `problems` says what is."""
+        return not self.problems
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why the trace is incomplete; empty if it is complete."""
+        return tuple(dict.fromkeys((*self._problems, *self._read().problems)))
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Class of the model (``model``), which values were stored (``values``), and versions of what wrote it."""
+        return self._read().metadata
+
+    def tensor(self, record: TensorRecord) -> torch.Tensor:
+        """Returns the values of a tensor, on the CPU; they are read from the file when they are used.
+
+        Args:
+            record: A record of this trace.
+
+        Raises:
+            TraceError: if its values were not stored, or the file is damaged.
+        """
+        if record.key is None:
+            raise TraceError(
+                "The values of this tensor were not stored.",
+                where=record.path,
+                hint='record them: trace_model(model, values="all"), or the paths of the modules that matter.',
+            )
+        entry = self._read().stored.get(record.key)
+        if entry is None:
+            raise TraceError("This trace has no such tensor.", where=record.key, hint="the record is of another trace.")
+        tensor = self._read().tensor(entry)
+        return tensor.reshape(record.shape) if entry["kind"] == "dense" else tensor
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Copies the trace into a directory, which is created.
+
+        Raises:
+            DestinationError: if the directory holds other files, or cannot be written.
+        """
+        target = Path(directory)
+        if target.exists() and target.resolve() == self.folder.resolve():
+            return
+        check_destination(target)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            for name in (TENSORS, INDEX):
+                shutil.copyfile(self.folder / name, target / name)
+        except OSError as error:
+            raise DestinationError("A trace cannot be written here.", where=str(target), got=error) from error
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Trace:
+        """Returns the trace in a directory. Nothing in it is executed.
+
+        Raises:
+            DestinationError: if there is no trace.
+            TraceError: if it is damaged, or was written by a version that this one does not read. One whose recording
+                was cut short is read as far as it goes; see `complete`.
+        """
+        trace = cls(directory)
+        trace._read()
+        return trace
+
+    def end(self, problems: tuple[str, ...]) -> None:
+        """Ends the recording; called by `trace_model`, which knows of problems that could not be written."""
+        self._problems, self._content = problems, None
+
+    def _read(self) -> Content:
+        """What the index holds; read again as long as it grows."""
+        if self._content is None or not self._content.is_current():
+            self._content = read_content(self.folder / INDEX)
+        return self._content
