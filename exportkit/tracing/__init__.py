@@ -1,7 +1,10 @@
-"""Traces of module calls: record a run, read what every module was given and returned."""
+"""Traces of module calls: record a run, read what every module was given and returned, find where two runs part."""
 
+from exportkit.tracing.comparison import Comparison
+from exportkit.tracing.locate import locate_divergence
+from exportkit.tracing.located import Located
 from exportkit.tracing.record import trace_model
 from exportkit.tracing.records import ModuleCall, TensorRecord
 from exportkit.tracing.trace import Trace
 
-__all__ = ["ModuleCall", "TensorRecord", "Trace", "trace_model"]
+__all__ = ["Comparison", "Located", "ModuleCall", "TensorRecord", "Trace", "locate_divergence", "trace_model"]
