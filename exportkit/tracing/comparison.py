@@ -120,7 +120,8 @@ class Comparison:
             return f"The runs differ in {at}" + (f" ({self.first.class_name})" if self.first.class_name else "") + "."
         counts = Counter(row.verdict for row in self.tensors)
         if counts["unknown"]:
-            return f"Undecided: {counts['unknown']} tensors differ, by how much only their values can tell."
+            row = next(row for row in self.modules if row.verdict == "unknown")
+            return f"Undecided: what {row.name} ({row.class_name}) computes differs; how much, only values can tell."
         return "The runs are equal." if counts["equal"] == len(self.tensors) else "The runs agree, up to rounding."
 
     def as_json(self) -> str:

@@ -15,8 +15,8 @@ import torch
 _CHUNK = 1 << 16
 # A mask holds the lowest value of its type, another one that of another type: both mean "hidden".
 _LOWEST = 0.5
-# Sums of the same numbers in another order differ by less than this part of them.
-_SAME_SUM = 1e-12
+# Sums of the same numbers in another order, in single precision, differ by less than this part of them.
+_SAME_SUM = 1e-7
 # What torch rounds the factors of a product to where a GPU may use TF32 (10 bits).
 TF32_UNIT = 2.0**-11
 
@@ -47,7 +47,7 @@ class Distance:
         spread: Like ``rms``, relative to the standard deviation: what is left of the precision once a mean is removed.
         exact: Whether every element is equal.
         values: Whether values were compared, and not statistics alone.
-        reordered: Whether the statistics are those of the same elements in another order.
+        reordered: Whether the statistics, all that was compared, can be those of the same elements in another order.
         problem: Why there is nothing to measure, such as another shape; None where there is.
     """
 

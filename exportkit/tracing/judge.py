@@ -266,12 +266,10 @@ def _finding(leaf: Leaf, step: _Raw, limits: _Limits, retyped: bool, usual: _Usu
         return _Finding(leaf, "differs", excess, far.problem or _reason(step, leaf))
     if far.exact:
         return _Finding(leaf, "equal", 0.0)
-    if far.reordered and (step.exact_sources or usual.is_reproduced(step)):
-        return _Finding(leaf, "differs", math.inf, "the same elements in another order, by their statistics")
     if not far.values and step.exact_sources and usual.is_reproduced(step):
-        return _Finding(leaf, "differs", math.inf, "values that differ, by their hash")
+        return _Finding(leaf, "differs", math.inf, "other values, by their hash")
     if not far.values and (far.rms == 0.0 or far.reordered):
-        return _Finding(leaf, "unknown", 0.0, "the values differ, and their statistics do not")
+        return _Finding(leaf, "unknown", 0.0, "other values, or another order of them")
     return _Finding(leaf, "carried" if step.base >= far.rms / JUMP else "close", excess)
 
 

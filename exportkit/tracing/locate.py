@@ -17,7 +17,7 @@ import torch
 from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.tracing.distance import distance, located
 from exportkit.tracing.graph_run import GraphRun, Inside, Node
-from exportkit.tracing.judge import JUMP, Compared, Step, judge
+from exportkit.tracing.judge import JUMP, Compared, Step
 from exportkit.tracing.located import Located, Stage, Suspect
 from exportkit.tracing.on_graph import OnGraph, compare_with_graph, inside_of
 from exportkit.tracing.record import trace_model
@@ -28,6 +28,8 @@ from exportkit.trees import flatten
 
 EXPORT, BEFORE, AFTER, RUNTIME = "torch.export", "ONNX before optimisation", "ONNX after optimisation", "onnxruntime"
 _SUSPECTS = 5
+# Optimised and not, results may be this many rounding errors apart before it is looked at more closely.
+_OPTIMISED = 16
 
 
 def locate_divergence(
@@ -137,13 +139,20 @@ class _Search:
         found = compare_with_graph(self._trace, run, self._visible)
         after = _stage(AFTER, found)
         if after.outcome == "agrees":
-            raw = run_session(session_of(proto.SerializeToString(), folder), feeds)
-            optimised = replace(run, values={**run.values, **raw})
-            last = compare_with_graph(self._trace, optimised, self._visible)
-            runtime = _stage(RUNTIME, last)
-            skipped = [Stage(name, "not checked", note="what comes of it agrees") for name in (EXPORT, BEFORE)]
-            return self._located(runtime, (*skipped, after, runtime), optimised, last)
+            results = run_session(session_of(proto.SerializeToString(), folder), feeds)
+            return self._of_runtime(run, found, after, results)
         return self._first_of(run, found, after)
+
+    def _of_runtime(self, run: GraphRun, found: OnGraph, after: Stage, results: Mapping[str, torch.Tensor]) -> Located:
+        """What onnxruntime makes of a model that agrees, once it has optimised it."""
+        optimised = replace(run, values={**run.values, **results})
+        far = max((distance(run.values[name], tensor).rms for name, tensor in results.items()), default=0.0)
+        units = [leaf.unit for call in found.calls for leaf in call.outputs]
+        if far > _OPTIMISED * max(units, default=0.0):  # then the matching is worth its time
+            found = compare_with_graph(self._trace, optimised, self._visible)
+        runtime = replace(_stage(RUNTIME, found), error=max(far, after.error))
+        skipped = [Stage(name, "not checked", note="what comes of it agrees") for name in (EXPORT, BEFORE)]
+        return self._located(runtime, (*skipped, after, runtime), optimised, found)
 
     def _first_of(self, run: GraphRun, found: OnGraph, after: Stage) -> Located:
         """The first stage that differs, where the ONNX model does."""
@@ -215,8 +224,8 @@ class _Search:
             proto, folder = read_onnx(self._before)
             run = run_onnx(proto, folder, self._feeds(graph_inputs(proto)))
             return _stage(BEFORE, compare_with_graph(self._trace, run, self._visible))
-        first = next(step for step in judge(found.calls) if step.verdict == "differs")
-        if program_run is None or self._parts.program is None or first.owner is None:
+        first = found.first
+        if program_run is None or self._parts.program is None or first is None or first.owner is None:
             return Stage(BEFORE, "not checked", note="give it as before=, to tell it from the next stage")
         return self._translated_again(self._parts.program, program_run, self._call(first.owner), first)
 
@@ -246,9 +255,8 @@ class _Search:
     def _located(
         self, stage: Stage, stages: tuple[Stage, ...], run: GraphRun, found: OnGraph, reference: GraphRun | None = None
     ) -> Located:
-        steps = judge(found.calls)
-        suspects = suspects_of(steps, found.calls)
-        first = next((step for step in steps if step.verdict == "differs"), None)
+        first = found.first
+        suspects = suspects_of(found.steps, found.calls)
         if stage.outcome != "diverges" or first is None:
             return Located(None, stages=stages, suspects=suspects)
         calls = {call.index: call for call in found.calls}
@@ -335,9 +343,8 @@ def _weight(step: Step) -> tuple[bool, float]:
 
 
 def _stage(name: str, found: OnGraph) -> Stage:
-    diverges = any(step.verdict == "differs" for step in judge(found.calls))
     outputs = [leaf.distance.rms for call in found.calls if call.parent is None for leaf in call.outputs]
-    return Stage(name, "diverges" if diverges else "agrees", max(outputs, default=math.nan))
+    return Stage(name, "agrees" if found.first is None else "diverges", max(outputs, default=math.nan))
 
 
 def _check_modules(run: GraphRun) -> None:

@@ -6,6 +6,7 @@ a module are few: an argument is the one of them that has its shape and is close
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ import torch
 
 from exportkit.tracing.distance import Distance, distance, unit_of
 from exportkit.tracing.graph_run import GraphRun, Inside
-from exportkit.tracing.judge import Compared, Leaf
+from exportkit.tracing.judge import Compared, Leaf, Step, judge
 from exportkit.tracing.records import ModuleCall, TensorRecord
 from exportkit.tracing.trace import Trace
 
 # A value this close to a tensor of the model is that tensor, whatever the rounding.
 _CLOSE = 1e-3
+# Of more values than these, those are looked at that are closest by as many elements.
+_FEW, _SAMPLE = 2, 64
 
 Side = Literal["inputs", "outputs"]
 
@@ -44,6 +47,16 @@ class OnGraph:
     calls: tuple[Compared, ...]
     values: Mapping[tuple[int, Side, str], str]
 
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of the run, judged."""
+        return judge(self.calls)
+
+    @property
+    def first(self) -> Step | None:
+        """What differs first, or None if nothing does."""
+        return next((step for step in self.steps if step.verdict == "differs"), None)
+
 
 def compare_with_graph(trace: Trace, run: GraphRun, visible: Visible) -> OnGraph:
     """Returns the calls of a trace compared with the values of a graph.
@@ -62,19 +75,18 @@ class _Comparison:
         self._calls_of = Counter(call.path for call in trace.calls)
         self._seen: dict[tuple[str | None, str, int], Distance] = {}
         self._known: dict[str, str] = {}
+        self._samples: dict[str, torch.Tensor] = {}
         self._values: dict[tuple[int, Side, str], str] = {}
 
     def result(self) -> OnGraph:
         calls = []
-        known: dict[
-            int, int | None
-        ] = {}  # the innermost call with values in the graph that each call is, or is part of
+        nearest: dict[int, int | None] = {}  # the innermost call in the graph that each call is, or is part of
         for call in self._trace.calls:
-            parent = known.get(call.parent) if call.parent is not None else None
+            parent = nearest.get(call.parent) if call.parent is not None else None
             if call.path in self._run.modules:
                 calls.append(self._compared(call, parent))
                 parent = call.index
-            known[call.index] = parent
+            nearest[call.index] = parent
         return OnGraph(tuple(calls), self._values)
 
     def _compared(self, call: ModuleCall, parent: int | None) -> Compared:
@@ -88,8 +100,8 @@ class _Comparison:
     def _leaves(
         self, call: ModuleCall, side: Side, records: Sequence[TensorRecord], names: list[tuple[str, ...]]
     ) -> tuple[Leaf, ...]:
-        wanted = {record.path: self._candidates(call, record, names) for record in records if record.key is not None}
-        by_path = {record.path: record for record in records}
+        by_path = {record.path: record for record in records if record.key is not None}
+        wanted = {path: self._likely(record, self._candidates(call, record, names)) for path, record in by_path.items()}
         pairs = [(self._distance(by_path[path], name), path, name) for path, found in wanted.items() for name in found]
         taken: dict[str, str] = {}
         leaves: dict[str, Leaf] = {}
@@ -129,6 +141,20 @@ class _Comparison:
             and tuple(values[name].shape) == tuple(record.shape)
             and (unit_of(_dtype(values[name])) > 0) == kind
         ]
+
+    def _likely(self, record: TensorRecord, names: Sequence[str]) -> Sequence[str]:
+        """The few of the values that are closest by a sample of their elements."""
+        if len(names) <= _FEW:
+            return names
+        own = self._sample(record.hash, self._trace.tensor(record))
+        apart = {name: (own - self._sample(name, self._run.values[name])).abs().nansum().item() for name in names}
+        return sorted(names, key=apart.__getitem__)[:_FEW]
+
+    def _sample(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        if key not in self._samples:
+            step = max(tensor.numel() // _SAMPLE, 1)
+            self._samples[key] = tensor.reshape(-1)[::step].to(torch.float64)
+        return self._samples[key]
 
     def _distance(self, record: TensorRecord, name: str) -> Distance:
         value = self._run.values[name]
