@@ -26,6 +26,7 @@ from exportkit.errors import DestinationError, ExportkitError
 from exportkit.export import require_onnxruntime
 from exportkit.export.translate import check_destination
 from exportkit.scenarios import Case
+from exportkit.scenarios.trace_commands import compare, trace
 from exportkit.skips.command import scan_skips
 
 _NOT_PROVEN, _BAD_INPUT = 1, 2
@@ -137,6 +138,10 @@ def export(
 def verify(
     folder: Annotated[Path, typer.Argument(help="Folder that exported.save(folder) wrote.", metavar="DIR")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    locate: Annotated[bool, typer.Option("--locate", help="Name the module where a difference begins.")] = False,
+    model_dir: Annotated[
+        Path | None, typer.Option("--model", help="The checkpoint, for --locate to run.", metavar="MODEL_DIR")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Prove an exported folder again, without the model.
@@ -146,14 +151,24 @@ def verify(
 
     Exits with 0 if the result is proven, 1 if it is not, 2 for bad input, such as a missing or changed file.
     """
+    from exportkit.scenarios.checkpoint import load_case
+
     with _quiet_libraries(), _exit_on_error(_BAD_INPUT, debug):
         require_onnxruntime()
         with _progress(f"verifying {folder}"):
             report = exportkit.load(folder).verify()
+        located = None
+        if locate and not report.ok:
+            with _progress("locating the difference"):
+                located = report.locate(load_case(model_dir).model if model_dir is not None else None)
+    if located is not None:
+        typer.echo(f"{located}\n", err=as_json)
     typer.echo(report.to_json() if as_json else report)
     raise typer.Exit(0 if report.ok else _NOT_PROVEN)
 
 
+app.command(epilog="Example:  exportkit trace ./checkpoint --out trace --values all")(trace)
+app.command(epilog="Example:  exportkit compare trace_a trace_b --html difference.html")(compare)
 app.command("scan-skips", epilog="Example:  exportkit scan-skips ./transformers --output_dir scan")(scan_skips)
 
 

@@ -2,9 +2,19 @@
 
 from exportkit.tracing.comparison import Comparison
 from exportkit.tracing.locate import locate_divergence
+from exportkit.tracing.locate_outputs import locate_outputs
 from exportkit.tracing.located import Located
 from exportkit.tracing.record import trace_model
 from exportkit.tracing.records import ModuleCall, TensorRecord
 from exportkit.tracing.trace import Trace
 
-__all__ = ["Comparison", "Located", "ModuleCall", "TensorRecord", "Trace", "locate_divergence", "trace_model"]
+__all__ = [
+    "Comparison",
+    "Located",
+    "ModuleCall",
+    "TensorRecord",
+    "Trace",
+    "locate_divergence",
+    "locate_outputs",
+    "trace_model",
+]

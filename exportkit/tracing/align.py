@@ -11,12 +11,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
+from typing import Any
 
 from exportkit.errors import InvalidRequestError
 from exportkit.tracing.records import ModuleCall, TensorRecord
 
 Pair = tuple[ModuleCall, ModuleCall]
 _Shapes = tuple[tuple[int, ...], ...]
+_Look = tuple[Any, ...]
 
 
 def align_calls(
@@ -40,7 +42,7 @@ def align_calls(
         own = known.pop((paths[call.path], call.number), None)
         if own is not None:
             found[own.index] = call
-    _by_order(first, second, found)
+    _Order(first, second, found).add()
     return [(call, found[call.index]) for call in first if call.index in found]
 
 
@@ -85,27 +87,62 @@ def _tails(path: str) -> Iterable[str]:
         yield path
 
 
-def _by_order(first: Sequence[ModuleCall], second: Sequence[ModuleCall], found: dict[int, ModuleCall]) -> None:
-    """Adds pairs among the calls that are left, from the outermost ones inwards."""
-    own, other = _children(first), _children(second)
-    taken = {call.index for call in found.values()}
-    pending: list[tuple[int | None, int | None]] = [(None, None)]
-    while pending:
-        inside, other_inside = pending.pop()
-        left = [call for call in own[inside] if call.index not in found]
-        right = [call for call in other[other_inside] if call.index not in taken]
+class _Order:
+    """Pairs among the calls that paths leave over, from the outermost ones inwards."""
+
+    def __init__(
+        self, first: Sequence[ModuleCall], second: Sequence[ModuleCall], found: dict[int, ModuleCall]
+    ) -> None:
+        self._own, self._other = _children(first), _children(second)
+        self._found, self._taken = found, {call.index for call in found.values()}
+        self._looks: dict[int, _Look] = {}
+
+    def add(self) -> None:
+        """Adds pairs: calls with the same calls inside of them first, then those that only return the same shapes."""
+        for deep in (True, False):
+            pending: list[tuple[int | None, int | None]] = [(None, None)]
+            while pending:
+                inside, other_inside = pending.pop()
+                left = _others(self._own[inside], self._found)
+                self._match(left, _others(self._other[other_inside], self._taken), deep)
+                nearest = _nearest(self._own, inside, self._found)
+                pending += [(call.index, self._found[call.index].index) for call in nearest]
+
+    def _match(self, left: list[ModuleCall], right: list[ModuleCall], deep: bool) -> None:
+        """Adds pairs among some calls; where there are none, calls are replaced by those inside of them."""
         while left and right:
-            new = _matched(left, right)
+            opened, other_opened = _opened(left, self._own), _opened(right, self._other)
+            levels = [(left, right), (left, other_opened), (opened, right), (opened, other_opened)]
+            new: list[Pair] = []
+            for one, two in levels:
+                new = self._pairs(one, two, deep)
+                if new:
+                    left, right = one, two
+                    break
+            if not new and (opened, other_opened) == (left, right):
+                return
+            if not new:
+                left, right = opened, other_opened
             for call, match in new:
-                found[call.index] = match
-                taken.add(match.index)
-            if new:
-                left, right = _others(left, found), _others(right, taken)
-            opened = _opened(left, own), _opened(right, other)
-            if not new and opened == (left, right):
-                break
-            left, right = _others(opened[0], found), _others(opened[1], taken)
-        pending += [(call.index, found[call.index].index) for call in _nearest(own, inside, found)]
+                self._found[call.index] = match
+                self._taken.add(match.index)
+            left, right = _others(left, self._found), _others(right, self._taken)
+
+    def _pairs(self, first: Sequence[ModuleCall], second: Sequence[ModuleCall], deep: bool) -> list[Pair]:
+        looks = [self._look(call, self._own, deep) for call in first]
+        other_looks = [self._look(call, self._other, deep) for call in second]
+        blocks = SequenceMatcher(None, looks, other_looks, False).get_matching_blocks()
+        return _swapped([(first[block.a + i], second[block.b + i]) for block in blocks for i in range(block.size)])
+
+    def _look(self, call: ModuleCall, children: Mapping[int | None, list[ModuleCall]], deep: bool) -> _Look:
+        """What is the same of calls that belong together: the shapes that they return, and those inside of them."""
+        if not deep:
+            return (_shapes(call),)
+        key = id(call)
+        if key not in self._looks:
+            inside = (self._look(inner, children, deep) for inner in children.get(call.index, ()))
+            self._looks[key] = (_shapes(call), *inside)
+        return self._looks[key]
 
 
 def _children(calls: Sequence[ModuleCall]) -> dict[int | None, list[ModuleCall]]:
@@ -134,14 +171,6 @@ def _nearest(
             yield call
         else:
             yield from _nearest(children, call.index, found)
-
-
-def _matched(first: Sequence[ModuleCall], second: Sequence[ModuleCall]) -> list[Pair]:
-    matcher = SequenceMatcher(None, [_shapes(call) for call in first], [_shapes(call) for call in second], False)
-    pairs = [
-        (first[block.a + i], second[block.b + i]) for block in matcher.get_matching_blocks() for i in range(block.size)
-    ]
-    return _swapped(pairs)
 
 
 def _swapped(pairs: list[Pair]) -> list[Pair]:

@@ -17,14 +17,13 @@ from typing import Literal
 
 from exportkit.tracing.distance import Distance
 
-# How many times the error of what it is computed from, or of rounding, the error of a step may be.
-JUMP = 16.0
-# Rounding errors, in units of the element type, that a step is allowed to have made of exact values.
-ROUNDING = 8.0
-# A largest difference is allowed to be this many times the root mean square of rounding errors.
+# How many times the error of what it is computed from the error of a step may be.
+JUMP = 8.0
+# Rounding errors, in units of the element type, that a step may make by itself; and where another step of its kind made
+# exactly the same of the same.
+ROUNDING, REPRODUCED = 32.0, 16.0
+# A largest difference may be this many times the root mean square of rounding errors.
 PEAK = 16.0
-# Units that a step is allowed where others of its kind made exactly the same of the same, or several of other kinds.
-REPRODUCED, REPRODUCIBLE = 16.0, 32.0
 # The part of all calls that must change their element type for it to be the way of the run, and at least how many.
 _COMMON, _SEVERAL = 0.1, 3
 
@@ -117,18 +116,15 @@ class Step:
         return self.error / self.base if self.base else (math.inf if self.error else 1.0)
 
 
-def judge(calls: Sequence[Compared], verdict_of_types: bool = True) -> tuple[Step, ...]:
+def judge(calls: Sequence[Compared]) -> tuple[Step, ...]:
     """Returns the steps in the order in which they happened, each judged.
 
     Args:
         calls: The calls in the order in which they started.
-        verdict_of_types: Whether a module that alone changes the element type is wrong.
     """
     raw = list(_raw_steps(calls))
-    own_types = _common_types(raw) if verdict_of_types else None
-    unit = _unit(calls)
-    usual = _Usual(raw)
-    return tuple(_judged(step, unit, own_types, usual) for step in raw)
+    types, usual = _Types(raw), _Usual(raw)
+    return tuple(_judged(step, types, usual) for step in raw)
 
 
 @dataclass(frozen=True)
@@ -185,15 +181,12 @@ class _Usual:
     def __init__(self, steps: Sequence[_Raw]) -> None:
         self._reproduced: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self._jumps: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
-        self._exact: list[int] = []
-        self._inexact: list[tuple[int, float]] = []
         for step in steps:
             if not any(leaf.unit for leaf in step.leaves):
                 continue
             if step.exact_sources and step.sources:
                 if step.exact:
                     self._reproduced[step.kind].add(step.call)
-                    self._exact.append(step.call)
                 continue
             error = max(leaf.distance.rms for leaf in step.leaves)
             if step.base and math.isfinite(error):
@@ -203,40 +196,42 @@ class _Usual:
         """Whether other steps of this kind made the same of the same."""
         return bool(self._reproduced[step.kind] - {step.call})
 
-    def all_reproduced(self, step: _Raw) -> bool:
-        """Whether several other steps made the same of the same."""
-        return sum(call != step.call for call in self._exact) >= _SEVERAL
-
     def jump(self, step: _Raw) -> float:
         """How much more than usual a step of this kind amplifies the errors of what it is computed from."""
         others = [jump for call, jump in self._jumps[step.kind].items() if call != step.call]
         return max(median(others), 1.0) if len(others) >= _SEVERAL else 1.0
 
 
-def _unit(calls: Sequence[Compared]) -> float:
-    """The rounding error that is the way of these runs: that of the coarsest element type that is common in either."""
-    units = Counter(leaf.unit for call in calls for leaf in call.outputs if leaf.unit)
-    common = [unit for unit, count in units.items() if count >= _COMMON * units.total()]
-    return max(common, default=0.0)
+class _Types:
+    """Pairs of element types that are the way of these runs, and not that of a few modules."""
+
+    def __init__(self, steps: Sequence[_Raw]) -> None:
+        leaves = [leaf for step in steps if step.side == "outputs" for leaf in step.leaves if leaf.unit]
+        self._counts = Counter(leaf.dtypes for leaf in leaves)
+        self._most = self._counts.most_common(1)[0][0] if leaves else ("", "")
+        self._unit = max((leaf.unit for leaf in leaves if leaf.dtypes == self._most), default=0.0)
+        brought = Counter(leaf.dtypes for step in steps for leaf in step.leaves if self._is_new(leaf, step))
+        enough = max(_SEVERAL, _COMMON * len(steps) / 2)
+        self._common = {dtypes for dtypes, count in brought.items() if count >= enough} | {self._most}
+
+    def are_wrong(self, leaf: Leaf, step: _Raw) -> bool:
+        """Whether a step alone changes the element type, or makes it coarser where both runs have another one."""
+        if leaf.dtypes in self._common or not self._is_new(leaf, step):
+            return False
+        return not leaf.same_type if self._most[0] == self._most[1] else leaf.unit > self._unit
+
+    def _is_new(self, leaf: Leaf, step: _Raw) -> bool:
+        return bool(leaf.unit) and all(source.dtypes != leaf.dtypes for source in step.sources)
+
+    @property
+    def unit(self) -> float:
+        """The rounding error that is the way of these runs."""
+        return self._unit
 
 
-def _common_types(steps: Sequence[_Raw]) -> bool:
-    """Whether a change of the element type between the runs is the way of the run, and not that of a few modules."""
-    leaves = [leaf for step in steps if step.side == "outputs" for leaf in step.leaves if leaf.unit]
-    changes = {step.owner for step in steps if _changes_type(step)}
-    same = sum(leaf.same_type for leaf in leaves)
-    return 2 * same < len(leaves) or len(changes) >= max(_SEVERAL, _COMMON * len(steps) / 2)
-
-
-def _changes_type(step: _Raw) -> bool:
-    changed = any(leaf.unit and not leaf.same_type for leaf in step.leaves)
-    return changed and all(leaf.same_type for leaf in step.sources if leaf.unit)
-
-
-def _judged(step: _Raw, unit: float, types_change: bool | None, usual: _Usual) -> Step:
-    limits = _limits(step, unit, usual)
-    retyped = types_change is False and _changes_type(step)
-    findings = [_finding(leaf, step, limits, retyped, usual) for leaf in step.leaves]
+def _judged(step: _Raw, types: _Types, usual: _Usual) -> Step:
+    limits = _limits(step, types.unit, usual)
+    findings = [_finding(leaf, step, limits, types.are_wrong(leaf, step), usual) for leaf in step.leaves]
     worst = max(findings, key=lambda found: (_SEVERITY.index(found.verdict), found.excess), default=None)
     verdicts = {found.leaf.path: found.verdict for found in findings}
     if worst is None:
@@ -259,7 +254,7 @@ class _Finding:
 
 def _finding(leaf: Leaf, step: _Raw, limits: _Limits, retyped: bool, usual: _Usual) -> _Finding:
     far = leaf.distance
-    if retyped and leaf.unit and not leaf.same_type:
+    if retyped:
         return _Finding(leaf, "differs", math.inf, f"element type {leaf.dtypes[1]} instead of {leaf.dtypes[0]}")
     excess = _excess(leaf, step, limits)
     if excess > 1:
@@ -285,11 +280,9 @@ def _limits(step: _Raw, unit: float, usual: _Usual) -> _Limits:
     own = max([leaf.unit for leaf in step.leaves] + [unit])
     if step.exact_sources and step.sources and usual.is_reproduced(step):
         return _Limits(REPRODUCED * own, PEAK * REPRODUCED * own)
-    if step.exact_sources and step.sources and usual.all_reproduced(step):
-        return _Limits(REPRODUCIBLE * own, PEAK * REPRODUCIBLE * own)
     factor = JUMP * usual.jump(step)
     peak = max((leaf.distance.peak for leaf in step.sources), default=0.0)
-    rms = factor * max(step.base, ROUNDING * own)
+    rms = max(factor * step.base, ROUNDING * own)
     return _Limits(rms, max(factor * peak, PEAK * rms))
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from exportkit.errors import InvalidRequestError, InvalidTypeError
+from exportkit.errors import InvalidRequestError, InvalidTypeError, RuntimeFailure
 from exportkit.tracing.distance import distance, located
 from exportkit.tracing.graph_run import GraphRun, Inside, Node
 from exportkit.tracing.judge import JUMP, Compared, Step
@@ -28,6 +29,7 @@ from exportkit.trees import flatten
 
 EXPORT, BEFORE, AFTER, RUNTIME = "torch.export", "ONNX before optimisation", "ONNX after optimisation", "onnxruntime"
 _SUSPECTS = 5
+_NODE_IN_MESSAGE = re.compile(r"running \w+ node[.] Name:'([^']+)'")
 # Optimised and not, results may be this many rounding errors apart before it is looked at more closely.
 _OPTIMISED = 16
 
@@ -130,11 +132,14 @@ class _Search:
         return self._of_onnx()
 
     def _of_onnx(self) -> Located:
-        from exportkit.tracing.onnx_run import graph_inputs, read_onnx, run_onnx, run_session, session_of
+        from exportkit.tracing.onnx_run import graph_inputs, nodes_of, read_onnx, run_onnx, run_session, session_of
 
         proto, folder = read_onnx(self._parts.onnx)
         feeds = self._feeds(graph_inputs(proto))
-        run = run_onnx(proto, folder, feeds)
+        try:
+            run = run_onnx(proto, folder, feeds)
+        except RuntimeFailure as error:
+            return _refused(error, nodes_of(proto))
         _check_modules(run)
         found = compare_with_graph(self._trace, run, self._visible)
         after = _stage(AFTER, found)
@@ -345,6 +350,30 @@ def _weight(step: Step) -> tuple[bool, float]:
 def _stage(name: str, found: OnGraph) -> Stage:
     outputs = [leaf.distance.rms for call in found.calls if call.parent is None for leaf in call.outputs]
     return Stage(name, "agrees" if found.first is None else "diverges", max(outputs, default=math.nan))
+
+
+def _refused(error: RuntimeFailure, nodes: Iterable[Node]) -> Located:
+    """Where onnxruntime stopped, if its message names a node.
+
+    Raises:
+        RuntimeFailure: if it does not.
+    """
+    found = _NODE_IN_MESSAGE.search(str(error))
+    node = next((node for node in nodes if found is not None and node.name == found[1]), None)
+    if node is None:
+        raise error
+    scope = node.scopes[-1] if node.scopes else None
+    reason = str(error).rpartition("Status Message: ")[2] or str(error)
+    return Located(
+        RUNTIME,
+        scope.path if scope else None,
+        scope.class_name if scope else "",
+        node=node.name,
+        operator=node.operator,
+        line=node.line,
+        reason=f"onnxruntime stopped: {reason}",
+        stages=(Stage(RUNTIME, "diverges", note="refused the call"),),
+    )
 
 
 def _check_modules(run: GraphRun) -> None:

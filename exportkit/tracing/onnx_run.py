@@ -78,6 +78,11 @@ def run_onnx(model: onnx.ModelProto, folder: Path | None, inputs: Mapping[str, t
     return GraphRun(nodes, {**inputs, **run_session(session, inputs)}, tuple(inputs), outputs)
 
 
+def nodes_of(model: onnx.ModelProto) -> Iterable[Node]:
+    """Returns the nodes of an ONNX model, with the modules that they come from."""
+    return _nodes(model.graph)
+
+
 def session_of(model: bytes, folder: Path | None, optimised: bool = True) -> Any:
     """Returns an onnxruntime session.
 

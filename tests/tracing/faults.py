@@ -109,9 +109,22 @@ class Fault:
     padded: bool
 
     def is_named(self, path: str | None) -> bool:
-        """Returns whether that is the path of the module, or another path of it where it is shared."""
+        """Returns whether that is the path of the module, or of one that it shares its weight with."""
         modules = dict(self.model.named_modules(remove_duplicate=False))
-        return path is not None and modules.get(path) is modules[self.path]
+        changed, named = modules[self.path], modules.get(path if path is not None else "no module")
+        shared = _weighted(changed) and getattr(named, "weight", None) is changed.weight
+        return named is changed or shared
+
+    def has_effect(self) -> bool:
+        """Returns whether the model still runs, and returns something else: a weight may meet nothing but zeros."""
+        given = inputs(self.kind, self.seed, self.padded)
+        with torch.no_grad():
+            try:
+                results = [model(**given) for model in (made(self.kind), self.model)]
+            except RuntimeError:  # types that do not fit: torch itself names the place
+                return False
+        tensors = [result if isinstance(result, torch.Tensor) else result["logits"] for result in results]
+        return not torch.equal(*tensors)
 
 
 def faults(seed: int, count: int) -> list[Fault]:
@@ -128,21 +141,12 @@ def faults(seed: int, count: int) -> list[Fault]:
         if paths:
             path = rng.choice(paths)
             change(model.get_submodule(path), rng)
-            if _runs(model, kind) and not any((f.name, f.kind, f.path) == (name, kind, path) for f in found):
-                found.append(Fault(name, kind, path, model, rng.randrange(1000), kind != "cnn" and rng.random() < 0.3))
+            fault = Fault(name, kind, path, model, rng.randrange(1000), kind != "cnn" and rng.random() < 0.3)
+            if fault.has_effect() and not any((f.name, f.kind, f.path) == (name, kind, path) for f in found):
+                found.append(fault)
         if len(found) == count:
             return found
     raise AssertionError("not so many different faults")
-
-
-def _runs(model: nn.Module, kind: str) -> bool:
-    """Whether the changed model still runs: where types do not fit, torch itself names the place."""
-    try:
-        with torch.no_grad():
-            model(**inputs(kind, 0))
-    except RuntimeError:
-        return False
-    return True
 
 
 def _weighted(module: nn.Module) -> bool:

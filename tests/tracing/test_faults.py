@@ -1,4 +1,4 @@
-"""How sure and how sensitive comparing is: faults that are drawn from a seed, pairs without one, and three hard cases."""
+"""How sure and how sensitive comparing is: faults drawn from a seed, pairs of runs without one, three hard cases."""
 
 import functools
 
