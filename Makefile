@@ -77,6 +77,7 @@ bench: $(STAMP)  ## Run the benchmarks
 	@$(BIN)/python benchmarks/line.py
 	@$(BIN)/python benchmarks/observe.py
 	@$(BIN)/python benchmarks/capture.py
+	@$(BIN)/python benchmarks/trace.py
 	@$(BIN)/python benchmarks/export.py
 
 # optimum-onnx needs an older transformers than exportkit is tested with, hence the second environment.

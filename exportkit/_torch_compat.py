@@ -567,7 +567,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Returns how often a tensor was changed in place, or None in inference mode, which does not count. Seen in 2.13."""
+    """Returns how often a tensor was changed in place; None in inference mode, which does not count. Seen in 2.13."""
     return None if tensor.is_inference() else int(tensor._version)
 
 
@@ -586,7 +586,21 @@ def apart_from_modes() -> Iterator[None]:
 
 
 def make_quantized(values: torch.Tensor, scale: Any, zero_point: Any, axis: int | None) -> torch.Tensor:
-    """Returns the quantised tensor of these whole numbers; scales are tensors if there is an axis. Seen in torch 2.13."""
+    """Returns the quantised tensor of whole numbers; scales are tensors if there is an axis. Seen in torch 2.13."""
     if axis is None:
         return _require(torch, "_make_per_tensor_quantized_tensor", "torch 2.13")(values, scale, zero_point)  # type: ignore[no-any-return]
     return _require(torch, "_make_per_channel_quantized_tensor", "torch 2.13")(values, scale, zero_point, axis)  # type: ignore[no-any-return]
+
+
+_printing = threading.Lock()
+
+
+def scientific_text(tensor: torch.Tensor) -> str:
+    """Returns the repr of a tensor in scientific notation, 120 columns wide. Seen in torch 2.13.
+
+    The options are those of the process; they are as they were afterwards.
+    """
+    import torch._tensor_str
+
+    with _printing, _require(torch._tensor_str, "printoptions", "torch 2.13")(sci_mode=True, linewidth=120):
+        return repr(tensor)

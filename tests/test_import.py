@@ -159,6 +159,7 @@ def test_public_names_are_these():
         "make_encoder_decoder_cache",
         "make_static_cache",
         "merge_with_config_defaults",
+        "model_addition_debugger_context",
         "patch_output_recorders",
         "register_flattening_functions",
         "register_patch_mapping",

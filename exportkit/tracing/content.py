@@ -6,16 +6,21 @@ that makes no sense is damage, and an error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from exportkit.errors import DestinationError, TraceError
-from exportkit.tracing.files import FORMAT, HEADER_LENGTH, INDEX, VERSION
+from exportkit.tracing.files import FORMAT, HEADER_LENGTH, INDEX, TENSORS, VERSION
+from exportkit.tracing.forms import as_tensor
+from exportkit.tracing.measure import measure
 from exportkit.tracing.records import ModuleCall, TensorRecord
 
 UNENDED = "the recording ended inside this call"
@@ -51,15 +56,37 @@ class Content:
         return tuple(map(str, self.finished["problems"]))
 
     @functools.cached_property
+    def data(self) -> DataFile:
+        """The data file."""
+        return DataFile(self.index.with_name(TENSORS))
+
+    @functools.cached_property
     def stored(self) -> dict[str, Mapping[str, Any]]:
         """Where the values of tensors are, by their key."""
         return {line["key"]: line for line in self.lines if "stored" in line}
+
+    def tensor(self, stored: Mapping[str, Any]) -> torch.Tensor:
+        """Returns values that are stored, from the line that says where.
+
+        Raises:
+            TraceError: if the data file is damaged.
+        """
+        data = self.data
+        try:
+            return as_tensor(stored, data.read)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise TraceError(
+                "A tensor cannot be read from this trace.",
+                where=f"{stored.get('key')} in {self.index.parent}",
+                got=error,
+                hint="the data file was changed or cut short.",
+            ) from error
 
     @functools.cached_property
     def calls(self) -> tuple[ModuleCall, ...]:
         """The calls, in the order in which they began."""
         try:
-            return _Calls(self.lines).all()
+            return _Calls(self).all()
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise damaged(self.index, f"{type(error).__name__}: {error}") from error
 
@@ -114,18 +141,22 @@ def damaged(index: Path, cause: object) -> TraceError:
 class _Calls:
     """Makes calls of the lines of an index."""
 
-    def __init__(self, lines: list[dict[str, Any]]) -> None:
+    def __init__(self, content: Content) -> None:
+        self._content = content
         by_kind: dict[str, list[dict[str, Any]]] = {"begin": []}
-        for line in lines:
+        for line in content.lines:
             by_kind.setdefault(next(iter(line)), []).append(line)
         self._begins = by_kind["begin"]
         self._ends, self._layouts, stored = (
             {line[kind]: line for line in by_kind.get(kind, ())} for kind in ("end", "layout", "stored")
         )
-        self._keys = {number: line["key"] for number, line in stored.items()}
-        self._tensors: dict[int, tuple[Any, ...]] = {}
+        self._stored = stored
+        if stored:
+            with contextlib.suppress(DestinationError):  # which comes when a value is asked for
+                content.data  # noqa: B018  # from now on it is there, even if the folder is removed
+        self._tensors: dict[int, Callable[[str], TensorRecord]] = {}
         for line in by_kind.get("tensor", ()):
-            self._tensors[line["tensor"]] = self._described(line)
+            self._tensors[line["tensor"]] = self._maker(line)
 
     def all(self) -> tuple[ModuleCall, ...]:
         return tuple([self._call(line, self._ends.get(line["begin"])) for line in self._begins])
@@ -152,17 +183,34 @@ class _Calls:
             return (), {}
         layout, tensors = self._layouts[line["layout"]], self._tensors
         pairs = zip(layout["tensors"], line["tensors"], strict=True)
-        others = dict(zip(layout["others"], line["others"], strict=True))
-        return tuple([TensorRecord(path, *tensors[number]) for path, number in pairs]), others
+        others = {**layout["empty"], **dict(zip(layout["others"], line["others"], strict=True))}
+        return tuple([tensors[number](path) for path, number in pairs]), others
 
-    def _described(self, line: Mapping[str, Any]) -> tuple[Any, ...]:
-        """All of a record but its path."""
+    def _maker(self, line: dict[str, Any]) -> Callable[[str], TensorRecord]:
+        """What makes the record of a tensor at a path."""
         shape = tuple(map(int, line["shape"]))
         if "as" in line:
-            return (shape, *self._tensors[line["as"]][1:])
-        numbers = [_number(line.get(name)) for name in ("mean", "std", "min", "max")]
-        kinds = line["dtype"], line["device"]
-        return (shape, *kinds, *numbers, line["nan"], line["inf"], line["hash"], self._keys.get(line["tensor"]))
+            return functools.partial(_reshaped, self._tensors[line["as"]], shape)
+        stored, kinds = self._stored.get(line["tensor"]), {"dtype": str(line["dtype"]), "device": str(line["device"])}
+        key = None if stored is None else stored["key"]
+        if "hash" in line:
+            numbers = {name: _number(line[name]) for name in ("mean", "std", "min", "max")}
+            rest = {name: line[name] for name in ("nan", "inf", "hash")}
+            return functools.partial(TensorRecord, shape=shape, **kinds, **numbers, **rest, key=key)
+        derive = functools.cache(functools.partial(_derived, self._content, stored))
+        return functools.partial(TensorRecord.of_stored, shape=shape, **kinds, key=key, derive=derive)
+
+
+def _reshaped(make: Callable[[str], TensorRecord], shape: tuple[int, ...], path: str) -> TensorRecord:
+    record = make(path)
+    vars(record)["shape"] = shape
+    return record
+
+
+def _derived(content: Content, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Statistics and hash of values that are stored."""
+    measured = measure(content.tensor(stored))
+    return {**measured.statistics._asdict(), "hash": measured.hash}
 
 
 def _number(value: Any) -> float | None:

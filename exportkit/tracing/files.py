@@ -4,8 +4,9 @@ In come lines and bytes while a model runs; out comes a folder that can be read 
 exportkit/tracing/content.py reads it. The format, line by line:
 
     {"format": "exportkit-trace", "version": 1, "model": ..., "values": ..., "written_by": {...}}
-    {"layout": 0, "tensors": [paths], "others": [paths]}            paths of the leaves of values of one structure
-    {"tensor": 0, "shape": ..., "dtype": ..., "mean": ..., "hash": ...}   a tensor that was not there before
+    {"layout": 0, "tensors": [paths], "others": [paths], "empty": {...}}  leaves of values that have one structure
+    {"tensor": 0, "shape": ..., "dtype": ..., "mean": ..., "hash": ...}   a tensor that was not there before, ...
+    {"tensor": 0, "shape": ..., "dtype": ..., "device": ...}              ... and one whose values follow
     {"tensor": 7, "as": 3, "shape": ...}                                  the content of another one, in another shape
     {"stored": 0, "key": ..., "kind": ..., "parts": {name: {"offset": ..., ...}}}   where its values are in the data
     {"begin": 0, "path": ..., "layout": 0, "tensors": [0, 7], "others": [...], ...}   a call, and what it was given
@@ -67,8 +68,14 @@ class TraceFiles:
         return self._size
 
     def write_lines(self, lines: list[str]) -> None:
-        """Adds lines to the index."""
-        _write_all(self._index, memoryview("".join([f"{line}\n" for line in lines]).encode()))
+        """Adds lines to the index: all of them, or if they cannot be written none."""
+        end = self._index.tell()
+        try:
+            _write_all(self._index, memoryview("".join([f"{line}\n" for line in lines]).encode()))
+        except OSError:
+            self._index.seek(end)
+            self._index.truncate()
+            raise
 
     def write_data(self, data: Any) -> None:
         """Adds bytes to the data."""

@@ -41,14 +41,13 @@ class KnownTensors:
 
     def place_of(self, tensor: torch.Tensor) -> Any:
         """Returns what tells the content of a tensor from others, or None for one without memory of its own."""
+        if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+            return None  # of a class that may keep its values elsewhere
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized:
             return None
-        if hasattr(tensor, "_local_tensor"):
-            return None
-        bits = tensor.dtype, tensor.is_neg(), tensor.is_conj()
         extent = tensor.numel() if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-        place = _torch_compat.storage_id(tensor), tensor.storage_offset(), extent, bits
-        return (*place, _torch_compat.version_of(tensor))
+        storage, version = _torch_compat.storage_id(tensor), _torch_compat.version_of(tensor)
+        return storage, tensor.storage_offset(), extent, version, tensor.dtype, tensor.is_neg(), tensor.is_conj()
 
     def find(self, place: Any) -> Known | None:
         """Returns what is known of the content at a place."""

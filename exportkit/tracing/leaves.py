@@ -11,14 +11,15 @@ import enum
 import math
 import numbers
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from exportkit.trees import flatten, join
+from exportkit.trees.flatten import path_of
 from exportkit.trees.objects import ATOMS
-from exportkit.trees.outline import TENSOR, Closed, Nested, Outline, Registered, outline
+from exportkit.trees.outline import Closed, Nested, Outline, Registered, outline
 from exportkit.trees.outlined import constant_paths, located, tensor_paths
 
 _LONGEST_TEXT = 500
@@ -36,12 +37,14 @@ class Layout:
         tensors: Paths of the tensors.
         others: Paths of the other leaves.
         order: Where each of the tensors is among those of an outline.
+        empty: What has no leaves, as a text by path: arguments such as a cache that nothing is in yet.
     """
 
     number: int
     tensors: tuple[str, ...]
     others: tuple[str, ...]
     order: tuple[int, ...]
+    empty: dict[str, str]
 
 
 class Leaves(NamedTuple):
@@ -68,11 +71,12 @@ class Layouts:
     def take_apart(self, value: dict[str, Any]) -> Leaves:
         """Returns the leaves of a dict of values; those that are no tensors in a form that JSON can hold."""
         taken = outline(value)
-        others = list(_others(taken.outline.root))
+        others: list[Any] = []
+        _add_others(taken.outline.root, others)
         if any(type(other) is Closed and _inside(other.value) is not None for other in others):
             return self._opened(value)
         key = taken.outline.marks
-        layout = self._known.get(key) or self._new(key, *_paths(taken.outline))
+        layout = self._known.get(key) or self._new(value, key, *_paths(taken.outline))
         return Leaves(layout, [taken.tensors[i] for i in layout.order], [_plain(other) for other in others])
 
     def _opened(self, value: dict[str, Any]) -> Leaves:
@@ -81,23 +85,39 @@ class Layouts:
         others: dict[str, Any] = {}
         _collect(value, "", tensors, others, _DEEPEST)
         key = tuple(tensors), tuple(others)
-        layout = self._known.get(key) or self._new(key, *key, tuple(range(len(tensors))))
+        layout = self._known.get(key) or self._new(value, key, *key, tuple(range(len(tensors))))
         return Leaves(layout, list(tensors.values()), [_plain(other) for other in others.values()])
 
-    def _new(self, key: Any, tensors: tuple[str, ...], others: tuple[str, ...], order: tuple[int, ...]) -> Layout:
-        self._known[key] = layout = Layout(len(self._known), tensors, others, order)
+    def _new(
+        self,
+        value: dict[str, Any],
+        key: Any,
+        tensors: tuple[str, ...],
+        others: tuple[str, ...],
+        order: tuple[int, ...],
+    ) -> Layout:
+        empty = _empty(value, {*tensors, *others})
+        self._known[key] = layout = Layout(len(self._known), tensors, others, order, empty)
         return layout
 
 
-def _others(item: Any) -> Iterator[Any]:
-    """The leaves of an outline that are no tensors, in the order of their paths; inside of caches there are none."""
-    kind = type(item)
-    if kind is Nested or kind is Registered:
-        for leaf in (item if kind is Nested else item.children).leaves:
-            if leaf is not TENSOR:
-                yield from _others(leaf)
-    elif kind is Closed or kind in ATOMS:
-        yield item
+def _empty(value: dict[str, Any], paths: set[str]) -> dict[str, str]:
+    """Texts of what a module was given or returned, and has no leaves."""
+    given = {f"args[{i}]": item for i, item in enumerate(value.get("args", ()))}
+    given |= {path_of([key], "kwargs"): item for key, item in value.get("kwargs", {}).items()}
+    given |= {"outputs": value["outputs"]} if "outputs" in value else {}
+    leading = {path for path in given for leaf in paths if leaf == path or leaf.startswith((f"{path}.", f"{path}["))}
+    return {path: _text(item) for path, item in given.items() if path not in leading}
+
+
+def _add_others(item: Nested | Registered, others: list[Any]) -> None:
+    """Adds the leaves of an outline that are no tensors, in the order of their paths; in caches there are none."""
+    for leaf in (item if type(item) is Nested else item.children).leaves:
+        kind = type(leaf)
+        if kind in ATOMS or kind is Closed:
+            others.append(leaf)
+        elif kind is Nested or kind is Registered:
+            _add_others(leaf, others)
 
 
 def _paths(taken: Outline) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
@@ -153,7 +173,11 @@ def _plain(other: Any) -> Any:
         value = value.item()  # of numpy
     if type(value) is float:
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, _SHORT):
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, _SHORT) or (isinstance(value, list | tuple | dict) and not value):
         return repr(value)[:_LONGEST_TEXT]
     cls = value if isinstance(value, type | types.FunctionType) else type(value)
     return f"<{cls.__module__}.{cls.__qualname__}>"

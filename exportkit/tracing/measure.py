@@ -1,6 +1,7 @@
-"""What a trace says of a tensor. In comes a tensor; out come statistics, a hash and, if its bytes are kept, a list of them.
+"""What a trace says of a tensor. In comes a tensor; out come statistics and a hash, or the place of its values.
 
-The bytes are gone through once: while a piece is in the cache of the processor it is hashed, measured and written.
+The bytes are gone through once: while a piece is in the cache of the processor it is hashed and measured. Where values
+are stored, they are only written: statistics and hash are computed of them when a trace is read.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from exportkit import _torch_compat
@@ -17,6 +19,8 @@ from exportkit.tracing.files import TraceFiles
 from exportkit.tracing.forms import Form, form_of, is_plain, pieces_of, stored_type
 from exportkit.tracing.statistics import Accumulator, Statistics
 
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
 
 class Measured(NamedTuple):
     """What was found out about a tensor.
@@ -24,49 +28,58 @@ class Measured(NamedTuple):
     Attributes:
         statistics: Its statistics.
         hash: Its hash; empty if it has no values.
-        stored: What the index says about where its values are; None if they were not kept.
     """
 
     statistics: Statistics
     hash: str
-    stored: dict[str, Any] | None
 
 
-def measure(tensor: torch.Tensor, files: TraceFiles | None = None, key: str = "") -> Measured:
-    """Returns what is to be said of a tensor, and writes its values into ``files`` under ``key``.
+def measure(tensor: torch.Tensor) -> Measured:
+    """Returns statistics and hash of a tensor.
+
+    Raises:
+        RuntimeError: or whatever torch raises, if it does not let one look into the tensor.
+    """
+    form = _form(tensor)
+    accumulator = Accumulator(form.numbers[0].dtype if form.numbers else torch.float32)
+    numbers, hashes = [id(dense) for dense in form.numbers], []
+    with np.errstate(all="ignore"):
+        for dense in form.parts.values():
+            digest, is_number = Digest(), id(dense) in numbers
+            for piece in pieces_of(dense):
+                digest.update(piece)
+                if is_number:
+                    accumulator.add(piece)
+            hashes.append(digest.text())
+        parts = [id(dense) for dense in form.parts.values()]
+        for piece in (piece for dense in form.numbers if id(dense) not in parts for piece in pieces_of(dense)):
+            accumulator.add(piece)
+        return Measured(accumulator.result(lambda: _all_pieces(form)), _joined(hashes))
+
+
+def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> dict[str, Any] | None:
+    """Writes the values of a tensor; returns what the index is to say about where they are, None if it has none.
 
     Raises:
         OSError: if they cannot be written.
         RuntimeError: or whatever torch raises, if it does not let one look into the tensor.
     """
-    if type(tensor) is torch.Tensor and is_plain(tensor):
-        form = Form("dense", {"": tensor}, (tensor,))
-    else:
-        with _torch_compat.apart_from_modes():
-            form = form_of(tensor)
-    accumulator = Accumulator(form.numbers[0].dtype if form.numbers else torch.float32)
-    numbers = [id(dense) for dense in form.numbers]
-    hashes, parts = [], {}
+    form, parts = _form(tensor), {}
     for name, dense in form.parts.items():
-        digest, offset = Digest(), files.offset if files else 0
+        offset = files.offset
         for piece in pieces_of(dense):
-            digest.update(piece)
-            if id(dense) in numbers:
-                accumulator.add(piece)
-            if files is not None:
-                files.write_data(piece)
-        hashes.append(digest.text())
-        if files is not None:
-            dtype, shape = stored_type(dense)
-            files.name_data(f"{key}.{name}" if name else key, dtype, shape, offset)
-            parts[name] = {"dtype": _name(dense.dtype), "shape": list(dense.shape), "offset": offset}
-    kept = [id(dense) for dense in form.parts.values()]
-    for dense in form.numbers:
-        if id(dense) not in kept:
-            for piece in pieces_of(dense):
-                accumulator.add(piece)
-    stored = {"kind": form.kind, "parts": parts, **form.details} if parts else None
-    return Measured(accumulator.result(lambda: _all_pieces(form)), _joined(hashes), stored)
+            files.write_data(piece)
+        dtype, shape = stored_type(dense)
+        files.name_data(f"{key}.{name}" if name else key, dtype, shape, offset)
+        parts[name] = {"dtype": _name(dense.dtype), "shape": list(dense.shape), "offset": offset}
+    return {"kind": form.kind, "parts": parts, **form.details} if parts else None
+
+
+def _form(tensor: torch.Tensor) -> Form:
+    if type(tensor) in _ORDINARY and is_plain(tensor):
+        return Form("dense", {"": tensor}, (tensor,))
+    with _torch_compat.apart_from_modes():
+        return form_of(tensor)
 
 
 def _all_pieces(form: Form) -> Iterator[memoryview]:

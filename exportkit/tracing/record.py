@@ -67,10 +67,29 @@ def trace_model(
     model = getattr(model, "_orig_mod", model)  # of a compiled model, which runs what was compiled
     selection = Selection(model, values, every)
     target = Path(tempfile.mkdtemp(prefix="exportkit-trace-") if folder is None else folder)
-    recorder = Recorder(model, target, selection)
-    trace = Trace(target)
-    if folder is None:
-        weakref.finalize(trace, shutil.rmtree, target, ignore_errors=True)
+    with recording(model, target, selection) as trace:
+        if folder is None:
+            weakref.finalize(trace, shutil.rmtree, target, ignore_errors=True)
+        yield trace
+
+
+@contextlib.contextmanager
+def recording(
+    model: torch.nn.Module, folder: Path, selection: Selection, without_gradients: bool = False
+) -> Iterator[Trace]:
+    """Records the calls of a model in a folder, for the time of a ``with`` block.
+
+    Args:
+        model: The model.
+        folder: The folder.
+        selection: Which values to store.
+        without_gradients: Run the model under ``torch.no_grad()``.
+
+    Raises:
+        DestinationError: if nothing can be written there.
+    """
+    recorder = Recorder(model, folder, selection, without_gradients)
+    trace = Trace(folder)
     try:
         with watched(model, recorder):
             yield trace
@@ -81,5 +100,5 @@ def trace_model(
             warnings.warn(
                 f"exportkit: the trace is incomplete; the model was not affected. {recorder.problems[0]}",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )

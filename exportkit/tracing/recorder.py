@@ -7,6 +7,8 @@ each is gone through once, when it is first seen.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import platform
 import threading
@@ -22,7 +24,7 @@ from exportkit.capture import scope
 from exportkit.tracing.files import FORMAT, VERSION, TraceFiles, encode
 from exportkit.tracing.known import Known, KnownTensors
 from exportkit.tracing.leaves import Layouts
-from exportkit.tracing.measure import Measured, measure
+from exportkit.tracing.measure import Measured, measure, store
 from exportkit.tracing.selection import Selection
 from exportkit.tracing.statistics import Statistics
 
@@ -40,16 +42,18 @@ class Frame:
         path: Path of the module; that of the block is "".
         module: The module; None for the block.
         index: Index of the call; None for the block, and for a call that could not be recorded.
+        parent: Index of the call around it.
         number: How many calls of the module were recorded before.
         entered: Whether the forward of the module has begun.
     """
 
-    __slots__ = ("collector", "entered", "index", "module", "number", "path")
+    __slots__ = ("collector", "entered", "index", "module", "number", "parent", "path")
 
     def __init__(self, recorder: Recorder, path: str = "", module: torch.nn.Module | None = None) -> None:
         self.collector: Recorder | None = recorder
         self.path, self.module = path, module
         self.index: int | None = None
+        self.parent: int | None = None
         self.number = 0
         self.entered = False
 
@@ -61,6 +65,7 @@ class Recorder:
         model: The model.
         folder: Where to write.
         selection: Which values to store.
+        without_gradients: Run the model under ``torch.no_grad()``.
 
     Raises:
         DestinationError: if nothing can be written there.
@@ -68,9 +73,12 @@ class Recorder:
 
     eager: frozenset[int] = frozenset()  # nothing computes attention eagerly because of a trace
 
-    def __init__(self, model: torch.nn.Module, folder: Path, selection: Selection) -> None:
+    def __init__(
+        self, model: torch.nn.Module, folder: Path, selection: Selection, without_gradients: bool = False
+    ) -> None:
         self._model_name = type(model).__name__
         self._selection = selection
+        self._gradients = torch.no_grad if without_gradients else contextlib.nullcontext
         self._files = TraceFiles(folder, _ROOM * sum(1 for _ in model.modules()))
         self._lock = threading.RLock()
         self._busy: int | None = None  # the thread that is recording at this moment
@@ -80,6 +88,7 @@ class Recorder:
         self._threads: dict[int, int] = {}
         self._problems: dict[str, None] = {}
         self._is_over = False
+        self._waiting: list[str] = []
         self._write([encode(self._metadata())])
 
     @property
@@ -114,12 +123,13 @@ class Recorder:
             return True
         return _torch_compat.in_backward()  # checkpointed layers run again
 
-    def record(self, call: Callable[..., Any], frame: Frame, /, *args: Any, **kwargs: Any) -> Any:
+    def record(self, call: Callable[..., Any], around: Frame, frame: Frame, /, *args: Any, **kwargs: Any) -> Any:
         """Runs ``call(*args, **kwargs)``, records it as the call of a new frame, and returns what it returned."""
-        frame.index = self._guarded(self._begin, frame, self.own_frame(), args, kwargs)
+        frame.index = self._guarded(self._begin, frame, around, args, kwargs)
         scope.push(frame)  # type: ignore[arg-type]
         try:
-            result = call(*args, **kwargs)
+            with self._gradients():
+                result = call(*args, **kwargs)
         except BaseException as error:
             self._guarded(self._end, frame, None, f"{type(error).__name__}: {error}")
             raise
@@ -131,15 +141,14 @@ class Recorder:
             frame.collector = frame.module = None
 
     def finish(self) -> None:
-        """Ends the recording and closes the files."""
+        """Ends the recording and closes the files; of one that stopped before, as well as it can be done."""
         with self._lock:
-            if not self._is_over:
-                self._guarded(self._files.write_header)
-                self._is_over = True
+            self._is_over = True
             try:
+                self._files.write_header()
                 self._write([encode({"finished": True, "problems": list(self._problems)})])
-            except OSError:  # of which there is a note already, as there is no line that says the recording ended
-                self.note("The end of the recording could not be written.")
+            except OSError as error:
+                self.note(f"The end of the recording could not be written: {error}")
             self._files.close()
 
     def _guarded(self, step: Callable[..., Any], *args: Any) -> Any:
@@ -159,17 +168,17 @@ class Recorder:
                 self._busy = None
         return None
 
-    def _begin(self, frame: Frame, parent: Frame | None, args: Any, kwargs: Any) -> int:
+    def _begin(self, frame: Frame, around: Frame, args: Any, kwargs: Any) -> int:
         index, path, number = self._call_count, frame.path, self._numbers[frame.path]
         self._call_count, self._numbers[path] = index + 1, number + 1
-        frame.number = number
+        frame.number, frame.parent = number, around.index
         lines, leaves = self._leaves({"args": args, "kwargs": kwargs}, frame)
         call = {
             "begin": index,
             "path": path,
             "class": type(frame.module).__name__,
             "number": number,
-            "parent": None if parent is None else parent.index,
+            "parent": frame.parent,
             "thread": self._threads.setdefault(threading.get_ident(), len(self._threads)),
             **leaves,
         }
@@ -180,7 +189,11 @@ class Recorder:
         if frame.index is None:  # its beginning could not be recorded
             return
         lines, leaves = ([], _NOTHING) if error is not None else self._leaves({"outputs": result}, frame)
-        self._write([*lines, encode({"end": frame.index, **leaves, "error": error})])
+        lines.append(encode({"end": frame.index, **leaves, "error": error}))
+        if frame.parent is None:
+            self._write(lines)
+        else:  # with the beginning of the next call, which is early enough for the case that it never ends
+            self._waiting += lines
 
     def _leaves(self, value: dict[str, Any], frame: Frame) -> tuple[list[str], dict[str, Any]]:
         """The lines that describe what is new in a value, and what stands for the value in the line of a call."""
@@ -197,7 +210,8 @@ class Recorder:
         layout, tensors, others = self._layouts.take_apart(value)
         if layout.number >= self._written_layouts:
             self._written_layouts = layout.number + 1
-            lines.append(encode({"layout": layout.number, "tensors": layout.tensors, "others": layout.others}))
+            named = {"tensors": layout.tensors, "others": layout.others, "empty": layout.empty}
+            lines.append(encode({"layout": layout.number, **named}))
         wanted = self._selection(frame.path, frame.number)
         call = f"{frame.path or self._model_name}[{frame.number}]"
         numbers = [
@@ -222,36 +236,38 @@ class Recorder:
             lines.append(encode({"tensor": number, "as": same, "shape": shape}))
         if key is not None and known.key is None:
             known.key = key
-            self._stored(next(iter(known.numbers.values())), key, measure(tensor, self._files, key), lines)
+            lines += self._stored(next(iter(known.numbers.values())), tensor, key)
         return number
 
     def _new_tensor(self, tensor: torch.Tensor, place: Any, key: str | None, lines: list[str]) -> int:
-        number = self._next_number()
+        number, stored, measured = self._next_number(), [], None
         try:
-            measured = measure(tensor, self._files if key else None, key or "")
+            stored = [] if key is None else self._stored(number, tensor, key)
+            if not stored or tensor.is_inference():  # which is found again by its hash
+                measured = measure(tensor)
         except OSError:
             raise
         except Exception as error:
             self.note(f"A {tensor.dtype} tensor could not be looked into: {type(error).__name__}: {error}")
-            measured = Measured(Statistics(), "", None)
+            measured = Measured(Statistics(), "")
         if place is not None:
-            known: Known = self._known.add(place, tensor, number, measured.hash)
-            known.key = key
-        lines.append(encode(_line(number, tensor, measured)))
-        if key is not None:
-            self._stored(number, key, measured, lines)
+            known: Known = self._known.add(place, tensor, number, "" if measured is None else measured.hash)
+            known.key = key if stored else None
+        lines += [encode(_line(number, tensor, measured)), *stored]
         return number
 
-    def _stored(self, number: int, key: str, measured: Measured, lines: list[str]) -> None:
-        if measured.stored is not None:
-            lines.append(encode({"stored": number, "key": key, **measured.stored}))
+    def _stored(self, number: int, tensor: torch.Tensor, key: str) -> list[str]:
+        """Writes the values of a tensor; returns the lines that say where they are."""
+        stored = store(tensor, self._files, key)
+        return [] if stored is None else [encode({"stored": number, "key": key, **stored})]
 
     def _next_number(self) -> int:
         self._tensor_count += 1
         return self._tensor_count - 1
 
     def _write(self, lines: list[str]) -> None:
-        self._files.write_lines(lines)
+        self._files.write_lines([*self._waiting, *lines])
+        self._waiting.clear()
 
     def _metadata(self) -> dict[str, Any]:
         return {
@@ -263,18 +279,17 @@ class Recorder:
         }
 
 
-def _line(number: int, tensor: torch.Tensor, measured: Measured) -> dict[str, Any]:
-    statistics = measured.statistics
-    return {
+def _line(number: int, tensor: torch.Tensor, measured: Measured | None) -> dict[str, Any]:
+    line = {
         "tensor": number,
         "shape": () if tensor.is_nested else tuple(tensor.shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "device": str(tensor.device),
-        **statistics._asdict(),
-        "hash": measured.hash,
     }
+    return line if measured is None else {**line, **measured.statistics._asdict(), "hash": measured.hash}
 
 
+@functools.cache  # to look one up takes a millisecond
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

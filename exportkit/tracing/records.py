@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+# What a recording leaves to be computed when it stores the values.
+DERIVED = ("mean", "std", "min", "max", "nan", "inf", "hash")
 
 
 @dataclass(frozen=True)
@@ -12,7 +15,8 @@ class TensorRecord:
     """What is known of one tensor that a module was given or returned.
 
     The statistics are those of the finite elements; of complex numbers, those of their absolute values. They are None
-    where there is nothing to compute them of.
+    where there is nothing to compute them of. Where the values are stored, statistics and hash are computed of them as
+    soon as one is asked for.
 
     Attributes:
         path: Where it was: ``args[0]``, ``kwargs.attention_mask``, ``outputs.past_key_values.layers[0].keys``.
@@ -41,6 +45,26 @@ class TensorRecord:
     inf: int
     hash: str
     key: str | None
+
+    @classmethod
+    def of_stored(
+        cls, path: str, shape: tuple[int, ...], dtype: str, device: str, key: str, derive: Callable[[], dict[str, Any]]
+    ) -> TensorRecord:
+        """Returns a record whose statistics and hash are what ``derive`` returns, once they are asked for."""
+        record = object.__new__(cls)
+        known = {"path": path, "shape": shape, "dtype": dtype, "device": device, "key": key}
+        vars(record).update(known, _derive=derive)
+        return record
+
+    def __getattr__(self, name: str) -> Any:
+        derive = vars(self).get("_derive")
+        if derive is None or name not in DERIVED:
+            raise AttributeError(name)
+        vars(self).update(derive())
+        return vars(self)[name]
+
+    def __reduce__(self) -> Any:
+        return TensorRecord, tuple([getattr(self, each.name) for each in fields(self)])
 
 
 @dataclass(frozen=True)

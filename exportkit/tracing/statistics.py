@@ -37,6 +37,8 @@ class Statistics(NamedTuple):
 class _Sums:
     """What is known of the pieces so far."""
 
+    __slots__ = ("count", "high", "inf", "low", "nan", "squares", "total")
+
     def __init__(self) -> None:
         self.count = self.nan = self.inf = 0
         self.total = self.squares = 0.0
@@ -69,19 +71,6 @@ class _Sums:
         return self.squares - self.total * self.mean()
 
 
-def statistics_of(pieces: Callable[[], Iterable[memoryview]], dtype: torch.dtype) -> Statistics:
-    """Returns the statistics of a tensor.
-
-    Args:
-        pieces: Gives the bytes of the tensor, each time it is called.
-        dtype: Type of its elements.
-    """
-    accumulator = Accumulator(dtype)
-    for piece in pieces():
-        accumulator.add(piece)
-    return accumulator.result(pieces)
-
-
 class Accumulator:
     """Computes the statistics of a tensor as its bytes come."""
 
@@ -108,18 +97,16 @@ class Accumulator:
 
 def _sums(values: _Array) -> tuple[float, float]:
     """The sum, and the sum of squares."""
-    if values.dtype != np.float32:
-        exact = values.astype(np.float64, copy=False)
-        with np.errstate(over="ignore"):
-            return float(np.add.reduce(exact)), float(np.add.reduce(np.square(exact)))
-    whole = len(values) // _ROW * _ROW
-    rows, rest = values[:whole].reshape(-1, _ROW), values[whole:].astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = np.add.reduce(np.vecdot(rows, _ones()), dtype=np.float64) + np.add.reduce(rest)
-        squares = np.add.reduce(np.vecdot(rows, rows), dtype=np.float64) + np.add.reduce(np.square(rest))
-    if not (math.isfinite(total) and math.isfinite(squares)):
-        return _sums(values.astype(np.float64))
-    return float(total), float(squares)
+    whole = len(values) // _ROW * _ROW if values.dtype == np.float32 else 0
+    exact = values[whole:].astype(np.float64)
+    total, squares = float(np.add.reduce(exact)), float(exact @ exact)
+    if whole:
+        rows = values[:whole].reshape(-1, _ROW)
+        total += float(np.add.reduce(np.vecdot(rows, _ones()), dtype=np.float64))
+        squares += float(np.add.reduce(np.vecdot(rows, rows), dtype=np.float64))
+        if not (math.isfinite(total) and math.isfinite(squares)):
+            return _sums(values.astype(np.float64))
+    return total, squares
 
 
 def _from_deviations(sums: _Sums, pieces: Iterable[_Array]) -> tuple[float, float]:
@@ -127,11 +114,9 @@ def _from_deviations(sums: _Sums, pieces: Iterable[_Array]) -> tuple[float, floa
     near = sums.mean() if math.isfinite(sums.total) else sums.low / 2 + sums.high / 2
     total = squares = 0.0
     for values in pieces:
-        finite = values[np.isfinite(values)].astype(np.float64)
-        with np.errstate(over="ignore", invalid="ignore"):
-            distances = finite - near
-            total += float(np.add.reduce(distances))
-            squares += float(np.add.reduce(np.square(distances)))
+        distances = values[np.isfinite(values)].astype(np.float64) - near
+        total += float(np.add.reduce(distances))
+        squares += float(distances @ distances)
     return near + total / sums.count, max(0.0, squares - total * total / sums.count)
 
 

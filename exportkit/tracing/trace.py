@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exportkit.errors import DestinationError, TraceError
-from exportkit.tracing.content import Content, DataFile, read_content
+from exportkit.tracing.content import Content, read_content
 from exportkit.tracing.files import INDEX, TENSORS, check_destination
-from exportkit.tracing.forms import as_tensor
 from exportkit.tracing.records import ModuleCall, TensorRecord
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ class Trace:
         self.folder = Path(folder)
         self._problems: tuple[str, ...] = ()
         self._content: Content | None = None
-        self._data: DataFile | None = None
 
     def __repr__(self) -> str:
         partial = "" if self.complete else ", incomplete"
@@ -81,18 +79,8 @@ class Trace:
         entry = self._read().stored.get(record.key)
         if entry is None:
             raise TraceError("This trace has no such tensor.", where=record.key, hint="the record is of another trace.")
-        if self._data is None:
-            self._data = DataFile(self.folder / TENSORS)
-        try:
-            tensor = as_tensor(entry, self._data.read)
-            return tensor if tensor.is_nested else tensor.reshape(record.shape)
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise TraceError(
-                "A tensor cannot be read from this trace.",
-                where=f"{record.key} in {self.folder}",
-                got=error,
-                hint="the data file was changed or cut short.",
-            ) from error
+        tensor = self._read().tensor(entry)
+        return tensor.reshape(record.shape) if entry["kind"] == "dense" else tensor
 
     def compare(self, other: Trace, names: Mapping[str, str] | None = None) -> Comparison:
         """Returns how another run differs from this one, which is taken for right: what differs first, and what adds.
@@ -156,10 +144,10 @@ class Trace:
 
     def end(self, problems: tuple[str, ...]) -> None:
         """Ends the recording; called by `trace_model`, which knows of problems that could not be written."""
-        self._problems, self._content, self._data = problems, None, None
+        self._problems, self._content = problems, None
 
     def _read(self) -> Content:
         """What the index holds; read again as long as it grows."""
         if self._content is None or not self._content.is_current():
-            self._content, self._data = read_content(self.folder / INDEX), None
+            self._content = read_content(self.folder / INDEX)
         return self._content

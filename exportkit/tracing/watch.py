@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -44,6 +45,10 @@ def watched(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
         stack.enter_context(replaced_attributes(torch.nn.Module, {"__call__": _calling()}))
         for cls in {_owner(type(module)) for module in model.modules()} - {None}:
             stack.enter_context(replaced_attributes(cls, {"forward": _forwarding(cls)}))
+        for module in model.modules():
+            if "forward" in vars(module):  # of those who wrapped it before us
+                owner: Any = module
+                stack.enter_context(replaced_attributes(owner, {"forward": _OwnForward(module)}))
         stack.callback(watching.end)
         stack.callback(_close, scope.push(block))
         yield
@@ -60,6 +65,7 @@ class _Watching:
     def __init__(self, model: torch.nn.Module, recorder: Recorder) -> None:
         self._recorder = recorder
         self._held: list[torch.nn.Module] = []
+        self._foreign: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # called inside of it, and not part of it
         for path, module in model.named_modules():
             self.add(path, module)
         _watching[recorder] = self
@@ -68,6 +74,16 @@ class _Watching:
         with _lock:
             self._held.append(module)
             _watched[id(module)] = (*_watched.get(id(module), ()), _Watch(self._recorder, path))
+
+    def adopt(self, module: torch.nn.Module, around: Frame) -> None:
+        """Adds a module if it is inside of the one whose call it is called in."""
+        if module in self._foreign or around.module is None:
+            return
+        path = next((path for path, other in around.module.named_modules() if other is module), None)
+        if path is None:
+            self._foreign.add(module)
+        else:
+            self.add(f"{around.path}.{path}".strip("."), module)
 
     def end(self) -> None:
         with _lock:
@@ -84,7 +100,7 @@ def _calling() -> Callable[..., Any]:
 
     @functools.wraps(original)
     def __call__(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
         watches = _watched.get(id(self)) or _adopted(self)
         if watches is None:
@@ -99,14 +115,39 @@ def _forwarding(cls: type) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
         watches = _watched.get(id(self))
-        if watches is None or _owner(type(self)) is not cls:  # of a base class, through super()
+        # through super(), or through a forward of the instance, which recorded it
+        if watches is None or _owner(type(self)) is not cls or type(vars(self).get("forward")) is _OwnForward:
             return original(self, *args, **kwargs)
         return _recorded(watches, self, functools.partial(original, self), args, kwargs, is_forward=True)
 
     return forward
+
+
+class _OwnForward:
+    """In the place of a forward that a module has in its ``vars``."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        owner: Any = module
+        self._original = original_attribute(owner, "forward")
+        self._module = module
+        functools.update_wrapper(self, self._original, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watches = None if torch.compiler.is_dynamo_compiling() else _watched.get(id(self._module))
+        if watches is None:
+            return self._original(*args, **kwargs)
+        return _recorded(watches, self._module, self._original, args, kwargs, is_forward=True)
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies what was there before."""
+        return _same, (self._original,)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _recorded(
@@ -119,29 +160,29 @@ def _recorded(
 ) -> Any:
     """Runs a call through all recorders that have not begun to record it."""
     for recorder, path in watches:
-        around = None if recorder.is_deaf() else recorder.own_frame()
+        around = recorder.own_frame()
         if around is None:
             continue
         if is_forward and around.module is module and not around.entered:
             around.entered = True  # the forward of a call that is being recorded
-            continue
-        frame = Frame(recorder, path, module)
-        frame.entered = is_forward
-        call = functools.partial(recorder.record, call, frame)
+        elif not recorder.is_deaf():
+            frame = Frame(recorder, path, module)
+            frame.entered = is_forward
+            call = functools.partial(recorder.record, call, around, frame)
     return call(*args, **kwargs)
 
 
 def _adopted(module: torch.nn.Module) -> tuple[_Watch, ...] | None:
     """Who watches a module that nobody knew: it was put into one whose call is being recorded."""
-    frames: Any = scope.frames() or ()
-    for frame in frames:
-        watching = _watching.get(frame.collector) if type(frame) is Frame else None
-        if watching is None or frame.module is None:
-            continue
-        for name, child in frame.module.named_children():
-            if child is module:
-                watching.add(f"{frame.path}.{name}".strip("."), module)
-    return _watched.get(id(module)) if frames else None
+    frames: Any = scope.frames()
+    if not frames:
+        return None
+    innermost = {frame.collector: frame for frame in frames if type(frame) is Frame and frame.module is not None}
+    for recorder, frame in innermost.items():
+        watching = _watching.get(recorder)
+        if watching is not None:
+            watching.adopt(module, frame)
+    return _watched.get(id(module))
 
 
 @functools.lru_cache(maxsize=1024)

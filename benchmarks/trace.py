@@ -1,0 +1,186 @@
+"""What recording a trace costs: prints a table, writes ``results/trace.json``. Run it: `make bench`.
+
+The model is a Llama with 12 layers of size 512, called with 128 tokens; all variants of a case run in turn, and each
+writes into a new folder. Times are medians of CPU time on one thread, what transformers' debugger takes is beside them.
+As in capture.py, the allocator keeps memory that was freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import cpu_seconds, environment, interleaved, peak_mib
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM, model_addition_debugger_context
+
+from exportkit import trace_model
+
+RESULTS = Path(__file__).parent / "results" / "trace.json"
+WIDTH = 120
+LAYERS, SIZE, TOKENS = 12, 512, 128
+ROUNDS = 15
+LARGE = 7 * 2**20  # numbers, in a tensor that lets glibc's malloc keep what is freed
+DATA = "tensors.safetensors"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure: that of each variant, and the one that the target is about."""
+
+    case: str
+    variants: dict[str, float]
+    value: float
+    unit: str
+    target: float
+
+    @property
+    def reached(self) -> bool:
+        return self.value <= self.target
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if sys.argv[1:] == ["--memory"]:
+        print(json.dumps(peaks()))
+        return
+    call = one_call()
+    with torch.no_grad():
+        figures = [figure for measured in CASES for figure in measured(*call)]
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    console.print(as_table(figures))
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    data = {"environment": environment(), "figures": [asdict(f) | {"reached": f.reached} for f in figures]}
+    RESULTS.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def one_call() -> tuple[Any, Any]:
+    """The model, and the tokens that it is called with."""
+    torch.manual_seed(0)
+    torch.zeros(LARGE)
+    config = LlamaConfig(
+        hidden_size=SIZE, intermediate_size=1408, num_hidden_layers=LAYERS, num_attention_heads=8, vocab_size=1000
+    )
+    return LlamaForCausalLM(config).eval(), torch.randint(1000, (1, TOKENS))
+
+
+def recorded(model: Any, ids: Any) -> list[Figure]:
+    """Times of one call: all values stored, statistics only, and both kinds of transformers' files."""
+    steps = {
+        "bare": lambda _: model(ids, use_cache=False),
+        "all values": lambda folder: traced(model, ids, folder, values="all"),
+        "statistics": lambda folder: traced(model, ids, folder),
+        "files": lambda folder: debugged(model, ids, folder, use_repr=False),
+        "texts": lambda folder: debugged(model, ids, folder),
+    }
+    blocks = {name: in_new_folder(step) for name, step in steps.items()}
+    times = {name: timing.median / 1000 for name, timing in interleaved(blocks, ROUNDS, warm_up=2).items()}
+    return [
+        ratio("trace with the values of all tensors, to a bare call", times, "all values", "files", 1.4),
+        ratio("trace with statistics only, to a bare call", times, "statistics", "texts", 1.5),
+    ]
+
+
+def stored(model: Any, ids: Any) -> list[Figure]:
+    """Size of the values of one call."""
+    with tempfile.TemporaryDirectory() as folder:
+        traced(model, ids, Path(folder) / "ours", values="all")
+        debugged(model, ids, Path(folder) / "theirs", use_repr=False)
+        theirs = list((Path(folder) / "theirs").glob("*.safetensors"))
+        megabytes = {
+            "exportkit": (Path(folder) / "ours" / DATA).stat().st_size / 1e6,
+            "transformers": sum(file.stat().st_size for file in theirs) / 1e6,
+        }
+    case = f"one file with all values (transformers: {len(theirs)} files)"
+    return [Figure(case, megabytes, megabytes["exportkit"], "MB", 75)]
+
+
+def memory(_model: Any, _ids: Any) -> list[Figure]:
+    """Memory that a trace takes at most, in a process of its own."""
+    output = subprocess.run([sys.executable, __file__, "--memory"], capture_output=True, text=True, check=True).stdout
+    peak = json.loads(output)
+    extra = peak["exportkit"] - peak["bare"]
+    return [Figure("peak memory with all values, beyond that of a bare call", peak, extra, "MiB", 40)]
+
+
+def peaks() -> dict[str, float]:
+    """Peak memory of this process in MiB, after bare calls and after traced ones."""
+    model, ids = one_call()
+    found = {}
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        traced(LlamaForCausalLM(LlamaConfig(**TINY)), ids[:, :2] % 8, Path(folder) / "warm", values="all")
+        for _ in range(3):
+            model(ids, use_cache=False)
+        found["bare"] = peak_mib()
+        for _ in range(3):
+            traced(model, ids, Path(folder) / "trace", values="all")
+        found["exportkit"] = peak_mib()
+    return found
+
+
+# Comparing two traces and locating a divergence are further cases: functions of the model and its tokens, too.
+CASES: list[Callable[[Any, Any], list[Figure]]] = [recorded, stored, memory]
+TINY = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+
+
+def traced(model: Any, ids: Any, folder: Path, **options: Any) -> None:
+    with trace_model(model, folder, **options):
+        model(ids, use_cache=False)
+
+
+def debugged(model: Any, ids: Any, folder: Path, use_repr: bool = True) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):  # of which it makes its texts
+        with model_addition_debugger_context(model, str(folder), do_prune_layers=False, use_repr=use_repr):
+            model.forward(ids, use_cache=False)
+    torch.set_printoptions(profile="default", sci_mode=None)
+    for module in model.modules():
+        vars(module).pop("forward", None)
+
+
+def in_new_folder(step: Callable[[Path], object]) -> Callable[[], float]:
+    """A block for `interleaved`: the time of a step with a folder, which is made before and removed afterwards."""
+
+    def block() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            return cpu_seconds(lambda: step(Path(folder)), 1)
+
+    return block
+
+
+def ratio(case: str, times: dict[str, float], ours: str, theirs: str, target: float) -> Figure:
+    variants = {"bare": times["bare"], "exportkit": times[ours], "transformers": times[theirs]}
+    return Figure(case, variants, times[ours] / times["bare"], "ratio", target)
+
+
+def as_table(figures: list[Figure]) -> Table:
+    table = Table(
+        title=f"Traces: Llama, {LAYERS} layers of size {SIZE}, {TOKENS} tokens",
+        caption="milliseconds of CPU time, MB, MiB; at most the target is wanted",
+        caption_justify="left",
+    )
+    table.add_column("case")
+    for name in ("bare", "exportkit", "transformers", "value", "unit", "target", ""):
+        table.add_column(name, justify="right")
+    for figure in figures:
+        variants = [
+            f"{figure.variants[name]:.1f}" if name in figure.variants else "-"
+            for name in ("bare", "exportkit", "transformers")
+        ]
+        verdict = "ok" if figure.reached else "MISSED"
+        table.add_row(figure.case, *variants, f"{figure.value:.2f}", figure.unit, f"{figure.target:g}", verdict)
+    return table
+
+
+if __name__ == "__main__":
+    main()
