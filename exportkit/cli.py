@@ -13,6 +13,7 @@ import exportkit
 from exportkit.commands.demo import demo
 from exportkit.commands.export import export
 from exportkit.commands.report import report
+from exportkit.commands.traces import compare, trace
 from exportkit.commands.verify import verify
 from exportkit.skips.command import scan_skips
 
@@ -51,4 +52,6 @@ app.command(epilog="Example:  exportkit demo --out demo_models")(demo)
 app.command(epilog="Example:  exportkit export ./checkpoint --out ./checkpoint-onnx")(export)
 app.command(epilog="Example:  exportkit verify ./folder")(verify)
 app.command(epilog="Example:  exportkit report ./folder")(report)
+app.command(epilog="Example:  exportkit trace ./checkpoint --out trace --values all")(trace)
+app.command(epilog="Example:  exportkit compare trace_a trace_b --html difference.html")(compare)
 app.command("scan-skips", epilog="Example:  exportkit scan-skips ./transformers --output_dir scan")(scan_skips)

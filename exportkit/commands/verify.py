@@ -15,6 +15,10 @@ from exportkit.export import require_onnxruntime
 def verify(
     folder: Annotated[Path, typer.Argument(help="Folder that exported.save(folder) wrote.", metavar="DIR")],
     as_json: AsJson = False,
+    locate: Annotated[bool, typer.Option("--locate", help="Name the module where a difference begins.")] = False,
+    model_dir: Annotated[
+        Path | None, typer.Option("--model", help="The checkpoint, for --locate to run.", metavar="MODEL_DIR")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Prove an exported folder again, without the model.
@@ -24,9 +28,17 @@ def verify(
 
     Exits with 0 if the result is proven, 1 if it is not, 2 for wrong use, such as a missing or changed file.
     """
+    from exportkit.scenarios.checkpoint import load_case
+
     with quiet_libraries(), exit_on_error(BAD_INPUT, debug):
         require_onnxruntime()
         with progress(f"verifying {folder}"):
             report = exportkit.load(folder).verify()
+        located = None
+        if locate and not report.ok:
+            with progress("locating the difference"):
+                located = report.locate(load_case(model_dir).model if model_dir is not None else None)
+    if located is not None:
+        typer.echo(f"{located}\n", err=as_json)
     typer.echo(report.to_json() if as_json else report)
     raise typer.Exit(0 if report.ok else NOT_PROVEN)

@@ -13,7 +13,7 @@ from exportkit.arguments import as_simplified, dependent_outputs, fill_missing, 
 from exportkit.axes import Plan
 from exportkit.errors import ArgumentError, UnregisteredClassError
 from exportkit.export.session import Session
-from exportkit.export.translate import OnnxFile
+from exportkit.export.translate import OnnxFile, tensor_placeholders
 from exportkit.observe import Signature
 from exportkit.trees import Tree, flatten, join, set_stored_length
 
@@ -96,6 +96,14 @@ class OnnxModel:
     def feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for these arguments, by name of its input."""
         return self._completed(self._given(args, kwargs))
+
+    def program_feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Returns the tensors that the exported program gets for these arguments, by name of the node for its input."""
+        given = self._given(args, kwargs)
+        complete = {**given, **fill_missing(self.exported.plan, given, self.exported.fills.values)}
+        captured = self.exported.captured
+        names = zip(tensor_placeholders(captured.program), captured.input_paths, strict=True)
+        return {name: complete[path] for name, path in names}
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         plan = self.exported.plan

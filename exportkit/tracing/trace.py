@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from exportkit.errors import DestinationError, TraceError
 from exportkit.tracing.content import Content, read_content
 from exportkit.tracing.files import INDEX, TENSORS, check_destination
 from exportkit.tracing.records import ModuleCall, TensorRecord
+
+if TYPE_CHECKING:
+    from exportkit.tracing.comparison import Comparison
 
 
 class Trace:
@@ -78,6 +81,36 @@ class Trace:
             raise TraceError("This trace has no such tensor.", where=record.key, hint="the record is of another trace.")
         tensor = self._read().tensor(entry)
         return tensor.reshape(record.shape) if entry["kind"] == "dense" else tensor
+
+    def compare(self, other: Trace, names: Mapping[str, str] | None = None) -> Comparison:
+        """Returns how another run differs from this one, which is taken for right: what differs first, and what adds.
+
+        Calls are matched by path and number, else by order. Element types, devices and code may differ: rounding is no
+        difference. Tensors without stored values are compared by statistics and hash, as far as these carry.
+
+        Args:
+            other: The other run.
+            names: Regular expressions for parts of its paths, and what they are in this one:
+                ``{"^model[.]": "", "query": "q_proj"}``.
+
+        Raises:
+            InvalidRequestError: if the traces have no call in common.
+            TraceError: if one of them is damaged.
+
+        Example:
+            >>> from exportkit import trace_model
+            >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()), torch.ones(5, 4)
+            >>> with trace_model(model, values="all") as right:
+            ...     _ = model(x)
+            >>> _ = model[0].bias.data.add_(0.1)
+            >>> with trace_model(model, values="all") as wrong:
+            ...     _ = model(x)
+            >>> print(right.compare(wrong).verdict())
+            The runs differ in 0 (Linear).
+        """
+        from exportkit.tracing.compare import compare_traces
+
+        return compare_traces(self, other, names)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Copies the trace into a directory, which is created.

@@ -16,6 +16,7 @@ from exportkit.export import Case, Exported, OnnxModel, Saved, unseen_cases
 from exportkit.trees import flatten
 from exportkit.verify.assembled import assembled_rows
 from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions, visible_tail
+from exportkit.verify.locate import locator_of
 from exportkit.verify.report import Report, Row
 from exportkit.verify.stepwise import stepwise_outputs
 
@@ -74,7 +75,7 @@ def _stepwise_row(onnx_model: OnnxModel, row: Row, arguments: Arguments) -> Row:
     if expected is None:
         return row
     stepwise = _row(onnx_model, replace(row, status="proven"), arguments, expected, row.eager_seconds)
-    return replace(stepwise, where=STEPWISE) if stepwise.status == "proven" else row
+    return replace(stepwise, where=STEPWISE, locator=None) if stepwise.status == "proven" else row
 
 
 def _row(
@@ -90,7 +91,8 @@ def _row(
     try:
         got = flatten(onnx_model(*args, **kwargs) if run is None else run()).tensors()
     except ExportkitError as error:
-        return replace(row, status="refused", where=_short(error))
+        locator = locator_of(onnx_model, arguments, expected) if run is None else None
+        return replace(row, status="refused", where=_short(error), locator=locator)
     onnx_seconds = time.perf_counter() - started
     differences = list(compare_outputs(onnx_model, arguments, expected, got))
     wrong = next((d for d in differences if d.reason is not None), None)
@@ -102,6 +104,7 @@ def _row(
         eager_seconds=eager_seconds,
         onnx_seconds=onnx_seconds,
         outputs={d.path: d.absolute for d in differences},
+        locator=locator_of(onnx_model, arguments, expected) if wrong and run is None else None,
     )
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
+from exportkit.errors import InvalidRequestError
+from exportkit.tracing import Located
+
 _SHOWN_PROBLEMS = 3
+LOCATE_HINT = "locate() names the module, line and node where the difference begins"
 
 Status = Literal["proven", "differs", "refused", "no call"]
 
@@ -28,6 +34,7 @@ class Row:
         eager_seconds: Duration of the model.
         onnx_seconds: Duration of onnxruntime.
         outputs: Largest absolute difference of each output, by its path.
+        locator: Looks for the module where a difference begins; None where there is none.
     """
 
     kind: Literal["recorded", "unseen", "assembled"]
@@ -39,6 +46,26 @@ class Row:
     eager_seconds: float = float("nan")
     onnx_seconds: float = float("nan")
     outputs: Mapping[str, float] = field(default_factory=dict)
+    locator: Callable[[torch.nn.Module | None], Located] | None = field(default=None, repr=False, compare=False)
+
+    def locate(self, model: torch.nn.Module | None = None) -> Located:
+        """Returns the module, line and node where this call begins to differ from the model.
+
+        Args:
+            model: The model in PyTorch; only needed for an export that was loaded from a folder.
+
+        Raises:
+            InvalidRequestError: if the call is proven, or went through several graphs.
+            RuntimeFailure: if onnxruntime refuses the graph.
+        """
+        if self.locator is None:
+            raise InvalidRequestError(
+                "There is no difference to locate.",
+                where=f"{self.kind} call {self.label}",
+                expected="a call of one graph that differs, or is refused",
+                got=f"{self.status}{', ' if self.where else ''}{self.where}",
+            )
+        return self.locator(model)
 
 
 @dataclass(frozen=True)
@@ -76,6 +103,23 @@ class Report:
         found += [f"{name}: {problem}" for name, part in self.parts.items() for problem in part.problems()]
         return tuple(found)
 
+    def locate(self, model: torch.nn.Module | None = None) -> Located | None:
+        """Returns the module, line and node where the first call that is not proven begins to differ, or None.
+
+        Args:
+            model: The model in PyTorch; only needed for an export that was loaded from a folder.
+
+        Raises:
+            RuntimeFailure: if onnxruntime refuses the graph.
+        """
+        row = self._to_locate()
+        if row is not None:
+            return row.locate(model)
+        return next((found for part in self.parts.values() if (found := part.locate()) is not None), None)
+
+    def _to_locate(self) -> Row | None:
+        return next((row for row in self.rows if row.locator is not None), None)
+
     def to_json(self) -> str:
         """Returns the report as JSON text; what was not measured is null."""
         return json.dumps(self._data(), indent=1, allow_nan=False)
@@ -84,7 +128,7 @@ class Report:
         return {
             "ok": self.ok,
             "problems": list(self.problems()),
-            "rows": [{key: _plain(value) for key, value in vars(row).items()} for row in self.rows],
+            "rows": [{key: _plain(value) for key, value in vars(row).items() if key != "locator"} for row in self.rows],
             "findings": list(self.findings),
             "parts": {name: part._data() for name, part in self.parts.items()},
         }
@@ -100,7 +144,8 @@ class Report:
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        return lines + [f"note: {text}" for text in self.findings]
+        hints = [LOCATE_HINT] if self._to_locate() is not None else []
+        return lines + [f"note: {text}" for text in (*self.findings, *hints)]
 
     def verdict(self) -> str:
         """Returns ``proven``, or ``NOT PROVEN`` and the first reasons."""

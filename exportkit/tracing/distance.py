@@ -1,0 +1,247 @@
+"""How far two tensors are apart. In come two tensors, or what two traces say of them; out goes a `Distance`.
+
+It is relative to the scale of the first one, so that it means the same at every layer and for every element type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+# Elements that are worked on at a time: what is computed of them stays in the caches of a processor.
+_CHUNK = 1 << 16
+# A mask holds the lowest value of its type, another one that of another type: both mean "hidden".
+_LOWEST = 0.5
+# Sums of the same numbers in another order, in single precision, differ by less than this part of them.
+_SAME_SUM = 1e-7
+# What torch rounds the factors of a product to where a GPU may use TF32 (10 bits).
+TF32_UNIT = 2.0**-11
+
+
+class Statistics(Protocol):
+    """What a trace says of a tensor; see `exportkit.tracing.TensorRecord`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    nan: int
+    inf: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two tensors are apart.
+
+    Attributes:
+        rms: Root mean square of the difference, relative to that of the first tensor; 0 where they are bitwise equal.
+        peak: Largest difference, relative to the same scale.
+        largest: Largest difference.
+        index: Where that is, or None where it was not looked for.
+        spread: Like ``rms``, relative to the standard deviation: what is left of the precision once a mean is removed.
+        exact: Whether every element is equal.
+        values: Whether values were compared, and not statistics alone.
+        reordered: Whether the statistics, all that was compared, can be those of the same elements in another order.
+        problem: Why there is nothing to measure, such as another shape; None where there is.
+    """
+
+    rms: float = 0.0
+    peak: float = 0.0
+    largest: float = 0.0
+    index: tuple[int, ...] | None = None
+    spread: float = 0.0
+    exact: bool = True
+    values: bool = True
+    reordered: bool = False
+    problem: str | None = None
+
+
+def distance(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | None = None) -> Distance:
+    """Returns how far the second tensor is from the first one.
+
+    Element types may differ. NaN equals NaN, and an infinity the same infinity. The lowest finite value of a type, as
+    in masks, counts as an infinity.
+
+    Args:
+        first: What is taken for right.
+        second: What is compared with it.
+        visible: Booleans that broadcast to the shape; other elements are not compared.
+    """
+    if first.shape != second.shape:
+        return _misshapen(tuple(first.shape), tuple(second.shape))
+    if first.numel() == 0:
+        return Distance()
+    a, b = _plain(first), _plain(second)
+    if visible is not None:
+        visible = visible.expand(a.shape)
+        a, b = a[visible], b[visible]
+        if a.numel() == 0:
+            return Distance()
+    if a.dtype == b.dtype and torch.equal(a, b):
+        return Distance()
+    if not a.is_floating_point() and not b.is_floating_point():
+        return _of_integers(a, b)
+    return _of_floats(a, b)
+
+
+def located(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | None = None) -> tuple[int, ...] | None:
+    """Returns the position of the largest difference, or None where there is none."""
+    if first.shape != second.shape or first.numel() == 0 or first.ndim == 0:
+        return None
+    a, b = _plain(first).to(torch.float64), _plain(second).to(torch.float64)
+    far = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=math.inf)
+    if visible is not None:
+        far = far.where(visible, 0.0)
+    position = torch.unravel_index(far.argmax(), first.shape)
+    return tuple(int(i) for i in position) if bool(far.max() > 0) else None
+
+
+def distance_of_statistics(first: Statistics, second: Statistics) -> Distance:
+    """Returns how far two tensors are apart at least, by what traces say of them without their values.
+
+    Tensors whose statistics agree can still differ: then ``exact`` is False, and the distance 0.
+    """
+    if first.shape != second.shape:
+        return _misshapen(tuple(first.shape), tuple(second.shape), values=False)
+    if same_content(first, second):
+        return Distance(values=False)
+    if (first.nan, first.inf) != (second.nan, second.inf):
+        return Distance(math.inf, math.inf, math.inf, exact=False, values=False)
+    pairs = [(getattr(first, name), getattr(second, name)) for name in ("mean", "std", "min", "max")]
+    if any(value is None for pair in pairs for value in pair):
+        return Distance(exact=False, values=False)
+    mean, std, low, high = (abs(a - b) if a != b else 0.0 for a, b in pairs)
+    scale = math.hypot(first.mean or 0.0, first.std or 0.0)
+    far, moved = max(mean, std), max(low, high)
+    same = first.dtype == second.dtype and moved == 0.0 and far <= _SAME_SUM * scale
+    return Distance(
+        _ratio(far, scale),
+        _ratio(max(far, moved), scale),
+        max(far, moved),
+        spread=_ratio(far, first.std or 0.0),
+        exact=False,
+        values=False,
+        reordered=same and math.prod(first.shape) > 1,
+    )
+
+
+def same_content(first: Statistics, second: Statistics) -> bool:
+    """Returns whether two tensors are bitwise equal, by their hashes."""
+    return bool(first.hash) and first.hash == second.hash and first.dtype == second.dtype
+
+
+def unit_of(dtype: str) -> float:
+    """Returns the relative error that rounding to an element type makes; 0 for integers.
+
+    Args:
+        dtype: Name of the type, with or without ``torch.``.
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
+        return 0.0
+    return float(torch.finfo(found).eps) / 2
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as strided numbers on the CPU that can be subtracted from each other."""
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.cpu()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.to(torch.float32)
+    return tensor
+
+
+def _of_integers(a: torch.Tensor, b: torch.Tensor) -> Distance:
+    """Integers are equal or not: the distance is the part of them that is not."""
+    wrong = a != b
+    share = wrong.sum().item() / a.numel()
+    far = (a.to(torch.float64) - b.to(torch.float64)).abs().max().item()
+    return Distance(share, 1.0 if share else 0.0, far, None, share, not share)
+
+
+def _of_floats(a: torch.Tensor, b: torch.Tensor) -> Distance:
+    wide = torch.promote_types(a.dtype, b.dtype)
+    wide = wide if wide.itemsize >= 4 and wide.is_floating_point else torch.float32
+    parts = [_sums(x, y, wide) for x, y in zip(_chunks(a), _chunks(b), strict=True)]
+    total, squares, apart, largest = (float(v) for v in _combined(parts))
+    if not math.isfinite(squares + apart + total):
+        return _of_unusual(a, b)
+    count = a.numel()
+    rms_scale = math.sqrt(squares / count)
+    deviation = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
+    far = math.sqrt(apart / count)
+    return Distance(
+        _ratio(far, rms_scale), _ratio(largest, rms_scale), largest, None, _ratio(far, deviation), largest == 0.0
+    )
+
+
+def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tensor.reshape(-1).split(_CHUNK)
+
+
+def _sums(a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> tuple[float, float, float, float]:
+    """Sum and sum of squares of the first, sum of squares and largest of the differences."""
+    a, b = a.to(wide), b.to(wide)
+    apart = a - b
+    low, high = torch.aminmax(apart)
+    return (
+        a.sum().item(),
+        torch.dot(a, a).item(),
+        torch.dot(apart, apart).item(),
+        max(abs(low.item()), abs(high.item())),
+    )
+
+
+def _combined(parts: list[tuple[float, float, float, float]]) -> tuple[float, float, float, float]:
+    totals, squares, apart, largest = zip(*parts, strict=True)
+    return math.fsum(totals), math.fsum(squares), math.fsum(apart), max(largest)
+
+
+def _of_unusual(a: torch.Tensor, b: torch.Tensor) -> Distance:
+    """Of tensors with NaN, infinities, or values whose squares are none."""
+    a, b = (_infinite(tensor) for tensor in (a, b))
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return Distance(exact=False)
+    usual = a.isfinite() & b.isfinite()
+    if not bool((same | usual).all()):
+        return Distance(math.inf, math.inf, math.inf, None, math.inf, False)
+    a, b = a[usual], b[usual]
+    top = a.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+    scale = (a / top).square().mean().sqrt() * top
+    apart = (a - b).abs()
+    largest = apart.max().item()
+    far = largest and ((apart / largest).square().mean().sqrt() * largest).item()
+    deviation = ((a / top).std(correction=0) * top).item()
+    return Distance(
+        _ratio(far, scale.item()), _ratio(largest, scale.item()), largest, None, _ratio(far, deviation), False
+    )
+
+
+def _infinite(tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.to(torch.float64)
+    if not tensor.is_floating_point():
+        return wide
+    limit = torch.finfo(tensor.dtype).max * _LOWEST
+    return wide.where(wide.abs() < limit, wide.sign() * math.inf).where(~wide.isnan(), math.nan)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else (math.inf if part > 0 else 0.0)
+
+
+def _misshapen(first: tuple[int, ...], second: tuple[int, ...], values: bool = True) -> Distance:
+    problem = f"shape {second} instead of {first}"
+    return Distance(math.inf, math.inf, math.inf, exact=False, values=values, problem=problem)

@@ -1,0 +1,181 @@
+"""Eager calls of modules against the values of a graph. In come a trace and a `GraphRun`; out go compared calls.
+
+A graph knows the modules that its nodes come from, and not which value is which argument. Those that enter and leave
+a module are few: an argument is the one of them that has its shape and is closest to it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from exportkit.tracing.distance import Distance, distance, unit_of
+from exportkit.tracing.graph_run import GraphRun, Inside
+from exportkit.tracing.judge import Compared, Leaf, Step, judge
+from exportkit.tracing.records import ModuleCall, TensorRecord
+from exportkit.tracing.trace import Trace
+
+# A value this close to a tensor of the model is that tensor, whatever the rounding.
+_CLOSE = 1e-3
+# Of more values than these, those are looked at that are closest by as many elements.
+_FEW, _SAMPLE = 2, 64
+
+Side = Literal["inputs", "outputs"]
+
+
+class Visible(Protocol):
+    """Says which elements of a tensor count; see `exportkit.tracing.visible`."""
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns booleans that broadcast to the tensor, or None for all."""
+
+
+@dataclass(frozen=True)
+class OnGraph:
+    """Calls of modules, compared with the values of a graph.
+
+    Attributes:
+        calls: The calls that the graph has values of.
+        values: Name of the graph's value by index of the call, side and path of the tensor.
+    """
+
+    calls: tuple[Compared, ...]
+    values: Mapping[tuple[int, Side, str], str]
+
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of the run, judged."""
+        return judge(self.calls)
+
+    @property
+    def first(self) -> Step | None:
+        """What differs first, or None if nothing does."""
+        return next((step for step in self.steps if step.verdict == "differs"), None)
+
+
+def compare_with_graph(trace: Trace, run: GraphRun, visible: Visible) -> OnGraph:
+    """Returns the calls of a trace compared with the values of a graph.
+
+    Args:
+        trace: What the model did, with values.
+        run: What the graph did.
+        visible: Which elements of a tensor count.
+    """
+    return _Comparison(trace, run, visible).result()
+
+
+class _Comparison:
+    def __init__(self, trace: Trace, run: GraphRun, visible: Visible) -> None:
+        self._trace, self._run, self._visible = trace, run, visible
+        self._calls_of = Counter(call.path for call in trace.calls)
+        self._seen: dict[tuple[str | None, str, int], Distance] = {}
+        self._known: dict[str, str] = {}
+        self._samples: dict[str, torch.Tensor] = {}
+        self._values: dict[tuple[int, Side, str], str] = {}
+
+    def result(self) -> OnGraph:
+        calls = []
+        nearest: dict[int, int | None] = {}  # the innermost call in the graph that each call is, or is part of
+        for call in self._trace.calls:
+            parent = nearest.get(call.parent) if call.parent is not None else None
+            if call.path in self._run.modules:
+                calls.append(self._compared(call, parent))
+                parent = call.index
+            nearest[call.index] = parent
+        return OnGraph(tuple(calls), self._values)
+
+    def _compared(self, call: ModuleCall, parent: int | None) -> Compared:
+        insides = self._run.modules[call.path]
+        sides = [
+            self._leaves(call, "inputs", call.inputs, [inside.entering for inside in insides]),
+            self._leaves(call, "outputs", call.outputs, [inside.leaving for inside in insides]),
+        ]
+        return Compared(call.index, call.path, call.class_name, call.number, parent, *sides)
+
+    def _leaves(
+        self, call: ModuleCall, side: Side, records: Sequence[TensorRecord], names: list[tuple[str, ...]]
+    ) -> tuple[Leaf, ...]:
+        by_path = {record.path: record for record in records if record.key is not None}
+        wanted = {path: self._likely(record, self._candidates(call, record, names)) for path, record in by_path.items()}
+        pairs = [(self._distance(by_path[path], name), path, name) for path, found in wanted.items() for name in found]
+        taken: dict[str, str] = {}
+        leaves: dict[str, Leaf] = {}
+        for far, path, name in sorted(pairs, key=lambda pair: pair[0].rms):
+            record = by_path[path]
+            # Each value is one argument, unless the same tensor was given twice.
+            if path in leaves or taken.setdefault(name, record.hash) != record.hash:
+                continue
+            self._values[call.index, side, path] = name
+            types = (record.dtype, _dtype(self._run.values[name]))
+            leaves[path] = Leaf(path, far, max(map(unit_of, types)), types)
+            if far.rms < _CLOSE:
+                self._known.setdefault(record.hash, name)
+        return tuple(leaves[record.path] for record in records if record.path in leaves)
+
+    def _candidates(self, call: ModuleCall, record: TensorRecord, names: list[tuple[str, ...]]) -> Sequence[str]:
+        """The values of a call's own nodes, or if the graph does not tell calls apart, those that are its turn."""
+        known = self._known.get(record.hash)
+        if known is not None:  # compared before; if it is not among these, the graph does not need it here
+            return [known] if any(known in part for part in names) else []
+        count = self._calls_of[call.path]
+        if len(names) == count:
+            return self._of_shape(record, names[call.number])
+        fitting = self._of_shape(record, tuple(dict.fromkeys(name for part in names for name in part)))
+        if len(fitting) % count == 0:
+            each = len(fitting) // count
+            return fitting[call.number * each : (call.number + 1) * each]
+        return fitting
+
+    def _of_shape(self, record: TensorRecord, names: Sequence[str]) -> list[str]:
+        values = self._run.values
+        kind = unit_of(record.dtype) > 0
+        return [
+            name
+            for name in names
+            if name in values
+            and tuple(values[name].shape) == tuple(record.shape)
+            and (unit_of(_dtype(values[name])) > 0) == kind
+        ]
+
+    def _likely(self, record: TensorRecord, names: Sequence[str]) -> Sequence[str]:
+        """The few of the values that are closest by a sample of their elements."""
+        if len(names) <= _FEW:
+            return names
+        own = self._sample(record.hash, self._trace.tensor(record))
+        apart = {name: (own - self._sample(name, self._run.values[name])).abs().nansum().item() for name in names}
+        return sorted(names, key=apart.__getitem__)[:_FEW]
+
+    def _sample(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        if key not in self._samples:
+            step = max(tensor.numel() // _SAMPLE, 1)
+            self._samples[key] = tensor.reshape(-1)[::step].to(torch.float64)
+        return self._samples[key]
+
+    def _distance(self, record: TensorRecord, name: str) -> Distance:
+        value = self._run.values[name]
+        key = (record.key, name, id(value))
+        if key not in self._seen:
+            tensor = self._trace.tensor(record)
+            self._seen[key] = distance(tensor, value, self._visible(tensor))
+        return self._seen[key]
+
+
+def inside_of(run: GraphRun, call: ModuleCall | Compared, calls: int) -> Inside | None:
+    """Returns the part of the graph that a call is, or None if it has none.
+
+    Args:
+        run: The graph.
+        call: The call.
+        calls: How many calls of that module there are.
+    """
+    insides = run.modules.get(call.path, ())
+    return insides[call.number] if len(insides) == calls else next(iter(insides), None)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
