@@ -102,6 +102,7 @@ class OnnxModel:
         own, made = self._from_parts(args, kwargs)
         found = _given_tensors(self.exported.observation.signature, args, own, self.exported.baked_constants())
         given = as_simplified({**found, **made}, plan.joined, plan.unused)
+        given = {path: t for path, t in given.items() if path in plan.by_path or t.numel()}  # an empty cache is none
         _check(plan, given)
         return given
 

@@ -112,32 +112,36 @@ class Saved:
         found: Observation = self.plan.calls
         return found
 
-    def check_files(self) -> tuple[str, ...]:
-        """Returns a sentence for each file that was edited since, of those that a proof does not depend on.
-
-        Raises:
-            DestinationError: if any other file is not the one that was saved.
-        """
-        edited = []
-        for path, digest in self.digests.items():
-            with path.open("rb") as content:
-                found = hashlib.file_digest(content, "sha256").hexdigest()
-            if found == digest:
-                continue
-            if path.name not in _EDITABLE:
-                raise DestinationError(
-                    "A file of an exported model is not the one that was saved.",
-                    where=str(path),
-                    expected=f"SHA-256 {digest}",
-                    got=found,
-                    hint="copy the folder again; what is changed on purpose has to be saved and proven anew.",
-                )
-            edited.append(f"{path.name} was edited since the folder was saved.")
-        return tuple(edited)
-
     def baked_constants(self) -> dict[str, Any]:
         """Returns the Python values that are part of the graph, by path."""
         return {constant.path: constant.value for constant in self.plan.constants}
+
+
+def check_files(digests: Mapping[Path, str]) -> tuple[str, ...]:
+    """Returns a sentence for each file that was edited since, of those that a proof does not depend on.
+
+    Args:
+        digests: SHA-256 of each file by path, as they were saved.
+
+    Raises:
+        DestinationError: if any other file is not the one that was saved.
+    """
+    edited = []
+    for path, digest in digests.items():
+        with path.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found == digest:
+            continue
+        if path.name not in _EDITABLE:
+            raise DestinationError(
+                "A file of an exported model is not the one that was saved.",
+                where=str(path),
+                expected=f"SHA-256 {digest}",
+                got=found,
+                hint="copy the folder again; what is changed on purpose has to be saved and proven anew.",
+            )
+        edited.append(f"{path.name} was edited since the folder was saved.")
+    return tuple(edited)
 
 
 def unseen_cases(exported: Exported | Saved) -> Iterator[Case]:

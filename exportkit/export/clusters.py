@@ -1,0 +1,170 @@
+"""Groups recorded calls by what may lead a model down another path: what they give, a filled cache, a single token.
+
+In comes an observation; out go clusters, each an observation of its own with a name. A trace holds one path through the
+model's Python, so calls of one cluster are those that one program can serve if no program can serve all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from exportkit.observe import Call, Observation
+from exportkit.trees import Tree, is_cache_class, join
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What calls of one cluster have in common.
+
+    Attributes:
+        given: Inputs that they give, without the numbers in their paths; those of an empty cache do not count.
+        single: Axes of the first input, but for the leading one, that have size 1.
+        constants: Python values that are arguments of their own.
+    """
+
+    given: frozenset[str]
+    single: frozenset[int]
+    constants: frozenset[tuple[str, Any]]
+
+    def data(self) -> dict[str, Any]:
+        """Returns the kind as JSON data."""
+        return {"given": sorted(self.given), "single": sorted(self.single), "constants": dict(sorted(self.constants))}
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Kind:
+        """Returns the kind that `data` described."""
+        return cls(frozenset(data["given"]), frozenset(data["single"]), frozenset(data["constants"].items()))
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """What tells kinds of calls apart, in calls that one model was seen to take.
+
+    Attributes:
+        first: Path of the first input that all calls give and that does not grow; None if there is none.
+        growing: Length axes of caches by path.
+    """
+
+    first: str | None
+    growing: Mapping[str, int]
+
+    @classmethod
+    def of(cls, observation: Observation) -> Landmarks:
+        """Returns the landmarks of the calls."""
+        trees = [(name, tree) for call in observation.calls for name, tree in call.arguments.items()]
+        growing = {join(name, path): axis.axis for name, tree in trees for path, axis in tree.growing.items()}
+        given = [call.shapes() for call in observation.calls]
+        common = (p for p in observation.tensor_paths() if p not in growing and all(p in shapes for shapes in given))
+        return cls(next(common, None), growing)
+
+    def kind(self, shapes: Shapes, constants: Mapping[str, Any]) -> Kind:
+        """Returns the kind of a call.
+
+        Args:
+            shapes: Shapes of the tensors that it gives, by path.
+            constants: The other inputs, by path.
+        """
+        given = {_unnumbered(path) for path, shape in shapes.items() if not self._is_empty(path, shape)}
+        first = shapes.get(self.first or "", ())
+        plain = {path: value for path, value in constants.items() if isinstance(value, bool | int | float | str)}
+        return Kind(
+            frozenset(given),
+            frozenset(axis for axis, size in enumerate(first) if axis and size == 1),
+            frozenset(plain.items()),
+        )
+
+    def _is_empty(self, path: str, shape: tuple[int, ...]) -> bool:
+        return path in self.growing and shape[self.growing[path]] == 0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Calls of one kind.
+
+    Attributes:
+        name: What they do, such as ``prefill``; part of a file's name.
+        kind: What they have in common.
+        observation: The calls, numbered anew.
+        calls: Their numbers among all calls.
+    """
+
+    name: str
+    kind: Kind
+    observation: Observation
+    calls: tuple[int, ...]
+
+
+def clusters_of(observation: Observation, landmarks: Landmarks) -> list[Cluster]:
+    """Returns the clusters in the order of their first calls."""
+    kinds: dict[Kind, list[Call]] = {}
+    for call in observation.calls:
+        kinds.setdefault(landmarks.kind(call.shapes(), constants_of(call.arguments)), []).append(call)
+    names = _names(observation, list(kinds))
+    return [
+        Cluster(name, kind, _only(observation, calls, kind, landmarks), tuple(call.index for call in calls))
+        for name, (kind, calls) in zip(names, kinds.items(), strict=True)
+    ]
+
+
+def constants_of(arguments: Mapping[str, Tree]) -> dict[str, Any]:
+    """Returns the Python values among arguments by path, but for those inside of caches, which count calls."""
+    plain = {name: tree for name, tree in arguments.items() if not is_cache_class(tree.cls)}
+    return {join(name, path): value for name, tree in plain.items() for path, value in tree.constants().items()}
+
+
+def shapes_of(arguments: Mapping[str, Tree]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors among arguments, by path."""
+    pairs = [(name, tree.tensor_paths, tree.shapes()) for name, tree in arguments.items()]
+    return {join(name, p): shape for name, paths, shapes in pairs for p, shape in zip(paths, shapes, strict=True)}
+
+
+def _only(observation: Observation, calls: list[Call], kind: Kind, landmarks: Landmarks) -> Observation:
+    """The observation with some of its calls, and of those that were not stored the ones of that kind."""
+    further = []
+    for seen in observation.further:
+        other = landmarks.kind(seen.inputs, {})
+        if (other.given, other.single) == (kind.given, kind.single):
+            further.append(seen)
+    numbered = tuple(replace(call, index=number) for number, call in enumerate(calls))
+    return replace(observation, calls=numbered, further=tuple(further))
+
+
+def _names(observation: Observation, kinds: list[Kind]) -> list[str]:
+    """A name for each kind: what it does with a cache, and, as far as needed, what it is given and how much."""
+    caches = {name for call in observation.calls for name, tree in call.arguments.items() if is_cache_class(tree.cls)}
+    common = frozenset.intersection(*(kind.given for kind in kinds))
+    varying = {_argument(path) for kind in kinds for path in kind.given - common} - caches
+    names = [_role(kind, caches) if caches else "" for kind in kinds]
+    if len(set(names)) < len(names):
+        names = [_and(name, _given(kind, varying)) for name, kind in zip(names, kinds, strict=True)]
+    if len(set(names)) < len(names):
+        names = [_and(n, "single" if kind.single else "several") for n, kind in zip(names, kinds, strict=True)]
+    return [f"{name}_{names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _role(kind: Kind, caches: Collection[str]) -> str:
+    if not any(_argument(path) in caches for path in kind.given):
+        return "prefill"
+    return "decode" if kind.single else "continuation"
+
+
+def _given(kind: Kind, varying: Collection[str]) -> str:
+    found = sorted(varying & {_argument(path) for path in kind.given})
+    return f"with_{'_and_'.join(found)}" if found else f"without_{'_and_'.join(sorted(varying))}" if varying else ""
+
+
+def _and(first: str, second: str) -> str:
+    return "_".join(filter(None, (first, second)))
+
+
+def _argument(path: str) -> str:
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _unnumbered(path: str) -> str:
+    return re.sub(r"\[\d+\]", "[]", path)
