@@ -7,7 +7,7 @@ model's Python, so calls of one cluster are those that one program can serve if 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,23 +22,30 @@ class Kind:
     """What calls of one cluster have in common.
 
     Attributes:
-        given: Inputs that they give, without the numbers in their paths; those of an empty cache do not count.
+        given: Inputs that they give, with their ranks, without the numbers in their paths; those of an empty cache do
+            not count.
         single: Axes of the first input, but for the leading one, that have size 1.
         constants: Python values that are arguments of their own.
     """
 
-    given: frozenset[str]
+    given: frozenset[tuple[str, int]]
     single: frozenset[int]
     constants: frozenset[tuple[str, Any]]
 
     def data(self) -> dict[str, Any]:
         """Returns the kind as JSON data."""
-        return {"given": sorted(self.given), "single": sorted(self.single), "constants": dict(sorted(self.constants))}
+        return {
+            "given": sorted(map(list, self.given)),
+            "single": sorted(self.single),
+            "constants": dict(sorted(self.constants)),
+        }
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Kind:
         """Returns the kind that `data` described."""
-        return cls(frozenset(data["given"]), frozenset(data["single"]), frozenset(data["constants"].items()))
+        return cls(
+            frozenset(map(tuple, data["given"])), frozenset(data["single"]), frozenset(data["constants"].items())
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Landmarks:
             shapes: Shapes of the tensors that it gives, by path.
             constants: The other inputs, by path.
         """
-        given = {_unnumbered(path) for path, shape in shapes.items() if not self._is_empty(path, shape)}
+        given = {(_unnumbered(path), len(shape)) for path, shape in shapes.items() if not self._is_empty(path, shape)}
         first = shapes.get(self.first or "", ())
         plain = {path: value for path, value in constants.items() if isinstance(value, bool | int | float | str)}
         return Kind(
@@ -135,31 +142,40 @@ def _only(observation: Observation, calls: list[Call], kind: Kind, landmarks: La
 
 
 def _names(observation: Observation, kinds: list[Kind]) -> list[str]:
-    """A name for each kind: what it does with a cache, and, as far as needed, what it is given and how much."""
+    """A name for each kind: what it does with a cache, and as far as needed, what it is given, how and how much."""
     caches = {name for call in observation.calls for name, tree in call.arguments.items() if is_cache_class(tree.cls)}
-    common = frozenset.intersection(*(kind.given for kind in kinds))
-    varying = {_argument(path) for kind in kinds for path in kind.given - common} - caches
-    names = [_role(kind, caches) if caches else "" for kind in kinds]
-    if len(set(names)) < len(names):
-        names = [_and(name, _given(kind, varying)) for name, kind in zip(names, kinds, strict=True)]
-    if len(set(names)) < len(names):
-        names = [_and(n, "single" if kind.single else "several") for n, kind in zip(names, kinds, strict=True)]
+    names = [""] * len(kinds)
+    for said in (_roles(kinds, caches), _inputs(kinds, caches), _ranks(kinds), _amounts(kinds)):
+        if len(set(names)) < len(names):
+            names = ["_".join(filter(None, pair)) for pair in zip(names, said, strict=True)]
     return [f"{name}_{names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
-def _role(kind: Kind, caches: Collection[str]) -> str:
-    if not any(_argument(path) in caches for path in kind.given):
-        return "prefill"
-    return "decode" if kind.single else "continuation"
+def _roles(kinds: list[Kind], caches: set[str]) -> list[str]:
+    stored = [{item for item in kind.given if _argument(item[0]) in caches} for kind in kinds]
+    full = set().union(*stored)
+    names = ("decode" if kind.single else "continuation" for kind in kinds)
+    return ["prefill" if found < full else name if full else "" for found, name in zip(stored, names, strict=True)]
 
 
-def _given(kind: Kind, varying: Collection[str]) -> str:
-    found = sorted(varying & {_argument(path) for path in kind.given})
-    return f"with_{'_and_'.join(found)}" if found else f"without_{'_and_'.join(sorted(varying))}" if varying else ""
+def _inputs(kinds: list[Kind], caches: set[str]) -> list[str]:
+    given = [{_argument(path) for path, _ in kind.given} - caches for kind in kinds]
+    varying = set().union(*given) - given[0].intersection(*given)
+    with_ = [f"with_{'_and_'.join(sorted(found & varying))}" if found & varying else "" for found in given]
+    return [name or (f"without_{'_and_'.join(sorted(varying))}" if varying else "") for name in with_]
 
 
-def _and(first: str, second: str) -> str:
-    return "_".join(filter(None, (first, second)))
+def _ranks(kinds: list[Kind]) -> list[str]:
+    varying = frozenset().union(*(kind.given for kind in kinds)) - kinds[0].given.intersection(
+        *(k.given for k in kinds)
+    )
+    both = {path for path, rank in varying if any(path == other and rank != r for other, r in varying)}
+    found = [sorted(item for item in kind.given if item[0] in both) for kind in kinds]
+    return ["_".join(f"{_argument(path)}_of_rank_{rank}" for path, rank in items[:1]) for items in found]
+
+
+def _amounts(kinds: list[Kind]) -> list[str]:
+    return ["single" if kind.single else "several" for kind in kinds]
 
 
 def _argument(path: str) -> str:

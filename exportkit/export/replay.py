@@ -5,7 +5,7 @@ In comes an export; out go the recorded calls for which its program returns some
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,7 +73,7 @@ def _run(exported: Exported, inputs: Mapping[str, torch.Tensor]) -> dict[str, to
 
 
 class _Runner(torch.fx.Interpreter):
-    """Runs a graph without its assertions, at any sizes."""
+    """Runs a graph without its assertions, at sizes at which a view may have to be a copy, or have no elements."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """Returns the value of a node."""
@@ -81,9 +81,11 @@ class _Runner(torch.fx.Interpreter):
             return None
         if n.target in _VIEWS:
             source, shape = self.fetch_args_kwargs_from_env(n)[0]
-            if source.numel() == 0 and -1 in shape:  # the traced size says what is open here
-                traced = n.meta["val"].shape
-                open_size = next(size for size, wanted in zip(traced, shape, strict=True) if wanted == -1)
-                size = open_size if isinstance(open_size, int) else 0
-                return source.new_empty([size if wanted == -1 else wanted for wanted in shape])
+            return source.reshape(_closed(shape, n.meta["val"].shape) if source.numel() == 0 else shape)
         return super().run_node(n)
+
+
+def _closed(shape: Sequence[int], traced: Sequence[Any]) -> list[int]:
+    """The shape of a view of nothing, where a size of -1 is open: it is what was traced, if that is a number."""
+    pairs = zip(shape, traced, strict=True)
+    return [size if size != -1 else known if isinstance(known, int) else 0 for size, known in pairs]
