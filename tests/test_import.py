@@ -14,7 +14,7 @@ ROOT = Path(exportkit.__file__).parent
 # Each stage may import those before it; axes is the reasoning alone. Patching and capture know nothing of the line.
 STAGES = ["errors", "_torch_compat", "trees", "patching", "capture", "observe", "axes", "arguments", "export", "verify"]
 # Doors to later stages: what a user calls on an early value and what is imported when it is called.
-DOORS = {"observe/observer.py", "export/onnx_model.py"}
+DOORS = {"observe/observer.py", "export/onnx_model.py", "export/onnx_programs.py"}
 # Beside the line, on top of it: they may import all of it, and nothing of it imports them.
 BESIDE = ["scenarios", "skips", "cli"]
 

@@ -96,8 +96,9 @@ def in_one_line(error: ExportkitError) -> str:
     cause, attempt = error.__cause__, getattr(error, "attempt", None)
     found = _root_cause(cause, attempt) if cause is not None and attempt is not None else None
     if found is None:
-        lines = [line.strip() for line in str(error).splitlines() if not line.startswith("  hint: ")]
-        return " ".join(lines)[:300]
+        what, *lines = str(error).splitlines()
+        got = next((line.removeprefix("  got: ") for line in lines if line.startswith("  got: ")), "")
+        return f"{what} {got}".strip()[:300]
     place = str(found.place or "").partition("\n")[0]
     return f"{found.what} ({place})" if place else found.what
 

@@ -16,7 +16,7 @@ from exportkit.export.assertions import is_assertion
 if TYPE_CHECKING:
     from exportkit.export.exported import Exported
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+_VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
 
 
 def unlike_the_model(exported: Exported, calls: Iterable[int]) -> list[int]:
@@ -79,7 +79,7 @@ class _Runner(torch.fx.Interpreter):
         """Returns the value of a node."""
         if is_assertion(n):
             return None
-        if n.target in _VIEWS:
+        if str(n.target) in _VIEWS:
             source, shape = self.fetch_args_kwargs_from_env(n)[0]
             return source.reshape(_closed(shape, n.meta["val"].shape) if source.numel() == 0 else shape)
         return super().run_node(n)

@@ -98,13 +98,11 @@ def _exported(plan: Plan, export_of: ExportOf) -> Exported | None:
 
 def _plans(cluster: Cluster, landmarks: Landmarks, whole: Plan | None, plan_of: PlanOf) -> Iterator[Plan]:
     """Yields plans for a cluster: for all sizes that the model may take, for its kind of calls, for the sizes seen."""
-    plan = plan_of(cluster.observation)
-    if whole is not None:
-        wide = _refound(with_sizes_of(plan, whole))
-        yield wide
-        yield _of_that_kind(wide, cluster, landmarks)
-    yield plan
-    yield _of_that_kind(plan, cluster, landmarks)
+    own = plan_of(cluster.observation)
+    varied = [] if whole is None else [_refound(with_sizes_of(own, whole))]
+    for plan in (*varied, own):
+        yield plan
+        yield _of_that_kind(plan, cluster, landmarks)
 
 
 def _refound(plan: Plan) -> Plan:
