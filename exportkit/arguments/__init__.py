@@ -11,6 +11,7 @@ from exportkit.arguments.missing import (
     dependent_outputs,
     fill_missing,
     find_fills,
+    run_leniently,
     size_in,
     solve_sizes,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "replayed",
     "rows_of_members",
     "run_eager",
+    "run_leniently",
     "size_in",
     "solve_sizes",
     "tolerances",

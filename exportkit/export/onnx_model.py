@@ -147,6 +147,10 @@ class OnnxModel:
         tree = self.exported.outputs.with_leaves(tensors)
         return with_split_lists(tree, self.exported.member_rows).build()
 
+    def stateless(self) -> OnnxModel:
+        """Returns the graph as it is: what a model keeps on its modules is an input and an output of it."""
+        return self
+
     def verify(self, unseen: bool = True) -> Report:
         """Returns the proof: a row for each recorded call, and for calls at sizes that nobody has run.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.arguments import Arguments, Fills, build_arguments, run_eager, unseen_sizes
+from exportkit.arguments import Arguments, Fills, build_arguments, run_leniently, unseen_sizes
 from exportkit.axes import Plan
 from exportkit.errors import DestinationError
 from exportkit.observe import Edge, Observation
@@ -158,7 +158,8 @@ def unseen_cases(exported: Exported | Saved) -> Iterator[Case]:
             built = build_arguments(exported.plan, exported.observation, item.sizes)
             arguments = _without_stored(exported, built, item.sizes)
             started = time.perf_counter()
-            outputs = flatten(run_eager(exported.model, exported.method, arguments))
+            returned, arguments = run_leniently(exported.plan, exported.model, exported.method, arguments)
+            outputs = flatten(returned)
         except Exception as error:
             reason = " ".join(str(error).split())[:240]
             yield Case(item.label, item.sizes, error=f"the model itself raises {type(error).__name__}: {reason}")

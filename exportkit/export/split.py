@@ -102,7 +102,8 @@ def _plans(cluster: Cluster, landmarks: Landmarks, whole: Plan | None, plan_of: 
     varied = [] if whole is None else [_refound(with_sizes_of(own, whole))]
     for plan in (*varied, own):
         yield plan
-        yield _of_that_kind(plan, cluster, landmarks)
+        yield _filled(plan)
+        yield _of_that_kind(_filled(plan), cluster, landmarks)
 
 
 def _refound(plan: Plan) -> Plan:
@@ -117,26 +118,30 @@ def _differs_for_one(exported: Exported, first: str | None) -> bool:
     for size in plan.by_path[first].sizes[1:] if first in plan.by_path else ():
         if size.variable is None or plan.variable(size.variable).minimum > 1:
             continue
-        arguments = build_arguments(plan, exported.observation, {**exported.sizes, size.variable: 1})
         try:
+            arguments = build_arguments(plan, exported.observation, {**exported.sizes, size.variable: 1})
             outputs = flatten(run_eager(exported.model, exported.method, arguments)).tensors()
-        except Exception:  # whatever the model raises: it refuses one token
+        except Exception:  # whatever the model raises: it refuses one token, as it may have no room for an image
             continue
         if not returns(exported, arguments, outputs):
             return True
     return False
 
 
+def _filled(plan: Plan) -> Plan:
+    """The plan limited to caches that hold something, as those of its calls do."""
+    for leaf in plan.leaves:
+        name = None if leaf.growing is None else leaf.sizes[leaf.growing].variable
+        plan = plan if name is None else _at_least(plan, name, 1)
+    return plan
+
+
 def _of_that_kind(plan: Plan, cluster: Cluster, landmarks: Landmarks) -> Plan:
-    """The plan limited to one token, or to several, and to a filled cache, as the calls of a cluster are."""
+    """The plan limited to one token, or to several, as the calls of a cluster have."""
     first = None if landmarks.first is None else plan.by_path.get(landmarks.first)
     for axis, size in enumerate(() if first is None else first.sizes):
         if axis and size.variable is not None:
             plan = plan.static(size.variable) if axis in cluster.kind.single else _at_least(plan, size.variable, 2)
-    for leaf in plan.leaves:
-        name = None if leaf.growing is None else leaf.sizes[leaf.growing].variable
-        if name is not None:
-            plan = _at_least(plan, name, 1)
     return plan
 
 
