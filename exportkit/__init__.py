@@ -12,7 +12,7 @@ from exportkit.arguments import Arguments
 from exportkit.axes import Expression, Plan
 from exportkit.capture import OutputRecorder, capture, capture_outputs, merge_with_config_defaults
 from exportkit.errors import ExportkitError
-from exportkit.export import Exported, OnnxModel, export
+from exportkit.export import Exported, ExportedPrograms, OnnxModel, OnnxPrograms, export
 from exportkit.export import load_folder as load
 from exportkit.observe import Call, InputObserver, Observation
 from exportkit.patching import (
@@ -51,7 +51,9 @@ __all__ = [
     "export",
     "load",
     "Exported",
+    "ExportedPrograms",
     "OnnxModel",
+    "OnnxPrograms",
     "Report",
     # capture what modules return
     "capture",

@@ -1,5 +1,6 @@
 """Stage 3, build: sizes, tensors and dynamic shapes from a plan, and the runs of the model that confirm it."""
 
+from exportkit.arguments.audit import one_size
 from exportkit.arguments.build import Arguments, build_arguments, recorded_call
 from exportkit.arguments.compare import close, outputs_close, tolerances
 from exportkit.arguments.eager import replayed, run_eager
@@ -10,6 +11,7 @@ from exportkit.arguments.missing import (
     dependent_outputs,
     fill_missing,
     find_fills,
+    run_leniently,
     size_in,
     solve_sizes,
 )
@@ -42,6 +44,7 @@ __all__ = [
     "find_fills",
     "lists_of_many",
     "nested_spec",
+    "one_size",
     "outputs_close",
     "plan_calls",
     "recorded_arguments",
@@ -50,6 +53,7 @@ __all__ = [
     "replayed",
     "rows_of_members",
     "run_eager",
+    "run_leniently",
     "size_in",
     "solve_sizes",
     "tolerances",

@@ -15,7 +15,7 @@ def audit(plan: Plan, observation: Observation) -> list[Finding]:
         plan: The plan, to which the findings belong.
         observation: The calls.
     """
-    return [*_never_given(observation), *_simplified(plan), *_one_size(plan)]
+    return [*_never_given(observation), *_simplified(plan), *one_size(plan)]
 
 
 def _never_given(observation: Observation) -> list[Finding]:
@@ -36,8 +36,8 @@ def _simplified(plan: Plan) -> list[Finding]:
     return [*lists, Finding("never read", names, f"given, but never read, so no input of the graph: {names}.")]
 
 
-def _one_size(plan: Plan) -> list[Finding]:
-    """Static axes of inputs, caches and sizes of 1 left out: heads, states and broadcasts are meant to be static."""
+def one_size(plan: Plan) -> list[Finding]:
+    """Returns what is static of inputs, but for caches and sizes of 1: heads, states and broadcasts are meant to be."""
     caches = {leaf.argument for leaf in plan.leaves if leaf.growing is not None}
     axes = [
         (leaf.path, [axis for axis, size in enumerate(leaf.sizes) if size.is_static and size.constant != 1])

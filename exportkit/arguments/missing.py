@@ -147,6 +147,36 @@ def find_fills(plan: Plan, observation: Observation, model: torch.nn.Module, met
     return Fills({**best, **ones}, tuple(index for index in fewest if index in calls))
 
 
+def run_leniently(plan: Plan, model: torch.nn.Module, method: str, arguments: Arguments) -> tuple[Any, Arguments]:
+    """Returns what the model returns, and for which arguments: without those of no elements, if it refuses these.
+
+    Eager mode has no image where it is given none, and may fail for an image of no rows; in a graph that is the same.
+
+    Args:
+        plan: Says which inputs may be left out.
+        model: The model.
+        method: The method.
+        arguments: Its arguments.
+
+    Raises:
+        Exception: whatever the model raises for both.
+    """
+    optional = {leaf.path for leaf in plan.leaves if leaf.is_optional and leaf.growing is None}
+    empty = {
+        name
+        for name, tree in arguments.trees.items()
+        if (tensors := tree.tensors())
+        and all(tensor.numel() == 0 and join(name, path) in optional for path, tensor in tensors.items())
+    }
+    try:
+        return run_eager(model, method, arguments), arguments
+    except Exception:
+        if not empty:
+            raise
+    fewer = replace(arguments, trees={name: tree for name, tree in arguments.trees.items() if name not in empty})
+    return run_eager(model, method, fewer), fewer
+
+
 def _with_short_calls(
     plan: Plan, observation: Observation, calls: list[int], model: torch.nn.Module, method: str
 ) -> tuple[Observation, list[int]]:
@@ -205,7 +235,7 @@ def _reproduces(
     plan: Plan, observation: Observation, index: int, fills: Mapping[str, float], model: torch.nn.Module, method: str
 ) -> bool:
     try:
-        outputs = flatten(run_eager(model, method, completed_call(plan, observation, index, fills)))
+        outputs = flatten(run_leniently(plan, model, method, completed_call(plan, observation, index, fills))[0])
     except Exception:
         return False
     # what the model returns because of the filled inputs is left out again when the graph is called without them

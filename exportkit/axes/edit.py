@@ -105,6 +105,39 @@ def limit(plan: Plan, name: str, minimum: int, maximum: int | None) -> Plan:
     return replace(plan, variables=tuple(variables))
 
 
+def with_sizes_of(plan: Plan, whole: Plan) -> Plan:
+    """Returns the plan of some calls in which axes vary that vary among all calls.
+
+    Where all calls say how a size depends on others, it does so here; an input that none of these calls gives is empty.
+
+    Args:
+        plan: The plan of some of the calls.
+        whole: The plan of all of them.
+    """
+    homes = {
+        size.variable: (leaf, axis)
+        for leaf in reversed(plan.leaves)
+        if leaf.path in whole.by_path
+        for axis, size in enumerate(whole.by_path[leaf.path].sizes)
+        if size.variable is not None
+    }
+    sizes: dict[tuple[str, int], Expression] = {}
+    for leaf in plan.leaves:
+        for axis, size in enumerate(leaf.sizes if leaf.path in whole.by_path else ()):
+            wanted = whole.by_path[leaf.path].sizes[axis]
+            for name in wanted.variables() - homes.keys():
+                wanted = _with_value(wanted, name, 0)
+            if size.is_static and not wanted.is_static:
+                sizes[leaf.path, axis] = wanted
+    known_names = {variable.name for variable in plan.variables}
+    wanted_names = {name for size in sizes.values() for name in size.variables()}
+    added = tuple(
+        replace(whole.variable(name), seen=seen_sizes(*homes[name]), follows=None)
+        for name in sorted(wanted_names - known_names)
+    )
+    return replace(plan, variables=(*plan.variables, *added)).with_sizes(sizes)
+
+
 def leaves_of(plan: Plan, target: str, axis: int) -> list[PlannedLeaf]:
     """Returns the leaves that a path names, alone or as the root of many; each must have the axis."""
     leaves = [leaf for leaf in plan.leaves if _is_below(leaf.path, target)]

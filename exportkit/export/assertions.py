@@ -19,7 +19,7 @@ _ASSERTIONS = (
 
 def without_assertions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program without assertions, or the program itself if it has none."""
-    if not any(_is_assertion(node) for node in program.graph.nodes):
+    if not any(is_assertion(node) for node in program.graph.nodes):
         return program
     module = copy.deepcopy(program.graph_module)
     for part in module.modules():
@@ -31,7 +31,7 @@ def without_assertions(program: torch.export.ExportedProgram) -> torch.export.Ex
 def _erase_assertions(module: torch.fx.GraphModule) -> None:
     feeders = []
     for node in reversed(list(module.graph.nodes)):
-        if _is_assertion(node):
+        if is_assertion(node):
             feeders += node.all_input_nodes
             module.graph.erase_node(node)
     gone: set[Any] = set()
@@ -44,7 +44,8 @@ def _erase_assertions(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
-def _is_assertion(node: torch.fx.Node) -> bool:
+def is_assertion(node: torch.fx.Node) -> bool:
+    """Returns whether a node only asserts something."""
     return node.op == "call_function" and getattr(node.target, "_opname", None) in _ASSERTIONS
 
 

@@ -60,7 +60,7 @@ def _inputs(exported: Exported) -> dict[str, str]:
 
 def write_client_files(exported: Exported, file: OnnxFile, folder: Path) -> Exported:
     """Writes the configuration files, and returns the export with what clients should know among its findings."""
-    _write_configs(exported.model, folder)
+    write_configs(exported.model, folder)
     if not is_causal_decoder(exported):
         return exported
     obstacle = genai_obstacle(exported, file.inputs)
@@ -79,7 +79,7 @@ def _with_note(exported: Exported, text: str) -> Exported:
     return replace(exported, plan=exported.plan.with_findings([Finding("client", GENAI_CONFIG, text)]))
 
 
-def _write_configs(model: Any, folder: Path) -> None:
+def write_configs(model: Any, folder: Path) -> None:
     """Writes what transformers knows of its own models, in the files of ``save_pretrained``."""
     config: Any = getattr(model, "config", None)
     generation: Any = getattr(model, "generation_config", None)

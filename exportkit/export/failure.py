@@ -19,7 +19,7 @@ import torch
 
 from exportkit.arguments import Arguments
 from exportkit.axes import Plan
-from exportkit.errors import ExportError
+from exportkit.errors import ExportError, ExportkitError
 from exportkit.export.causes import Cause, cause_of_trace, cause_of_translation
 
 _DETAILS = "exportkit-details-"
@@ -89,6 +89,18 @@ def explained(attempt: Callable[[], Attempt] | None = None) -> Iterator[None]:
         if error.attempt is None or cause is None or error.details:
             raise
         raise _explained(error, cause) from cause
+
+
+def in_one_line(error: ExportkitError) -> str:
+    """Returns what an error says, in one line; of an export that failed, the root cause and where it is."""
+    cause, attempt = error.__cause__, getattr(error, "attempt", None)
+    found = _root_cause(cause, attempt) if cause is not None and attempt is not None else None
+    if found is None:
+        what, *lines = str(error).splitlines()
+        got = next((line.removeprefix("  got: ") for line in lines if line.startswith("  got: ")), "")
+        return f"{what} {got}".strip()[:300]
+    place = str(found.place or "").partition("\n")[0]
+    return f"{found.what} ({place})" if place else found.what
 
 
 def _explained(error: ExportError, cause: BaseException) -> ExportError:

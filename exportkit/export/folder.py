@@ -15,23 +15,28 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from exportkit.errors import DestinationError, ExportkitError
-from exportkit.export.clients import Runtime, for_runtime, write_client_files
+from exportkit.errors import DestinationError, ExportkitError, InvalidRequestError
+from exportkit.export.clients import Runtime, for_runtime, write_client_files, write_configs
 from exportkit.export.exported import Exported
-from exportkit.export.layout import layout_of, rename_inputs
+from exportkit.export.layout import Layout, layout_of, layout_of_program, rename_inputs
 from exportkit.export.manifest import damaged, dump_program, inside, load_program
 from exportkit.export.onnx_model import OnnxModel
+from exportkit.export.onnx_programs import OnnxPrograms
+from exportkit.export.programs import ExportedPrograms, Split
 from exportkit.export.saved import Saved
 from exportkit.export.session import require_onnxruntime
 from exportkit.export.stateful import onnx_model_of
 from exportkit.export.translate import check_destination
 from exportkit.observe.json_file import read_json_file
 from exportkit.observe.storage import versions
+
+if TYPE_CHECKING:
+    from exportkit.verify import Report
 
 MANIFEST, REPORT_TEXT, REPORT_JSON = "manifest.json", "report.txt", "report.json"
 PAGE = "report.html"  # made later; goes with the proof that it shows
@@ -54,19 +59,48 @@ def save_folder(
         require_onnxruntime()
     exported = for_runtime(exported, runtime)
     with _filled(target) as folder:
-        onnx_model = _write_graphs(exported, folder, opset)
+        onnx_model = _write_graphs(exported, layout_of(exported), folder, opset)
         exported = write_client_files(onnx_model.exported, onnx_model.file, folder)
         onnx_model = onnx_model_of(onnx_model.file, exported, onnx_model.parts)
         saved = Saved.of(exported, with_cases=verify or values)
         if verify:
-            _write_report(onnx_model, saved, folder, target)
-        program = dump_program(onnx_model, saved, folder, values)
-        text = json.dumps(_manifest(program, folder), indent=1, allow_nan=False)
-        (folder / MANIFEST).write_text(text + "\n", "utf-8")
+            _write_report(exported.seconds, _proven_by(onnx_model, saved), folder, target)
+        _write_manifest(folder, {"program": dump_program(onnx_model, saved, folder, values)})
     return _moved(onnx_model, target)
 
 
-def load_folder(directory: str | os.PathLike[str]) -> OnnxModel:
+def save_programs(
+    exported: ExportedPrograms,
+    directory: str | os.PathLike[str],
+    *,
+    runtime: Runtime | None = None,
+    opset: int | None = None,
+    values: bool = True,
+    verify: bool = True,
+) -> OnnxPrograms:
+    """Writes a folder with several programs of one model; see `ExportedPrograms.save`."""
+    if runtime is not None:
+        raise InvalidRequestError("A runtime takes one graph.", where=repr(exported), got=exported.split.text)
+    target = check_folder(Path(directory))
+    if verify:
+        require_onnxruntime()
+    with _filled(target) as folder:
+        write_configs(exported.model, folder)
+        graphs, saved, described = {}, {}, {}
+        for name, program in exported.programs.items():
+            graphs[name] = _write_graphs(program, layout_of_program(program, name), folder, opset)
+            saved[name] = _saved(graphs[name], with_cases=verify or values)
+        if verify:
+            proven = {name: _proven_by(graph, saved[name]) for name, graph in graphs.items()}
+            first = next(iter(exported.programs.values()))
+            _write_report(first.seconds, OnnxPrograms(proven, exported.split), folder, target)
+        for name, graph in graphs.items():
+            described[name] = dump_program(graph, saved[name], folder, values, f"{name}/")
+        _write_manifest(folder, {"split": exported.split.data(), "programs": described})
+    return OnnxPrograms({name: _moved(graph, target) for name, graph in graphs.items()}, exported.split)
+
+
+def load_folder(directory: str | os.PathLike[str]) -> OnnxModel | OnnxPrograms:
     """Returns the exported model of a folder that `Exported.save` wrote, to be called like the model.
 
     The model itself is not needed. ``verify()`` replays the recorded calls and those at unseen sizes, and compares with
@@ -96,15 +130,17 @@ def load_folder(directory: str | os.PathLike[str]) -> OnnxModel:
         digests = {inside(folder, name): str(item["sha256"]) for name, item in data["files"].items()}
         for file in digests:
             _check_present(file, data["files"][file.relative_to(folder).as_posix()]["bytes"])
-        return load_program(folder, data["program"], digests)
+        if "programs" not in data:
+            return load_program(folder, data["program"], digests)
+        programs = {name: load_program(folder, program, {}) for name, program in data["programs"].items()}
+        return OnnxPrograms(programs, Split.of(data["split"]), digests)
     except ExportkitError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
         raise damaged(folder / MANIFEST, f"{type(error).__name__}: {error}") from error
 
 
-def _write_graphs(exported: Exported, folder: Path, opset: int | None) -> OnnxModel:
-    layout = layout_of(exported)
+def _write_graphs(exported: Exported, layout: Layout, folder: Path, opset: int | None) -> OnnxModel:
     translated, file = exported.translated(folder / layout.file, opset)
     parts = {}
     for name, part in exported.parts.items():
@@ -113,11 +149,16 @@ def _write_graphs(exported: Exported, folder: Path, opset: int | None) -> OnnxMo
     return onnx_model_of(rename_inputs(file, layout.renamed), translated, parts)
 
 
-def _write_report(onnx_model: OnnxModel, saved: Saved, folder: Path, target: Path) -> None:
-    """Proves what was written, as `load_folder` finds it again."""
+def _saved(onnx_model: OnnxModel, with_cases: bool) -> Saved:
+    assert isinstance(onnx_model.exported, Exported)
+    return Saved.of(onnx_model.exported, with_cases)
+
+
+def _write_report(seconds: dict[str, float], proven: OnnxModel | OnnxPrograms, folder: Path, target: Path) -> None:
+    """Proves what was written, as `load_folder` finds it again, and adds how long that took."""
     started = time.perf_counter()
-    report = _proven_by(onnx_model, saved).verify()
-    onnx_model.exported.seconds["verify"] = time.perf_counter() - started
+    report: Report = proven.verify()
+    seconds["verify"] = time.perf_counter() - started
     (folder / REPORT_TEXT).write_text(f"{report}\n", "utf-8")
     (folder / REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
     if not report.ok:
@@ -136,7 +177,12 @@ def _moved(onnx_model: OnnxModel, target: Path) -> OnnxModel:
     return onnx_model_of(file, onnx_model.exported, parts)
 
 
-def _manifest(program: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _write_manifest(folder: Path, programs: Mapping[str, Any]) -> None:
+    text = json.dumps(_manifest(programs, folder), indent=1, allow_nan=False)
+    (folder / MANIFEST).write_text(text + "\n", "utf-8")
+
+
+def _manifest(programs: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         "format": _FORMAT,
@@ -144,7 +190,7 @@ def _manifest(program: dict[str, Any], folder: Path) -> dict[str, Any]:
         "written_by": versions("exportkit", "torch", "transformers", "onnx", "onnxscript", "onnxruntime"),
         "peak_bytes": _peak_bytes(),
         "files": {path.relative_to(folder).as_posix(): _described(path) for path in files},
-        "program": program,
+        **programs,
     }
 
 

@@ -54,6 +54,11 @@ def layout_of(exported: Exported) -> Layout:
     return Layout("decoder_model_merged.onnx", files, {**_DECODER, states: "encoder_hidden_states"})
 
 
+def layout_of_program(exported: Exported, name: str) -> Layout:
+    """Returns the names for one of several programs of a model, which no client knows."""
+    return Layout(f"model.{name}.onnx", {part: f"model.{name}.{part}.onnx" for part in exported.parts})
+
+
 def rename_inputs(file: OnnxFile, renamed: Mapping[str, str]) -> OnnxFile:
     """Gives inputs of an ONNX file other names, and sorts caches by layer, as optimum fills them by position.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,8 @@ from exportkit.export.extra_outputs import with_outputs
 from exportkit.export.failure import explained
 from exportkit.export.module_state import STATE, WithState, with_module_state
 from exportkit.export.program import capture_somehow
+from exportkit.export.programs import ExportedPrograms
+from exportkit.export.split import split_export, wrong_on_a_cluster
 from exportkit.export.weights import with_weights
 from exportkit.observe import InputObserver, Observation
 from exportkit.patching import (
@@ -56,8 +58,12 @@ def export(
     outputs: Mapping[str, Any] | None = None,
     probe: bool = True,
     weights: str | os.PathLike[str] | None = None,
-) -> Exported:
+) -> Exported | ExportedPrograms:
     """Returns the model as one traced program that serves every call like those that were observed, at any size.
+
+    Where no one program can, there is one for each kind of calls, as `ExportedPrograms`: calls that give the same
+    inputs, with an empty or a filled cache, and one token or several. Each is proven before; if one cannot be, the
+    error is about the one program. A plan is for one program in any case.
 
     Nothing is given by hand: what varies comes from the observed calls, and the model is run a few times more to
     confirm it. The model, its hooks and all registries are afterwards as they were.
@@ -90,12 +96,42 @@ def export(
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidTypeError("Only a torch.nn.Module can be exported.", got=type(model).__name__)
-    seconds: dict[str, float] = {}
-    started = time.perf_counter()
     model = with_weights(model, weights)
-    root = model
-    model, plan, method = _plan(model, observer_or_plan, outputs or {}, probe)
-    seconds["plan"] = time.perf_counter() - started
+    subject, source, method = _subject(model, observer_or_plan, outputs or {})
+    if isinstance(source, Plan):
+        return _one_graph(subject, method, source)
+
+    def plan_of(calls: Observation) -> Plan:
+        return plan_calls(calls, subject if probe else None, method)
+
+    def export_of(plan: Plan) -> Exported:
+        return _one_graph(subject, method, plan)
+
+    exported = _one_graph_or_several(source, plan_of, export_of)
+    return _with_parts(exported, model, observer_or_plan, probe)
+
+
+def _one_graph_or_several(
+    observation: Observation, plan_of: Callable[[Observation], Plan], export_of: Callable[[Plan], Exported]
+) -> Exported | ExportedPrograms:
+    """One graph for all calls; where that fails, a program for each cluster of them, if each is proven."""
+    started = time.perf_counter()
+    try:
+        plan = plan_of(observation)
+        planned = time.perf_counter() - started
+        exported = export_of(plan)
+    except (ExportError, PlanError) as error:
+        programs = split_export(observation, error, plan_of, export_of)
+        if programs is None:
+            raise
+        return programs
+    exported.seconds["plan"] = planned
+    why = wrong_on_a_cluster(exported, observation)
+    return (split_export(observation, why, plan_of, export_of) if why else None) or exported
+
+
+def _one_graph(model: torch.nn.Module, method: str, plan: Plan) -> Exported:
+    seconds: dict[str, float] = {}
     try:
         exported = traced(model, method, plan, seconds)
     except ExportError:
@@ -109,18 +145,34 @@ def export(
         *_mode_findings(model),
         *_state_findings(model),
     ]
-    exported = replace(exported, plan=exported.plan.with_findings(findings))
-    return _with_parts(exported, root, observer_or_plan, probe)
+    return replace(exported, plan=exported.plan.with_findings(findings))
 
 
-def _with_parts(exported: Exported, root: torch.nn.Module, source: Any, probe: bool) -> Exported:
-    parts = source.parts if isinstance(source, InputObserver) else {}
-    modules = {name: root.get_submodule(part.module) for name, part in parts.items()}
-    return replace(
-        exported,
-        parts={name: export(modules[name], part.observation, probe=probe) for name, part in parts.items()},
-        edges={name: part.edges for name, part in parts.items()},
-    )
+def _with_parts(
+    exported: Exported | ExportedPrograms, root: torch.nn.Module, source: Any, probe: bool
+) -> Exported | ExportedPrograms:
+    """The export with those of the parts that feed it; of several programs, each that takes what a part returns."""
+    found = source.parts if isinstance(source, InputObserver) else {}
+    modules = {name: root.get_submodule(part.module) for name, part in found.items()}
+    parts = {name: _part(modules[name], part.observation, probe) for name, part in found.items()}
+    edges = {name: part.edges for name, part in found.items()}
+    if isinstance(exported, Exported):
+        return replace(exported, parts=parts, edges=edges)
+    programs = {}
+    for name, program in exported.programs.items():
+        fed = {n for n in parts if any(path.startswith(e.target) for e in edges[n] for path in program.plan.by_path)}
+        programs[name] = replace(
+            program,
+            parts={n: part for n, part in parts.items() if n in fed},
+            edges={n: edge for n, edge in edges.items() if n in fed},
+        )
+    return replace(exported, programs=programs)
+
+
+def _part(module: torch.nn.Module, observation: Observation, probe: bool) -> Exported:
+    module, calls, method = _subject(module, observation, {})
+    assert isinstance(calls, Observation)
+    return _one_graph(module, method, plan_calls(calls, module if probe else None, method))
 
 
 def traced(
@@ -175,10 +227,10 @@ def _without_extended(plan: Plan) -> Plan | None:
     return plan.with_findings([Finding("fixed by the trace", ", ".join(extended), text)])
 
 
-def _plan(
-    model: torch.nn.Module, source: Any, outputs: Mapping[str, Any], probe: bool
-) -> tuple[torch.nn.Module, Plan, str]:
-    """The model in the form to export, its plan and the method.
+def _subject(
+    model: torch.nn.Module, source: Any, outputs: Mapping[str, Any]
+) -> tuple[torch.nn.Module, Observation | Plan, str]:
+    """The model in the form to export, its calls or the plan that was given, and the method.
 
     In that form what it keeps on its modules is an argument, and what is captured of them is in its result.
     """
@@ -199,8 +251,7 @@ def _plan(
             model, observation = with_outputs(model, observation.method_name, observation, outputs)
         stateful = with_module_state(model, observation.method_name, observation)
         model, observation = (model, observation) if stateful is None else stateful
-        plan = plan_calls(observation, model if probe else None, observation.method_name)
-        return model, plan, observation.method_name
+        return model, observation, observation.method_name
     raise InvalidTypeError(
         "export needs to know how the model is called.",
         expected="an InputObserver, its observation, or a Plan",

@@ -110,6 +110,7 @@ class OnnxModel:
         own, made = self._from_parts(args, kwargs)
         found = _given_tensors(self.exported.observation.signature, args, own, self.exported.baked_constants())
         given = as_simplified({**found, **made}, plan.joined, plan.unused)
+        given = {path: t for path, t in given.items() if path in plan.by_path or t.numel()}  # an empty cache is none
         _check(plan, given)
         return given
 
@@ -153,6 +154,10 @@ class OnnxModel:
         """Returns tensors by path as the nested value that the model returns; None stands for one that is absent."""
         tree = self.exported.outputs.with_leaves(tensors)
         return with_split_lists(tree, self.exported.member_rows).build()
+
+    def stateless(self) -> OnnxModel:
+        """Returns the graph as it is: what a model keeps on its modules is an input and an output of it."""
+        return self
 
     def verify(self, unseen: bool = True) -> Report:
         """Returns the proof: a row for each recorded call, and for calls at sizes that nobody has run.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.arguments import Arguments, Fills, build_arguments, run_eager, unseen_sizes
+from exportkit.arguments import Arguments, Fills, build_arguments, run_leniently, unseen_sizes
 from exportkit.axes import Plan
 from exportkit.errors import DestinationError
 from exportkit.export.audit import Guard, guards_of
@@ -122,32 +122,36 @@ class Saved:
         found: Observation = self.plan.calls
         return found
 
-    def check_files(self) -> tuple[str, ...]:
-        """Returns a sentence for each file that was edited since, of those that a proof does not depend on.
-
-        Raises:
-            DestinationError: if any other file is not the one that was saved.
-        """
-        edited = []
-        for path, digest in self.digests.items():
-            with path.open("rb") as content:
-                found = hashlib.file_digest(content, "sha256").hexdigest()
-            if found == digest:
-                continue
-            if path.name not in _EDITABLE:
-                raise DestinationError(
-                    "A file of an exported model is not the one that was saved.",
-                    where=str(path),
-                    expected=f"SHA-256 {digest}",
-                    got=found,
-                    hint="copy the folder again; what is changed on purpose has to be saved and proven anew.",
-                )
-            edited.append(f"{path.name} was edited since the folder was saved.")
-        return tuple(edited)
-
     def baked_constants(self) -> dict[str, Any]:
         """Returns the Python values that are part of the graph, by path."""
         return {constant.path: constant.value for constant in self.plan.constants}
+
+
+def check_files(digests: Mapping[Path, str]) -> tuple[str, ...]:
+    """Returns a sentence for each file that was edited since, of those that a proof does not depend on.
+
+    Args:
+        digests: SHA-256 of each file by path, as they were saved.
+
+    Raises:
+        DestinationError: if any other file is not the one that was saved.
+    """
+    edited = []
+    for path, digest in digests.items():
+        with path.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found == digest:
+            continue
+        if path.name not in _EDITABLE:
+            raise DestinationError(
+                "A file of an exported model is not the one that was saved.",
+                where=str(path),
+                expected=f"SHA-256 {digest}",
+                got=found,
+                hint="copy the folder again; what is changed on purpose has to be saved and proven anew.",
+            )
+        edited.append(f"{path.name} was edited since the folder was saved.")
+    return tuple(edited)
 
 
 def unseen_cases(exported: Exported | Saved) -> Iterator[Case]:
@@ -164,7 +168,8 @@ def unseen_cases(exported: Exported | Saved) -> Iterator[Case]:
             built = build_arguments(exported.plan, exported.observation, item.sizes)
             arguments = _without_stored(exported, built, item.sizes)
             started = time.perf_counter()
-            outputs = flatten(run_eager(exported.model, exported.method, arguments))
+            returned, arguments = run_leniently(exported.plan, exported.model, exported.method, arguments)
+            outputs = flatten(returned)
         except Exception as error:
             reason = " ".join(str(error).split())[:240]
             yield Case(item.label, item.sizes, error=f"the model itself raises {type(error).__name__}: {reason}")

@@ -47,7 +47,11 @@ class StatefulOnnxModel(OnnxModel):
         Args:
             unseen: Also try sizes that were not recorded; the model runs them in eager mode as the truth.
         """
-        return OnnxModel(self.file, self.exported, self.parts).verify(unseen)
+        return self.stateless().verify(unseen)
+
+    def stateless(self) -> OnnxModel:
+        """Returns the graph without a memory: the state is an argument, and in what it returns."""
+        return OnnxModel(self.file, self.exported, self.parts)
 
     def _goes_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.module_state is None:

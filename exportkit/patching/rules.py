@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from exportkit.patching.blind_rows import has_square_mask, zeros_for_blind_rows
 from exportkit.patching.chunks import has_chunk_scan, traced_chunk_scan
 from exportkit.patching.delta_rule import has_delta_rule, traced_delta_rule
 from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
@@ -65,6 +66,7 @@ RULES = (
     Rule("positions of image tokens worked out in the graph", has_rope_index, rope_index_in_graph),
     Rule("tiles of images packed by one selection", has_tiles, tiles_in_graph),
     Rule("images selected out of their padding", has_padded_images, padded_images),
+    Rule("attention of tokens that see nothing is zero", has_square_mask, zeros_for_blind_rows),
 )
 
 # Needed where placeholders in the token ids stand for rows of an input, which is seen from values and not from a call.

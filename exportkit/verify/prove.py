@@ -12,7 +12,7 @@ import torch
 from exportkit.arguments import Arguments, as_simplified, recorded_call, solve_sizes
 from exportkit.axes import Plan
 from exportkit.errors import ExportkitError
-from exportkit.export import Case, Exported, OnnxModel, Saved, unseen_cases
+from exportkit.export import Case, Exported, OnnxModel, OnnxPrograms, Saved, check_files, unseen_cases
 from exportkit.trees import flatten
 from exportkit.verify.assembled import assembled_rows
 from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions, visible_tail
@@ -32,7 +32,7 @@ def verify(onnx_model: OnnxModel, unseen: bool = True) -> Report:
         unseen: Also try sizes that were not recorded.
     """
     exported = onnx_model.exported
-    notes = exported.check_files() if isinstance(exported, Saved) else ()
+    notes = check_files(exported.digests) if isinstance(exported, Saved) else ()
     recorded = range(len(exported.observation.calls)) if exported.observation.has_values else ()
     rows = [_recorded_row(onnx_model, index) for index in recorded]
     further = [_unseen_row(onnx_model, case) for case in unseen_cases(exported)] if unseen else []
@@ -43,15 +43,35 @@ def verify(onnx_model: OnnxModel, unseen: bool = True) -> Report:
     return Report(tuple(rows), min(_ENOUGH_UNSEEN, len(further)), findings, parts)
 
 
-def _recorded_row(onnx_model: OnnxModel, index: int) -> Row:
+def verify_programs(programs: OnnxPrograms, unseen: bool = True) -> Report:
+    """Returns the proof of several ONNX models for one: that each call reaches the right one, and that of each.
+
+    Args:
+        programs: The models.
+        unseen: Also try sizes that were not recorded.
+    """
+    notes = check_files(programs.digests)
+    programs = OnnxPrograms({name: program.stateless() for name, program in programs.programs.items()}, programs.split)
+    reports = {name: verify(program, unseen) for name, program in programs.programs.items()}
+    rows = []
+    for name, program in programs.programs.items():
+        observation = program.exported.observation
+        for index, number in enumerate(programs.split.calls[name] if observation.has_values else ()):
+            args, kwargs = recorded_call(observation, index).call()
+            row = _recorded_row(program, index, lambda args=args, kwargs=kwargs: programs(*args, **kwargs))
+            rows.append((number, replace(row, label=f"{number} ({name})")))
+    return Report(
+        tuple(row for _, row in sorted(rows, key=lambda pair: pair[0])), 0, (programs.split.text, *notes), reports
+    )
+
+
+def _recorded_row(onnx_model: OnnxModel, index: int, run: Callable[[], Any] | None = None) -> Row:
     exported = onnx_model.exported
     call = exported.observation.calls[index]
     shapes = {path: tuple(tensor.shape) for path, tensor in call.tensors().items()}
-    sizes = solve_sizes(exported.plan, shapes)
+    row = Row("recorded", str(index), solve_sizes(exported.plan, shapes), "proven")
     arguments = recorded_call(exported.observation, index)
-    return _row(
-        onnx_model, Row("recorded", str(index), sizes, "proven"), arguments, call.outputs.tensors(), call.latency
-    )
+    return _row(onnx_model, row, arguments, call.outputs.tensors(), call.latency, run)
 
 
 def _unseen_row(onnx_model: OnnxModel, case: Case) -> Row:

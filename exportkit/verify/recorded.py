@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from exportkit.arguments import fill_missing, plan_calls
 from exportkit.axes import Plan
 from exportkit.errors import ArgumentError, ExportkitError, InvalidTypeError
-from exportkit.export import OnnxModel, Session
+from exportkit.export import OnnxModel, OnnxPrograms, Session
 from exportkit.export.names import input_names
 from exportkit.observe import Call, Observation
 from exportkit.verify.compare import find_mask, visible_by_shape
@@ -48,6 +48,8 @@ def check_recorded_calls(
 ) -> list[dict[str, Any]]:
     """Returns one row for each recorded call, as `InputObserver.check_discrepancies` describes them."""
     observation.require_calls()
+    if isinstance(onnx_model, OnnxPrograms):
+        return _rows_of_programs(observation, onnx_model, (tolerance, progress_bar, include_io))
     session = _session(onnx_model)
     plan = plan_calls(observation)
     paths = _paths_of_inputs(session, observation)
@@ -62,6 +64,16 @@ def check_recorded_calls(
             row |= {"inputs": feeds, "outputs_torch": _expected(call), "outputs_onnx": outputs}
         rows.append(row)
     return rows
+
+
+def _rows_of_programs(observation: Observation, programs: OnnxPrograms, how: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """The rows of several programs for one model, each with the calls that are for it."""
+    rows = []
+    for name, program in programs.programs.items():
+        calls = tuple(call for call in observation.calls if call.index in programs.split.calls[name])
+        if calls:
+            rows += check_recorded_calls(replace(observation, calls=calls), program, *how)
+    return sorted(rows, key=lambda row: row["index"])
 
 
 def _session(onnx_model: Any) -> Session:
