@@ -49,8 +49,8 @@ for arguments in (ours.infer_arguments(), ours.infer_arguments(exportable=True))
     try:
         torch.export.export(model, (), arguments, dynamic_shapes=shapes)
         print(exportkit.string_type(arguments, with_shape=True), "exported")
-    except Exception as error:
-        print(type(error).__name__, "-", next(line for line in str(error).splitlines() if "size" in line)[:100])
+    except ValueError as error:
+        print(*[line for line in str(error).splitlines() if "specialized" in line], sep="\n")
 
 # %%
 # Or leave it to ``export``, which also proves the graph.
