@@ -31,6 +31,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"exportkit\.(?!errors)\w+\..*"),
     ("py:.*", r".*\[.*"),
     ("py:exc", r"\w+(Error|Failure)"),
+    ("py:class", r"OnnxFile|Saved"),  # imported for the type checker only, so that their module is not known
 ]
 
 html_theme = "furo"
