@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint type docs doctest gallery bench clients build clean
+.PHONY: help setup demo test lint type docs doctest gallery bench peers clients build clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-8s  %s\n", $$1, $$2}'
@@ -79,6 +79,9 @@ bench: $(STAMP)  ## Run the benchmarks
 	@$(BIN)/python benchmarks/capture.py
 	@$(BIN)/python benchmarks/trace.py
 	@$(BIN)/python benchmarks/export.py
+
+peers: $(STAMP)  ## Let three tools export the same models (docs/comparison.rst)
+	@$(BIN)/python benchmarks/peers.py
 
 # optimum-onnx needs an older transformers than exportkit is tested with, hence the second environment.
 $(OTHER)/.stamp: tests/clients/requirements.txt constraints.txt

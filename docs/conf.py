@@ -24,6 +24,16 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 
+# A reference that leads nowhere is an error, but for types in signatures: of other packages, and of inner modules.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(collections|os|pathlib|re|torch|typing)\..*"),
+    ("py:.*", r"exportkit\.(?!errors)\w+\..*"),
+    ("py:.*", r".*\[.*"),
+    ("py:exc", r"\w+(Error|Failure)"),
+    ("py:class", r"OnnxFile|Saved"),  # imported for the type checker only, so that their module is not known
+]
+
 html_theme = "furo"
 html_title = f"exportkit {release}"
 

@@ -116,6 +116,11 @@ def is_tracing() -> bool:
     return fake_mode() is not None
 
 
+def is_transformed() -> bool:
+    """Returns whether the current thread runs inside torch.func. Seen in torch 2.13."""
+    return _tracing_questions()[0]() is not None
+
+
 @functools.cache
 def _tracing_questions() -> tuple[Callable[[], Any], ...]:
     return (
@@ -149,6 +154,16 @@ def copies_on_write(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None
             return list(map(clone, tensors))
         except RuntimeError:  # of one of them at least
             return [_copy_on_write(clone, tensor) for tensor in tensors]
+
+
+def copy_on_write(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns what `copies_on_write` does, for one tensor. Seen in torch 2.13."""
+    clone = getattr(torch, "_lazy_clone", None)
+    try:
+        with _copy_on_write_lock:
+            return None if clone is None else clone(tensor)
+    except RuntimeError:  # as in `_copy_on_write`
+        return None
 
 
 def _copy_on_write(clone: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:
@@ -460,7 +475,13 @@ def _exporter_module(name: str) -> Any:
 
 def in_backward() -> bool:
     """Returns whether the thread runs a backward pass, where checkpointed layers run again. Seen in torch 2.13."""
-    return bool(_require(torch._C, "_current_graph_task_id", "torch 2.13")() != -1)
+    return bool(_current_graph_task()() != -1)
+
+
+@functools.cache
+def _current_graph_task() -> Callable[[], int]:
+    found: Callable[[], int] = _require(torch._C, "_current_graph_task_id", "torch 2.13")
+    return found
 
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
@@ -619,3 +640,21 @@ def scientific_text(tensor: torch.Tensor) -> str:
 
     with _printing, _require(torch._tensor_str, "printoptions", "torch 2.13")(sci_mode=True, linewidth=120):
         return repr(tensor)
+
+
+def paths_of_modules(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
+    """Returns all paths to each module inside a model, in the order of ``named_modules``. Seen in torch 2.13.
+
+    ``named_modules`` passes each module up through a generator for each level, which takes three times as long.
+    """
+    paths = {model: [""]}
+
+    def walk(module: torch.nn.Module, prefix: str) -> None:
+        for name, child in module._modules.items():
+            if child is not None:
+                paths.setdefault(child, []).append(prefix + name)
+                if child._modules:
+                    walk(child, f"{prefix}{name}.")
+
+    walk(model, "")
+    return paths

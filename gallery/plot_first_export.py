@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import exportkit
-from exportkit import InputObserver, make_dynamic_cache, string_type
+from exportkit import InputObserver, string_type
 
 # %%
 # An axis whose size changed between the calls is dynamic. The first axis of ``y`` was 1 each time: it stays static.
@@ -28,41 +28,6 @@ with observer(model):
         model(torch.randn(x_shape), torch.randn(y_shape))
 print(observer.num_obs(), "calls:", observer.infer_dynamic_shapes())
 print("arguments:", string_type(observer.infer_arguments(), with_shape=True))
-
-# %%
-# A language model gets a prompt first, then one token after another and a cache that grows. The batch was 1 in both
-# calls; ``set_batch_dimension_for=True`` makes it dynamic in every input.
-
-
-class LanguageModel(torch.nn.Module):
-    def forward(self, input_ids, attention_mask=None, past_key_values=None):
-        return input_ids
-
-
-model, observer = LanguageModel(), InputObserver()
-with observer(model):
-    for tokens, total in ((10, 10), (1, 11)):
-        ids, mask = torch.ones((1, tokens), dtype=torch.int64), torch.ones((1, total), dtype=torch.int64)
-        layers = [(torch.rand(1, 4, total, 32), torch.rand(1, 4, total, 32)) for _ in range(2)]
-        model(input_ids=ids, attention_mask=mask, past_key_values=make_dynamic_cache(layers))
-for name, shapes in observer.infer_dynamic_shapes(set_batch_dimension_for=True).items():
-    print(f"{name}: {shapes}")
-print("arguments:", string_type(observer.infer_arguments(), with_shape=True))
-
-# %%
-# Only the first call has an image. ``value_if_missing`` says what stands for it in the others.
-
-
-class Multimodal(torch.nn.Module):
-    def forward(self, input_ids, pixel_values=None):
-        return input_ids
-
-
-model, observer = Multimodal(), InputObserver(value_if_missing={"pixel_values": torch.empty((0, 3, 224, 224))})
-with observer(model):
-    model(input_ids=torch.ones((1, 12), dtype=torch.int64), pixel_values=torch.rand(1, 3, 224, 224))
-    model(input_ids=torch.ones((1, 1), dtype=torch.int64))
-print(observer.infer_dynamic_shapes())
 
 # %%
 # Now a real model: a tiny Llama generates with batch 1. The mask has one 0, padding on the left, because ``generate``

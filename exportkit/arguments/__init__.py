@@ -1,7 +1,7 @@
 """Stage 3, build: sizes, tensors and dynamic shapes from a plan, and the runs of the model that confirm it."""
 
 from exportkit.arguments.audit import one_size
-from exportkit.arguments.build import Arguments, build_arguments, recorded_call
+from exportkit.arguments.build import Arguments, build_arguments, recorded_call, with_integers_below
 from exportkit.arguments.compare import close, outputs_close, tolerances
 from exportkit.arguments.eager import replayed, run_eager
 from exportkit.arguments.echoes import value_at
@@ -58,6 +58,7 @@ __all__ = [
     "solve_sizes",
     "tolerances",
     "unseen_sizes",
+    "with_integers_below",
     "value_at",
     "with_joined_lists",
     "with_split_lists",

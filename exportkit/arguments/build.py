@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from exportkit.arguments.tensors import marked, padded, resize, with_tokens
+from exportkit.arguments.tensors import integers_below, marked, padded, resize, with_tokens
 from exportkit.axes import Blocks, Plan, needed_tokens, tokens_fit
 from exportkit.errors import ArgumentError
 from exportkit.observe import Observation
@@ -117,6 +117,15 @@ def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, in
     }
     past = plan.with_role("past")
     return Arguments(trees, observation, None if past is None else sizes[past.name])
+
+
+def with_integers_below(arguments: Arguments, limit: int) -> Arguments:
+    """Returns the arguments with integers that can be indices along an axis of that size."""
+    trees = {
+        name: tree.with_leaves({path: integers_below(tensor, limit) for path, tensor in tree.tensors().items()})
+        for name, tree in arguments.trees.items()
+    }
+    return replace(arguments, trees=trees)
 
 
 def _relate_values(

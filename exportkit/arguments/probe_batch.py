@@ -24,6 +24,7 @@ from exportkit.observe import Observation
 from exportkit.trees import Tree, join
 
 _MOST_CHOICES = 32  # ways to choose the batch axes that are tried, an eager run or two each
+_MOST_LEFT_OUT = 8  # the same, without some of the inputs
 _VARIABLE = "confirmed_batch"
 
 # Path -> axis, and how many rows of it belong to one row of the batch; None if that is another number in each row.
@@ -40,8 +41,8 @@ def confirm_batch(plan: Plan, asked: AskedModel) -> Plan:
     rows |= {path: (0, None) for grid in plan.grids for path in (grid.path, grid.rows)}
     if plan.grids and all(not leaf.sizes[0].is_static for leaf in plan.leaves if leaf.sizes):
         return plan
-    for size in _sizes(asked.table):
-        tried = ({**choice, **rows} for choice in _choices(asked.table, size, rows))
+    for choices, size in itertools.product((_choices, _choices_of_some), _sizes(asked.table)):
+        tried = ({**choice, **rows} for choice in choices(asked.table, size, rows))
         choice = next((choice for choice in tried if _rows_repeat(asked, choice)), None)
         if choice is not None:
             evidence = f"always {size}; with rows repeated, the outputs repeated too"
@@ -73,10 +74,7 @@ def _choices(table: CallTable, size: int, apart: Collection[str]) -> Iterator[Ch
     The leaves of one argument take the same choice, as the layers of a cache do. Inputs without such an axis are left
     as they are, and then repeated on their first axis if that is a multiple of the size. Those ``apart`` are left out.
     """
-    axes: dict[str, dict[str, list[int]]] = {}
-    for leaf, axis, sizes in table.axes():
-        if known(sizes) == {size} and leaf.growing != axis and leaf.path not in apart:
-            axes.setdefault(leaf.argument, {}).setdefault(leaf.path, []).append(axis)
+    axes = _axes_of_size(table, size, apart)
     if not axes:
         return
     rows = _rows(table, size, {*apart, *(path for leaves in axes.values() for path in leaves)})
@@ -90,6 +88,28 @@ def _choices(table: CallTable, size: int, apart: Collection[str]) -> Iterator[Ch
         yield chosen
         if rows:
             yield {**chosen, **rows}
+
+
+def _choices_of_some(table: CallTable, size: int, apart: Collection[str]) -> Iterator[Choice]:
+    """Yields choices of the first such axis that leave inputs out, few at first: some are shared by all rows."""
+    axes = _axes_of_size(table, size, apart)
+    left_out = (left for count in range(1, len(axes)) for left in itertools.combinations(axes, count))
+    for left in itertools.islice(left_out, _MOST_LEFT_OUT):
+        yield {
+            path: (found[0], 1)
+            for argument, leaves in axes.items()
+            if argument not in left
+            for path, found in leaves.items()
+        }
+
+
+def _axes_of_size(table: CallTable, size: int, apart: Collection[str]) -> dict[str, dict[str, list[int]]]:
+    """Axes that always have a size, by argument and path."""
+    axes: dict[str, dict[str, list[int]]] = {}
+    for leaf, axis, sizes in table.axes():
+        if known(sizes) == {size} and leaf.growing != axis and leaf.path not in apart:
+            axes.setdefault(leaf.argument, {}).setdefault(leaf.path, []).append(axis)
+    return axes
 
 
 def _rows(table: CallTable, size: int, taken: set[str]) -> Choice:

@@ -42,6 +42,12 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
     return result.contiguous()
 
 
+def integers_below(tensor: torch.Tensor, limit: int) -> torch.Tensor:
+    """Returns the remainders of integers, all below a limit; other types and masks of zeros and ones as they are."""
+    other = tensor.dtype is torch.bool or tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor if other or limit < 1 or not tensor.numel() or int(tensor.max()) < _MASK_VALUES else tensor % limit
+
+
 def padded(mask: torch.Tensor) -> torch.Tensor:
     """Returns a mask of ones with the first position of its first row hidden, as padding on the left does."""
     if mask.shape[0] and mask.shape[-1] > 1:

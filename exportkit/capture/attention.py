@@ -35,10 +35,11 @@ def fused_configs(model: torch.nn.Module, matches: Sequence[Match]) -> list[Any]
 
     These are the configs of the modules, of what is inside them, and of what they are inside of, which makes the mask.
     """
-    modules: dict[torch.nn.Module, None] = {}
-    for match in matches:
-        if _wants_weights(match):
-            modules |= dict.fromkeys((*_ancestors(model, match.path), *match.module.modules()))
+    wanted = [match for match in matches if _wants_weights(match)]
+    around = dict.fromkeys(path for match in wanted for path in _paths_around(match.path))
+    modules: dict[torch.nn.Module, Any] = dict.fromkeys(map(model.get_submodule, around))
+    for match in wanted:
+        modules |= _torch_compat.paths_of_modules(match.module)
     configs: dict[int, Any] = {}
     for module in modules:
         config = vars(module).get("config")  # most have none, which getattr takes long to say
@@ -48,12 +49,12 @@ def fused_configs(model: torch.nn.Module, matches: Sequence[Match]) -> list[Any]
     ]
 
 
-def _ancestors(model: torch.nn.Module, path: str) -> list[torch.nn.Module]:
-    """The modules that a module is inside of, the model first."""
-    modules = [model]
-    for name in path.split(".")[:-1]:
-        modules.append(modules[-1].get_submodule(name))
-    return modules
+def _paths_around(path: str) -> Iterator[str]:
+    """The paths of the modules that a module is inside of, the model first."""
+    yield ""
+    for end, letter in enumerate(path):
+        if letter == ".":
+            yield path[:end]
 
 
 @contextlib.contextmanager

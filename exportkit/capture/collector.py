@@ -36,6 +36,13 @@ class Frame:
 class Collector:
     """Records what the matched modules return while it is entered.
 
+    Args:
+        model: The model.
+        matches: The modules to record.
+        keys: The keys.
+        selections: Which values of a key to keep.
+        one_call: Whether it is made for a single call, which begins now.
+
     Attributes:
         outside: The record for all that is in no call of its own.
         compiled: The record for compiled code, which knows no threads.
@@ -48,19 +55,20 @@ class Collector:
         matches: Sequence[Match],
         keys: Iterable[str],
         selections: Mapping[str, Selection] | None = None,
+        one_call: bool = False,
     ) -> None:
         self.model = model
         self.matches = matches
         self.keys = tuple(keys)
         self._selections = selections
         self.eager: frozenset[int] = frozenset()
-        self.outside = self.compiled = self.new_record()
+        self.outside = self.compiled = self.new_record() if one_call else Record(self.keys, selections)
         self._unclaimed: set[str] = set()
         self._undo = contextlib.ExitStack()
 
     def new_record(self) -> Record:
-        """Returns a record for one call."""
-        return Record(self.keys, self._selections)
+        """Returns a record for one call, which begins now."""
+        return Record(self.keys, self._selections, _torch_compat.is_tracing())
 
     def __enter__(self) -> Collector:
         with contextlib.ExitStack() as stack:
@@ -80,9 +88,9 @@ class Collector:
     def own_frame(self) -> Frame | None:
         """Returns the innermost frame of this collector that the running code belongs to."""
         frames = scope.frames()
-        if frames is None:
-            return None
-        return next((frame for frame in reversed(frames) if frame.collector is self), None)
+        if frames and frames[-1].collector is self:  # as nearly always
+            return frames[-1]
+        return next((frame for frame in reversed(frames or ()) if frame.collector is self), None)
 
     def record_here(self, match: Match) -> Record | None:
         """Returns where values of the running code go, or None if they are none of this collector's business."""
@@ -96,6 +104,11 @@ class Collector:
                 self._unclaimed.add(match.target.key)
             return None
         return frame.record
+
+    @property
+    def has_unclaimed(self) -> bool:
+        """Whether modules ran in threads that nobody can assign to a call."""
+        return bool(self._unclaimed)
 
     def warn_of_unclaimed(self, values: Mapping[str, tuple[Any, ...]]) -> None:
         """Says so if a key has no values, and modules ran in threads that nobody can assign to a call."""
@@ -205,4 +218,6 @@ class Calls:
             with self._lock:
                 self._records = [other for other in self._records if other is not record]
         elif record is not None:
-            collector.warn_of_unclaimed(record.values())
+            record.require_values()
+            if collector.has_unclaimed:
+                collector.warn_of_unclaimed(record.values())

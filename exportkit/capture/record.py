@@ -35,9 +35,12 @@ class Selection:
         return position in self._indices or position - count in self._indices
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Entry:
-    """A value, and a copy in case it is changed in place after ``version``; if ``shared``, they share memory so far."""
+    """A value, and a copy in case it is changed in place after ``version``; if ``shared``, they share memory so far.
+
+    The version is None for tensors of inference mode, which do not count their changes: then the copy is used.
+    """
 
     value: Any
     position: int
@@ -47,9 +50,10 @@ class _Entry:
     shared: bool = False
 
     def unchanged(self) -> Any:
-        if self.copy is None or (self.version is not None and self.version == _version(self.value) and self._is_same()):
+        if self.copy is None:
             return self.value
-        return self.copy
+        unchanged = self.version is not None and self.version == self.value._version and self._is_same()
+        return self.value if unchanged else self.copy
 
     def _is_same(self) -> bool:
         """Whether it was not written behind the back of its version either, through ``data``."""
@@ -60,9 +64,18 @@ class _Entry:
 
 
 class Record:
-    """Collects the values of one call, from any number of threads."""
+    """Collects the values of one call, from any number of threads.
 
-    def __init__(self, keys: Iterable[str], selections: Mapping[str, Selection] | None = None) -> None:
+    Args:
+        keys: The keys.
+        selections: Which values of a key to keep.
+        traced: Whether all of the call is traced; None if that is to be asked for each value, which takes longer.
+    """
+
+    def __init__(
+        self, keys: Iterable[str], selections: Mapping[str, Selection] | None = None, traced: bool | None = None
+    ) -> None:
+        self._traced = traced
         self._entries: dict[str, list[_Entry]] = {key: [] for key in keys}
         self._selections = selections or {}
         self._without_value: dict[str, list[str]] = {}
@@ -78,7 +91,7 @@ class Record:
             self._without_value.setdefault(key, []).append(match.path)
             return
         entries = self._entries[key]
-        entries.append(_entry(value, match.position))
+        entries.append(_entry(value, match.position, self._traced))
         if key in self._selections:
             dropped = self._selections[key].dropped(len(entries))
             if dropped is not None:
@@ -100,6 +113,15 @@ class Record:
         Raises:
             CaptureError: if modules were called, and none returned a value to collect.
         """
+        self.require_values()
+        return {key: self._of(key) for key in self._entries}
+
+    def require_values(self) -> None:
+        """Refuses a call whose modules returned nothing to collect.
+
+        Raises:
+            CaptureError: naming the modules.
+        """
         for key, paths in self._without_value.items():
             if not self._entries[key]:
                 raise CaptureError(
@@ -108,7 +130,6 @@ class Record:
                     hint="attention that is not computed eagerly has no weights to return: load the model with "
                     'attn_implementation="eager", or choose another index with OutputRecorder.',
                 )
-        return {key: self._of(key) for key in self._entries}
 
     def _of(self, key: str) -> tuple[Any, ...]:
         entries = _in_order(list(self._entries[key]))
@@ -168,20 +189,17 @@ def _parts(output: Any) -> Mapping[Any, Any] | None:
     return None
 
 
-def _entry(value: Any, position: int) -> _Entry:
+def _entry(value: Any, position: int, traced: bool | None = None) -> _Entry:
     if torch.compiler.is_dynamo_compiling():  # it follows neither versions nor threads
         return _Entry(value.clone() if isinstance(value, torch.Tensor) else value, position, 0)
     thread = threading.get_ident()
     if not isinstance(value, torch.Tensor):
         return _Entry(value, position, thread)
-    copy = None if _torch_compat.is_tracing() else _torch_compat.copies_on_write([value])[0]
-    shared = copy is not None
-    return _Entry(value, position, thread, _version(value), copy if shared else value.clone(), shared)
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """How often it was changed in place, or None for a tensor of inference mode, which does not count: use the copy."""
-    return None if tensor.is_inference() else tensor._version
+    if traced is None or _torch_compat.is_transformed():
+        traced = _torch_compat.is_tracing()
+    copy = None if traced else _torch_compat.copy_on_write(value)
+    version = None if value.is_inference() else value._version
+    return _Entry(value, position, thread, version, value.clone() if copy is None else copy, copy is not None)
 
 
 def _in_order(entries: list[_Entry]) -> list[_Entry]:

@@ -52,7 +52,7 @@ def run_captured(
     """Returns ``call()`` and what the matched modules returned in it."""
     if torch.compiler.is_dynamo_compiling():
         return _run_in_trace(model, matches, Record(keys, selections), call)
-    with Collector(model, matches, keys, selections) as collector:
+    with Collector(model, matches, keys, selections, one_call=True) as collector:
         result = call()
     values = collector.outside.values()
     collector.warn_of_unclaimed(values)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from exportkit import _torch_compat
 from exportkit.errors import InvalidRequestError, InvalidTypeError
 
 FIRST_INPUT_KEY = "hidden_states"  # its values begin with the input of the first module
@@ -91,11 +92,8 @@ def keys_of(targets: Iterable[Target]) -> list[str]:
 
 def matches_of(model: torch.nn.Module, targets: Iterable[Target]) -> list[Match]:
     """Returns the modules that the targets mean; each once for a key, however many paths lead to it."""
-    paths: dict[torch.nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(path)
     found = []
-    for position, (module, names) in enumerate(paths.items()):
+    for position, (module, names) in enumerate(_torch_compat.paths_of_modules(model).items()):
         keys: list[str] = []
         for target in targets:
             if _means(target, module, names) and target.key not in keys:

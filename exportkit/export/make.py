@@ -46,6 +46,7 @@ from exportkit.patching import (
     adapted_call,
     chunk_size_of,
     matching_rules,
+    swaps_in_force,
 )
 from exportkit.trees import flatten
 
@@ -275,9 +276,13 @@ def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments, ru
 
 
 def rule_findings(exported: Exported) -> list[Finding]:
-    """Returns what a person should know of the rewrites that were in force."""
-    rules = ", ".join(exported.captured.rules)
-    return [Finding("exported with", rules, f"exported with: {rules}.")] if rules else []
+    """Returns what a person should know of the rewrites that were in force, and of classes that were replaced."""
+    swaps = [
+        f"{original.__name__} replaced by {replacement.__name__} ({count} module{'s' if count > 1 else ''})"
+        for original, replacement, count in swaps_in_force(exported.model)
+    ]
+    rewrites = ", ".join((*exported.captured.rules, *swaps))
+    return [Finding("exported with", rewrites, f"exported with: {rewrites}.")] if rewrites else []
 
 
 def _mode_findings(model: torch.nn.Module) -> list[Finding]:

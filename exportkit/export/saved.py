@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.arguments import Arguments, Fills, build_arguments, run_leniently, unseen_sizes
+from exportkit.arguments import (
+    Arguments,
+    Fills,
+    UnseenSizes,
+    build_arguments,
+    run_leniently,
+    unseen_sizes,
+    with_integers_below,
+)
 from exportkit.axes import Plan
 from exportkit.errors import DestinationError
 from exportkit.export.audit import Guard, guards_of
@@ -164,17 +172,35 @@ def unseen_cases(exported: Exported | Saved) -> Iterator[Case]:
         yield from exported.cases
         return
     for item in unseen_sizes(exported.plan, exported.sizes):
+        yield _case(exported, item)
+
+
+def _case(exported: Exported, item: UnseenSizes) -> Case:
+    """The case of these sizes. If the model refuses the recorded values, integers get smaller: they may be indices."""
+    try:
+        built = build_arguments(exported.plan, exported.observation, item.sizes)
+        arguments = _without_stored(exported, built, item.sizes)
+    except Exception as error:
+        return _refused(item, error)
+    limits = [] if exported.plan.placeholders else sorted(set(item.sizes.values()), reverse=True)
+    errors = []
+    for limit in (None, *limits):
         try:
-            built = build_arguments(exported.plan, exported.observation, item.sizes)
-            arguments = _without_stored(exported, built, item.sizes)
-            started = time.perf_counter()
-            returned, arguments = run_leniently(exported.plan, exported.model, exported.method, arguments)
-            outputs = flatten(returned)
+            return _run(exported, item, arguments if limit is None else with_integers_below(arguments, limit))
         except Exception as error:
-            reason = " ".join(str(error).split())[:240]
-            yield Case(item.label, item.sizes, error=f"the model itself raises {type(error).__name__}: {reason}")
-            continue
-        yield Case(item.label, item.sizes, arguments, outputs, time.perf_counter() - started)
+            errors.append(error)
+    return _refused(item, errors[0])
+
+
+def _refused(item: UnseenSizes, error: Exception) -> Case:
+    reason = " ".join(str(error).split())[:240]
+    return Case(item.label, item.sizes, error=f"the model itself raises {type(error).__name__}: {reason}")
+
+
+def _run(exported: Exported, item: UnseenSizes, arguments: Arguments) -> Case:
+    started = time.perf_counter()
+    returned, arguments = run_leniently(exported.plan, exported.model, exported.method, arguments)
+    return Case(item.label, item.sizes, arguments, flatten(returned), time.perf_counter() - started)
 
 
 def _without_stored(exported: Exported, arguments: Arguments, sizes: Mapping[str, int]) -> Arguments:

@@ -77,10 +77,10 @@ class Call(torch.nn.Module):
 
 
 def with_rewrites(call, spec):
-    from exportkit.patching import RULES, adapted_call, applied
+    from exportkit.patching import BUILT_IN, adapted_call, applied
     from exportkit.trees import set_stored_length
 
-    rules = [rule for rule in RULES if rule.name in spec["rules"]]
+    rules = [BUILT_IN[name] for name in spec["rules"] if name in BUILT_IN]
 
     def around(method, values, tensors):
         if spec["past"] is not None:

@@ -78,7 +78,7 @@ class Failure:
     arguments: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Observation:
     """The stored calls of one method, and what went wrong while storing them.
 
@@ -105,6 +105,10 @@ class Observation:
     restored: frozenset[str] = frozenset()
     has_values: bool = True
     further: tuple[SeenShapes, ...] = ()
+
+    def __repr__(self) -> str:
+        values = "" if self.has_values else ", shapes only"
+        return f"Observation({self.model_name}.{self.method_name}, {len(self.calls)} calls{values})"
 
     def require_calls(self) -> None:
         """Raises NoCallsError if no call was stored, ObservationError if recording failed each time."""

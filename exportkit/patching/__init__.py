@@ -12,6 +12,7 @@ from exportkit.patching.mapping import (
 )
 from exportkit.patching.recorders import patch_output_recorders
 from exportkit.patching.rules import (
+    BUILT_IN,
     FEATURE_ROWS,
     LIBRARY_PATCHES,
     LISTS_OF_ONE,
@@ -23,10 +24,11 @@ from exportkit.patching.rules import (
     applied,
     matching_rules,
 )
-from exportkit.patching.swap import AppliedPatches, Swap, apply_patches
+from exportkit.patching.swap import AppliedPatches, Swap, apply_patches, swaps_in_force
 
 __all__ = [
     "AppliedPatches",
+    "BUILT_IN",
     "FEATURE_ROWS",
     "LIBRARY_PATCHES",
     "LISTS_OF_ONE",
@@ -48,5 +50,6 @@ __all__ = [
     "matching_rules",
     "patch_output_recorders",
     "register_patch_mapping",
+    "swaps_in_force",
     "unregister_patch_mapping",
 ]

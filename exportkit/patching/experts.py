@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from exportkit.patching.slots import replaced_slots
 
 _EXPORTABLE = "batched_mm"
 
@@ -16,18 +19,26 @@ def has_experts(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
     return any(_can_choose(module) for module in model.modules())
 
 
+@dataclass(frozen=True)
+class ExpertsOf:
+    """The implementation of the experts in a module of transformers, and in those inside it."""
+
+    module: Any
+
+    def read(self) -> Any:
+        """Returns what is chosen now."""
+        return self.module.get_experts_implementation()
+
+    def write(self, implementation: Any) -> None:
+        """Chooses another one."""
+        self.module.set_experts_implementation(implementation)
+
+
 @contextlib.contextmanager
 def batched_experts(model: torch.nn.Module) -> Iterator[None]:
     """Chooses the exportable implementation of the experts, and the former one again afterwards."""
-    chosen = [module for module in model.modules() if _can_choose(module)]
-    before = [(module, module.get_experts_implementation()) for module in chosen]
-    try:
-        for module in chosen:
-            module.set_experts_implementation(_EXPORTABLE)
+    with replaced_slots([(ExpertsOf(module), _EXPORTABLE) for module in model.modules() if _can_choose(module)]):
         yield
-    finally:
-        for module, implementation in before:
-            module.set_experts_implementation(implementation)
 
 
 def _can_choose(module: Any) -> bool:

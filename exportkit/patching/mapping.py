@@ -2,7 +2,7 @@
 
 A key that is a name (``LlamaMLP``) means classes of exactly that name, and one with dots, which begins with the Python
 module (``torch.nn.modules.linear.Linear``), a single class. Any other key is a regular expression that is searched for
-in the name; if it has an escaped dot, in the name with dots.
+in the name; if it has an escaped dot, in the name with dots. Beside them are the rewrites that exportkit itself has.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from exportkit.errors import InvalidRequestError, InvalidTypeError
+from exportkit.patching.rules import BUILT_IN, Rule
 
 Key = str | re.Pattern[str]
 
@@ -95,10 +96,41 @@ def unregister_patch_mapping(keys: Iterable[Key]) -> None:
             _entries.pop(key, None)
 
 
-def get_patch_mapping() -> dict[Key, type[torch.nn.Module]]:
-    """Returns a copy of the registry: replacement by key."""
+def get_patch_mapping(built_in: bool = False) -> dict[Key, Any]:
+    """Returns a copy of the registry: replacement by key.
+
+    Args:
+        built_in: Whether to add exportkit's own rewrites by their names, which are no classes: `exportkit.export`
+            chooses among them, and `apply_patches` takes their names.
+
+    Example:
+        >>> "experts as batched matrix products" in get_patch_mapping(built_in=True)
+        True
+    """
     with _lock:
-        return {key: entry.replacement for key, entry in _entries.items()}
+        registered = {key: entry.replacement for key, entry in _entries.items()}
+    return {**registered, **BUILT_IN} if built_in else registered
+
+
+def built_in_rules(names: Iterable[str]) -> list[Rule]:
+    """Returns exportkit's own rewrites of these names, which work outside of an export.
+
+    Raises:
+        InvalidRequestError: for a name that none has, or whose rewrite needs the call that an export traces.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if name not in BUILT_IN:
+            near = difflib.get_close_matches(name, BUILT_IN, cutoff=0.3)
+            raise InvalidRequestError(
+                f"There is no built-in rewrite {name!r}.",
+                hint=f"nearest: {'; '.join(near) or 'nothing similar'}. get_patch_mapping(built_in=True) lists all.",
+            )
+        if BUILT_IN[name].adapt is not None:
+            raise InvalidRequestError(
+                f"The rewrite {name!r} changes the arguments of a trace, so it is in force in export() only."
+            )
+    return [BUILT_IN[name] for name in names]
 
 
 def clear_patch_mapping() -> None:

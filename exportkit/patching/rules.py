@@ -43,6 +43,7 @@ class Rule:
         matches: Whether it is needed, given the model and the arguments by name.
         applied: Context in which it is in force.
         adapt: Changes the arguments of the traced call, by name; returns them with what undoes that in its result.
+            Then nothing is rewritten outside of `exportkit.export`.
     """
 
     name: str
@@ -79,6 +80,9 @@ LISTS_OF_ONE = Rule("lists as one tensor", lambda *_: False, lists_of_one)
 SYMBOLIC_LENGTHS = Rule("lengths of tensors kept symbolic", lambda *_: False, symbolic_lengths)
 STRICT = Rule("traced from bytecode (strict)", lambda *_: False, nothing_replaced)
 LIBRARY_PATCHES = Rule("transformers' own export patches", lambda *_: False, library_patches)
+
+# By name, as the registry of replacements shows them. Strict tracing is not among them: it rewrites nothing.
+BUILT_IN = {rule.name: rule for rule in (*RULES, FEATURE_ROWS, LISTS_OF_ONE, SYMBOLIC_LENGTHS, LIBRARY_PATCHES)}
 
 
 def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rule]:

@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -49,7 +49,14 @@ class ChildOf:
         self.parent.add_module(self.name, child)
 
 
-Slot = ClassOf | ChildOf
+class Slot(Protocol):
+    """A place that holds something; equal ones are the same place."""
+
+    def read(self) -> Any:
+        """Returns what it holds now."""
+
+    def write(self, value: Any, /) -> None:
+        """Puts something else there."""
 
 
 def original_in(slot: Slot) -> Any:

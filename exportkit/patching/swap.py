@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from exportkit.errors import InvalidTypeError, PatchError
+from exportkit.errors import InvalidRequestError, InvalidTypeError, PatchError
 from exportkit.patching.attributes import is_open, original_attribute, replaced_attributes
 from exportkit.patching.forwards import require_same_forward
-from exportkit.patching.mapping import Entry, entries, entry_for, qualified_name
+from exportkit.patching.mapping import Entry, built_in_rules, entries, entry_for, qualified_name
 from exportkit.patching.rebuild import is_rebuilt, rebuilt
+from exportkit.patching.rules import applied
 from exportkit.patching.slots import ChildOf, ClassOf, Slot, original_class, original_in, replaced_slots
 
 
@@ -52,21 +54,23 @@ class AppliedPatches:
     Attributes:
         swaps: The replacements in force.
         unused: Keys of the registry that matched nothing.
+        built_in: Names of exportkit's own rewrites that are in force.
     """
 
     swaps: tuple[Swap, ...]
     unused: tuple[str, ...]
+    built_in: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.swaps)
 
     def __str__(self) -> str:
-        lines = [str(swap) for swap in self.swaps] or ["nothing was swapped"]
-        return "\n".join([*lines, *(f"unused: {key}" for key in self.unused)])
+        in_force = [*map(str, self.swaps), *(f"built-in: {name}" for name in self.built_in)]
+        return "\n".join([*(in_force or ["nothing was swapped"]), *(f"unused: {key}" for key in self.unused)])
 
 
 @contextlib.contextmanager
-def apply_patches(model: torch.nn.Module | None = None) -> Iterator[AppliedPatches]:
+def apply_patches(model: torch.nn.Module | None = None, built_in: Iterable[str] = ()) -> Iterator[AppliedPatches]:
     """Puts the registered replacements in force for the time of a ``with`` block, and says what was swapped where.
 
     With a model, its live modules become instances of the replacements, with the weights and attributes they have:
@@ -78,10 +82,13 @@ def apply_patches(model: torch.nn.Module | None = None) -> Iterator[AppliedPatch
 
     Args:
         model: The model whose modules to swap.
+        built_in: Names of exportkit's own rewrites to put in force as well, see `get_patch_mapping`; for a model that
+            is traced without `exportkit.export`, which chooses them by itself.
 
     Raises:
         PatchError: if a replacement cannot take its place; nothing was changed then.
         InvalidTypeError: if the model is no module.
+        InvalidRequestError: if there is no such rewrite, or no model that it is for.
 
     Example:
         >>> class Doubled(torch.nn.Linear):
@@ -95,21 +102,33 @@ def apply_patches(model: torch.nn.Module | None = None) -> Iterator[AppliedPatch
     """
     if model is not None and not isinstance(model, torch.nn.Module):
         raise InvalidTypeError("Only modules have patches.", expected="torch.nn.Module", got=type(model).__name__)
+    rules = built_in_rules(built_in)
+    if rules and model is None:
+        raise InvalidRequestError("A built-in rewrite needs the model that it is for.", expected="apply_patches(model)")
     registered = entries()
-    if not registered:
+    names = tuple(rule.name for rule in rules)
+    if not registered and model is None:
         yield AppliedPatches((), ())
     elif model is None:
         with _in_python_modules(registered) as swaps:
-            yield _report(swaps, registered)
+            yield _report(swaps, registered, ())
     else:
-        slots, swaps = _in_model(model, registered)
-        with replaced_slots(slots):
-            yield _report(swaps, registered)
+        slots, swaps = _in_model(model, registered) if registered else ([], [])
+        with replaced_slots(slots), applied(rules, model):
+            yield _report(swaps, registered, names)
 
 
-def _report(swaps: Sequence[Swap], registered: Sequence[Entry]) -> AppliedPatches:
+def swaps_in_force(model: torch.nn.Module) -> list[tuple[type, type, int]]:
+    """Returns which classes of a model's live modules are replaced now: the class, that in its place, how many."""
+    found = Counter(
+        (original_class(before), type(model.get_submodule(path))) for path, before in _modules_as_they_were(model)
+    )
+    return [(*classes, count) for classes, count in found.items() if classes[0] is not classes[1]]
+
+
+def _report(swaps: Sequence[Swap], registered: Sequence[Entry], built_in: tuple[str, ...]) -> AppliedPatches:
     used = {swap.key for swap in swaps}
-    return AppliedPatches(tuple(swaps), tuple(entry.text for entry in registered if entry.text not in used))
+    return AppliedPatches(tuple(swaps), tuple(entry.text for entry in registered if entry.text not in used), built_in)
 
 
 def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list[tuple[Slot, Any]], list[Swap]]:

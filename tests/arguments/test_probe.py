@@ -161,3 +161,16 @@ def test_a_sum_stays_where_the_model_needs_it(model, size):
     lengths = [(2, 5), (3, 9), (6, 4)]
     calls = [(torch.randn(4, a), torch.randn(4, b), torch.randn(4, a + b)) for a, b in lengths]
     assert sizes_of(planned(model, *calls))["c"][1] == size
+
+
+class Shared(torch.nn.Module):
+    """A table that all rows share; with two rows it would not fit the tokens."""
+
+    def forward(self, ids, table):
+        return torch.nn.functional.one_hot(ids, 6) * table
+
+
+def test_an_input_that_all_rows_share_does_not_hide_the_batch():
+    table = torch.rand(1, 6)
+    plan = planned(Shared(), (torch.arange(5)[None], table), (torch.arange(4)[None], table))
+    assert sizes_of(plan) == {"ids": ("batch", "sequence"), "table": ("1", "6")}

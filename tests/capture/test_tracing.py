@@ -1,5 +1,7 @@
 """First captures inside torch.compile and torch.export, and captures around compiled models."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -150,3 +152,19 @@ def test_in_place_layers_are_exported_as_they_were(strict):
     program = torch.export.export(model, (torch.zeros(2),), strict=strict)
     states = program.module()(torch.zeros(2))[1]["hidden_states"]
     assert [state[0].item() for state in states] == [0, 1, 2]
+
+
+def test_layers_that_a_model_calls_under_torch_func_are_captured():
+    class Mapped(Stack):
+        def run(self, x):
+            return torch.func.vmap(super().run)(x)
+
+    model, x = Mapped(), torch.randn(2, 4)
+    before = traces(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with capture(model, {"layers": Layer}) as captured:
+            result = model(x)
+    assert len(captured["layers"]) == 3
+    torch.testing.assert_close(result, Stack.run(model, x))
+    assert traces(model) == before

@@ -1,10 +1,13 @@
 """Values of modules inside a model as named outputs of its graph, proven like the others."""
 
+import re
+
 import pytest
 import torch
 
 import exportkit
 from exportkit.errors import InvalidRequestError
+from tests import models
 from tests.arguments.generative import ids, llama, t5
 
 
@@ -77,6 +80,18 @@ def test_a_plain_sequential_has_its_layers_as_outputs(tmp_path):
     assert torch.allclose(got[1], last, atol=1e-6)
 
 
+def assert_close(got, expected):
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def eager(model):
+    """Attention that returns its weights, to compare with."""
+    model.set_attn_implementation("eager")
+    return model
+
+
 @pytest.mark.runtime
 @pytest.mark.slow
 def test_hidden_states_and_attentions_of_a_decoder_are_named_outputs(tmp_path):
@@ -95,11 +110,13 @@ def test_hidden_states_and_attentions_of_a_decoder_are_named_outputs(tmp_path):
     assert onnx_model.verify().verdict() == "proven"
     assert model.config._attn_implementation == before
     tokens = ids(6, batch=3)
-    with torch.no_grad():
-        expected = model(tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True, logits_to_keep=1)
-    positions = torch.arange(6).expand(3, 6)
-    got = onnx_model(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=positions)
-    assert torch.allclose(got.hidden_states[1], expected.hidden_states[1], atol=1e-5)
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    layers = ["model.layers.0", "model.layers.1"]
+    states = hooked(model, ["model.embed_tokens", *layers], lambda: model(**inputs))
+    results = hooked(eager(model), [f"{layer}.self_attn" for layer in layers], lambda: model(**inputs))
+    got = onnx_model(**inputs, position_ids=torch.arange(6).expand(3, 6))
+    assert_close(got.hidden_states, states)
+    assert_close(got.attentions, [weights for _, weights in results])
 
 
 @pytest.mark.runtime
@@ -114,6 +131,69 @@ def test_hidden_states_of_an_encoder_decoder_model_are_proven(tmp_path):
         model.generate(**inputs, max_new_tokens=4, do_sample=False)
     report = exportkit.export(model, observer, outputs={"blocks": T5Block}).to_onnx(tmp_path / "t5.onnx").verify()
     assert report.verdict() == "proven"
+
+
+@pytest.mark.runtime
+@pytest.mark.slow
+def test_states_and_attentions_of_encoder_and_decoder_are_named_outputs(tmp_path):
+    model, _ = t5()
+    model.eval()
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, source, target in ((2, 7, 4), (3, 9, 5)):
+            model(input_ids=ids(source, batch), decoder_input_ids=ids(target, batch), use_cache=False)
+    outputs = {
+        "encoder": exportkit.OutputRecorder(class_name="T5Block", layer_name="encoder"),
+        "decoder": exportkit.OutputRecorder(class_name="T5Block", layer_name="decoder"),
+        "cross_attentions": exportkit.OutputRecorder(class_name="EncDecAttention", index=2),
+    }
+    onnx_model = exportkit.export(model, observer, outputs=outputs).to_onnx(tmp_path / "t5.onnx")
+    added = [f"{key}.{i}" for key in outputs for i in range(2)]
+    assert [name for name in onnx_model.file.outputs if name in added] == added
+    assert onnx_model.verify().verdict() == "proven"
+    inputs = {"input_ids": ids(11, batch=4), "decoder_input_ids": ids(3, batch=4), "use_cache": False}
+    got = onnx_model(**inputs)
+    for key in ("encoder", "decoder"):
+        states = hooked(model, [f"{key}.block.0", f"{key}.block.1"], lambda: model(**inputs))
+        assert_close(got[key], [state[0] if isinstance(state, tuple) else state for state in states])
+    paths = [f"decoder.block.{i}.layer.1.EncDecAttention" for i in range(2)]
+    results = hooked(eager(model), paths, lambda: model(**inputs))
+    assert_close(got["cross_attentions"], [result[2] for result in results])
+
+
+@pytest.mark.runtime
+@pytest.mark.slow
+def test_states_of_a_multimodal_model_in_vision_and_text_are_named_outputs(tmp_path):
+    model = models.tiny_llava()
+    observer = exportkit.InputObserver()
+
+    def inputs(batch, words):
+        tokens = models.random_ids(batch, 5 + words)
+        tokens[tokens == models.IMAGE_TOKEN] = 3
+        tokens[:, 1:5] = models.IMAGE_TOKEN
+        return {"input_ids": tokens, "pixel_values": torch.randn(batch, 3, 28, 28)}
+
+    with observer(model), torch.no_grad():
+        model(**inputs(2, 5))
+        model(**inputs(3, 8))
+    outputs = {
+        "vision": re.compile(r"vision.*encoder\.layers\.\d+$"),
+        "hidden_states": re.compile(r"language_model\.layers\.\d+$"),
+        "attentions": exportkit.OutputRecorder(class_name="self_attn", index=1, layer_name="language_model"),
+    }
+    onnx_model = exportkit.export(model, observer, outputs=outputs).to_onnx(tmp_path / "llava.onnx")
+    added = [f"vision.{i}" for i in range(2)] + [f"hidden_states.{i}" for i in range(3)]
+    added += [f"attentions.{i}" for i in range(2)]
+    assert set(added) <= set(onnx_model.file.outputs)
+    assert onnx_model.verify().verdict() == "proven"
+    call = inputs(1, 11)
+    paths = [path for path, _ in model.named_modules()]
+    vision, text = ([path for path in paths if outputs[key].search(path)] for key in ("vision", "hidden_states"))
+    got = onnx_model(**call)
+    assert_close(got["vision"], hooked(model, vision, lambda: model(**call)))
+    assert_close(got["hidden_states"][1:], hooked(model, text, lambda: model(**call)))
+    results = hooked(eager(model), [f"{path}.self_attn" for path in text], lambda: model(**call))
+    assert_close(got["attentions"], [weights for _, weights in results])
 
 
 def test_a_spec_that_matches_nothing_is_refused_before_anything_is_run():

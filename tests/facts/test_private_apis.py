@@ -205,3 +205,14 @@ def test_a_config_says_which_attention_is_computed_by_a_property():
     assert _torch_compat.attention_implementation(config) == "eager"
     assert _torch_compat.attention_implementation(None) is None
     assert _torch_compat.attention_property(None) is None
+
+
+def test_paths_of_modules_are_those_of_torch():
+    shared = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(torch.nn.Sequential(shared, torch.nn.ReLU()), shared, torch.nn.ModuleList([shared]))
+    model.register_module("absent", None)
+    expected = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        expected.setdefault(module, []).append(path)
+    assert _torch_compat.paths_of_modules(model) == expected
+    assert list(_torch_compat.paths_of_modules(model)) == list(expected)

@@ -146,3 +146,22 @@ def test_a_report_prints_as_a_table():
 )
 def test_ok_means_every_call_is_proven_and_enough_unseen_ones(rows, expected_unseen, ok):
     assert Report(rows, expected_unseen).ok is ok
+
+
+class Gather(torch.nn.Module):
+    """Takes rows by their index, as graph networks do."""
+
+    def forward(self, rows, index):
+        return rows[index] * 2
+
+
+def test_recorded_indices_are_made_smaller_where_rows_are_fewer(tmp_path):
+    calls = [(torch.randn(n, 3), torch.full((m,), n - 1)) for n, m in ((9, 4), (12, 6), (10, 3))]
+    report = exported(Gather(), calls, tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+    assert min(row.sizes[row_variable(report)] for row in report.rows if row.kind == "unseen") < 9
+
+
+def row_variable(report):
+    """The variable that was 9 in the first call."""
+    return next(name for name, size in report.rows[0].sizes.items() if size == 9)
