@@ -24,8 +24,9 @@ from exportkit.patching import (
     register_patch_mapping,
     unregister_patch_mapping,
 )
+from exportkit.report.progress import show_progress
 from exportkit.skips import scan_skipped_tests
-from exportkit.tracing import Trace, model_addition_debugger_context, trace_model
+from exportkit.tracing import Trace, locate_divergence, model_addition_debugger_context, trace_model
 from exportkit.trees import (
     make_dynamic_cache,
     make_encoder_decoder_cache,
@@ -55,6 +56,7 @@ __all__ = [
     "OnnxModel",
     "OnnxPrograms",
     "Report",
+    "show_progress",
     # capture what modules return
     "capture",
     "capture_outputs",
@@ -64,6 +66,7 @@ __all__ = [
     "trace_model",
     "model_addition_debugger_context",
     "Trace",
+    "locate_divergence",
     # replace classes
     "register_patch_mapping",
     "unregister_patch_mapping",

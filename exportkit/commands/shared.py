@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from exportkit.errors import DestinationError, ExportkitError
+from exportkit.report.progress import show_progress
 
 NOT_PROVEN, BAD_INPUT = 1, 2
 
@@ -63,15 +64,9 @@ def exit_on_error(code: int, debug: bool = False, as_json: bool = False) -> Iter
         raise typer.Exit(code) from None
 
 
-@contextlib.contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Shows what goes on: a spinner on a terminal, else a line."""
-    if stderr.is_terminal:
-        with stderr.status(text):
-            yield
-    else:
-        stderr.print(text, markup=False, soft_wrap=True)
-        yield
+def progress(text: str) -> contextlib.AbstractContextManager[None]:
+    """Shows what goes on, with the stages of an export."""
+    return show_progress(text, stderr)
 
 
 @contextlib.contextmanager

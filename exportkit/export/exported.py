@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from exportkit.export.failure import Attempt, explained
 from exportkit.export.module_state import WithState
 from exportkit.export.onnx_model import OnnxModel
 from exportkit.export.program import Captured
+from exportkit.export.stages import TRANSLATION_PER_TRACE, stage
 from exportkit.export.stateful import onnx_model_of
 from exportkit.export.translate import OnnxFile, check_destination, translate
 from exportkit.observe import Edge, Observation
@@ -118,16 +118,14 @@ class Exported:
         Raises:
             ExportError: if an operator cannot be translated.
         """
-        started = time.perf_counter()
-        try:
-            return self, translate(self.captured, self.plan, target, opset)
-        except ExportError:
-            again = self._with_library_patches()
-            if again is None:
-                raise
-            return again, translate(again.captured, again.plan, target, opset)
-        finally:
-            self.seconds["onnx"] = time.perf_counter() - started
+        with stage("onnx", self.seconds, TRANSLATION_PER_TRACE * self.seconds.get("export", 0.0) or None):
+            try:
+                return self, translate(self.captured, self.plan, target, opset)
+            except ExportError:
+                again = self._with_library_patches()
+                if again is None:
+                    raise
+                return again, translate(again.captured, again.plan, target, opset)
 
     def _with_library_patches(self) -> Exported | None:
         """The model traced again with transformers' own export patches; None if it was, or cannot be."""

@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -30,6 +29,7 @@ from exportkit.export.onnx_programs import OnnxPrograms
 from exportkit.export.programs import ExportedPrograms, Split
 from exportkit.export.saved import Saved
 from exportkit.export.session import require_onnxruntime
+from exportkit.export.stages import stage
 from exportkit.export.stateful import onnx_model_of
 from exportkit.export.translate import check_destination
 from exportkit.observe.json_file import read_json_file
@@ -156,9 +156,8 @@ def _saved(onnx_model: OnnxModel, with_cases: bool) -> Saved:
 
 def _write_report(seconds: dict[str, float], proven: OnnxModel | OnnxPrograms, folder: Path, target: Path) -> None:
     """Proves what was written, as `load_folder` finds it again, and adds how long that took."""
-    started = time.perf_counter()
-    report: Report = proven.verify()
-    seconds["verify"] = time.perf_counter() - started
+    with stage("verify", seconds):
+        report: Report = proven.verify()
     (folder / REPORT_TEXT).write_text(f"{report}\n", "utf-8")
     (folder / REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
     if not report.ok:

@@ -6,7 +6,6 @@ In come a model and its recorded calls, or a plan; out goes an `Exported`, with 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +35,7 @@ from exportkit.export.module_state import STATE, WithState, with_module_state
 from exportkit.export.program import capture_somehow
 from exportkit.export.programs import ExportedPrograms
 from exportkit.export.split import split_export, wrong_on_a_cluster
+from exportkit.export.stages import TRACE_PER_MODULE, stage
 from exportkit.export.weights import with_weights
 from exportkit.observe import InputObserver, Observation
 from exportkit.patching import (
@@ -116,17 +116,17 @@ def _one_graph_or_several(
     observation: Observation, plan_of: Callable[[Observation], Plan], export_of: Callable[[Plan], Exported]
 ) -> Exported | ExportedPrograms:
     """One graph for all calls; where that fails, a program for each cluster of them, if each is proven."""
-    started = time.perf_counter()
+    seconds: dict[str, float] = {}
     try:
-        plan = plan_of(observation)
-        planned = time.perf_counter() - started
+        with stage("plan", seconds):
+            plan = plan_of(observation)
         exported = export_of(plan)
     except (ExportError, PlanError) as error:
         programs = split_export(observation, error, plan_of, export_of)
         if programs is None:
             raise
         return programs
-    exported.seconds["plan"] = planned
+    exported.seconds.update(seconds)
     why = wrong_on_a_cluster(exported, observation)
     return (split_export(observation, why, plan_of, export_of) if why else None) or exported
 
@@ -192,24 +192,23 @@ def traced(
         ArgumentError: if the model refuses the arguments that the plan leads to.
         ExportError: if torch cannot trace the model, or its program serves less than the plan.
     """
-    started = time.perf_counter()
-    rules = [*first, *matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())]
-    rules += [FEATURE_ROWS] if plan.placeholders else []
-    partly_cached = any(rule.adapt is not None for rule in rules)
-    sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
-    arguments = build_arguments(plan, plan.calls, sizes)
-    with ListingNoted(sizes) as listing:
-        outputs = flatten(_eager_outputs(model, method, arguments, rules))
-    rules += [LISTS_OF_ONE] if listing.found else []
-    returned = [outputs.tensors(), *(call.outputs.tensors() for call in plan.calls.calls)]
-    joined = lists_of_many(returned)
-    member_rows = rows_of_members(returned, joined)
-    outputs = with_joined_lists(outputs, joined)
-    fills = find_fills(plan, plan.calls, model, method)
-    seconds["arguments"] = time.perf_counter() - started
-    started = time.perf_counter()
-    captured = capture_somehow(model, method, plan, arguments, outputs, rules, joined)
-    seconds["export"] = time.perf_counter() - started
+    with stage("arguments", seconds):
+        rules = [*first, *matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())]
+        rules += [FEATURE_ROWS] if plan.placeholders else []
+        partly_cached = any(rule.adapt is not None for rule in rules)
+        sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
+        arguments = build_arguments(plan, plan.calls, sizes)
+        with ListingNoted(sizes) as listing:
+            outputs = flatten(_eager_outputs(model, method, arguments, rules))
+        rules += [LISTS_OF_ONE] if listing.found else []
+        returned = [outputs.tensors(), *(call.outputs.tensors() for call in plan.calls.calls)]
+        joined = lists_of_many(returned)
+        member_rows = rows_of_members(returned, joined)
+        outputs = with_joined_lists(outputs, joined)
+        fills = find_fills(plan, plan.calls, model, method)
+    about = TRACE_PER_MODULE * sum(1 for _ in model.modules())
+    with stage("export", seconds, about):
+        captured = capture_somehow(model, method, plan, arguments, outputs, rules, joined)
     exported = Exported(captured, plan, sizes, fills, outputs, model, method, joined, member_rows, seconds)
     return replace(exported, plan=plan.with_findings([*audit_sizes(exported), *audit_effects(exported)]))
 

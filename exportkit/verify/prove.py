@@ -13,6 +13,7 @@ from exportkit.arguments import Arguments, as_simplified, recorded_call, solve_s
 from exportkit.axes import Plan
 from exportkit.errors import ExportkitError
 from exportkit.export import Case, Exported, OnnxModel, OnnxPrograms, Saved, check_files, unseen_cases
+from exportkit.export.stages import stage
 from exportkit.trees import flatten
 from exportkit.verify.assembled import assembled_rows
 from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions, visible_tail
@@ -34,10 +35,17 @@ def verify(onnx_model: OnnxModel, unseen: bool = True) -> Report:
     exported = onnx_model.exported
     notes = check_files(exported.digests) if isinstance(exported, Saved) else ()
     recorded = range(len(exported.observation.calls)) if exported.observation.has_values else ()
-    rows = [_recorded_row(onnx_model, index) for index in recorded]
-    further = [_unseen_row(onnx_model, case) for case in unseen_cases(exported)] if unseen else []
-    rows += further
-    rows += assembled_rows(onnx_model, lambda *row: _row(onnx_model, *row)) if recorded else ()
+    rows = []
+    with stage("proof") as tell:
+        for index in recorded:
+            tell(f"recorded call {index}")
+            rows.append(_recorded_row(onnx_model, index))
+        further = []
+        for case in unseen_cases(exported) if unseen else ():
+            tell(f"unseen sizes, {case.label}")
+            further.append(_unseen_row(onnx_model, case))
+        rows += further
+        rows += assembled_rows(onnx_model, lambda *row: _row(onnx_model, *row)) if recorded else ()
     findings = (*(finding.text for finding in exported.plan.findings), *notes)
     parts = {name: verify(part, unseen) for name, part in onnx_model.parts.items()}
     return Report(tuple(rows), min(_ENOUGH_UNSEEN, len(further)), findings, parts)
