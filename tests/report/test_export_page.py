@@ -23,7 +23,7 @@ class Scaled(torch.nn.Module):
 
     def forward(self, data, bias=None, scale=1.0):
         result = self.linear(data["x"]) * scale
-        if result.shape[1] > 500:
+        if result.shape[1] > 5000:
             result = result + 1
         return {"result": result if bias is None else torch.cat([result, bias], dim=1)}
 
@@ -191,7 +191,8 @@ def test_parts_have_sections_of_their_own(tmp_path):
 
     model, observer = models.tiny_t5(), exportkit.InputObserver()
     with observer(model, parts="auto"), torch.no_grad():
-        model.generate(input_ids=torch.tensor([[3, 4, 5, 6]]), max_new_tokens=3, do_sample=False)
+        prompt = torch.arange(3, 10)[None]
+        model.generate(input_ids=prompt, attention_mask=(prompt < 9).long(), max_new_tokens=4, do_sample=False)
     exportkit.export(model, observer).save(tmp_path / "t5")
     page = check_page(export_page(tmp_path / "t5"))
     assert {"encoder-plan", "encoder-axes", "encoder-verification"} <= {*page.ids}
