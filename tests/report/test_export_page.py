@@ -174,9 +174,23 @@ class TestExportPage:
         assert "Most memory" not in text
         assert "Not known: the folder was saved by an older version." in text
 
-    def test_a_damaged_folder_is_an_error(self, copied):
-        edited(copied, "report.json", lambda data: data["rows"][0].pop("status"))
+    @pytest.mark.parametrize(
+        ("name", "change"),
+        [
+            ("report.json", lambda data: data["rows"][0].pop("status")),
+            ("report.json", lambda data: data["rows"][0].pop("where")),
+            ("manifest.json", lambda data: data["program"].pop("outputs")),
+            ("calls/observation.json", lambda data: data.pop("calls")),
+        ],
+    )
+    def test_a_damaged_folder_is_an_error(self, copied, name, change):
+        edited(copied, name, change)
         with pytest.raises(DestinationError, match="This exported model is damaged"):
+            export_page(copied)
+
+    def test_a_missing_file_is_an_error(self, copied):
+        (copied / "plan.json").unlink()
+        with pytest.raises(DestinationError, match=r"damaged(.|\n)*plan.json"):
             export_page(copied)
 
     def test_exported_report_proves_and_writes_the_page_alone(self, exported, tmp_path):
