@@ -248,15 +248,19 @@ class TestWrongInput:
 
     def test_a_folder_without_configuration(self, tmp_path):
         (tmp_path / "empty").mkdir()
-        self.check(run("export", tmp_path / "empty", "--out", tmp_path), "no config.json", "got: an empty folder")
+        self.check(
+            run("export", tmp_path / "empty", "--out", tmp_path / "out"), "no config.json", "got: an empty folder"
+        )
 
     def test_an_unknown_architecture(self, tmp_path):
         (tmp_path / "config.json").write_text('{"architectures": ["FancyForCausalLM"]}')
-        self.check(run("export", tmp_path, "--out", tmp_path), "architecture is unknown", "got: FancyForCausalLM")
+        self.check(
+            run("export", tmp_path, "--out", tmp_path / "out"), "architecture is unknown", "got: FancyForCausalLM"
+        )
 
     def test_a_model_without_a_default_run(self, tmp_path):
         models.tiny_llava().save_pretrained(tmp_path)
-        self.check(run("export", tmp_path, "--out", tmp_path), "no default run", "in Python")
+        self.check(run("export", tmp_path, "--out", tmp_path / "out"), "no default run", "in Python")
 
     @pytest.mark.parametrize("below", ["", "deeper"])
     def test_an_output_folder_that_is_a_file(self, bert, tmp_path, below):

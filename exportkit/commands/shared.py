@@ -26,8 +26,9 @@ stdout, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
 def print_json(data: Any) -> None:
-    """Prints one JSON document."""
-    typer.echo(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False))
+    """Prints one JSON document; infinities and NaN, which JSON does not have, as text."""
+    finite = json.loads(json.dumps(data), parse_constant=str)
+    typer.echo(json.dumps(finite, indent=1, ensure_ascii=False, allow_nan=False))
 
 
 def made_folder(folder: Path) -> Path:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import UndefinedError
+
 from exportkit.axes import Plan
 from exportkit.axes.text import alike_leaves, seen_shapes
 from exportkit.errors import ExportkitError
@@ -163,7 +165,7 @@ def export_page(folder: Path) -> str:
         )
     except ExportkitError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OSError, UndefinedError) as error:
         raise damaged(folder, f"{type(error).__name__}: {error}") from error
 
 

@@ -107,7 +107,7 @@ class Classes(Modules):
         after = question.after
         if not isinstance(value, Function) or isinstance(value.node, ast.Lambda):
             return value
-        kinds = {ast.unparse(decorator) for decorator in value.node.decorator_list}
+        kinds = {ast.unparse(d) for d in value.node.decorator_list if not isinstance(d, ast.Call)}
         if "staticmethod" in kinds or (isinstance(receiver, Class) and "classmethod" not in kinds and after is None):
             return value
         if kinds & {"property", "cached_property", "functools.cached_property"}:

@@ -237,8 +237,7 @@ class Collector:
         yield from other_skips(place.marks, by_unittest=False)
 
     def _run(self, place: _Place, function: Function, owner: Class | None, values: dict[str, Any]) -> tuple[Skip, ...]:
-        is_static = any(ast.unparse(d) == "staticmethod" for d in getattr(function.node, "decorator_list", ()))
-        if owner is None or is_static:
+        if owner is None or function.is_static:
             if values or function.frame.kind == "function":
                 return self._suite.followed(function, (), values, None).skips
             if id(function.node) not in self._followed:  # a fixture is the same for each of its tests

@@ -5,7 +5,6 @@ Out come functions in the order in which they run, those of ``conftest.py`` file
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +75,7 @@ class Fixtures:
             found: dict[str, Fixture] = {}
             for name, held in list(frame.names.items()):
                 value = self._suite.look_up(held) if _may_import_fixture(held) else held
-                if isinstance(value, Function) and _may_be_fixture(value):
+                if isinstance(value, Function) and self._may_be_fixture(value):
                     function = self._suite.decorated(value)
                     mark = next((mark for mark in function.marks if _is_fixture(mark)), None)
                     if mark is not None:
@@ -86,6 +85,15 @@ class Fixtures:
                         found[alias if isinstance(alias, str) else name] = Fixture(function, automatic, owner)
             self._found[id(frame)] = found
         return self._found[id(frame)]
+
+    def _may_be_fixture(self, function: Function) -> bool:
+        """Whether the text of a decorator says so; a list of parameters is long, and is not worked out for it."""
+        lines = self._suite.by_file[function.frame.file].lines
+        return any(
+            "fixture" in line
+            for decorator in function.decorators
+            for line in lines[decorator.lineno - 1 : decorator.end_lineno]
+        )
 
 
 def requested(function: Function, method: bool) -> list[str]:
@@ -101,10 +109,6 @@ def requested(function: Function, method: bool) -> list[str]:
 
 def _may_import_fixture(value: Any) -> bool:
     return isinstance(value, Imported) and value.name is not None and (value.level > 0 or "fixture" in value.module)
-
-
-def _may_be_fixture(function: Function) -> bool:
-    return any("fixture" in ast.unparse(decorator) for decorator in getattr(function.node, "decorator_list", ()))
 
 
 def _is_fixture(mark: Any) -> bool:

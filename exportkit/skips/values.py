@@ -110,6 +110,16 @@ class Function:
     decorated: bool = False
     values: dict[str, Any] | None = None  # what names hold at its definition: that of a wrapper's closure
 
+    @property
+    def decorators(self) -> list[ast.expr]:
+        """The decorators of its definition, outermost first."""
+        return [] if isinstance(self.node, ast.Lambda) else self.node.decorator_list
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a static method."""
+        return any(isinstance(decorator, ast.Name) and decorator.id == "staticmethod" for decorator in self.decorators)
+
     def with_mark(self, *marks: Any) -> Function:
         """The same function with more marks."""
         return replace(self, marks=(*self.marks, *marks))

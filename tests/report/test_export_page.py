@@ -23,7 +23,7 @@ class Scaled(torch.nn.Module):
 
     def forward(self, data, bias=None, scale=1.0):
         result = self.linear(data["x"]) * scale
-        if result.shape[1] > 500:
+        if result.shape[1] > 5000:
             result = result + 1
         return {"result": result if bias is None else torch.cat([result, bias], dim=1)}
 
@@ -174,9 +174,23 @@ class TestExportPage:
         assert "Most memory" not in text
         assert "Not known: the folder was saved by an older version." in text
 
-    def test_a_damaged_folder_is_an_error(self, copied):
-        edited(copied, "report.json", lambda data: data["rows"][0].pop("status"))
+    @pytest.mark.parametrize(
+        ("name", "change"),
+        [
+            ("report.json", lambda data: data["rows"][0].pop("status")),
+            ("report.json", lambda data: data["rows"][0].pop("where")),
+            ("manifest.json", lambda data: data["program"].pop("outputs")),
+            ("calls/observation.json", lambda data: data.pop("calls")),
+        ],
+    )
+    def test_a_damaged_folder_is_an_error(self, copied, name, change):
+        edited(copied, name, change)
         with pytest.raises(DestinationError, match="This exported model is damaged"):
+            export_page(copied)
+
+    def test_a_missing_file_is_an_error(self, copied):
+        (copied / "plan.json").unlink()
+        with pytest.raises(DestinationError, match=r"damaged(.|\n)*plan.json"):
             export_page(copied)
 
     def test_exported_report_proves_and_writes_the_page_alone(self, exported, tmp_path):
@@ -191,7 +205,8 @@ def test_parts_have_sections_of_their_own(tmp_path):
 
     model, observer = models.tiny_t5(), exportkit.InputObserver()
     with observer(model, parts="auto"), torch.no_grad():
-        model.generate(input_ids=torch.tensor([[3, 4, 5, 6]]), max_new_tokens=3, do_sample=False)
+        prompt = torch.arange(3, 10)[None]
+        model.generate(input_ids=prompt, attention_mask=(prompt < 9).long(), max_new_tokens=4, do_sample=False)
     exportkit.export(model, observer).save(tmp_path / "t5")
     page = check_page(export_page(tmp_path / "t5"))
     assert {"encoder-plan", "encoder-axes", "encoder-verification"} <= {*page.ids}
