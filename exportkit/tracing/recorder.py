@@ -235,13 +235,9 @@ class Recorder:
         return number
 
     def _new_tensor(self, tensor: torch.Tensor, place: Any, key: str | None, lines: list[str]) -> int:
-        number = self._next_number()
-        line = {
-            "tensor": number,
-            "shape": () if tensor.is_nested else tuple(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "device": str(tensor.device),
-        }
+        number, shape = self._next_number(), () if tensor.is_nested else tuple(tensor.shape)
+        dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
+        line = {"tensor": number, "shape": shape, "dtype": dtype, "device": device}
         try:
             is_stored = key is not None and not tensor.is_meta
             if is_stored:
