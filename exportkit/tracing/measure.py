@@ -80,7 +80,7 @@ def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> str:
     form, parts = _form(tensor), []
     for name, dense in form.parts.items():
         offset = files.offset
-        for piece in pieces_of(dense):
+        for piece in [_torch_compat.memory_of(dense)] if is_plain(dense) else pieces_of(dense):
             files.write_data(piece)
         dtype, shape = stored_type(dense)
         files.name_data(f"{key}.{name}" if name else key, dtype, shape, offset)

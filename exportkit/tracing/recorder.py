@@ -86,6 +86,7 @@ class Recorder:
         self._written_layouts = self._tensor_count = self._call_count = 0
         self._numbers: Counter[str] = Counter()
         self._threads: dict[int, int] = {}
+        self._running = 0
         self._problems: dict[str, None] = {}
         self._is_over = False
         self._waiting: list[str] = []
@@ -143,6 +144,8 @@ class Recorder:
     def finish(self) -> None:
         """Ends the recording and closes the files; of one that stopped before, as well as it can be done."""
         with self._lock:
+            if self._running and not self._is_over:
+                self.note(f"The ends of {self._running} calls are missing: they ran on in other threads.")
             self._is_over = True
             try:
                 self._files.write_header()
@@ -177,11 +180,13 @@ class Recorder:
         parent, name = "null" if frame.parent is None else frame.parent, quoted(type(frame.module).__name__)
         call = f'"begin":{index},"path":{quoted(path)},"class":{name},"number":{number},"parent":{parent}'
         self._write([*lines, f'{{{call},"thread":{thread},{leaves}}}'])
+        self._running += 1
         return index
 
     def _end(self, frame: Frame, result: Any, error: str | None) -> None:
         if frame.index is None:  # its beginning could not be recorded
             return
+        self._running -= 1
         lines, leaves = ([], _NOTHING) if error is not None else self._leaves({"outputs": result}, frame)
         lines.append(f'{{"end":{frame.index},{leaves},"error":{"null" if error is None else quoted(error)}}}')
         if frame.parent is None:
