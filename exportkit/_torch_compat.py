@@ -589,13 +589,18 @@ class StorageRef:
     __slots__ = ("_ref",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        from torch.multiprocessing import reductions
-
-        self._ref = _require(reductions, "StorageWeakRef", "torch 2.13")(tensor.untyped_storage())
+        self._ref = _weak_storage()(tensor.untyped_storage())
 
     def is_gone(self) -> bool:
         """Returns whether the memory was freed."""
         return bool(self._ref.expired())
+
+
+@functools.cache
+def _weak_storage() -> Any:
+    from torch.multiprocessing import reductions
+
+    return _require(reductions, "StorageWeakRef", "torch 2.13")
 
 
 def memory_state(tensor: torch.Tensor) -> tuple[int, int | None]:
