@@ -90,9 +90,7 @@ def _tails(path: str) -> Iterable[str]:
 class _Order:
     """Pairs among the calls that paths leave over, from the outermost ones inwards."""
 
-    def __init__(
-        self, first: Sequence[ModuleCall], second: Sequence[ModuleCall], found: dict[int, ModuleCall]
-    ) -> None:
+    def __init__(self, first: Sequence[ModuleCall], second: Sequence[ModuleCall], found: dict[int, ModuleCall]) -> None:
         self._own, self._other = _children(first), _children(second)
         self._found, self._taken = found, {call.index for call in found.values()}
         self._looks: dict[int, _Look] = {}

@@ -20,7 +20,7 @@ from exportkit.tracing.distance import distance, located
 from exportkit.tracing.graph_run import GraphRun, Inside, Node
 from exportkit.tracing.judge import JUMP, Compared, Step
 from exportkit.tracing.located import Located, Stage, Suspect
-from exportkit.tracing.on_graph import OnGraph, compare_with_graph, inside_of
+from exportkit.tracing.on_graph import OnGraph, compare_with_graph
 from exportkit.tracing.record import trace_model
 from exportkit.tracing.records import ModuleCall
 from exportkit.tracing.trace import Trace
@@ -255,7 +255,8 @@ class _Search:
         return next(call for call in self._trace.calls if call.index == index)
 
     def _inside(self, run: GraphRun, call: ModuleCall) -> Inside | None:
-        return inside_of(run, call, sum(other.path == call.path for other in self._trace.calls))
+        insides = run.calls_of(call.path, sum(other.path == call.path for other in self._trace.calls))
+        return insides[call.number] if insides else None
 
     def _located(
         self, stage: Stage, stages: tuple[Stage, ...], run: GraphRun, found: OnGraph, reference: GraphRun | None = None
