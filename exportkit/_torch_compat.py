@@ -561,14 +561,13 @@ class StorageRef:
         return bool(self._ref.expired())
 
 
-def storage_id(tensor: torch.Tensor) -> int:
-    """Returns a number that no other memory has while this one, or a `StorageRef` to it, exists. Seen in torch 2.13."""
-    return int(_require(tensor.untyped_storage(), "_cdata", "torch 2.13"))
+def memory_state(tensor: torch.Tensor) -> tuple[int, int | None]:
+    """Returns which memory a tensor has, and how often it was changed in place. Seen in torch 2.13.
 
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Returns how often a tensor was changed in place; None in inference mode, which does not count. Seen in 2.13."""
-    return None if tensor.is_inference() else int(tensor._version)
+    No other memory has the same number while this one, or a `StorageRef` to it, exists. In inference mode changes are
+    not counted, and the second number is None.
+    """
+    return tensor.untyped_storage()._cdata, None if tensor.is_inference() else tensor._version
 
 
 @contextlib.contextmanager

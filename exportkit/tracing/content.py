@@ -63,7 +63,7 @@ class Content:
     @functools.cached_property
     def stored(self) -> dict[str, Mapping[str, Any]]:
         """Where the values of tensors are, by their key."""
-        return {line["key"]: line for line in self.lines if "stored" in line}
+        return {line["key"]: line for line in self.lines if "key" in line}
 
     def tensor(self, stored: Mapping[str, Any]) -> torch.Tensor:
         """Returns values that are stored, from the line that says where.
@@ -150,8 +150,8 @@ class _Calls:
         self._ends, self._layouts, stored = (
             {line[kind]: line for line in by_kind.get(kind, ())} for kind in ("end", "layout", "stored")
         )
-        self._stored = stored
-        if stored:
+        self._stored = stored | {line["tensor"]: line for line in by_kind.get("tensor", ()) if "key" in line}
+        if self._stored:
             with contextlib.suppress(DestinationError):  # which comes when a value is asked for
                 content.data  # noqa: B018  # from now on it is there, even if the folder is removed
         self._tensors: dict[int, Callable[[str], TensorRecord]] = {}

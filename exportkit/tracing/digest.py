@@ -17,7 +17,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-BLOCK = 2**17  # bytes; the working memory of a block stays in the cache of the processor
+BLOCK = 2**18  # bytes; the working memory of a block stays in the cache of the processor
 _WORDS = BLOCK // 8
 _HALF = np.uint64(32)
 

@@ -166,24 +166,23 @@ def as_tensor(entry: Mapping[str, Any], read: Callable[[int, int], Any]) -> torc
         read: Returns the bytes of the data file from an offset on, as a buffer that may be written to.
     """
     parts = {name: _dense(part, read) for name, part in entry["parts"].items()}
-    kind = entry["kind"]
+    kind, details = entry["kind"], entry["details"]
     if kind == "dense":
         return parts[""]
     if kind == "quantized":
-        if "axis" in entry:
-            return _torch_compat.make_quantized(parts[""], parts["scales"], parts["zero_points"], int(entry["axis"]))
-        return _torch_compat.make_quantized(parts[""], float(entry["scale"]), int(entry["zero_point"]), None)
+        if "axis" in details:
+            return _torch_compat.make_quantized(parts[""], parts["scales"], parts["zero_points"], int(details["axis"]))
+        return _torch_compat.make_quantized(parts[""], float(details["scale"]), int(details["zero_point"]), None)
     if kind == "nested":
-        return torch.nested.nested_tensor(list(parts.values()), layout=_layout(entry["layout"]))
-    shape = tuple(map(int, entry["shape"]))
+        return torch.nested.nested_tensor(list(parts.values()), layout=_layout(details["layout"]))
+    shape = tuple(map(int, details["shape"]))
     if kind == "sparse":
-        coalesced = bool(entry["coalesced"])
+        coalesced = bool(details["coalesced"])
         return torch.sparse_coo_tensor(parts["indices"], parts["values"], shape, is_coalesced=coalesced)
     if kind == "compressed":
-        first, second = _COMPRESSED[_layout(entry["layout"])]
-        return torch.sparse_compressed_tensor(
-            parts[first], parts[second], parts["values"], shape, layout=_layout(entry["layout"])
-        )
+        layout = _layout(details["layout"])
+        first, second = (parts[name] for name in _COMPRESSED[layout])
+        return torch.sparse_compressed_tensor(first, second, parts["values"], shape, layout=layout)
     raise ValueError(f"a tensor of an unknown kind: {kind!r}")
 
 

@@ -46,8 +46,8 @@ class KnownTensors:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized:
             return None
         extent = tensor.numel() if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-        storage, version = _torch_compat.storage_id(tensor), _torch_compat.version_of(tensor)
-        return storage, tensor.storage_offset(), extent, version, tensor.dtype, tensor.is_neg(), tensor.is_conj()
+        state = _torch_compat.memory_state(tensor)
+        return state, tensor.storage_offset(), extent, tensor.dtype, tensor.is_neg(), tensor.is_conj()
 
     def find(self, place: Any) -> Known | None:
         """Returns what is known of the content at a place."""

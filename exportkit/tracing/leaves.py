@@ -70,6 +70,10 @@ class Layouts:
 
     def take_apart(self, value: dict[str, Any]) -> Leaves:
         """Returns the leaves of a dict of values; those that are no tensors in a form that JSON can hold."""
+        path, only = _only_value(value)
+        if isinstance(only, torch.Tensor):
+            layout = self._known.get(path) or self._new(value, path, (path,), (), (0,))
+            return Leaves(layout, [only], [])
         taken = outline(value)
         others: list[Any] = []
         _add_others(taken.outline.root, others)
@@ -108,6 +112,14 @@ def _empty(value: dict[str, Any], paths: set[str]) -> dict[str, str]:
     given |= {"outputs": value["outputs"]} if "outputs" in value else {}
     leading = {path for path in given for leaf in paths if leaf == path or leaf.startswith((f"{path}.", f"{path}["))}
     return {path: _text(item) for path, item in given.items() if path not in leading}
+
+
+def _only_value(value: dict[str, Any]) -> tuple[str, Any]:
+    """What a module returned, or was given as its only argument, as most are: the quickest way for a tensor."""
+    if "outputs" in value:
+        return "outputs", value["outputs"]
+    args = value["args"]
+    return "args[0]", args[0] if len(args) == 1 and not value["kwargs"] else None
 
 
 def _add_others(item: Nested | Registered, others: list[Any]) -> None:

@@ -57,8 +57,8 @@ def measure(tensor: torch.Tensor) -> Measured:
         return Measured(accumulator.result(lambda: _all_pieces(form)), _joined(hashes))
 
 
-def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> dict[str, Any] | None:
-    """Writes the values of a tensor; returns what the index is to say about where they are, None if it has none.
+def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> dict[str, Any]:
+    """Writes the values of a tensor; returns what the index is to say about where they are.
 
     Raises:
         OSError: if they cannot be written.
@@ -72,7 +72,7 @@ def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> dict[str, Any] |
         dtype, shape = stored_type(dense)
         files.name_data(f"{key}.{name}" if name else key, dtype, shape, offset)
         parts[name] = {"dtype": _name(dense.dtype), "shape": list(dense.shape), "offset": offset}
-    return {"kind": form.kind, "parts": parts, **form.details} if parts else None
+    return {"kind": form.kind, "parts": parts, "details": form.details}
 
 
 def _form(tensor: torch.Tensor) -> Form:

@@ -21,8 +21,8 @@ import torch
 
 from exportkit import _torch_compat
 from exportkit.capture import scope
-from exportkit.tracing.files import FORMAT, VERSION, TraceFiles, encode
-from exportkit.tracing.known import Known, KnownTensors
+from exportkit.tracing.files import FORMAT, VERSION, TraceFiles, encode, quoted
+from exportkit.tracing.known import KnownTensors
 from exportkit.tracing.leaves import Layouts
 from exportkit.tracing.measure import Measured, measure, store
 from exportkit.tracing.selection import Selection
@@ -30,7 +30,7 @@ from exportkit.tracing.statistics import Statistics
 
 _ROOM = 512  # bytes in the header of the data file, for each module
 _MOST_PROBLEMS = 20  # of which the texts are kept
-_NOTHING: dict[str, Any] = {"layout": None, "tensors": [], "others": []}
+_NOTHING = '"layout":null,"tensors":[],"others":[]'
 _PACKAGES = ("exportkit", "torch", "transformers", "numpy")
 
 
@@ -173,29 +173,23 @@ class Recorder:
         self._call_count, self._numbers[path] = index + 1, number + 1
         frame.number, frame.parent = number, around.index
         lines, leaves = self._leaves({"args": args, "kwargs": kwargs}, frame)
-        call = {
-            "begin": index,
-            "path": path,
-            "class": type(frame.module).__name__,
-            "number": number,
-            "parent": frame.parent,
-            "thread": self._threads.setdefault(threading.get_ident(), len(self._threads)),
-            **leaves,
-        }
-        self._write([*lines, encode(call)])
+        thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
+        parent, name = "null" if frame.parent is None else frame.parent, quoted(type(frame.module).__name__)
+        call = f'"begin":{index},"path":{quoted(path)},"class":{name},"number":{number},"parent":{parent}'
+        self._write([*lines, f'{{{call},"thread":{thread},{leaves}}}'])
         return index
 
     def _end(self, frame: Frame, result: Any, error: str | None) -> None:
         if frame.index is None:  # its beginning could not be recorded
             return
         lines, leaves = ([], _NOTHING) if error is not None else self._leaves({"outputs": result}, frame)
-        lines.append(encode({"end": frame.index, **leaves, "error": error}))
+        lines.append(f'{{"end":{frame.index},{leaves},"error":{"null" if error is None else quoted(error)}}}')
         if frame.parent is None:
             self._write(lines)
         else:  # with the beginning of the next call, which is early enough for the case that it never ends
             self._waiting += lines
 
-    def _leaves(self, value: dict[str, Any], frame: Frame) -> tuple[list[str], dict[str, Any]]:
+    def _leaves(self, value: dict[str, Any], frame: Frame) -> tuple[list[str], str]:
         """The lines that describe what is new in a value, and what stands for the value in the line of a call."""
         lines: list[str] = []
         try:
@@ -206,7 +200,7 @@ class Recorder:
             self.note(f"What {frame.path or 'the model'} was given or returned: {type(error).__name__}: {error}")
             return lines, _NOTHING
 
-    def _described(self, value: dict[str, Any], frame: Frame, lines: list[str]) -> dict[str, Any]:
+    def _described(self, value: dict[str, Any], frame: Frame, lines: list[str]) -> str:
         layout, tensors, others = self._layouts.take_apart(value)
         if layout.number >= self._written_layouts:
             self._written_layouts = layout.number + 1
@@ -218,7 +212,7 @@ class Recorder:
             self._tensor(tensor, f"{call}.{place}" if wanted else None, lines)
             for tensor, place in zip(tensors, layout.tensors, strict=True)
         ]
-        return {"layout": layout.number, "tensors": numbers, "others": others}
+        return f'"layout":{layout.number},"tensors":{numbers},"others":{encode(others) if others else "[]"}'
 
     def _tensor(self, tensor: torch.Tensor, key: str | None, lines: list[str]) -> int:
         """The number of the record of a tensor; adds the lines that make it known."""
@@ -236,30 +230,30 @@ class Recorder:
             lines.append(encode({"tensor": number, "as": same, "shape": shape}))
         if key is not None and known.key is None:
             known.key = key
-            lines += self._stored(next(iter(known.numbers.values())), tensor, key)
+            same = next(iter(known.numbers.values()))
+            lines.append(encode({"stored": same, "key": key, **store(tensor, self._files, key)}))
         return number
 
     def _new_tensor(self, tensor: torch.Tensor, place: Any, key: str | None, lines: list[str]) -> int:
-        number, stored, measured = self._next_number(), [], None
+        number, shape = self._next_number(), () if tensor.is_nested else tuple(tensor.shape)
+        dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
+        line = {"tensor": number, "shape": shape, "dtype": dtype, "device": device}
         try:
-            stored = [] if key is None else self._stored(number, tensor, key)
-            if not stored or tensor.is_inference():  # which is found again by its hash
-                measured = measure(tensor)
+            is_stored = key is not None and not tensor.is_meta
+            if is_stored:
+                line |= {"key": key, **store(tensor, self._files, str(key))}
+            if not is_stored or tensor.is_inference():  # which is found again by its hash
+                line |= _derived(measure(tensor))
         except OSError:
             raise
         except Exception as error:
             self.note(f"A {tensor.dtype} tensor could not be looked into: {type(error).__name__}: {error}")
-            measured = Measured(Statistics(), "")
+            line |= _derived(Measured(Statistics(), ""))
         if place is not None:
-            known: Known = self._known.add(place, tensor, number, "" if measured is None else measured.hash)
-            known.key = key if stored else None
-        lines += [encode(_line(number, tensor, measured)), *stored]
+            known = self._known.add(place, tensor, number, line.get("hash", ""))
+            known.key = line.get("key")
+        lines.append(encode(line))
         return number
-
-    def _stored(self, number: int, tensor: torch.Tensor, key: str) -> list[str]:
-        """Writes the values of a tensor; returns the lines that say where they are."""
-        stored = store(tensor, self._files, key)
-        return [] if stored is None else [encode({"stored": number, "key": key, **stored})]
 
     def _next_number(self) -> int:
         self._tensor_count += 1
@@ -279,14 +273,8 @@ class Recorder:
         }
 
 
-def _line(number: int, tensor: torch.Tensor, measured: Measured | None) -> dict[str, Any]:
-    line = {
-        "tensor": number,
-        "shape": () if tensor.is_nested else tuple(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "device": str(tensor.device),
-    }
-    return line if measured is None else {**line, **measured.statistics._asdict(), "hash": measured.hash}
+def _derived(measured: Measured) -> dict[str, Any]:
+    return {**measured.statistics._asdict(), "hash": measured.hash}
 
 
 @functools.cache  # to look one up takes a millisecond

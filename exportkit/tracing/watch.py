@@ -118,12 +118,27 @@ def _forwarding(cls: type) -> Callable[..., Any]:
         if torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
         watches = _watched.get(id(self))
+        if watches is None or _entered(watches, self):
+            return original(self, *args, **kwargs)
         # through super(), or through a forward of the instance, which recorded it
-        if watches is None or _owner(type(self)) is not cls or type(vars(self).get("forward")) is _OwnForward:
+        if _owner(type(self)) is not cls or type(vars(self).get("forward")) is _OwnForward:
             return original(self, *args, **kwargs)
         return _recorded(watches, self, functools.partial(original, self), args, kwargs, is_forward=True)
 
     return forward
+
+
+def _entered(watches: tuple[_Watch, ...], module: torch.nn.Module) -> bool:
+    """Whether this is the forward of a call that its only recorder has begun to record, as nearly always."""
+    frames: Any = scope.frames()
+    if not frames or len(watches) > 1:
+        return False
+    frame = frames[-1]
+    if type(frame) is not Frame or frame.collector is not watches[0].recorder or frame.module is not module:
+        return False
+    begun = not frame.entered
+    frame.entered = True
+    return begun
 
 
 class _OwnForward:

@@ -184,7 +184,7 @@ def test_nothing_is_unpickled_or_evaluated(folder, capsys):
     data.write_bytes(raw[: -len(bomb)] + bomb)
     index = folder / "calls.jsonl"
     lines = index.read_text().splitlines()
-    stored = next(i for i, line in enumerate(lines) if '"stored"' in line)
+    stored = next(i for i, line in enumerate(lines) if '"key"' in line)
     changed = json.loads(lines[stored])
     changed["parts"][""]["dtype"] = "__import__('os')"
     lines[stored] = json.dumps(changed)
