@@ -295,8 +295,8 @@ def _excess(leaf: Leaf, step: _Raw, limits: _Limits) -> float:
         return 0.0
     if math.isinf(far.rms):
         return 0.5 if any(math.isinf(source.distance.rms) for source in step.sources) else math.inf
-    if not leaf.unit and step.exact_sources:
-        return math.inf
+    if not leaf.unit:  # a decision, such as a token, can turn on the smallest difference
+        return math.inf if step.exact_sources else 0.5
     return max(_part(far.rms, limits.rms), _part(far.peak, limits.peak))
 
 
