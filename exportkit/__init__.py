@@ -25,7 +25,7 @@ from exportkit.patching import (
     unregister_patch_mapping,
 )
 from exportkit.skips import scan_skipped_tests
-from exportkit.tracing import Trace, model_addition_debugger_context, trace_model
+from exportkit.tracing import Trace, locate_divergence, model_addition_debugger_context, trace_model
 from exportkit.trees import (
     make_dynamic_cache,
     make_encoder_decoder_cache,
@@ -60,6 +60,7 @@ __all__ = [
     "merge_with_config_defaults",
     # record module calls
     "trace_model",
+    "locate_divergence",
     "model_addition_debugger_context",
     "Trace",
     # replace classes

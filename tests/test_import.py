@@ -155,6 +155,7 @@ def test_public_names_are_these():
         "export",
         "get_patch_mapping",
         "load",
+        "locate_divergence",
         "make_dynamic_cache",
         "make_encoder_decoder_cache",
         "make_static_cache",

@@ -29,17 +29,15 @@ def trace(
     out: Annotated[Path, typer.Option(help="Folder for the trace; a trace that is there is replaced.", metavar="DIR")],
     values: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Modules whose values to store: all, ends, or a path with *; repeatable.", metavar="PATHS"
-        ),
+        typer.Option(help="Modules whose values to store: all, ends, or a path with *; repeatable.", metavar="PATHS"),
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Store the values of every so many-eth call of a module.")] = 1,
     dtype: Annotated[str, typer.Option(help="Element type to run in, such as bfloat16.")] = "float32",
 ) -> None:
     """Record every module call of a local transformers checkpoint.
 
-    It runs the way its task runs it. Of each tensor there are statistics and a hash, and its values on request. Compare two such folders with
-    `exportkit compare`. The tokens of a prompt without a tokenizer are random, and the same in every run.
+    It runs the way its task runs it. Of each tensor there are statistics and a hash, and its values on request. Compare
+    two such folders with `exportkit compare`. Without a tokenizer the tokens are random, and the same in every run.
     """
     with _exit_on_error():
         chosen = getattr(torch, dtype, None)

@@ -107,9 +107,10 @@ class GraphRun:
                 users[name].append(id(node))
         return users
 
-    def has_module(self, path: str) -> bool:
-        """Returns whether any node belongs to a module."""
-        return path in self._nodes_of
+    @property
+    def paths(self) -> frozenset[str]:
+        """Paths of the modules that nodes belong to."""
+        return frozenset(self._nodes_of)
 
     def calls_of(self, path: str, count: int) -> tuple[Inside, ...]:
         """Returns what is inside of a module, for each of its calls; nothing if they cannot be told apart.

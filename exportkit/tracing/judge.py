@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal
 
@@ -123,8 +123,8 @@ def judge(calls: Sequence[Compared]) -> tuple[Step, ...]:
         calls: The calls in the order in which they started.
     """
     raw = list(_raw_steps(calls))
-    types, usual = _Types(raw), _Usual(raw)
-    return tuple(_judged(step, types, usual) for step in raw)
+    types, usual, inside = _Types(raw), _Usual(raw), _Inside(calls)
+    return tuple(inside.looked_at(_judged(step, types, usual), step.exact_sources) for step in raw)
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,30 @@ class _Usual:
         """How much more than usual a step of this kind amplifies the errors of what it is computed from."""
         others = [jump for call, jump in self._jumps[step.kind].items() if call != step.call]
         return max(median(others), 1.0) if len(others) >= _SEVERAL else 1.0
+
+
+class _Inside:
+    """What is wrong inside of each call so far: a cache carries it out, which no call inside returns."""
+
+    def __init__(self, calls: Sequence[Compared]) -> None:
+        self._parents = {call.index: call.parent for call in calls}
+        self._errors: dict[int | None, float] = {}
+
+    def looked_at(self, step: Step, exact_sources: bool) -> Step:
+        """Returns the step, as carried on if it is no worse than what is wrong inside of its module already."""
+        if step.verdict != "differs":
+            return step
+        if not exact_sources and step.error <= JUMP * self._errors.get(step.owner, 0.0):
+            verdicts: dict[str, Verdict] = {
+                path: "carried" if verdict == "differs" else verdict for path, verdict in step.verdicts.items()
+            }
+            return replace(step, verdict="carried", reason="", verdicts=verdicts)
+        owner: int | None = step.owner
+        while owner is not None:
+            self._errors[owner] = max(self._errors.get(owner, 0.0), step.error)
+            owner = self._parents[owner]
+        self._errors[None] = max(self._errors.get(None, 0.0), step.error)
+        return step
 
 
 class _Types:

@@ -128,6 +128,7 @@ class _Search:
         self._run_model()
         if self._parts.onnx is None:
             run, found, stage = self._program_stage()
+            self._check_paths(found)
             return self._located(stage, (stage,), run, found)
         return self._of_onnx()
 
@@ -142,6 +143,7 @@ class _Search:
             return _refused(error, nodes_of(proto))
         _check_modules(run)
         found = compare_with_graph(self._trace, run, self._visible)
+        self._check_paths(found)
         after = _stage(AFTER, found)
         if after.outcome == "agrees":
             results = run_session(session_of(proto.SerializeToString(), folder), feeds)
@@ -251,6 +253,18 @@ class _Search:
         diverges = error > max(step.error / JUMP, step.base)
         return Stage(BEFORE, "diverges" if diverges else "agrees", error, f"{call.path or 'the model'} by itself")
 
+    def _check_paths(self, found: OnGraph) -> None:
+        """Raises InvalidRequestError if the graph is of another model, or of one around this one."""
+        known, compared = {call.path for call in self._trace.calls}, {call.path for call in found.calls if call.outputs}
+        if not compared or (compared == {""} and len(known) > 1):
+            raise InvalidRequestError(
+                "The graph has no values of the model's modules.",
+                where=type(self._model).__name__,
+                expected=", ".join(sorted(path for path in known if path)[:3]),
+                got=", ".join(sorted(found.modules)[:3]) or "no module",
+                hint="give the module that was exported, with the inputs that it takes.",
+            )
+
     def _call(self, index: int) -> ModuleCall:
         return next(call for call in self._trace.calls if call.index == index)
 
@@ -350,7 +364,8 @@ def _weight(step: Step) -> tuple[bool, float]:
 
 def _stage(name: str, found: OnGraph) -> Stage:
     outputs = [leaf.distance.rms for call in found.calls if call.parent is None for leaf in call.outputs]
-    return Stage(name, "agrees" if found.first is None else "diverges", max(outputs, default=math.nan))
+    note = f"{found.unmatched} outputs of the model have no counterpart of their shape" if found.unmatched else ""
+    return Stage(name, "agrees" if found.first is None else "diverges", max(outputs, default=math.nan), note)
 
 
 def _refused(error: RuntimeFailure, nodes: Iterable[Node]) -> Located:

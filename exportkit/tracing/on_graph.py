@@ -43,10 +43,14 @@ class OnGraph:
     Attributes:
         calls: The calls that the graph has values of.
         values: Name of the graph's value by index of the call, side and path of the tensor.
+        modules: Paths of the modules in the graph.
+        unmatched: How many tensors that the model returns have no value in the graph.
     """
 
     calls: tuple[Compared, ...]
     values: Mapping[tuple[int, Side, str], str]
+    modules: frozenset[str]
+    unmatched: int
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -88,7 +92,9 @@ class _Comparison:
                 calls.append(self._compared(call, parent))
                 parent = call.index
             nearest[call.index] = parent
-        return OnGraph(tuple(calls), self._values)
+        returned = sum(len(call.outputs) for call in self._trace.calls if call.parent is None)
+        matched = sum(len(call.outputs) for call in calls if call.parent is None)
+        return OnGraph(tuple(calls), self._values, self._run.paths, returned - matched)
 
     def _compared(self, call: ModuleCall, parent: int | None) -> Compared:
         inside = self._insides(call)[call.number]

@@ -205,6 +205,19 @@ def test_nodes_without_modules_are_refused(exported):
     )
 
 
+def test_a_graph_of_another_model_is_refused(exported):
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Model().eval()
+
+        def forward(self, ids):
+            return self.inner(ids)
+
+    with pytest.raises(InvalidRequestError, match="no values of the model's modules"):
+        locate_divergence(Around(), exported[1], (IDS,))
+
+
 def test_what_is_no_graph_and_no_arguments_is_refused(exported, tmp_path):
     with pytest.raises(InvalidTypeError, match="no ONNX model"):
         locate_divergence(exported[0], 3, (IDS,))
