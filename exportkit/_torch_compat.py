@@ -460,7 +460,12 @@ def _exporter_module(name: str) -> Any:
 
 def in_backward() -> bool:
     """Returns whether the thread runs a backward pass, where checkpointed layers run again. Seen in torch 2.13."""
-    return bool(_require(torch._C, "_current_graph_task_id", "torch 2.13")() != -1)
+    return bool(_graph_task()() != -1)
+
+
+@functools.cache
+def _graph_task() -> Callable[[], int]:
+    return _require(torch._C, "_current_graph_task_id", "torch 2.13")  # type: ignore[no-any-return]
 
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
@@ -552,13 +557,18 @@ class StorageRef:
     __slots__ = ("_ref",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        from torch.multiprocessing import reductions
-
-        self._ref = _require(reductions, "StorageWeakRef", "torch 2.13")(tensor.untyped_storage())
+        self._ref = _weak_storage()(tensor.untyped_storage())
 
     def is_gone(self) -> bool:
         """Returns whether the memory was freed."""
         return bool(self._ref.expired())
+
+
+@functools.cache
+def _weak_storage() -> Any:
+    from torch.multiprocessing import reductions
+
+    return _require(reductions, "StorageWeakRef", "torch 2.13")
 
 
 def memory_state(tensor: torch.Tensor) -> tuple[int, int | None]:

@@ -7,15 +7,16 @@ are stored, they are only written: statistics and hash are computed of them when
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from exportkit import _torch_compat
 from exportkit.tracing.digest import Digest
-from exportkit.tracing.files import TraceFiles
+from exportkit.tracing.files import TraceFiles, encode, quoted
 from exportkit.tracing.forms import Form, form_of, is_plain, pieces_of, stored_type
 from exportkit.tracing.statistics import Accumulator, Statistics
 
@@ -32,6 +33,18 @@ class Measured(NamedTuple):
 
     statistics: Statistics
     hash: str
+
+    def text(self) -> str:
+        """Returns what the index is to say, as part of a line."""
+        numbers = [f'"{name}":{_number(value)}' for name, value in self.statistics._asdict().items()]
+        return f'{",".join(numbers)},"hash":"{self.hash}"'
+
+
+def _number(value: float | None) -> str:
+    """A number as JSON has it; those that it lacks as texts."""
+    if value is None:
+        return "null"
+    return repr(value) if math.isfinite(value) else f'"{value}"'
 
 
 def measure(tensor: torch.Tensor) -> Measured:
@@ -57,22 +70,24 @@ def measure(tensor: torch.Tensor) -> Measured:
         return Measured(accumulator.result(lambda: _all_pieces(form)), _joined(hashes))
 
 
-def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> dict[str, Any]:
-    """Writes the values of a tensor; returns what the index is to say about where they are.
+def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> str:
+    """Writes the values of a tensor; returns what the index is to say about where they are, as part of a line.
 
     Raises:
         OSError: if they cannot be written.
         RuntimeError: or whatever torch raises, if it does not let one look into the tensor.
     """
-    form, parts = _form(tensor), {}
+    form, parts = _form(tensor), []
     for name, dense in form.parts.items():
         offset = files.offset
-        for piece in pieces_of(dense):
+        for piece in [_torch_compat.memory_of(dense)] if is_plain(dense) else pieces_of(dense):
             files.write_data(piece)
         dtype, shape = stored_type(dense)
         files.name_data(f"{key}.{name}" if name else key, dtype, shape, offset)
-        parts[name] = {"dtype": _name(dense.dtype), "shape": list(dense.shape), "offset": offset}
-    return {"kind": form.kind, "parts": parts, "details": form.details}
+        place = f'"dtype":"{type_name(dense)}","shape":{list(dense.shape)},"offset":{offset}'
+        parts.append(f'"{name}":{{{place}}}')
+    details = encode(form.details) if form.details else "{}"
+    return f'"key":{quoted(key)},"kind":"{form.kind}","parts":{{{",".join(parts)}}},"details":{details}'
 
 
 def _form(tensor: torch.Tensor) -> Form:
@@ -93,5 +108,6 @@ def _joined(hashes: list[str]) -> str:
     return hashlib.blake2b("".join(hashes).encode(), digest_size=8).hexdigest()
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def type_name(tensor: torch.Tensor) -> str:
+    """Returns the type of the elements of a tensor, such as ``float32``."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -24,7 +24,7 @@ from exportkit.capture import scope
 from exportkit.tracing.files import FORMAT, VERSION, TraceFiles, encode, quoted
 from exportkit.tracing.known import KnownTensors
 from exportkit.tracing.leaves import Layouts
-from exportkit.tracing.measure import Measured, measure, store
+from exportkit.tracing.measure import Measured, measure, store, type_name
 from exportkit.tracing.selection import Selection
 from exportkit.tracing.statistics import Statistics
 
@@ -86,6 +86,7 @@ class Recorder:
         self._written_layouts = self._tensor_count = self._call_count = 0
         self._numbers: Counter[str] = Counter()
         self._threads: dict[int, int] = {}
+        self._running = 0
         self._problems: dict[str, None] = {}
         self._is_over = False
         self._waiting: list[str] = []
@@ -143,6 +144,8 @@ class Recorder:
     def finish(self) -> None:
         """Ends the recording and closes the files; of one that stopped before, as well as it can be done."""
         with self._lock:
+            if self._running and not self._is_over:
+                self.note(f"The ends of {self._running} calls are missing: they ran on in other threads.")
             self._is_over = True
             try:
                 self._files.write_header()
@@ -177,11 +180,13 @@ class Recorder:
         parent, name = "null" if frame.parent is None else frame.parent, quoted(type(frame.module).__name__)
         call = f'"begin":{index},"path":{quoted(path)},"class":{name},"number":{number},"parent":{parent}'
         self._write([*lines, f'{{{call},"thread":{thread},{leaves}}}'])
+        self._running += 1
         return index
 
     def _end(self, frame: Frame, result: Any, error: str | None) -> None:
         if frame.index is None:  # its beginning could not be recorded
             return
+        self._running -= 1
         lines, leaves = ([], _NOTHING) if error is not None else self._leaves({"outputs": result}, frame)
         lines.append(f'{{"end":{frame.index},{leaves},"error":{"null" if error is None else quoted(error)}}}')
         if frame.parent is None:
@@ -231,28 +236,29 @@ class Recorder:
         if key is not None and known.key is None:
             known.key = key
             same = next(iter(known.numbers.values()))
-            lines.append(encode({"stored": same, "key": key, **store(tensor, self._files, key)}))
+            lines.append(f'{{"stored":{same},{store(tensor, self._files, key)}}}')
         return number
 
     def _new_tensor(self, tensor: torch.Tensor, place: Any, key: str | None, lines: list[str]) -> int:
-        number, shape = self._next_number(), () if tensor.is_nested else tuple(tensor.shape)
-        dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-        line = {"tensor": number, "shape": shape, "dtype": dtype, "device": device}
+        number, shape = self._next_number(), [] if tensor.is_nested else list(tensor.shape)
+        line = f'"tensor":{number},"shape":{shape},"dtype":"{type_name(tensor)}","device":"{tensor.device}"'
+        stored, measured = key is not None and not tensor.is_meta, None
         try:
-            is_stored = key is not None and not tensor.is_meta
-            if is_stored:
-                line |= {"key": key, **store(tensor, self._files, str(key))}
-            if not is_stored or tensor.is_inference():  # which is found again by its hash
-                line |= _derived(measure(tensor))
+            if stored:
+                line += f",{store(tensor, self._files, str(key))}"
+            if not stored or tensor.is_inference():  # which is found again by its hash
+                measured = measure(tensor)
         except OSError:
             raise
         except Exception as error:
             self.note(f"A {tensor.dtype} tensor could not be looked into: {type(error).__name__}: {error}")
-            line |= _derived(Measured(Statistics(), ""))
+            stored, measured = False, Measured(Statistics(), "")
+        if measured is not None:
+            line += f",{measured.text()}"
         if place is not None:
-            known = self._known.add(place, tensor, number, line.get("hash", ""))
-            known.key = line.get("key")
-        lines.append(encode(line))
+            known = self._known.add(place, tensor, number, "" if measured is None else measured.hash)
+            known.key = key if stored else None
+        lines.append(f"{{{line}}}")
         return number
 
     def _next_number(self) -> int:
@@ -271,10 +277,6 @@ class Recorder:
             "values": self._selection.text,
             "written_by": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         }
-
-
-def _derived(measured: Measured) -> dict[str, Any]:
-    return {**measured.statistics._asdict(), "hash": measured.hash}
 
 
 @functools.cache  # to look one up takes a millisecond

@@ -65,7 +65,8 @@ class _Watching:
     def __init__(self, model: torch.nn.Module, recorder: Recorder) -> None:
         self._recorder = recorder
         self._held: list[torch.nn.Module] = []
-        self._foreign: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # called inside of it, and not part of it
+        # called inside of it, and no part of it
+        self._foreign: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
         for path, module in model.named_modules():
             self.add(path, module)
         _watching[recorder] = self
@@ -77,11 +78,11 @@ class _Watching:
 
     def adopt(self, module: torch.nn.Module, around: Frame) -> None:
         """Adds a module if it is inside of the one whose call it is called in."""
-        if module in self._foreign or around.module is None:
+        if id(module) in self._foreign or around.module is None:
             return
         path = next((path for path, other in around.module.named_modules() if other is module), None)
         if path is None:
-            self._foreign.add(module)
+            self._foreign[id(module)] = module
         else:
             self.add(f"{around.path}.{path}".strip("."), module)
 

@@ -205,3 +205,35 @@ def test_a_config_says_which_attention_is_computed_by_a_property():
     assert _torch_compat.attention_implementation(config) == "eager"
     assert _torch_compat.attention_implementation(None) is None
     assert _torch_compat.attention_property(None) is None
+
+
+def test_memory_is_told_apart_without_being_held():
+    x = torch.ones(3)
+    number, version = _torch_compat.memory_state(x)
+    assert _torch_compat.memory_state(x[1:]) == (number, version)
+    x += 1
+    assert _torch_compat.memory_state(x) == (number, version + 1)
+    with torch.inference_mode():
+        assert _torch_compat.memory_state(torch.ones(3))[1] is None
+    ref = _torch_compat.StorageRef(x)
+    assert not ref.is_gone()
+    del x
+    assert ref.is_gone()
+    others = [torch.ones(3) for _ in range(100)]
+    assert number not in [_torch_compat.memory_state(other)[0] for other in others]
+
+
+def test_modes_do_not_see_what_is_done_apart_from_them():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter, torch.device("meta"), torch.autocast("cpu"):
+        with _torch_compat.apart_from_modes():
+            product = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
+        assert (product.device.type, product.dtype, product.requires_grad) == ("cpu", torch.float32, False)
+    assert counter.get_total_flops() == 0
+
+
+def test_tensors_are_printed_in_scientific_notation_and_the_options_stay():
+    x = torch.tensor([1000.5])
+    assert _torch_compat.scientific_text(x) == "tensor([1.0005e+03])"
+    assert repr(x) == "tensor([1000.5000])"

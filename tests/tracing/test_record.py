@@ -1,6 +1,10 @@
 """What a trace holds of calls: order, paths, arguments, methods, generation, and what was asked for."""
 
+import contextlib
+import copy
+import dataclasses
 import json
+import pickle
 import re
 from collections import UserDict
 
@@ -299,6 +303,23 @@ def test_a_trace_is_read_while_it_grows():
         model(torch.ones(3, 4))
         assert len(trace.calls) == 8
     assert trace.complete
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+def test_statistics_and_hashes_do_not_depend_on_whether_values_are_stored(mode, tmp_path):
+    model = tiny_llama()
+    ids = random_ids(2, 5)
+    with mode():
+        with trace_model(model) as without:
+            model(ids)
+        with trace_model(model, tmp_path, values="all") as stored:
+            model(ids)
+
+    for one, other in zip(without.calls, stored.calls, strict=True):
+        assert [dataclasses.replace(record, key=None) for record in other.outputs] == list(one.outputs)
+    again = Trace.load(tmp_path)
+    assert again.calls == stored.calls
+    assert copy.deepcopy(again.calls) == pickle.loads(pickle.dumps(again.calls)) == stored.calls
 
 
 def test_values_that_were_not_stored_are_asked_for_in_vain():

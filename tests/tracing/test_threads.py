@@ -4,6 +4,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from torch import nn
 
@@ -99,6 +100,28 @@ def test_a_thread_that_is_older_than_the_trace():
     thread.join()
 
     assert [call.thread for call in trace.calls] == [0] * 4 + [1] * 4
+
+
+def test_a_call_that_runs_on_after_the_trace():
+    class Waits(nn.Module):
+        def forward(self, x):
+            started.set()
+            end.wait()
+            return x * 2
+
+    model, results = Waits(), []
+    started, end = threading.Event(), threading.Event()
+    said = pytest.warns(RuntimeWarning, match="The ends of 1 calls are missing")
+    with said, trace_model(model) as trace:
+        thread = threading.Thread(target=lambda: results.append(model(torch.ones(2))))
+        thread.start()
+        started.wait()
+    end.set()
+    thread.join()
+
+    assert results[0].tolist() == [2, 2]
+    assert not trace.complete
+    assert trace.calls[0].error == "the recording ended inside this call"
 
 
 def test_tasks():
