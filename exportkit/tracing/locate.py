@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from exportkit.tracing.record import trace_model
 from exportkit.tracing.records import ModuleCall
 from exportkit.tracing.trace import Trace
 from exportkit.tracing.visible import Padding
+from exportkit.tracing.weights import changed_weight
 from exportkit.trees import flatten
 
 EXPORT, BEFORE, AFTER, RUNTIME = "torch.export", "ONNX before optimisation", "ONNX after optimisation", "onnxruntime"
@@ -69,6 +71,9 @@ def locate_divergence(
     """
     args, kwargs = _arguments(inputs)
     return _Search(model, method, args, kwargs, _parts(graph, program), before).result()
+
+
+_Source = tuple[Any, Path | None]
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class _Search:
         if after.outcome == "agrees":
             results = run_session(session_of(proto.SerializeToString(), folder), feeds)
             return self._of_runtime(run, found, after, results)
-        return self._first_of(run, found, after)
+        return self._first_of(run, found, after, (proto, folder))
 
     def _of_runtime(self, run: GraphRun, found: OnGraph, after: Stage, results: Mapping[str, torch.Tensor]) -> Located:
         """What onnxruntime makes of a model that agrees, once it has optimised it."""
@@ -161,7 +166,7 @@ class _Search:
         skipped = [Stage(name, "not checked", note="what comes of it agrees") for name in (EXPORT, BEFORE)]
         return self._located(runtime, (*skipped, after, runtime), optimised, found)
 
-    def _first_of(self, run: GraphRun, found: OnGraph, after: Stage) -> Located:
+    def _first_of(self, run: GraphRun, found: OnGraph, after: Stage, source: _Source) -> Located:
         """The first stage that differs, where the ONNX model does."""
         if self._parts.program is None:
             export, program_run = Stage(EXPORT, "not checked", note="the program is not known"), None
@@ -170,7 +175,7 @@ class _Search:
             if export.outcome == "diverges":
                 stages = (export, Stage(BEFORE, "not checked"), after)
                 return self._located(export, stages, program_run, on_program)
-        before = self._before_stage(found, program_run)
+        before = self._before_stage(run, found, program_run, source)
         stage = before if before.outcome == "diverges" else after
         return self._located(stage, (export, before, after), run, found, program_run)
 
@@ -224,17 +229,23 @@ class _Search:
             )
         return dict(zip(names, by_path.values(), strict=True))
 
-    def _before_stage(self, found: OnGraph, program_run: GraphRun | None) -> Stage:
+    def _before_stage(self, run: GraphRun, found: OnGraph, program_run: GraphRun | None, source: _Source) -> Stage:
         if self._before is not None:
             from exportkit.tracing.onnx_run import graph_inputs, read_onnx, run_onnx
 
             proto, folder = read_onnx(self._before)
-            run = run_onnx(proto, folder, self._feeds(graph_inputs(proto)))
-            return _stage(BEFORE, compare_with_graph(self._trace, run, self._visible))
+            before = run_onnx(proto, folder, self._feeds(graph_inputs(proto)))
+            return _stage(BEFORE, compare_with_graph(self._trace, before, self._visible))
         first = found.first
         if program_run is None or self._parts.program is None or first is None or first.owner is None:
             return Stage(BEFORE, "not checked", note="give it as before=, to tell it from the next stage")
-        return self._translated_again(self._parts.program, program_run, self._call(first.owner), first)
+        call = self._call(first.owner)
+        inside, expected = self._inside(run, call), self._inside(program_run, call)
+        if inside is not None and expected is not None:
+            weight = changed_weight(*source, inside, self._parts.program, expected)
+            if weight is not None:
+                return Stage(BEFORE, "agrees", note=f"weight {weight} was changed after it")
+        return self._translated_again(self._parts.program, program_run, call, first)
 
     def _translated_again(
         self, program: torch.export.ExportedProgram, run: GraphRun, call: ModuleCall, step: Step

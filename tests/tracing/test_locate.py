@@ -115,6 +115,7 @@ def test_a_changed_weight_of_the_onnx_model_is_located(exported, module, operato
         (BEFORE, "agrees"),
         (AFTER, "diverges"),
     ]
+    assert found.stages[1].note.startswith("weight ")
     assert found.suspects[0].module == module
 
 
@@ -175,7 +176,8 @@ def test_a_constant_of_a_node_names_that_node(exported):
 
     found = locate_divergence(model, wrong, (IDS,), program=program)
 
-    assert (found.module, found.operator) == ("layers.0.norm", "Add")
+    assert (found.stage, found.module, found.operator) == (AFTER, "layers.0.norm", "Add")
+    assert found.stages[1].note == "layers.0.norm by itself"
     assert "torch.rsqrt" in found.line
 
 
