@@ -24,8 +24,9 @@ from exportkit.tracing.distance import (
     same_content,
     unit_of,
 )
-from exportkit.tracing.judge import Compared, Leaf, Step, judge
+from exportkit.tracing.judge import judge
 from exportkit.tracing.records import ModuleCall, TensorRecord
+from exportkit.tracing.steps import Compared, Leaf, Step
 from exportkit.tracing.trace import Trace
 from exportkit.tracing.visible import Padding
 

@@ -43,7 +43,6 @@ class Distance:
         rms: Root mean square of the difference, relative to that of the first tensor; 0 where they are bitwise equal.
         peak: Largest difference, relative to the same scale.
         largest: Largest difference.
-        index: Where that is, or None where it was not looked for.
         spread: Like ``rms``, relative to the standard deviation: what is left of the precision once a mean is removed.
         exact: Whether every element is equal.
         values: Whether values were compared, and not statistics alone.
@@ -54,7 +53,6 @@ class Distance:
     rms: float = 0.0
     peak: float = 0.0
     largest: float = 0.0
-    index: tuple[int, ...] | None = None
     spread: float = 0.0
     exact: bool = True
     values: bool = True
@@ -168,7 +166,7 @@ def _of_integers(a: torch.Tensor, b: torch.Tensor) -> Distance:
     wrong = a != b
     share = wrong.sum().item() / a.numel()
     far = (a.to(torch.float64) - b.to(torch.float64)).abs().max().item()
-    return Distance(share, 1.0 if share else 0.0, far, None, share, not share)
+    return Distance(share, 1.0 if share else 0.0, far, share, not share)
 
 
 def _of_floats(a: torch.Tensor, b: torch.Tensor) -> Distance:
@@ -182,9 +180,7 @@ def _of_floats(a: torch.Tensor, b: torch.Tensor) -> Distance:
     rms_scale = math.sqrt(squares / count)
     deviation = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
     far = math.sqrt(apart / count)
-    return Distance(
-        _ratio(far, rms_scale), _ratio(largest, rms_scale), largest, None, _ratio(far, deviation), largest == 0.0
-    )
+    return Distance(_ratio(far, rms_scale), _ratio(largest, rms_scale), largest, _ratio(far, deviation), largest == 0.0)
 
 
 def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -217,7 +213,7 @@ def _of_unusual(a: torch.Tensor, b: torch.Tensor) -> Distance:
         return Distance(exact=False)
     usual = a.isfinite() & b.isfinite()
     if not bool((same | usual).all()):
-        return Distance(math.inf, math.inf, math.inf, None, math.inf, False)
+        return Distance(math.inf, math.inf, math.inf, math.inf, False)
     a, b = a[usual], b[usual]
     top = a.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
     scale = (a / top).square().mean().sqrt() * top
@@ -225,9 +221,7 @@ def _of_unusual(a: torch.Tensor, b: torch.Tensor) -> Distance:
     largest = apart.max().item()
     far = largest and ((apart / largest).square().mean().sqrt() * largest).item()
     deviation = ((a / top).std(correction=0) * top).item()
-    return Distance(
-        _ratio(far, scale.item()), _ratio(largest, scale.item()), largest, None, _ratio(far, deviation), False
-    )
+    return Distance(_ratio(far, scale.item()), _ratio(largest, scale.item()), largest, _ratio(far, deviation), False)
 
 
 def _infinite(tensor: torch.Tensor) -> torch.Tensor:

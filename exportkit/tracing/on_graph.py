@@ -16,8 +16,9 @@ import torch
 
 from exportkit.tracing.distance import Distance, distance, unit_of
 from exportkit.tracing.graph_run import GraphRun, Inside
-from exportkit.tracing.judge import Compared, Leaf, Step, judge
+from exportkit.tracing.judge import judge
 from exportkit.tracing.records import ModuleCall, TensorRecord
+from exportkit.tracing.steps import Compared, Leaf, Step
 from exportkit.tracing.trace import Trace
 
 # A value this close to a tensor of the model is that tensor, whatever the rounding.

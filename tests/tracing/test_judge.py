@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 
 from exportkit.tracing.distance import Distance
-from exportkit.tracing.judge import JUMP, ROUNDING, Compared, Leaf, judge
+from exportkit.tracing.judge import JUMP, ROUNDING, judge
+from exportkit.tracing.steps import Compared, Leaf
 
 UNIT = 2.0**-24
 
