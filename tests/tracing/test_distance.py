@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from exportkit import trace_model
 from exportkit.tracing.distance import distance, located, unit_of
+from tests.tracing.models import KINDS, MORE_KINDS, Wraps, made
 
 
 def test_it_is_relative_to_the_scale_of_the_first():
@@ -69,24 +71,20 @@ def test_hidden_elements_do_not_count():
     assert distance(a, b, torch.zeros(2, 3, dtype=torch.bool)).exact
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.empty(0, 3),
-        lambda: torch.tensor(2.0),
-        lambda: torch.randn(3, dtype=torch.complex64),
-        lambda: torch.randn(4).to(torch.float8_e4m3fn),
-        lambda: torch.eye(3).to_sparse(),
-        lambda: torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8),
-        lambda: torch.randn(3, 4).t(),
-        lambda: torch.tensor([2**63 - 1, -(2**62)]),
-        lambda: torch.randn(3, requires_grad=True),
-    ],
-)
-def test_every_kind_of_tensor_is_as_far_from_itself_as_nothing(make):
-    tensor = make()
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("values", ["all", None])
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
+def test_runs_with_every_kind_of_tensor_are_compared(kind, values):
+    tensor, model = made(kind), Wraps()
+    traces = []
+    for _ in range(2):
+        with trace_model(model, values=values) as trace:
+            model(tensor)
+        traces.append(trace)
 
-    assert distance(tensor, tensor).rms == 0.0
+    found = traces[0].compare(traces[1])
+
+    assert found.verdict() == "The runs are equal."
 
 
 def test_units_are_those_of_rounding():
