@@ -191,14 +191,16 @@ class _Calls:
         shape = tuple(map(int, line["shape"]))
         if "as" in line:
             return functools.partial(_reshaped, self._tensors[line["as"]], shape)
-        stored, kinds = self._stored.get(line["tensor"]), {"dtype": str(line["dtype"]), "device": str(line["device"])}
-        key = None if stored is None else stored["key"]
+        stored = self._stored.get(line["tensor"])
+        known: dict[str, Any] = {"shape": shape, "dtype": str(line["dtype"]), "device": str(line["device"])}
+        known |= {"key": None if stored is None else str(stored["key"])}
         if "hash" in line:
-            numbers = {name: _number(line[name]) for name in ("mean", "std", "min", "max")}
-            rest = {name: line[name] for name in ("nan", "inf", "hash")}
-            return functools.partial(TensorRecord, shape=shape, **kinds, **numbers, **rest, key=key)
+            known |= {name: _number(line[name]) for name in ("mean", "std", "min", "max")}
+            return functools.partial(TensorRecord, **known, **{name: line[name] for name in ("nan", "inf", "hash")})
+        if stored is None:
+            raise ValueError(f"tensor {line['tensor']} has neither statistics nor values")
         derive = functools.cache(functools.partial(_derived, self._content, stored))
-        return functools.partial(TensorRecord.of_stored, shape=shape, **kinds, key=key, derive=derive)
+        return functools.partial(TensorRecord.of_stored, **known, derive=derive)
 
 
 def _reshaped(make: Callable[[str], TensorRecord], shape: tuple[int, ...], path: str) -> TensorRecord:

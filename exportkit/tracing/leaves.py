@@ -122,7 +122,7 @@ def _only_value(value: dict[str, Any]) -> tuple[str, Any]:
     return "args[0]", args[0] if len(args) == 1 and not value["kwargs"] else None
 
 
-def _add_others(item: Nested | Registered, others: list[Any]) -> None:
+def _add_others(item: Any, others: list[Any]) -> None:
     """Adds the leaves of an outline that are no tensors, in the order of their paths; in caches there are none."""
     for leaf in (item if type(item) is Nested else item.children).leaves:
         kind = type(leaf)

@@ -195,7 +195,7 @@ def _adopted(module: torch.nn.Module) -> tuple[_Watch, ...] | None:
         return None
     innermost = {frame.collector: frame for frame in frames if type(frame) is Frame and frame.module is not None}
     for recorder, frame in innermost.items():
-        watching = _watching.get(recorder)
+        watching = _watching.get(recorder) if recorder is not None else None
         if watching is not None:
             watching.adopt(module, frame)
     return _watched.get(id(module))
