@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from locating import comparing_milliseconds, locating_seconds
 from measure import cpu_seconds, environment, interleaved, peak_mib
 from rich.console import Console
 from rich.table import Table
@@ -153,8 +154,19 @@ def current_peak_mib() -> float:
     return int(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1]) / 2**10
 
 
-# Comparing two traces and locating a divergence are further cases: functions of the model and its tokens, too.
-CASES: list[Callable[[Any, Any], list[Figure]]] = [recorded, stored, memory]
+def compared(model: Any, ids: Any) -> list[Figure]:
+    """CPU time of comparing two traces with all values."""
+    times = comparing_milliseconds(model, ids)
+    return [Figure("comparing two traces with all values, all of which differ", times, times["wrong"], "ms", 150)]
+
+
+def located(model: Any, ids: Any) -> list[Figure]:
+    """CPU time of locating a fault in the ONNX model."""
+    times = locating_seconds(model, ids)
+    return [Figure("locating one scaled weight in the ONNX model", times, times["faulty"], "s", 1.5)]
+
+
+CASES: list[Callable[[Any, Any], list[Figure]]] = [recorded, stored, memory, compared, located]
 
 
 def traced(model: Any, ids: Any, folder: Path, **options: Any) -> None:

@@ -64,6 +64,7 @@ __all__ = [
     "merge_with_config_defaults",
     # record module calls
     "trace_model",
+    "locate_divergence",
     "model_addition_debugger_context",
     "Trace",
     "locate_divergence",

@@ -29,10 +29,10 @@ def trace(
     every: Annotated[int, typer.Option(min=1, help="Store the values of every so many-eth call of a module.")] = 1,
     dtype: Annotated[str, typer.Option(help="Element type to run in, such as bfloat16.")] = "float32",
 ) -> None:
-    """Record every module call of a local transformers checkpoint, as its task runs it.
+    """Record every module call of a local transformers checkpoint.
 
-    Of each tensor there are statistics and a hash, and its values on request. Compare two such folders with
-    `exportkit compare`. The tokens of a prompt without a tokenizer are random, and the same in every run.
+    It runs the way its task runs it. Of each tensor there are statistics and a hash, and its values on request. Compare
+    two such folders with `exportkit compare`. Without a tokenizer the tokens are random, and the same in every run.
     """
     with quiet_libraries(), exit_on_error(BAD_INPUT):
         chosen = getattr(torch, dtype, None)
@@ -59,9 +59,9 @@ def compare(
     html: Annotated[Path | None, typer.Option(help="Write a page with a plot to this file.", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say where two traces part: the module that differs first, and what each module adds.
+    """Name the module where two traces begin to differ.
 
-    Traces are what `exportkit trace` and `exportkit.trace_model` write. Rounding is no difference, and element types,
+    A table shows what each module adds to the error. Traces are what `exportkit trace` and `exportkit.trace_model` write. Rounding is no difference, and element types,
     devices and code may be others.
 
     Exits with 0 if nothing differs, 1 if something does, 2 for bad input.

@@ -24,8 +24,9 @@ from exportkit.tracing.distance import (
     same_content,
     unit_of,
 )
-from exportkit.tracing.judge import Compared, Leaf, Step, judge
+from exportkit.tracing.judge import judge
 from exportkit.tracing.records import ModuleCall, TensorRecord
+from exportkit.tracing.steps import Compared, Leaf, Step
 from exportkit.tracing.trace import Trace
 from exportkit.tracing.visible import Padding
 
@@ -88,9 +89,7 @@ class _Comparing:
         return Leaf(a.path, self._distance(call, a, b), _unit(a, b), (a.dtype, b.dtype))
 
     def _distance(self, call: ModuleCall, a: TensorRecord, b: TensorRecord) -> Distance:
-        if same_content(a, b) and a.shape == b.shape:
-            return Distance(values=a.key is not None and b.key is not None)
-        if a.key is None or b.key is None:
+        if a.key is None or b.key is None:  # statistics of stored values are computed when they are asked for
             return distance_of_statistics(a, b)
         key = (a.key, b.key, a.shape, b.shape)
         if key not in self._seen:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from exportkit.tracing.judge import Verdict
+from exportkit.tracing.steps import Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType

@@ -13,6 +13,8 @@ import torch
 
 # Elements that are worked on at a time: what is computed of them stays in the caches of a processor.
 _CHUNK = 1 << 16
+# Types that torch does not compute with.
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 # A mask holds the lowest value of its type, another one that of another type: both mean "hidden".
 _LOWEST = 0.5
 # Sums of the same numbers in another order, in single precision, differ by less than this part of them.
@@ -43,7 +45,6 @@ class Distance:
         rms: Root mean square of the difference, relative to that of the first tensor; 0 where they are bitwise equal.
         peak: Largest difference, relative to the same scale.
         largest: Largest difference.
-        index: Where that is, or None where it was not looked for.
         spread: Like ``rms``, relative to the standard deviation: what is left of the precision once a mean is removed.
         exact: Whether every element is equal.
         values: Whether values were compared, and not statistics alone.
@@ -54,7 +55,6 @@ class Distance:
     rms: float = 0.0
     peak: float = 0.0
     largest: float = 0.0
-    index: tuple[int, ...] | None = None
     spread: float = 0.0
     exact: bool = True
     values: bool = True
@@ -73,11 +73,11 @@ def distance(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | 
         second: What is compared with it.
         visible: Booleans that broadcast to the shape; other elements are not compared.
     """
-    if first.shape != second.shape:
-        return _misshapen(tuple(first.shape), tuple(second.shape))
-    if first.numel() == 0:
-        return Distance()
     a, b = _plain(first), _plain(second)
+    if a.shape != b.shape:
+        return _misshapen(tuple(a.shape), tuple(b.shape))
+    if a.numel() == 0:
+        return Distance()
     if visible is not None:
         visible = visible.expand(a.shape)
         a, b = a[visible], b[visible]
@@ -92,13 +92,13 @@ def distance(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | 
 
 def located(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | None = None) -> tuple[int, ...] | None:
     """Returns the position of the largest difference, or None where there is none."""
-    if first.shape != second.shape or first.numel() == 0 or first.ndim == 0:
-        return None
     a, b = _plain(first).to(torch.float64), _plain(second).to(torch.float64)
+    if a.shape != b.shape or a.numel() == 0 or a.ndim == 0:
+        return None
     far = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=math.inf)
     if visible is not None:
         far = far.where(visible, 0.0)
-    position = torch.unravel_index(far.argmax(), first.shape)
+    position = torch.unravel_index(far.argmax(), a.shape)
     return tuple(int(i) for i in position) if bool(far.max() > 0) else None
 
 
@@ -109,7 +109,7 @@ def distance_of_statistics(first: Statistics, second: Statistics) -> Distance:
     """
     if first.shape != second.shape:
         return _misshapen(tuple(first.shape), tuple(second.shape), values=False)
-    if same_content(first, second):
+    if same_content(first, second) or (not first.hash and not second.hash):  # on meta there is nothing to compare
         return Distance(values=False)
     if (first.nan, first.inf) != (second.nan, second.inf):
         return Distance(math.inf, math.inf, math.inf, exact=False, values=False)
@@ -151,16 +151,18 @@ def unit_of(dtype: str) -> float:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as strided numbers on the CPU that can be subtracted from each other."""
     tensor = tensor.detach()
+    if tensor.is_nested:
+        tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    tensor = tensor.cpu()
+    tensor = tensor.cpu().resolve_conj().resolve_neg()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+        tensor = torch.view_as_real(tensor.to(torch.promote_types(tensor.dtype, torch.complex64)))
     if tensor.is_floating_point() and tensor.itemsize == 1:
-        tensor = tensor.to(torch.float32)
-    return tensor
+        return tensor.to(torch.float32)
+    return tensor.to(torch.int64) if tensor.dtype in _UNSIGNED else tensor
 
 
 def _of_integers(a: torch.Tensor, b: torch.Tensor) -> Distance:
@@ -168,7 +170,7 @@ def _of_integers(a: torch.Tensor, b: torch.Tensor) -> Distance:
     wrong = a != b
     share = wrong.sum().item() / a.numel()
     far = (a.to(torch.float64) - b.to(torch.float64)).abs().max().item()
-    return Distance(share, 1.0 if share else 0.0, far, None, share, not share)
+    return Distance(share, 1.0 if share else 0.0, far, share, not share)
 
 
 def _of_floats(a: torch.Tensor, b: torch.Tensor) -> Distance:
@@ -182,9 +184,7 @@ def _of_floats(a: torch.Tensor, b: torch.Tensor) -> Distance:
     rms_scale = math.sqrt(squares / count)
     deviation = math.sqrt(max(squares / count - (total / count) ** 2, 0.0))
     far = math.sqrt(apart / count)
-    return Distance(
-        _ratio(far, rms_scale), _ratio(largest, rms_scale), largest, None, _ratio(far, deviation), largest == 0.0
-    )
+    return Distance(_ratio(far, rms_scale), _ratio(largest, rms_scale), largest, _ratio(far, deviation), largest == 0.0)
 
 
 def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -211,13 +211,14 @@ def _combined(parts: list[tuple[float, float, float, float]]) -> tuple[float, fl
 
 def _of_unusual(a: torch.Tensor, b: torch.Tensor) -> Distance:
     """Of tensors with NaN, infinities, or values whose squares are none."""
+    exact = bool(((a == b) | (a.isnan() & b.isnan())).all())
     a, b = (_infinite(tensor) for tensor in (a, b))
     same = (a == b) | (a.isnan() & b.isnan())
     if bool(same.all()):
-        return Distance(exact=False)
+        return Distance(exact=exact)
     usual = a.isfinite() & b.isfinite()
     if not bool((same | usual).all()):
-        return Distance(math.inf, math.inf, math.inf, None, math.inf, False)
+        return Distance(math.inf, math.inf, math.inf, math.inf, False)
     a, b = a[usual], b[usual]
     top = a.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
     scale = (a / top).square().mean().sqrt() * top
@@ -225,9 +226,7 @@ def _of_unusual(a: torch.Tensor, b: torch.Tensor) -> Distance:
     largest = apart.max().item()
     far = largest and ((apart / largest).square().mean().sqrt() * largest).item()
     deviation = ((a / top).std(correction=0) * top).item()
-    return Distance(
-        _ratio(far, scale.item()), _ratio(largest, scale.item()), largest, None, _ratio(far, deviation), False
-    )
+    return Distance(_ratio(far, scale.item()), _ratio(largest, scale.item()), largest, _ratio(far, deviation), False)
 
 
 def _infinite(tensor: torch.Tensor) -> torch.Tensor:

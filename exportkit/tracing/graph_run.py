@@ -83,6 +83,7 @@ class GraphRun:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    _calls: dict[tuple[str, int], tuple[Inside, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def makers(self) -> Mapping[str, Node]:
@@ -90,20 +91,41 @@ class GraphRun:
         return {name: node for node in self.nodes for name in node.outputs}
 
     @functools.cached_property
-    def modules(self) -> Mapping[str, tuple[Inside, ...]]:
-        """What is inside of each module, by its path: once for each of its calls, if the graph tells them apart."""
-        found: dict[tuple[str, str], list[Node]] = defaultdict(list)
+    def _nodes_of(self) -> Mapping[str, Mapping[str, list[Node]]]:
+        """The nodes of each module, by its path and by what tells its calls apart."""
+        found: dict[str, dict[str, list[Node]]] = defaultdict(lambda: defaultdict(list))
         for node in self.nodes:
             for scope in node.scopes:
-                found[scope.path, scope.call].append(node)
+                found[scope.path][scope.call].append(node)
+        return found
+
+    @functools.cached_property
+    def _users(self) -> Mapping[str, list[int]]:
         users: dict[str, list[int]] = defaultdict(list)
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
                 users[name].append(id(node))
-        calls: dict[str, list[Inside]] = defaultdict(list)
-        for (path, _), nodes in found.items():
-            calls[path].append(_inside(nodes, users, set(self.outputs)))
-        return {path: tuple(insides) for path, insides in calls.items()}
+        return users
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Paths of the modules that nodes belong to."""
+        return frozenset(self._nodes_of)
+
+    def calls_of(self, path: str, count: int) -> tuple[Inside, ...]:
+        """Returns what is inside of a module, for each of its calls; nothing if they cannot be told apart.
+
+        Args:
+            path: Path of the module.
+            count: How many calls there are.
+        """
+        if (path, count) not in self._calls:
+            parts = list(self._nodes_of.get(path, {}).values())
+            if len(parts) == 1 and count > 1:
+                parts = _told_apart(parts[0], path, count)
+            insides = (_inside(nodes, self._users, set(self.outputs)) for nodes in parts)
+            self._calls[path, count] = tuple(insides) if len(parts) == count else ()
+        return self._calls[path, count]
 
 
 @dataclass(frozen=True)
@@ -119,6 +141,28 @@ class Inside:
     nodes: tuple[Node, ...]
     entering: tuple[str, ...]
     leaving: tuple[str, ...]
+
+
+def _told_apart(nodes: list[Node], path: str, count: int) -> list[list[Node]]:
+    """The nodes of a module by its calls, where the graph does not tell: a module inside of it begins anew in each."""
+    runs: dict[str, list[Node]] = defaultdict(list)  # the nodes that begin a run of nodes of the same innermost module
+    before = ""
+    for node in nodes:
+        inner = node.scopes[-1].path
+        if inner != before:
+            runs[inner].append(node)
+        before = inner
+    beginnings = [starts for inner, starts in runs.items() if inner != path and len(starts) == count]
+    if not beginnings:
+        each, rest = divmod(len(nodes), count)
+        return [nodes[i * each : (i + 1) * each] for i in range(count)] if each and not rest else [nodes]
+    turns = {id(node): turn for starts in beginnings for turn, node in enumerate(starts)}
+    parts: list[list[Node]] = [[] for _ in range(count)]
+    turn = 0
+    for node in nodes:
+        turn = max(turn, turns.get(id(node), turn))
+        parts[turn].append(node)
+    return parts
 
 
 def _inside(nodes: list[Node], users: Mapping[str, list[int]], outputs: set[str]) -> Inside:

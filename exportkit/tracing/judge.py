@@ -1,6 +1,5 @@
-"""Where error comes in. In come calls of modules in two runs, with distances; out go steps, each with what it adds.
+"""Where error comes in. In come calls of modules in two runs, with distances; out go steps, each with a verdict.
 
-A step is what leads to the inputs of a call, which the module around it computes, or what leads to its outputs.
 Rounding makes some error at every step, and later steps carry it on, more or less amplified. So a step is judged by
 its own error over that of all that it is computed from, and by what the element type and other steps of its kind make
 usual.
@@ -10,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Literal
 
-from exportkit.tracing.distance import Distance
+from exportkit.tracing.steps import Compared, Leaf, RawStep, Step, Verdict, raw_steps
 
 # How many times the error of what it is computed from the error of a step may be.
 JUMP = 8.0
@@ -27,93 +25,7 @@ PEAK = 16.0
 # The part of all calls that must change their element type for it to be the way of the run, and at least how many.
 _COMMON, _SEVERAL = 0.1, 3
 
-Verdict = Literal["equal", "close", "carried", "unknown", "differs"]
 _SEVERITY: tuple[Verdict, ...] = ("equal", "close", "carried", "unknown", "differs")
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A tensor in both runs.
-
-    Attributes:
-        path: Its path, such as ``args[0]`` or ``outputs.last_hidden_state``.
-        distance: How far it is apart.
-        unit: Rounding error of its element type; 0 for integers.
-        dtypes: Its element type in both runs.
-    """
-
-    path: str
-    distance: Distance
-    unit: float
-    dtypes: tuple[str, str]
-
-    @property
-    def same_type(self) -> bool:
-        """Whether the element type is the same in both runs."""
-        return self.dtypes[0] == self.dtypes[1]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A call of a module in both runs.
-
-    Attributes:
-        index: Its number among the calls.
-        path: Path of the module.
-        class_name: Its class.
-        number: Which of its calls this is.
-        parent: ``index`` of the call that it is part of; None for none.
-        inputs: Tensors that it was given.
-        outputs: Tensors that it returned.
-        other_path: Path of the module in the other run.
-    """
-
-    index: int
-    path: str
-    class_name: str
-    number: int
-    parent: int | None
-    inputs: tuple[Leaf, ...]
-    outputs: tuple[Leaf, ...]
-    other_path: str = ""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What leads to the inputs or to the outputs of a call.
-
-    Attributes:
-        owner: ``index`` of the call whose module computes it; None for what happens outside of all modules.
-        call: ``index`` of the call whose inputs or outputs these are.
-        side: Which of the two.
-        leaf: The tensor that differs most, for what it is computed from; None where there is none.
-        error: How far it is apart.
-        base: The same for what it is computed from.
-        verdict: ``differs`` where error comes in; ``carried`` where it came in before; ``close`` for rounding;
-            ``equal``; ``unknown`` where only values could tell.
-        reason: In words, what is wrong.
-        verdicts: The same for each of its tensors, by path.
-    """
-
-    owner: int | None
-    call: int
-    side: Literal["inputs", "outputs"]
-    leaf: Leaf | None
-    error: float
-    base: float
-    verdict: Verdict
-    reason: str = ""
-    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
-
-    @property
-    def added(self) -> float:
-        """The error that is more than what it is computed from has."""
-        return self.error if math.isinf(self.error) else max(self.error - self.base, 0.0)
-
-    @property
-    def jump(self) -> float:
-        """How many times the error of what it is computed from; infinite where that is exact."""
-        return self.error / self.base if self.base else (math.inf if self.error else 1.0)
 
 
 def judge(calls: Sequence[Compared]) -> tuple[Step, ...]:
@@ -122,63 +34,15 @@ def judge(calls: Sequence[Compared]) -> tuple[Step, ...]:
     Args:
         calls: The calls in the order in which they started.
     """
-    raw = list(_raw_steps(calls))
-    types, usual = _Types(raw), _Usual(raw)
-    return tuple(_judged(step, types, usual) for step in raw)
-
-
-@dataclass(frozen=True)
-class _Raw:
-    """A step that is not judged: its tensors, those that it is computed from, and what kind of step it is."""
-
-    owner: int | None
-    call: int
-    side: Literal["inputs", "outputs"]
-    leaves: tuple[Leaf, ...]
-    sources: tuple[Leaf, ...]
-    kind: tuple[str, ...]
-
-    @property
-    def exact_sources(self) -> bool:
-        return all(leaf.distance.exact and leaf.same_type for leaf in self.sources)
-
-    @property
-    def exact(self) -> bool:
-        return all(leaf.distance.exact and leaf.same_type for leaf in self.leaves)
-
-    @property
-    def base(self) -> float:
-        return max((leaf.distance.spread for leaf in self.sources if leaf.unit or not leaf.distance.exact), default=0.0)
-
-
-def _raw_steps(calls: Sequence[Compared]) -> Iterable[_Raw]:
-    """Yields the steps in the order in which they happened."""
-    by_index = {call.index: call for call in calls}
-    done: dict[int | None, list[Leaf]] = defaultdict(list)
-    opened: list[Compared] = []
-
-    def closed(call: Compared) -> _Raw:
-        sources = (*call.inputs, *done.pop(call.index, ()))
-        done[call.parent].extend(call.outputs)
-        return _Raw(call.index, call.index, "outputs", call.outputs, sources, (call.class_name,))
-
-    for call in calls:
-        while opened and opened[-1].index != call.parent:
-            yield closed(opened.pop())
-        parent = by_index.get(call.parent) if call.parent is not None else None
-        sources = (*(parent.inputs if parent else ()), *done[call.parent])
-        kind = (parent.class_name if parent else "", call.path.rpartition(".")[2])
-        yield _Raw(call.parent, call.index, "inputs", call.inputs, sources, kind)
-        done[call.parent].extend(call.inputs)
-        opened.append(call)
-    while opened:
-        yield closed(opened.pop())
+    raw = list(raw_steps(calls))
+    types, usual, inside = _Types(raw), _Usual(raw), _Inside(calls)
+    return tuple(inside.looked_at(_judged(step, types, usual), step.exact_sources) for step in raw)
 
 
 class _Usual:
     """What steps of a kind usually do: what they make of exact values, and of values with an error."""
 
-    def __init__(self, steps: Sequence[_Raw]) -> None:
+    def __init__(self, steps: Sequence[RawStep]) -> None:
         self._reproduced: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self._jumps: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
         for step in steps:
@@ -192,20 +56,44 @@ class _Usual:
             if step.base and math.isfinite(error):
                 self._jumps[step.kind][step.call] = error / step.base
 
-    def is_reproduced(self, step: _Raw) -> bool:
+    def is_reproduced(self, step: RawStep) -> bool:
         """Whether other steps of this kind made the same of the same."""
         return bool(self._reproduced[step.kind] - {step.call})
 
-    def jump(self, step: _Raw) -> float:
+    def jump(self, step: RawStep) -> float:
         """How much more than usual a step of this kind amplifies the errors of what it is computed from."""
         others = [jump for call, jump in self._jumps[step.kind].items() if call != step.call]
         return max(median(others), 1.0) if len(others) >= _SEVERAL else 1.0
 
 
+class _Inside:
+    """What is wrong inside of each call so far: a cache carries it out, which no call inside returns."""
+
+    def __init__(self, calls: Sequence[Compared]) -> None:
+        self._parents = {call.index: call.parent for call in calls}
+        self._errors: dict[int | None, float] = {}
+
+    def looked_at(self, step: Step, exact_sources: bool) -> Step:
+        """Returns the step, as carried on if it is no worse than what is wrong inside of its module already."""
+        if step.verdict != "differs":
+            return step
+        if not exact_sources and step.error <= JUMP * self._errors.get(step.owner, 0.0):
+            verdicts: dict[str, Verdict] = {
+                path: "carried" if verdict == "differs" else verdict for path, verdict in step.verdicts.items()
+            }
+            return replace(step, verdict="carried", reason="", verdicts=verdicts)
+        owner: int | None = step.owner
+        while owner is not None:
+            self._errors[owner] = max(self._errors.get(owner, 0.0), step.error)
+            owner = self._parents[owner]
+        self._errors[None] = max(self._errors.get(None, 0.0), step.error)
+        return step
+
+
 class _Types:
     """Pairs of element types that are the way of these runs, and not that of a few modules."""
 
-    def __init__(self, steps: Sequence[_Raw]) -> None:
+    def __init__(self, steps: Sequence[RawStep]) -> None:
         leaves = [leaf for step in steps if step.side == "outputs" for leaf in step.leaves if leaf.unit]
         self._counts = Counter(leaf.dtypes for leaf in leaves)
         self._most = self._counts.most_common(1)[0][0] if leaves else ("", "")
@@ -214,13 +102,13 @@ class _Types:
         enough = max(_SEVERAL, _COMMON * len(steps) / 2)
         self._common = {dtypes for dtypes, count in brought.items() if count >= enough} | {self._most}
 
-    def are_wrong(self, leaf: Leaf, step: _Raw) -> bool:
+    def are_wrong(self, leaf: Leaf, step: RawStep) -> bool:
         """Whether a step alone changes the element type, or makes it coarser where both runs have another one."""
         if leaf.dtypes in self._common or not self._is_new(leaf, step):
             return False
         return not leaf.same_type if self._most[0] == self._most[1] else leaf.unit > self._unit
 
-    def _is_new(self, leaf: Leaf, step: _Raw) -> bool:
+    def _is_new(self, leaf: Leaf, step: RawStep) -> bool:
         return bool(leaf.unit) and all(source.dtypes != leaf.dtypes for source in step.sources)
 
     @property
@@ -229,7 +117,7 @@ class _Types:
         return self._unit
 
 
-def _judged(step: _Raw, types: _Types, usual: _Usual) -> Step:
+def _judged(step: RawStep, types: _Types, usual: _Usual) -> Step:
     limits = _limits(step, types.unit, usual)
     findings = [_finding(leaf, step, limits, types.are_wrong(leaf, step), usual) for leaf in step.leaves]
     worst = max(findings, key=lambda found: (_SEVERITY.index(found.verdict), found.excess), default=None)
@@ -252,7 +140,7 @@ class _Finding:
     reason: str = ""
 
 
-def _finding(leaf: Leaf, step: _Raw, limits: _Limits, retyped: bool, usual: _Usual) -> _Finding:
+def _finding(leaf: Leaf, step: RawStep, limits: _Limits, retyped: bool, usual: _Usual) -> _Finding:
     far = leaf.distance
     if retyped:
         return _Finding(leaf, "differs", math.inf, f"element type {leaf.dtypes[1]} instead of {leaf.dtypes[0]}")
@@ -276,7 +164,7 @@ class _Limits:
     peak: float
 
 
-def _limits(step: _Raw, unit: float, usual: _Usual) -> _Limits:
+def _limits(step: RawStep, unit: float, usual: _Usual) -> _Limits:
     own = max([leaf.unit for leaf in step.leaves] + [unit])
     if step.exact_sources and step.sources and usual.is_reproduced(step):
         return _Limits(REPRODUCED * own, PEAK * REPRODUCED * own)
@@ -286,7 +174,7 @@ def _limits(step: _Raw, unit: float, usual: _Usual) -> _Limits:
     return _Limits(rms, max(factor * peak, PEAK * rms))
 
 
-def _excess(leaf: Leaf, step: _Raw, limits: _Limits) -> float:
+def _excess(leaf: Leaf, step: RawStep, limits: _Limits) -> float:
     """How many times what it may be the error of a tensor is."""
     far = leaf.distance
     if far.problem is not None:
@@ -295,12 +183,12 @@ def _excess(leaf: Leaf, step: _Raw, limits: _Limits) -> float:
         return 0.0
     if math.isinf(far.rms):
         return 0.5 if any(math.isinf(source.distance.rms) for source in step.sources) else math.inf
-    if not leaf.unit and step.exact_sources:
-        return math.inf
+    if not leaf.unit:  # a decision, such as a token, can turn on the smallest difference
+        return math.inf if step.exact_sources else 0.5
     return max(_part(far.rms, limits.rms), _part(far.peak, limits.peak))
 
 
-def _reason(step: _Raw, leaf: Leaf) -> str:
+def _reason(step: RawStep, leaf: Leaf) -> str:
     if math.isinf(leaf.distance.rms):
         return "NaN or infinite in one of the runs only"
     return f"computed from {'exact' if step.exact_sources else 'close'} values"

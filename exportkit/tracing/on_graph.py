@@ -16,8 +16,9 @@ import torch
 
 from exportkit.tracing.distance import Distance, distance, unit_of
 from exportkit.tracing.graph_run import GraphRun, Inside
-from exportkit.tracing.judge import Compared, Leaf, Step, judge
+from exportkit.tracing.judge import judge
 from exportkit.tracing.records import ModuleCall, TensorRecord
+from exportkit.tracing.steps import Compared, Leaf, Step
 from exportkit.tracing.trace import Trace
 
 # A value this close to a tensor of the model is that tensor, whatever the rounding.
@@ -26,6 +27,7 @@ _CLOSE = 1e-3
 _FEW, _SAMPLE = 2, 64
 
 Side = Literal["inputs", "outputs"]
+_Identity = tuple[str | None, tuple[int, ...]]
 
 
 class Visible(Protocol):
@@ -42,10 +44,14 @@ class OnGraph:
     Attributes:
         calls: The calls that the graph has values of.
         values: Name of the graph's value by index of the call, side and path of the tensor.
+        modules: Paths of the modules in the graph.
+        unmatched: How many tensors that the model returns have no value in the graph.
     """
 
     calls: tuple[Compared, ...]
     values: Mapping[tuple[int, Side, str], str]
+    modules: frozenset[str]
+    unmatched: int
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -73,9 +79,9 @@ class _Comparison:
     def __init__(self, trace: Trace, run: GraphRun, visible: Visible) -> None:
         self._trace, self._run, self._visible = trace, run, visible
         self._calls_of = Counter(call.path for call in trace.calls)
-        self._seen: dict[tuple[str | None, str, int], Distance] = {}
-        self._known: dict[str, str] = {}
-        self._samples: dict[str, torch.Tensor] = {}
+        self._seen: dict[tuple[_Identity, str], Distance] = {}
+        self._known: dict[_Identity, str] = {}
+        self._samples: dict[str | _Identity, torch.Tensor] = {}
         self._values: dict[tuple[int, Side, str], str] = {}
 
     def result(self) -> OnGraph:
@@ -83,53 +89,51 @@ class _Comparison:
         nearest: dict[int, int | None] = {}  # the innermost call in the graph that each call is, or is part of
         for call in self._trace.calls:
             parent = nearest.get(call.parent) if call.parent is not None else None
-            if call.path in self._run.modules:
+            if self._insides(call):
                 calls.append(self._compared(call, parent))
                 parent = call.index
             nearest[call.index] = parent
-        return OnGraph(tuple(calls), self._values)
+        returned = sum(len(call.outputs) for call in self._trace.calls if call.parent is None)
+        matched = sum(len(call.outputs) for call in calls if call.parent is None)
+        return OnGraph(tuple(calls), self._values, self._run.paths, returned - matched)
 
     def _compared(self, call: ModuleCall, parent: int | None) -> Compared:
-        insides = self._run.modules[call.path]
+        inside = self._insides(call)[call.number]
         sides = [
-            self._leaves(call, "inputs", call.inputs, [inside.entering for inside in insides]),
-            self._leaves(call, "outputs", call.outputs, [inside.leaving for inside in insides]),
+            self._leaves(call, "inputs", call.inputs, inside.entering),
+            self._leaves(call, "outputs", call.outputs, inside.leaving),
         ]
         return Compared(call.index, call.path, call.class_name, call.number, parent, *sides)
 
+    def _insides(self, call: ModuleCall) -> tuple[Inside, ...]:
+        return self._run.calls_of(call.path, self._calls_of[call.path])
+
     def _leaves(
-        self, call: ModuleCall, side: Side, records: Sequence[TensorRecord], names: list[tuple[str, ...]]
+        self, call: ModuleCall, side: Side, records: Sequence[TensorRecord], names: Sequence[str]
     ) -> tuple[Leaf, ...]:
         by_path = {record.path: record for record in records if record.key is not None}
-        wanted = {path: self._likely(record, self._candidates(call, record, names)) for path, record in by_path.items()}
+        wanted = {path: self._likely(record, self._candidates(record, names)) for path, record in by_path.items()}
         pairs = [(self._distance(by_path[path], name), path, name) for path, found in wanted.items() for name in found]
-        taken: dict[str, str] = {}
+        taken: dict[str, _Identity] = {}
         leaves: dict[str, Leaf] = {}
         for far, path, name in sorted(pairs, key=lambda pair: pair[0].rms):
             record = by_path[path]
             # Each value is one argument, unless the same tensor was given twice.
-            if path in leaves or taken.setdefault(name, record.hash) != record.hash:
+            if path in leaves or taken.setdefault(name, _identity(record)) != _identity(record):
                 continue
             self._values[call.index, side, path] = name
             types = (record.dtype, _dtype(self._run.values[name]))
             leaves[path] = Leaf(path, far, max(map(unit_of, types)), types)
             if far.rms < _CLOSE:
-                self._known.setdefault(record.hash, name)
+                self._known.setdefault(_identity(record), name)
         return tuple(leaves[record.path] for record in records if record.path in leaves)
 
-    def _candidates(self, call: ModuleCall, record: TensorRecord, names: list[tuple[str, ...]]) -> Sequence[str]:
-        """The values of a call's own nodes, or if the graph does not tell calls apart, those that are its turn."""
-        known = self._known.get(record.hash)
-        if known is not None:  # compared before; if it is not among these, the graph does not need it here
-            return [known] if any(known in part for part in names) else []
-        count = self._calls_of[call.path]
-        if len(names) == count:
-            return self._of_shape(record, names[call.number])
-        fitting = self._of_shape(record, tuple(dict.fromkeys(name for part in names for name in part)))
-        if len(fitting) % count == 0:
-            each = len(fitting) // count
-            return fitting[call.number * each : (call.number + 1) * each]
-        return fitting
+    def _candidates(self, record: TensorRecord, names: Sequence[str]) -> Sequence[str]:
+        """The values that can be a tensor; of one that was compared before, its own, if the graph needs it here."""
+        known = self._known.get(_identity(record))
+        if known is not None:
+            return [known] if known in names else []
+        return self._of_shape(record, names)
 
     def _of_shape(self, record: TensorRecord, names: Sequence[str]) -> list[str]:
         values = self._run.values
@@ -146,35 +150,27 @@ class _Comparison:
         """The few of the values that are closest by a sample of their elements."""
         if len(names) <= _FEW:
             return names
-        own = self._sample(record.hash, self._trace.tensor(record))
+        own = self._sample(_identity(record), self._trace.tensor(record))
         apart = {name: (own - self._sample(name, self._run.values[name])).abs().nansum().item() for name in names}
         return sorted(names, key=apart.__getitem__)[:_FEW]
 
-    def _sample(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _sample(self, key: str | _Identity, tensor: torch.Tensor) -> torch.Tensor:
         if key not in self._samples:
             step = max(tensor.numel() // _SAMPLE, 1)
             self._samples[key] = tensor.reshape(-1)[::step].to(torch.float64)
         return self._samples[key]
 
     def _distance(self, record: TensorRecord, name: str) -> Distance:
-        value = self._run.values[name]
-        key = (record.key, name, id(value))
+        key = (_identity(record), name)
         if key not in self._seen:
             tensor = self._trace.tensor(record)
-            self._seen[key] = distance(tensor, value, self._visible(tensor))
+            self._seen[key] = distance(tensor, self._run.values[name], self._visible(tensor))
         return self._seen[key]
 
 
-def inside_of(run: GraphRun, call: ModuleCall | Compared, calls: int) -> Inside | None:
-    """Returns the part of the graph that a call is, or None if it has none.
-
-    Args:
-        run: The graph.
-        call: The call.
-        calls: How many calls of that module there are.
-    """
-    insides = run.modules.get(call.path, ())
-    return insides[call.number] if len(insides) == calls else next(iter(insides), None)
+def _identity(record: TensorRecord) -> _Identity:
+    """What is the same of records of the same tensor."""
+    return record.key, tuple(record.shape)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ fx_node and stack_trace, each under ``pkg.torch.onnx.``.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,11 +161,12 @@ def _nodes(graph: onnx.GraphProto) -> Iterable[Node]:
         )
 
 
-def _listed(text: str | None) -> list[str]:
+@functools.lru_cache(maxsize=4096)  # many nodes are of one module
+def _listed(text: str | None) -> tuple[str, ...]:
     try:
-        return list(ast.literal_eval(text)) if text else []
+        return tuple(ast.literal_eval(text)) if text else ()
     except (ValueError, SyntaxError):
-        return []
+        return ()
 
 
 def _tensors(graph: onnx.GraphProto, outputs: set[str]) -> list[str]:

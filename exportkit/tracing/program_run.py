@@ -27,7 +27,7 @@ def run_program(program: torch.export.ExportedProgram, inputs: Mapping[str, Any]
         InvalidRequestError: if an input that the program uses is missing.
     """
     graph = program.graph_module.graph
-    given = {**_state(program), **inputs}
+    given = {**state_of(program), **inputs}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     missing = [node.name for node in placeholders if node.name not in given and node.users]
     if missing:
@@ -85,7 +85,8 @@ class _Recorder(torch.fx.Interpreter):
         return result
 
 
-def _state(program: torch.export.ExportedProgram) -> dict[str, Any]:
+def state_of(program: torch.export.ExportedProgram) -> dict[str, Any]:
+    """Returns parameters, buffers and constants by name of the node that stands for each."""
     known: dict[str, Any] = {**program.state_dict, **program.constants}
     return {spec.arg.name: known[spec.target] for spec in program.graph_signature.input_specs if spec.kind in _STATE}
 

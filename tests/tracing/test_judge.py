@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 
 from exportkit.tracing.distance import Distance
-from exportkit.tracing.judge import JUMP, ROUNDING, Compared, Leaf, judge
+from exportkit.tracing.judge import JUMP, ROUNDING, judge
+from exportkit.tracing.steps import Compared, Leaf
 
 UNIT = 2.0**-24
 
@@ -56,6 +57,18 @@ def test_what_a_module_computes_between_those_inside_is_its_own_fault():
 
     assert wrong(steps) == [0]
     assert [step.side for step in steps if step.verdict == "differs"] == ["inputs"]
+
+
+def test_what_a_cache_carries_out_of_a_module_is_no_second_fault():
+    good, close, bad = leaf(0.0), leaf(1e-6), leaf(0.5)
+    calls = [
+        Compared(0, "", "Model", 0, None, (good,), (close,)),
+        Compared(1, "attention", "Attention", 0, 0, (good,), (close,)),
+        Compared(2, "attention.keys", "Linear", 0, 1, (good,), (bad,)),
+        Compared(3, "next", "Layer", 0, 0, (bad,), (close,)),
+    ]
+
+    assert wrong(judge(calls)) == [2]
 
 
 def test_inputs_that_differ_are_nobodys_fault():

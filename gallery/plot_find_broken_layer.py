@@ -1,0 +1,43 @@
+"""
+Find the broken layer
+=====================
+
+A port of a model gives other numbers than the original. Which layer is it?
+"""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from exportkit import trace_model
+
+# %%
+# The original, and a port with a mistake: the heads of one projection in the third layer are in another order.
+
+torch.manual_seed(0)
+config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, vocab_size=99)
+original, port = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+port.load_state_dict(original.state_dict())
+weight = port.model.layers[2].self_attn.k_proj.weight.data
+weight.copy_(weight.view(4, 16, 64).flip(0).reshape(64, 64))
+
+ids = torch.randint(3, 99, (2, 10))
+with torch.no_grad():
+    print("largest difference of the logits:", (original(ids).logits - port(ids).logits).abs().max().item())
+
+# %%
+# Both runs are recorded, and compared. Every layer after the broken one returns something else; one of them adds it.
+
+with torch.no_grad(), trace_model(original, values="all") as right:
+    original(ids)
+with torch.no_grad(), trace_model(port, values="all") as wrong:
+    port(ids)
+comparison = right.compare(wrong)
+print(comparison)
+
+# %%
+# The same model in bfloat16 is another run, too, and only rounds otherwise.
+
+with torch.no_grad(), trace_model(original.to(torch.bfloat16), values="all") as rounded:
+    original(ids)
+print(right.compare(rounded).verdict())
+assert comparison.first.path == "model.layers.2.self_attn.k_proj"
