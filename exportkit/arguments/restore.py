@@ -18,7 +18,7 @@ from exportkit.arguments.missing import solve_sizes
 from exportkit.arguments.tensors import padded
 from exportkit.axes import Finding, Plan
 from exportkit.observe import Observation
-from exportkit.trees import flatten, is_cache_class
+from exportkit.trees import flatten, is_cache_class, stored_length
 
 MASK = "attention_mask"
 
@@ -62,7 +62,8 @@ def _with_masks(plan: Plan, observation: Observation) -> Observation | None:
         shapes = {path: tuple(tensor.shape) for path, tensor in call.tensors().items()}
         sizes = solve_sizes(plan, shapes)
         device = next(iter(call.tensors().values())).device
-        length = sizes[new.name] + (0 if past is None else sizes[past.name])
+        stored = 0 if past is None else max(sizes[past.name], *(stored_length(v) for v in call.values().values()), 0)
+        length = sizes[new.name] + stored
         mask = torch.ones(sizes[batch.name], length, dtype=torch.int64, device=device)
         arguments = {**call.arguments, MASK: flatten(mask)}
         ordered = {name: arguments[name] for name in observation.signature.names if name in arguments}
