@@ -2,7 +2,7 @@
 
 ``generate`` drops a mask that is all ones (transformers 5.23), and a graph without a mask cannot serve a padded batch.
 So where a decoder with a cache takes a mask and was given none, a mask of ones is added to each call, if the model
-returns the same with it.
+returns the same with it. It is over all tokens; where the cache holds a state instead of tokens, over the new ones.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from exportkit.arguments.missing import solve_sizes
 from exportkit.arguments.tensors import padded
 from exportkit.axes import Finding, Plan
 from exportkit.observe import Observation
-from exportkit.trees import flatten
+from exportkit.trees import flatten, is_cache_class, stored_length
 
 MASK = "attention_mask"
 
 
 def restore_mask(plan: Plan, asked: AskedModel) -> Observation | None:
-    """Returns the calls with a mask of ones ``(batch, past + new)``, or None where there is nothing to restore.
+    """Returns the calls with a mask of ones, or None where there is nothing to restore.
+
+    The mask is ``(batch, past + new)``, and ``(batch, new)`` for a model whose cache does not grow.
 
     Args:
         plan: What the calls without a mask suggest.
@@ -53,18 +55,26 @@ def restored_finding() -> Finding:
 
 def _with_masks(plan: Plan, observation: Observation) -> Observation | None:
     past, new, batch = (plan.with_role(role) for role in ("past", "sequence", "batch"))
-    if past is None or new is None or batch is None:
+    if new is None or batch is None or (past is None and not _has_state(observation)):
         return None
     calls = []
     for call in observation.calls:
         shapes = {path: tuple(tensor.shape) for path, tensor in call.tensors().items()}
         sizes = solve_sizes(plan, shapes)
         device = next(iter(call.tensors().values())).device
-        mask = torch.ones(sizes[batch.name], sizes[past.name] + sizes[new.name], dtype=torch.int64, device=device)
+        stored = 0 if past is None else max(sizes[past.name], *(stored_length(v) for v in call.values().values()), 0)
+        length = sizes[new.name] + stored
+        mask = torch.ones(sizes[batch.name], length, dtype=torch.int64, device=device)
         arguments = {**call.arguments, MASK: flatten(mask)}
         ordered = {name: arguments[name] for name in observation.signature.names if name in arguments}
         calls.append(replace(call, arguments=ordered, named=call.named | {MASK}))
     return replace(observation, calls=tuple(calls))
+
+
+def _has_state(observation: Observation) -> bool:
+    """Whether there is a cache, and none that grows."""
+    trees = [tree for call in observation.calls for tree in call.arguments.values() if is_cache_class(tree.cls)]
+    return any(tree.tensor_paths for tree in trees) and not any(tree.growing for tree in trees)
 
 
 def _same_with_mask(asked: AskedModel, masked: Observation, index: int) -> bool:

@@ -89,7 +89,7 @@ def save_programs(
         graphs, saved, described = {}, {}, {}
         for name, program in exported.programs.items():
             graphs[name] = _write_graphs(program, layout_of_program(program, name), folder, opset)
-            saved[name] = _saved(graphs[name], with_cases=verify or values)
+            saved[name] = Saved.of(graphs[name].exported, with_cases=verify or values)
         if verify:
             proven = {name: _proven_by(graph, saved[name]) for name, graph in graphs.items()}
             first = next(iter(exported.programs.values()))
@@ -147,11 +147,6 @@ def _write_graphs(exported: Exported, layout: Layout, folder: Path, opset: int |
         translated_part, part_file = part.translated(folder / layout.parts[name], opset)
         parts[name] = onnx_model_of(part_file, translated_part)
     return onnx_model_of(rename_inputs(file, layout.renamed), translated, parts)
-
-
-def _saved(onnx_model: OnnxModel, with_cases: bool) -> Saved:
-    assert isinstance(onnx_model.exported, Exported)
-    return Saved.of(onnx_model.exported, with_cases)
 
 
 def _write_report(seconds: dict[str, float], proven: OnnxModel | OnnxPrograms, folder: Path, target: Path) -> None:

@@ -98,17 +98,18 @@ def export(
     if not isinstance(model, torch.nn.Module):
         raise InvalidTypeError("Only a torch.nn.Module can be exported.", got=type(model).__name__)
     model = with_weights(model, weights)
-    subject, source, method = _subject(model, observer_or_plan, outputs or {})
-    if isinstance(source, Plan):
-        return _one_graph(subject, method, source)
+    if isinstance(observer_or_plan, Plan):
+        model, plan, method = _with_outputs_of_plan(model, observer_or_plan, outputs or {})
+        return _one_graph(model, method, plan)
+    subject, calls = _subject(model, _observed(observer_or_plan), outputs or {})
 
-    def plan_of(calls: Observation) -> Plan:
-        return plan_calls(calls, subject if probe else None, method)
+    def plan_of(some: Observation) -> Plan:
+        return plan_calls(some, subject if probe else None, some.method_name)
 
     def export_of(plan: Plan) -> Exported:
-        return _one_graph(subject, method, plan)
+        return _one_graph(subject, calls.method_name, plan)
 
-    exported = _one_graph_or_several(source, plan_of, export_of)
+    exported = _one_graph_or_several(calls, plan_of, export_of)
     return _with_parts(exported, model, observer_or_plan, probe)
 
 
@@ -171,9 +172,8 @@ def _with_parts(
 
 
 def _part(module: torch.nn.Module, observation: Observation, probe: bool) -> Exported:
-    module, calls, method = _subject(module, observation, {})
-    assert isinstance(calls, Observation)
-    return _one_graph(module, method, plan_calls(calls, module if probe else None, method))
+    module, calls = _subject(module, observation, {})
+    return _one_graph(module, calls.method_name, plan_calls(calls, module if probe else None, calls.method_name))
 
 
 def traced(
@@ -227,37 +227,44 @@ def _without_extended(plan: Plan) -> Plan | None:
     return plan.with_findings([Finding("fixed by the trace", ", ".join(extended), text)])
 
 
-def _subject(
-    model: torch.nn.Module, source: Any, outputs: Mapping[str, Any]
-) -> tuple[torch.nn.Module, Observation | Plan, str]:
-    """The model in the form to export, its calls or the plan that was given, and the method.
+def _with_outputs_of_plan(
+    model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]
+) -> tuple[torch.nn.Module, Plan, str]:
+    """The model and the plan, with what is captured of its modules in its result, and the method."""
+    if plan.calls is None:
+        raise PlanError(
+            "This plan does not know the calls it was made from.",
+            hint="pass the observer, or a plan that observer.plan() returned.",
+        )
+    if not outputs:
+        return model, plan, plan.calls.method_name
+    model, observation = with_outputs(model, plan.calls.method_name, plan.calls, outputs)
+    return model, replace(plan, calls=observation), observation.method_name
 
-    In that form what it keeps on its modules is an argument, and what is captured of them is in its result.
-    """
-    if isinstance(source, Plan):
-        if source.calls is None:
-            raise PlanError(
-                "This plan does not know the calls it was made from.",
-                hint="pass the observer, or a plan that observer.plan() returned.",
-            )
-        if not outputs:
-            return model, source, source.calls.method_name
-        model, observation = with_outputs(model, source.calls.method_name, source.calls, outputs)
-        return model, replace(source, calls=observation), observation.method_name
+
+def _observed(source: Any) -> Observation:
     if isinstance(source, InputObserver | Observation):
-        observation = source.observation if isinstance(source, InputObserver) else source
+        observation: Observation = source.observation if isinstance(source, InputObserver) else source
         observation.require_calls()
-        if outputs:
-            model, observation = with_outputs(model, observation.method_name, observation, outputs)
-        stateful = with_module_state(model, observation.method_name, observation)
-        model, observation = (model, observation) if stateful is None else stateful
-        return model, observation, observation.method_name
+        return observation
     raise InvalidTypeError(
         "export needs to know how the model is called.",
         expected="an InputObserver, its observation, or a Plan",
         got=type(source).__name__,
         hint="run the model inside `with observer(model):`, then export(model, observer).",
     )
+
+
+def _subject(
+    model: torch.nn.Module, observation: Observation, outputs: Mapping[str, Any]
+) -> tuple[torch.nn.Module, Observation]:
+    """The model in the form to export, and its calls.
+
+    In that form what it keeps on its modules is an argument, and what is captured of them is in its result.
+    """
+    if outputs:
+        model, observation = with_outputs(model, observation.method_name, observation, outputs)
+    return with_module_state(model, observation.method_name, observation) or (model, observation)
 
 
 def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments, rules: Sequence[Rule]) -> Any:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from exportkit.arguments import build_arguments, one_size, run_eager
-from exportkit.axes import Plan, with_sizes_of
-from exportkit.errors import ExportkitError
+from exportkit.axes import Plan, PlannedLeaf, with_sizes_of
+from exportkit.errors import ExportError, ExportkitError
 from exportkit.export.clusters import Cluster, Landmarks, clusters_of
 from exportkit.export.exported import Exported
 from exportkit.export.failure import in_one_line
@@ -77,23 +77,22 @@ def split_export(
 def _proven(plans: Iterator[Plan], first: str | None, export_of: ExportOf) -> Exported | None:
     """The export of the first plan with which it can be proven."""
     tried: list[Plan] = []
+    untraceable: list[tuple[PlannedLeaf, ...]] = []
     try:
         for plan in plans:
-            if plan not in tried:
-                tried.append(plan)
-                exported = _exported(plan, export_of)
-                if exported is not None and not _differs_for_one(exported, first) and not _problems(exported):
-                    return exported
+            if plan in tried or plan.leaves in untraceable:
+                continue
+            tried.append(plan)
+            try:
+                exported = export_of(plan)
+            except ExportkitError as error:
+                untraceable += [plan.leaves] if isinstance(error, ExportError) and error.__cause__ is not None else []
+                continue
+            if not _differs_for_one(exported, first) and not _problems(exported):
+                return exported
     except ExportkitError:  # there is no plan
         return None
     return None
-
-
-def _exported(plan: Plan, export_of: ExportOf) -> Exported | None:
-    try:
-        return export_of(plan)
-    except ExportkitError:
-        return None
 
 
 def _plans(cluster: Cluster, landmarks: Landmarks, whole: Plan | None, plan_of: PlanOf) -> Iterator[Plan]:

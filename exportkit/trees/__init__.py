@@ -2,7 +2,7 @@
 
 from exportkit.trees.flatten import check_opened, flatten, with_list
 from exportkit.trees.make import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
-from exportkit.trees.objects import Growth, is_cache_class, set_stored_length
+from exportkit.trees.objects import Growth, is_cache_class, set_stored_length, stored_length
 from exportkit.trees.registry import opens_in_order, register_flattening_functions, registered_caches
 from exportkit.trees.text import string_type
 from exportkit.trees.tree import Tree, join, joined
@@ -22,6 +22,7 @@ __all__ = [
     "register_flattening_functions",
     "registered_caches",
     "set_stored_length",
+    "stored_length",
     "string_type",
     "with_list",
 ]

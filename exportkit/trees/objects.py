@@ -236,6 +236,21 @@ def set_stored_length(cache: Any, length: int) -> None:
                 set_stored_length(value, length)
 
 
+def stored_length(value: Any) -> int:
+    """Returns how many tokens the counters of a cache say were stored, also those that left a window; 0 without any.
+
+    Args:
+        value: A cache; of any other value it is 0.
+    """
+    if isinstance(value, list | tuple):
+        return max(map(stored_length, value), default=0)
+    if not is_opened_class(type(value)):
+        return 0
+    inner = (item for name, item in vars(value).items() if name not in ("cumulative_length", "cross_attention_cache"))
+    count = getattr(value, "cumulative_length", 0)
+    return max([count if isinstance(count, int) else 0, *map(stored_length, inner)])
+
+
 def _is_empty(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and not tensor.numel()
 

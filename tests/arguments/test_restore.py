@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import exportkit
-from tests.models import tiny_llama
+from tests.models import tiny_llama, tiny_mamba, tiny_mistral
 
 
 def generated(prompt=7, **options):
@@ -96,3 +96,40 @@ def test_inputs_that_no_call_gave_and_sizes_seen_once_are_findings():
     assert found["never given"] == "given in no call, so no input of the graph: labels, weights."
     assert found["one size"] == "seen with one size only, so static: x axis 1."
     assert found["constant"] == "scale=2.0 is baked into the graph."
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_model_with_a_state_gets_a_mask_over_the_new_tokens(batch, tmp_path):
+    torch.manual_seed(0)
+    model, observer = tiny_mamba(), exportkit.InputObserver()
+    ids = torch.randint(3, 60, (batch, 7))
+    with observer(model):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert [str(size) for size in onnx_model.exported.plan.by_path["attention_mask"].sizes] == ["batch", "sequence"]
+    assert onnx_model.verify().ok
+    ids, mask = torch.randint(3, 60, (3, 5)), torch.ones(3, 5, dtype=torch.int64)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask, logits_to_keep=1).logits
+    got = onnx_model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(got, onnx_model(input_ids=ids).logits)
+
+
+def test_past_a_window_the_mask_is_over_all_tokens_that_were_stored(tmp_path):
+    torch.manual_seed(0)
+    model, observer = tiny_mistral(sliding_window=6), exportkit.InputObserver()
+    ids = torch.randint(3, 60, (2, 9))
+    with observer(model):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert str(onnx_model.exported.plan.by_path["attention_mask"].sizes[1]) == "past_sequence + sequence"
+    report = onnx_model.verify()
+    assert report.ok, report
+    ids, mask = torch.randint(3, 60, (3, 8)), torch.ones(3, 8, dtype=torch.int64)
+    mask[0, :4] = 0
+    kwargs = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(8).expand(3, 8)}
+    with torch.no_grad():
+        expected = model(**kwargs, logits_to_keep=1).logits
+    torch.testing.assert_close(onnx_model(**kwargs).logits, expected, rtol=1e-3, atol=1e-4)

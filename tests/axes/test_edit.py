@@ -2,7 +2,7 @@
 
 import pytest
 
-from exportkit.axes import CallTable, Leaf, Plan, infer_plan
+from exportkit.axes import CallTable, Leaf, Plan, infer_plan, with_sizes_of
 from exportkit.errors import PlanError
 
 
@@ -28,6 +28,20 @@ def plan():
 
 def sizes_of(plan):
     return {leaf.path: tuple(map(str, leaf.sizes)) for leaf in plan.leaves}
+
+
+def test_a_plan_of_some_calls_takes_over_what_varies_among_all(plan):
+    table = CallTable(
+        (leaf("input_ids", (1, 7), dtype="int64"), leaf("attention_mask", (1, 7), dtype="int64")), (((1, 1, 99),),)
+    )
+    prompt = with_sizes_of(infer_plan(table), plan)
+    assert sizes_of(prompt) == {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "sequence")}
+    assert prompt.variable("sequence").seen == (7,)
+    assert prompt.variable("sequence").role == "sequence"
+
+
+def test_a_plan_that_says_all_already_is_left_as_it_is(plan):
+    assert with_sizes_of(plan, plan) == plan
 
 
 def test_rename_reaches_expressions(plan):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from exportkit import make_dynamic_cache, make_encoder_decoder_cache, register_flattening_functions
-from exportkit.trees import Growth, flatten, set_stored_length
+from exportkit.trees import Growth, flatten, set_stored_length, stored_length
 from tests.models import random_cache
 from tests.trees.caches import WINDOW, advance, assert_same, filled, kinds
 
@@ -146,6 +146,12 @@ def test_counters_can_be_set_to_another_number_of_stored_tokens():
     both = make_encoder_decoder_cache(window, cross)
     set_stored_length([both, "anything else"], 9)
     assert (window.get_seq_length(), cross.get_seq_length()) == (9, 4)
+    assert stored_length([both, "anything else"]) == 9
+
+
+def test_what_has_no_counter_says_nothing_of_stored_tokens():
+    cache = make_dynamic_cache([(torch.ones(1, 2, 3, 4),) * 2])
+    assert [stored_length(value) for value in (cache, None, [], torch.ones(2))] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["StaticLayer", "StaticSlidingWindowLayer", "LinearAttentionLayer"])
