@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.stamp
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 ORT    := $(shell sed -n '/^onnxruntime==/p' constraints.txt)
 OTHER  := .venv-clients
-CODE   := $(wildcard exportkit tests gallery benchmarks docs/conf.py)
+CODE   := $(wildcard exportkit tests gallery benchmarks docs/*.py)
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS   ?=
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from importlib.metadata import version as installed_version
 
 # Importing the theme turns on logging at level INFO; what the ONNX optimizer logs about each pass is left out.
@@ -9,6 +10,8 @@ logging.getLogger("onnx_ir").setLevel(logging.WARNING)
 
 # The gallery examples run during the build and load nothing from the Hugging Face hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+sys.path.insert(0, os.path.dirname(__file__))  # for gallery_order
 
 project = "exportkit"
 author = "The exportkit authors"
@@ -35,6 +38,8 @@ nitpick_ignore_regex = [
 ]
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["gallery.css"]
 html_title = f"exportkit {release}"
 
 autodoc_member_order = "bysource"
@@ -47,7 +52,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../gallery",
     "gallery_dirs": "auto_gallery",
     "filename_pattern": r"/plot_",
-    "within_subsection_order": "FileNameSortKey",
+    "within_subsection_order": "gallery_order.place",
     # The examples print text: there are no figures to collect, and matplotlib is not needed.
     "image_scrapers": (),
     "reset_modules": (),
