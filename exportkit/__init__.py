@@ -67,7 +67,6 @@ __all__ = [
     "locate_divergence",
     "model_addition_debugger_context",
     "Trace",
-    "locate_divergence",
     # replace classes
     "register_patch_mapping",
     "unregister_patch_mapping",
