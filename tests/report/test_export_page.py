@@ -35,6 +35,7 @@ def exported():
     with observer(model):
         model({"x": torch.randn(2, 5, 6)}, torch.randn(2, 3, 4), scale=2.0)
         model({"x": torch.randn(3, 7, 6)}, scale=2.0)
+        model({"x": torch.randn(3, 6, 6)}, torch.randn(3, 2, 4), scale=2.0)
     return exportkit.export(model, observer)
 
 
@@ -72,7 +73,7 @@ class TestExportPage:
         assert text.startswith(
             "Scaled.forward exportkit report of out Scaled .forward proven onnxruntime gives what the model gives"
         )
-        assert "observe 2 calls plan 3 variables" in text
+        assert "observe 3 calls plan 3 variables" in text
         calls = len(json.loads((folder / "report.json").read_text())["rows"])
         assert f"verify {calls} of {calls} calls proven" in text
 
