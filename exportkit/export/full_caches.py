@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments import Arguments, build_arguments, outputs_close, recorded_call, run_eager
+from exportkit.arguments import Arguments, build_arguments, outputs_close, plan_calls, recorded_call, run_eager
 from exportkit.errors import ExportError
 from exportkit.export.exported import Exported
 from exportkit.export.genai import window_limits
-from exportkit.export.make import export
+from exportkit.export.make import one_graph
 from exportkit.observe import Call
 from exportkit.trees import Tree, flatten, is_cache_class, make_dynamic_cache
 
@@ -32,7 +32,8 @@ def with_full_caches(exported: Exported) -> Exported:
     for sizes in _sizes_around_windows(exported):
         arguments = build_arguments(exported.plan, exported.observation, sizes)
         _rerun(exported, arguments, flatten(run_eager(exported.model, exported.method, arguments)), f"sizes {sizes}")
-    return export(exported.model, replace(exported.observation, calls=tuple(calls), further=()))
+    observation = replace(exported.observation, calls=tuple(calls), further=())
+    return one_graph(exported.model, exported.method, plan_calls(observation, exported.model, exported.method))
 
 
 def _full_call(exported: Exported, index: int) -> Call:

@@ -100,14 +100,14 @@ def export(
     model = with_weights(model, weights)
     if isinstance(observer_or_plan, Plan):
         model, plan, method = _with_outputs_of_plan(model, observer_or_plan, outputs or {})
-        return _one_graph(model, method, plan)
+        return one_graph(model, method, plan)
     subject, calls = _subject(model, _observed(observer_or_plan), outputs or {})
 
     def plan_of(some: Observation) -> Plan:
         return plan_calls(some, subject if probe else None, some.method_name)
 
     def export_of(plan: Plan) -> Exported:
-        return _one_graph(subject, calls.method_name, plan)
+        return one_graph(subject, calls.method_name, plan)
 
     exported = _one_graph_or_several(calls, plan_of, export_of)
     return _with_parts(exported, model, observer_or_plan, probe)
@@ -132,7 +132,18 @@ def _one_graph_or_several(
     return (split_export(observation, why, plan_of, export_of) if why else None) or exported
 
 
-def _one_graph(model: torch.nn.Module, method: str, plan: Plan) -> Exported:
+def one_graph(model: torch.nn.Module, method: str, plan: Plan) -> Exported:
+    """Returns the model traced for a plan, with what a person should know of it.
+
+    Args:
+        model: The model in the form to export.
+        method: The method.
+        plan: The plan.
+
+    Raises:
+        ArgumentError: if the model refuses the arguments that the plan leads to.
+        ExportError: if torch cannot trace the model, or its program serves less than the plan.
+    """
     seconds: dict[str, float] = {}
     try:
         exported = traced(model, method, plan, seconds)
@@ -173,7 +184,7 @@ def _with_parts(
 
 def _part(module: torch.nn.Module, observation: Observation, probe: bool) -> Exported:
     module, calls = _subject(module, observation, {})
-    return _one_graph(module, calls.method_name, plan_calls(calls, module if probe else None, calls.method_name))
+    return one_graph(module, calls.method_name, plan_calls(calls, module if probe else None, calls.method_name))
 
 
 def traced(
