@@ -36,7 +36,7 @@ def verify(onnx_model: OnnxModel, unseen: bool = True) -> Report:
     notes = check_files(exported.digests) if isinstance(exported, Saved) else ()
     recorded = range(len(exported.observation.calls)) if exported.observation.has_values else ()
     rows = []
-    with stage("proof") as tell:
+    with stage("verify") as tell:
         for index in recorded:
             tell(f"recorded call {index}")
             rows.append(_recorded_row(onnx_model, index))
