@@ -89,16 +89,14 @@ def recording(
         DestinationError: if nothing can be written there.
     """
     recorder = Recorder(model, folder, selection, without_gradients)
-    trace = Trace(folder)
     try:
         with watched(model, recorder):
-            yield trace
+            yield Trace(folder, recorder.problems)
     finally:
         recorder.finish()
-        trace.end(recorder.problems)
         if recorder.problems:
             warnings.warn(
-                f"exportkit: the trace is incomplete; the model was not affected. {recorder.problems[0]}",
+                f"exportkit: the trace is incomplete; the model was not affected. {next(iter(recorder.problems))}",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -67,6 +67,9 @@ class Recorder:
         selection: Which values to store.
         without_gradients: Run the model under ``torch.no_grad()``.
 
+    Attributes:
+        problems: What is missing in the trace, as keys, so that nothing is said twice.
+
     Raises:
         DestinationError: if nothing can be written there.
     """
@@ -87,20 +90,15 @@ class Recorder:
         self._numbers: Counter[str] = Counter()
         self._threads: dict[int, int] = {}
         self._running = 0
-        self._problems: dict[str, None] = {}
+        self.problems: dict[str, None] = {}
         self._is_over = False
         self._waiting: list[str] = []
         self._write([encode(self._metadata())])
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """What is missing in the trace."""
-        return tuple(self._problems)
-
     def note(self, problem: str) -> None:
         """Notes that something is missing."""
-        if len(self._problems) < _MOST_PROBLEMS:
-            self._problems[problem] = None
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems[problem] = None
 
     def own_frame(self) -> Frame | None:
         """Returns the frame of this trace around the running code; None if the code belongs to other traces alone.
@@ -149,7 +147,7 @@ class Recorder:
             self._is_over = True
             try:
                 self._files.write_header()
-                self._write([encode({"finished": True, "problems": list(self._problems)})])
+                self._write([encode({"finished": True, "problems": list(self.problems)})])
             except OSError as error:
                 self.note(f"The end of the recording could not be written: {error}")
             self._files.close()

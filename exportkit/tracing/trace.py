@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,12 @@ class Trace:
 
     Args:
         folder: The folder.
+        problems: What is known to be missing, beyond what the folder says; may grow.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], problems: Collection[str] = ()) -> None:
         self.folder = Path(folder)
-        self._problems: tuple[str, ...] = ()
+        self._problems = problems
         self._content: Content | None = None
 
     def __repr__(self) -> str:
@@ -141,10 +142,6 @@ class Trace:
         trace = cls(directory)
         trace._read()
         return trace
-
-    def end(self, problems: tuple[str, ...]) -> None:
-        """Ends the recording; called by `trace_model`, which knows of problems that could not be written."""
-        self._problems, self._content = problems, None
 
     def _read(self) -> Content:
         """What the index holds; read again as long as it grows."""

@@ -1,6 +1,8 @@
 """The files of transformers' debugger: the same as transformers writes, without the failures."""
 
 import json
+import sys
+import threading
 
 import pytest
 import torch
@@ -227,6 +229,36 @@ def test_blocks_inside_of_each_other_write_the_same(tmp_path):
     with model_addition_debugger_context(model, tmp_path / "a"), model_addition_debugger_context(model, tmp_path / "b"):
         model(torch.ones(1, 4))
     assert written(tmp_path / "a", "Block") == written(tmp_path / "b", "Block")
+
+
+def test_two_threads_inside_of_one_block_and_with_a_block_each(tmp_path):
+    model, output = Block(), sys.stdout
+    barrier = threading.Barrier(2)
+
+    def shared():
+        barrier.wait()
+        model(torch.ones(1, 4))
+
+    def own(name):
+        with model_addition_debugger_context(model, tmp_path / name):
+            shared()
+
+    with model_addition_debugger_context(model, tmp_path / "shared"):
+        run_in_threads(shared, shared)
+    run_in_threads(lambda: own("a"), lambda: own("b"))
+
+    assert sys.stdout is output
+    assert not output.closed
+    assert len(written(tmp_path / "shared", "Block")["children"]) == 2
+    assert written(tmp_path / "a", "Block") == written(tmp_path / "b", "Block")
+
+
+def run_in_threads(*steps):
+    threads = [threading.Thread(target=step) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def test_only_modules_and_only_directories(tmp_path):
