@@ -99,11 +99,9 @@ class _Comparison:
 
     def _compared(self, call: ModuleCall, parent: int | None) -> Compared:
         inside = self._insides(call)[call.number]
-        sides = [
-            self._leaves(call, "inputs", call.inputs, inside.entering),
-            self._leaves(call, "outputs", call.outputs, inside.leaving),
-        ]
-        return Compared(call.index, call.path, call.class_name, call.number, parent, *sides)
+        inputs = self._leaves(call, "inputs", call.inputs, inside.entering)
+        outputs = self._leaves(call, "outputs", call.outputs, inside.leaving)
+        return Compared(call.index, call.path, call.class_name, call.number, parent, inputs, outputs)
 
     def _insides(self, call: ModuleCall) -> tuple[Inside, ...]:
         return self._run.calls_of(call.path, self._calls_of[call.path])
