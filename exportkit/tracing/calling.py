@@ -38,8 +38,7 @@ class Calling:
     def trace(self) -> tuple[Trace, Padding]:
         """Returns what the model does, with all values, and which positions of its tensors are padding."""
         args, kwargs = _copied(self._args), _copied(self._kwargs)
-        tensors = flatten((args, kwargs)).tensors()
-        visible = Padding.of_tensors((path.rstrip("']"), tensor) for path, tensor in tensors.items())
+        visible = Padding.of_tensors(flatten((args, kwargs)).tensors().items())
         with torch.no_grad(), trace_model(self.model, values="all") as trace:
             getattr(self.model, self._method)(*args, **kwargs)
         return trace, visible

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+
+from exportkit.tracing.records import TensorRecord
 
 # Elements that are worked on at a time: what is computed of them stays in the caches of a processor.
 _CHUNK = 1 << 16
@@ -21,20 +22,6 @@ _LOWEST = 0.5
 _SAME_SUM = 1e-7
 # What torch rounds the factors of a product to where a GPU may use TF32 (10 bits).
 TF32_UNIT = 2.0**-11
-
-
-class Statistics(Protocol):
-    """What a trace says of a tensor; see `exportkit.tracing.TensorRecord`."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    mean: float | None
-    std: float | None
-    min: float | None
-    max: float | None
-    nan: int
-    inf: int
-    hash: str
 
 
 @dataclass(frozen=True)
@@ -102,7 +89,7 @@ def located(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | N
     return tuple(int(i) for i in position) if bool(far.max() > 0) else None
 
 
-def distance_of_statistics(first: Statistics, second: Statistics) -> Distance:
+def distance_of_statistics(first: TensorRecord, second: TensorRecord) -> Distance:
     """Returns how far two tensors are apart at least, by what traces say of them without their values.
 
     Tensors whose statistics agree can still differ: then ``exact`` is False, and the distance 0.
@@ -131,7 +118,7 @@ def distance_of_statistics(first: Statistics, second: Statistics) -> Distance:
     )
 
 
-def same_content(first: Statistics, second: Statistics) -> bool:
+def same_content(first: TensorRecord, second: TensorRecord) -> bool:
     """Returns whether two tensors are bitwise equal, by their hashes."""
     return bool(first.hash) and first.hash == second.hash and first.dtype == second.dtype
 
@@ -188,7 +175,8 @@ def _of_floats(a: torch.Tensor, b: torch.Tensor) -> Distance:
 
 
 def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tensor.reshape(-1).split(_CHUNK)
+    chunks: tuple[torch.Tensor, ...] = tensor.reshape(-1).split(_CHUNK)
+    return chunks
 
 
 def _sums(a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> tuple[float, float, float, float]:

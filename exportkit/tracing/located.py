@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
 
 _WIDTH = 110
 
@@ -165,7 +166,7 @@ class Located:
         return table
 
 
-def _table(*titles: str) -> Any:
+def _table(*titles: str) -> Table:
     from rich import box
     from rich.table import Table
 

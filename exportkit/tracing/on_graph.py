@@ -81,6 +81,7 @@ class _Comparison:
         self._calls_of = Counter(call.path for call in trace.calls)
         self._seen: dict[tuple[_Identity, str], Distance] = {}
         self._known: dict[_Identity, str] = {}
+        self._fused: set[_Identity] = set()
         self._samples: dict[str | _Identity, torch.Tensor] = {}
         self._values: dict[tuple[int, Side, str], str] = {}
 
@@ -92,6 +93,8 @@ class _Comparison:
             if self._insides(call):
                 calls.append(self._compared(call, parent))
                 parent = call.index
+            else:  # a module that was fused into another one
+                self._fused.update(map(_identity, call.outputs))
             nearest[call.index] = parent
         returned = sum(len(call.outputs) for call in self._trace.calls if call.parent is None)
         matched = sum(len(call.outputs) for call in calls if call.parent is None)
@@ -99,11 +102,9 @@ class _Comparison:
 
     def _compared(self, call: ModuleCall, parent: int | None) -> Compared:
         inside = self._insides(call)[call.number]
-        sides = [
-            self._leaves(call, "inputs", call.inputs, inside.entering),
-            self._leaves(call, "outputs", call.outputs, inside.leaving),
-        ]
-        return Compared(call.index, call.path, call.class_name, call.number, parent, *sides)
+        inputs = self._leaves(call, "inputs", call.inputs, inside.entering)
+        outputs = self._leaves(call, "outputs", call.outputs, inside.leaving)
+        return Compared(call.index, call.path, call.class_name, call.number, parent, inputs, outputs)
 
     def _insides(self, call: ModuleCall) -> tuple[Inside, ...]:
         return self._run.calls_of(call.path, self._calls_of[call.path])
@@ -129,7 +130,12 @@ class _Comparison:
         return tuple(leaves[record.path] for record in records if record.path in leaves)
 
     def _candidates(self, record: TensorRecord, names: Sequence[str]) -> Sequence[str]:
-        """The values that can be a tensor; of one that was compared before, its own, if the graph needs it here."""
+        """The values that can be a tensor; of one that was compared before, its own, if the graph needs it here.
+
+        What a module returns that was fused into another one is no value of the graph.
+        """
+        if _identity(record) in self._fused:
+            return []
         known = self._known.get(_identity(record))
         if known is not None:
             return [known] if known in names else []

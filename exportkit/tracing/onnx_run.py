@@ -186,7 +186,7 @@ def _to_runtime(tensor: torch.Tensor) -> Any:
 
 def _to_torch(value: Any) -> torch.Tensor:
     if value.data_type() == "tensor(bfloat16)":
-        return torch.from_dlpack(value).clone()
+        return torch.utils.dlpack.from_dlpack(value).clone()
     return torch.from_numpy(value.numpy())
 
 

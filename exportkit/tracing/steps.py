@@ -149,8 +149,13 @@ def raw_steps(calls: Sequence[Compared]) -> Iterable[RawStep]:
     done: dict[int | None, list[Leaf]] = defaultdict(list)
     opened: list[Compared] = []
 
+    def around(call: Compared) -> tuple[Leaf, ...]:
+        """What a call can be computed from: what the module around it was given, and what happened in that before."""
+        parent = by_index.get(call.parent) if call.parent is not None else None
+        return (*(parent.inputs if parent else ()), *done[call.parent])
+
     def closed(call: Compared) -> RawStep:
-        sources = (*call.inputs, *done.pop(call.index, ()))
+        sources = (*(call.inputs or around(call)), *done.pop(call.index, ()))
         done[call.parent].extend(call.outputs)
         return RawStep(call.index, call.index, "outputs", call.outputs, sources, (call.class_name,))
 
@@ -158,7 +163,7 @@ def raw_steps(calls: Sequence[Compared]) -> Iterable[RawStep]:
         while opened and opened[-1].index != call.parent:
             yield closed(opened.pop())
         parent = by_index.get(call.parent) if call.parent is not None else None
-        sources = (*(parent.inputs if parent else ()), *done[call.parent])
+        sources = around(call)
         kind = (parent.class_name if parent else "", call.path.rpartition(".")[2])
         yield RawStep(call.parent, call.index, "inputs", call.inputs, sources, kind)
         done[call.parent].extend(call.inputs)

@@ -168,6 +168,30 @@ def test_without_the_program_the_module_is_named_as_well(exported):
     assert found.stages[0].note == "the program is not known"
 
 
+class Fused(nn.Module):
+    """A convolution and a norm, which optimisation makes one node of the norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+        self.norm.running_mean.normal_()
+        self.norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)))
+
+
+def test_modules_that_optimisation_makes_one_are_no_difference():
+    model, x = Fused().eval(), torch.randn(2, 4, 8, 8)
+    program = torch.export.export(model, (x,))
+    proto = torch.onnx.export(program, (), verbose=False).model_proto
+
+    assert not locate_divergence(model, proto, (x,), program=program).diverges
+    found = locate_divergence(model, with_changed_weight(proto, "norm", scaled), (x,), program=program)
+    assert (found.stage, found.module) == (AFTER, "norm")
+
+
 def test_a_constant_of_a_node_names_that_node(exported):
     model, program, proto = exported
     wrong = copy.deepcopy(proto)
