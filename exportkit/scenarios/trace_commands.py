@@ -66,8 +66,8 @@ def compare(
 ) -> None:
     """Name the module where two traces begin to differ.
 
-    A table shows what each module adds to the error. Traces are what `exportkit trace` and `exportkit.trace_model` write. Rounding is no difference, and element types,
-    devices and code may be others.
+    A table shows what each module adds to the error. Traces are what `exportkit trace` and `exportkit.trace_model`
+    write. Rounding is no difference, and element types, devices and code may be others.
 
     Exits with 0 if nothing differs, 1 if something does, 2 for bad input.
     """
