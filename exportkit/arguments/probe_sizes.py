@@ -20,8 +20,9 @@ def extend_tokens(plan: Plan, asked: AskedModel) -> Plan:
     Asked for each length that a token input ``(batch, length)`` always had: together with the same length in other
     inputs (their mask, features of the encoder), and, where that is refused, for the token inputs alone.
     """
-    for length in sorted({size for _, size in _token_axes(plan)}, reverse=True):
-        tokens = [key for key, size in _token_axes(plan) if size == length]
+    lengths = [*_token_axes(plan), *_cached_axes(plan)]
+    for length in sorted({size for _, size in lengths}, reverse=True):
+        tokens = [key for key, size in lengths if size == length]
         for number, axes in enumerate((_axes_of_length(plan, length), tokens)):
             name = f"length_{length}_{number}"
             seen = tuple(length if any(plan.by_path[p].shapes[i] for p, _ in axes) else None for i in _calls(plan))
@@ -99,6 +100,12 @@ def _token_axes(plan: Plan) -> list[tuple[AxisKey, int]]:
         if len(leaf.sizes) == 2 and "int" in leaf.dtype and leaf.sizes[1].is_static
         if batch is not None and leaf.sizes[0].variable == batch.name
     ]
+
+
+def _cached_axes(plan: Plan) -> list[tuple[AxisKey, int]]:
+    """Second axes of features ``(batch, length, ...)`` of which a cache has as many as them once it is filled."""
+    filled = {max(known(v.seen)) for v in plan.variables if len(known(v.seen)) == 2 and min(known(v.seen)) == 0}
+    return [(key, length) for length in sorted(filled) for key in _axes_of_length(plan, length)]
 
 
 def _axes_of_length(plan: Plan, length: int) -> list[AxisKey]:
