@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from exportkit.axes import Expression, Plan, Variable, tokens_fit
 from exportkit.errors import ArgumentError
@@ -43,9 +43,11 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
     expressions = {size for leaf in plan.leaves for size in leaf.sizes if size.terms}
     free = [variable for variable in plan.variables if variable.follows is None]
     expressions -= {Expression.of(variable.name) for variable in plan.variables if variable.follows is not None}
-    options = [list(itertools.islice(_export_sizes(variable, taken, chunk), 12)) for variable in free]
     names = [variable.name for variable in free]
-    for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
+    far = [list(itertools.islice(_export_sizes(variable, taken, chunk), 12)) for variable in free]
+    near = [list(itertools.islice(_export_sizes(_within_window(v, expressions), taken, chunk), 12)) for v in free]
+    choices = [itertools.islice(_by_cost(options), _SEARCH_LIMIT) for options in (far, near)]
+    for choice in itertools.chain(*choices):
         sizes = dict(zip(names, choice, strict=True))
         sizes |= {v.name: sizes[v.follows] for v in plan.variables if v.follows is not None}
         sizes = plan.completed(sizes)
@@ -59,6 +61,14 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
         expected="sizes greater than 1 that differ from each other and from static sizes",
         got=f"static sizes {sorted(taken)}",
         hint="make one of the axes static, or give the arguments yourself.",
+    )
+
+
+def _within_window(variable: Variable, expressions: Collection[Expression]) -> Variable:
+    """The variable limited to sizes at which a window that depends on it alone is not full."""
+    caps = [e.cap - 1 for e in expressions if e.cap is not None and e.uncapped().variable == variable.name]
+    return replace(
+        variable, maximum=min([*caps, *([] if variable.maximum is None else [variable.maximum])], default=None)
     )
 
 
@@ -172,7 +182,7 @@ def _export_sizes(variable: Variable, taken: frozenset[int], chunk: int | None) 
     seen = _seen(variable)
     step = _step(variable)
     least, most = max(variable.minimum, 2), math.inf if variable.maximum is None else variable.maximum
-    yield from (size for size in reversed(seen) if size > 1 and size not in taken)
+    yield from (size for size in reversed(seen) if 1 < size <= most and size not in taken)
     start = (max(seen, default=2) // step) * step
     for distance in itertools.count(1):
         for size in (start + distance * step, start - distance * step):
