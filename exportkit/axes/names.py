@@ -67,6 +67,8 @@ def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str
     tokens = [leaf for leaf, axis in leaves if axis == 1 and len(leaf.sizes) == _TOKENS_RANK and _is_integer(leaf)]
     if tokens:
         return _token_name(tokens[0], taken)
+    if any(other.follows == variable.name for other in plan.variables):
+        return "encoder_sequence", "other"
     leaf, axis = leaves[0] if leaves else (plan.leaves[0], 0)
     if _is_image(leaf) and axis >= _IMAGE_RANK - 2:
         return ("height", "width")[axis - 2], "other"

@@ -279,8 +279,9 @@ def _subject(
 
 
 def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments, rules: Sequence[Rule]) -> Any:
+    names = arguments.observation.signature.names
     try:
-        return run_eager(model, method, arguments, lambda values, call: adapted_call(rules, values, call))
+        return run_eager(model, method, arguments, lambda values, call: adapted_call(rules, values, names, call))
     except Exception as error:
         shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in arguments.tensors().items())
         raise ArgumentError(

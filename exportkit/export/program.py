@@ -119,7 +119,8 @@ def capture(  # noqa: PLR0917 - one call, seen from all sides
     def forward(**given: Any) -> Any:
         inputs = {id(tensor) for value in given.values() for tensor in flatten(value).tensors().values()}
         _set_stored_lengths(flat, plan, given)
-        result = adapted_call(rules, flat.values(given), lambda values: _called(call, flat.signature, values))
+        values, names = flat.values(given), flat.signature.names
+        result = adapted_call(rules, values, names, lambda adapted: _called(call, flat.signature, adapted))
         return _returned(with_joined_lists(flatten(result), joined), inputs, tensors_only)
 
     with (

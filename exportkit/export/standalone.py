@@ -9,6 +9,7 @@ traced with rewrites of it.
 import contextlib
 import enum
 import importlib
+import inspect
 import json
 import sys
 
@@ -81,13 +82,14 @@ def with_rewrites(call, spec):
     from exportkit.trees import set_stored_length
 
     rules = [BUILT_IN[name] for name in spec["rules"] if name in BUILT_IN]
+    names = inspect.signature(getattr(call.model, spec["method"])).parameters
 
     def around(method, values, tensors):
         if spec["past"] is not None:
             path, axis = spec["past"]
             for value in values.values():
                 set_stored_length(value, tensors[path].shape[axis])
-        return adapted_call(rules, values, method)
+        return adapted_call(rules, values, names, method)
 
     call.around = around
     return call, applied(rules, call.model)

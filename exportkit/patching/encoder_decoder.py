@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
-STATES = "encoder_outputs"
+STATES, MASK = "encoder_outputs", "attention_mask"
 
 
 def has_cross_cache(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
@@ -28,8 +28,16 @@ def nothing_replaced(_model: torch.nn.Module) -> Iterator[None]:
     yield
 
 
-def with_uncached_states(arguments: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-    """Returns the arguments with the uncached part of the encoder's states, and what puts the whole in a result."""
+def with_uncached_states(
+    arguments: dict[str, Any], names: Collection[str]
+) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Returns the arguments with the uncached part of the encoder's states, and what puts the whole in a result.
+
+    Args:
+        arguments: Arguments by name.
+        names: Names of all arguments that the method takes. A mask that it takes and was not given is one over all
+            states: the model would make one over the uncached part.
+    """
     states = _states(arguments)
     caches = [value for value in arguments.values() if _cross_layers(value)]
     if states is None or not caches:
@@ -38,9 +46,10 @@ def with_uncached_states(arguments: dict[str, Any]) -> tuple[dict[str, Any], Cal
     rest = states[:, cached:]
     for cache in caches:
         cache.is_updated = dict.fromkeys(cache.is_updated, False)
-    return {**arguments, STATES: _with_first(arguments[STATES], rest)}, lambda result: _with_states(
-        result, rest, states
-    )
+    changed = {**arguments, STATES: _with_first(arguments[STATES], rest)}
+    if MASK in names and arguments.get(MASK) is None:
+        changed[MASK] = states.new_ones(states.shape[:2], dtype=torch.int64)
+    return changed, lambda result: _with_states(result, rest, states)
 
 
 def _states(arguments: Mapping[str, Any]) -> torch.Tensor | None:

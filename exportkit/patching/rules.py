@@ -7,7 +7,7 @@ model computes, is reported, and is undone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ from exportkit.patching.tiles import has_tiles, tiles_in_graph
 from exportkit.patching.weighted_average import has_weighted_average, traced_weighted_average
 from exportkit.patching.windows import has_windows, traced_windows
 
+Adapt = Callable[[dict[str, Any], Collection[str]], tuple[dict[str, Any], Callable[[Any], Any]]]
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -42,14 +44,14 @@ class Rule:
         name: A few words for reports.
         matches: Whether it is needed, given the model and the arguments by name.
         applied: Context in which it is in force.
-        adapt: Changes the arguments of the traced call, by name; returns them with what undoes that in its result.
-            Then nothing is rewritten outside of `exportkit.export`.
+        adapt: Changes the arguments of the traced call, by name, given the names that the method takes; returns them
+            with what undoes that in its result. Then nothing is rewritten outside of `exportkit.export`.
     """
 
     name: str
     matches: Callable[[torch.nn.Module, Mapping[str, Any]], bool]
     applied: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]]
-    adapt: Callable[[dict[str, Any]], tuple[dict[str, Any], Callable[[Any], Any]]] | None = None
+    adapt: Adapt | None = None
 
 
 RULES = (
@@ -92,12 +94,21 @@ def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list
     return [rule for rule in RULES if rule.matches(model, named)]
 
 
-def adapted_call(rules: Sequence[Rule], arguments: dict[str, Any], call: Callable[[dict[str, Any]], Any]) -> Any:
-    """Returns ``call(arguments)`` with the arguments and the result as the rules want them."""
+def adapted_call(
+    rules: Sequence[Rule], arguments: dict[str, Any], names: Collection[str], call: Callable[[dict[str, Any]], Any]
+) -> Any:
+    """Returns ``call(arguments)`` with the arguments and the result as the rules want them.
+
+    Args:
+        rules: The rules.
+        arguments: Arguments by name.
+        names: Names of all arguments that the method takes.
+        call: Calls the method.
+    """
     undo = []
     for rule in rules:
         if rule.adapt is not None:
-            arguments, finish = rule.adapt(arguments)
+            arguments, finish = rule.adapt(arguments, names)
             undo.append(finish)
     result = call(arguments)
     for finish in reversed(undo):

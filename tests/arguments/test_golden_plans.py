@@ -81,7 +81,7 @@ decoder_sequence       always 1; the model accepts other lengths
     "whisper": """
 input                                                             type     shape                                 seen
 decoder_input_ids                                                 int64    (batch, sequence)                     1x7 1x1
-encoder_outputs.last_hidden_state                                 float32  (batch, 10, 32)                       1x10x32
+encoder_outputs.last_hidden_state                                 float32  (batch, encoder_sequence, 32)         1x10x32
 past_key_values.self_attention_cache.layers[0].keys and 3 alike   float32  (batch, 4, past_sequence, 8)          absent 1x4x7x8 1x4x8x8 1x4x9x8
 past_key_values.cross_attention_cache.layers[0].keys and 3 alike  float32  (batch, 4, past_encoder_sequence, 8)  absent 1x4x10x8
 
@@ -90,6 +90,7 @@ sequence               sizes 7, 1, 1, 1
 past_sequence          length of the cache: 0, 7, 8, 9
 past_encoder_sequence  length of the cache: 0, 10, 10, 10
 batch                  always 1; with rows repeated, the outputs repeated too
+encoder_sequence       always 10; the model accepts other lengths
 """,
 }  # fmt: skip
 

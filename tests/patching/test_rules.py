@@ -146,3 +146,16 @@ def test_replaced_attributes_can_be_left_in_any_order():
     second.__exit__(None, None, None)
     assert Target.value == 1
     assert not hasattr(Target, "new")
+
+
+def test_encoder_decoder_without_a_mask_serves_other_lengths(tmp_path):
+    model, _ = t5()
+    model.eval().generation_config.eos_token_id = None
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model.generate(torch.randint(3, 99, (1, 4)), max_new_tokens=4, do_sample=False)
+    assert not any(call.has("attention_mask") for call in observer.observation.calls)
+    exported = exportkit.export(model, observer)
+    assert "encoder_sequence" in str(exported.plan)
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
