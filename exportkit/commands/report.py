@@ -13,16 +13,18 @@ from exportkit.errors import DestinationError
 from exportkit.export.folder import MANIFEST, PAGE
 from exportkit.report import write_page
 from exportkit.report.export import export_page
+from exportkit.report.trace import trace_page
 from exportkit.skips.page import folder_page
 from exportkit.skips.result import ALL_TESTS_FILE
+from exportkit.tracing.files import INDEX
 
 # The file that tells what a folder holds, and what makes the page of such a folder.
-_PAGES: Mapping[str, Callable[[Path], str]] = {MANIFEST: export_page, ALL_TESTS_FILE: folder_page}
+_PAGES: Mapping[str, Callable[[Path], str]] = {MANIFEST: export_page, INDEX: trace_page, ALL_TESTS_FILE: folder_page}
 
 
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="Folder of exportkit export, exported.save or scan-skips.", metavar="DIR")
+        Path, typer.Argument(help="Folder of exportkit export, exported.save, trace or scan-skips.", metavar="DIR")
     ],
     out: Annotated[
         Path | None, typer.Option(help="The page; DIR/report.html if not given.", metavar="FILE", show_default=False)
@@ -30,7 +32,7 @@ def report(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write one HTML page of an exported folder, or of a skip scan.
+    """Write one HTML page of an exported folder, a trace or a skip scan.
 
     The page needs no other file and no network. Nothing is run or proven anew: it shows what the folder says.
 
@@ -53,7 +55,7 @@ def _page_of(folder: Path) -> str:
         where=str(folder),
         expected=f"a folder with {' or '.join(_PAGES)}",
         got=_listing(folder),
-        hint="exportkit export, exported.save(folder) and exportkit scan-skips write such folders.",
+        hint="exportkit export, exported.save(folder), exportkit trace and exportkit scan-skips write such folders.",
     )
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from exportkit.report.render import difference, render
 from exportkit.tracing import Comparison
 from exportkit.tracing.comparison import TensorRow
 
-_TEMPLATE = Path(__file__).parent / "templates" / "comparison.html.j2"
 WIDTH, HEIGHT, LEFT, BOTTOM = 960, 300, 60, 30
 # Errors below are drawn at the lower edge; exact ones, too.
 _LOWEST, _HIGHEST = -9.0, 1.0
@@ -37,13 +36,9 @@ def comparison_page(comparison: Comparison, title: str) -> str:
         comparison: The comparison.
         title: What was compared.
     """
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.filters["error"] = _error
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     apart = [row for row in comparison.tensors if row.verdict != "equal"]
-    return template.render(
+    return render(
+        "comparison.html.j2",
         title=title,
         comparison=comparison,
         points=_points(comparison.tensors),
@@ -77,7 +72,7 @@ def _points(tensors: Sequence[TensorRow]) -> list[Point]:
 
 def _tooltip(row: TensorRow) -> str:
     number = f" #{row.number}" if row.number else ""
-    return f"{row.module or '(model)'}{number}: {_error(row.error)}, {row.verdict}"
+    return f"{row.module or '(model)'}{number}: {difference(row.error)}, {row.verdict}"
 
 
 def _y(error: float) -> float:
@@ -85,7 +80,3 @@ def _y(error: float) -> float:
     power = math.log10(error) if error > 0 and math.isfinite(error) else (_HIGHEST if error else _LOWEST)
     part = (min(max(power, _LOWEST), _HIGHEST) - _LOWEST) / (_HIGHEST - _LOWEST)
     return round(10 + (1 - part) * (HEIGHT - BOTTOM - 10), 1)
-
-
-def _error(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"

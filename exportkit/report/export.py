@@ -20,6 +20,7 @@ from exportkit.axes.text import alike_leaves, seen_shapes
 from exportkit.errors import ExportkitError
 from exportkit.export.folder import REPORT_JSON, read_manifest
 from exportkit.export.manifest import damaged, inside
+from exportkit.export.programs import Split
 from exportkit.report.axes_picture import input_pictures, variable_pictures
 from exportkit.report.render import count, render, seconds, size
 
@@ -147,7 +148,7 @@ def export_page(folder: Path) -> str:
     try:
         proven = folder / REPORT_JSON
         proof = json.loads(proven.read_text("utf-8")) if proven.exists() else None
-        programs = list(_programs(folder, manifest, manifest["program"], proof))
+        programs = list(_all_programs(folder, manifest, proof))
         pictures = {p.id: (input_pictures(p.plan), variable_pictures(p.plan)) for p in programs}
         main = programs[0]
         return render(
@@ -158,15 +159,24 @@ def export_page(folder: Path) -> str:
             proof=proof,
             programs=programs,
             pictures=pictures,
-            steps=_steps(main, manifest, proof),
+            steps=_steps(programs, manifest, proof),
             sections=_sections(programs),
-            notes=_notes(programs),
+            notes=_notes(programs, _reason(manifest)),
             timings=_timings(programs),
         )
     except ExportkitError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OSError, UndefinedError) as error:
         raise damaged(folder, f"{type(error).__name__}: {error}") from error
+
+
+def _all_programs(folder: Path, manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> Iterator[Program]:
+    """The program of the folder and its parts, or the programs that the model was split into."""
+    if "programs" not in manifest:
+        yield from _programs(folder, manifest, manifest["program"], proof)
+        return
+    for name, described in manifest["programs"].items():
+        yield from _programs(folder, manifest, described, None if proof is None else proof["parts"].get(name), name)
 
 
 def _programs(
@@ -195,9 +205,15 @@ def _sections(programs: Sequence[Program]) -> list[tuple[str, str]]:
     return [*found, ("cost", "Time and memory"), ("findings", "Findings"), ("versions", "Versions and files")]
 
 
-def _steps(main: Program, manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> list[Step]:
+def _reason(manifest: Mapping[str, Any]) -> str | None:
+    """Why there are several programs."""
+    return Split.of(manifest["split"]).text if "split" in manifest else None
+
+
+def _steps(programs: Sequence[Program], manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> list[Step]:
+    main, split = programs[0], manifest.get("split")
     data, took = main.data, main.data.get("seconds", {})
-    calls = main.observed["calls"]
+    calls = main.observed["calls"] if split is None else [call for some in split["calls"].values() for call in some]
     rules = f", with {', '.join(data['rules'])}" if data["rules"] else ""
     given = ", ".join(f"{name} {value}" for name, value in data.get("sizes", {}).items()) or "no size varies"
     steps = [
@@ -207,16 +223,20 @@ def _steps(main: Program, manifest: Mapping[str, Any], proof: Mapping[str, Any] 
         Step("export", "good", f"torch {manifest['written_by']['torch']}{rules}", took.get("export")),
         Step("ONNX", "good", f"opset {data['opset']}, {size(main.bytes)}", took.get("onnx")),
     ]
+    if split is not None:
+        others = sum(program.bytes for program in programs)
+        steps[-1] = Step("ONNX", "good", f"{len(split['kinds'])} programs, {size(others)}", took.get("onnx"))
     if proof is None:
         return [*steps, Step("verify", "", "not verified")]
-    proven = sum(row["status"] == "proven" for row in proof["rows"])
-    text = f"{proven} of {count(len(proof['rows']), 'call')} proven"
+    rows = proof["rows"] if split is None else [row for program in programs for row in program.rows]
+    proven = sum(row["status"] == "proven" for row in rows)
+    text = f"{proven} of {count(len(rows), 'call')} proven"
     return [*steps, Step("verify", "good" if proof["ok"] else "bad", text, took.get("verify"))]
 
 
-def _notes(programs: Sequence[Program]) -> list[tuple[str, str]]:
+def _notes(programs: Sequence[Program], reason: str | None) -> list[tuple[str, str]]:
     """What a person should know, each with the part that it is about."""
-    found: dict[tuple[str, str], None] = {}
+    found: dict[tuple[str, str], None] = {} if reason is None else {("", reason): None}
     for program in programs:
         texts = [finding.text for finding in program.plan.findings]
         texts += program.proof["findings"] if program.proof else []
