@@ -20,7 +20,7 @@ from exportkit.commands.shared import (
     progress,
     quiet_libraries,
 )
-from exportkit.export import require_onnxruntime
+from exportkit.export import OnnxModel, OnnxPrograms, require_onnxruntime
 from exportkit.export.folder import REPORT_JSON, REPORT_TEXT, check_folder
 from exportkit.export.translate import check_destination
 
@@ -65,9 +65,15 @@ def export(
         print_json({**run.to_json(), "ok": no_verify or report["ok"], "out": str(out), "plan": plan, "report": report})
     else:
         typer.echo(f"{run.case.name}, {run.case.observed}\n\n{run.exported.plan}\n")
-        typer.echo(f"{out}: {run.onnx_model.size / 1e6:.1f} MB; {run.durations()}\n")
+        files = _files(run.onnx_model) if to_file else str(out)
+        typer.echo(f"{files}: {run.onnx_model.size / 1e6:.1f} MB; {run.durations()}\n")
         typer.echo(text)  # its last line is the verdict
     raise typer.Exit(0 if no_verify or report["ok"] else NOT_PROVEN)
+
+
+def _files(onnx_model: OnnxModel | OnnxPrograms) -> str:
+    graphs = onnx_model.programs.values() if isinstance(onnx_model, OnnxPrograms) else [onnx_model]
+    return ", ".join(str(graph.path) for graph in graphs)
 
 
 def _write_file(run: Run, file: Path, opset: int | None, verify: bool) -> tuple[str, Any]:

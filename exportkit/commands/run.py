@@ -22,8 +22,8 @@ class Run:
         self.case = case
         self.seconds: dict[str, float] = {}
         self.observer: exportkit.InputObserver
-        self.exported: exportkit.Exported
-        self.onnx_model: exportkit.OnnxModel
+        self.exported: exportkit.Exported | exportkit.ExportedPrograms
+        self.onnx_model: exportkit.OnnxModel | exportkit.OnnxPrograms
         self.report: exportkit.Report | None = None
         self.error: ExportkitError | None = None
 
