@@ -34,7 +34,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"exportkit\.(?!errors)\w+\..*"),
     ("py:.*", r".*\[.*"),
     ("py:exc", r"\w+(Error|Failure)"),
-    ("py:class", r"Console|OnnxFile|Path|Saved|Split"),  # imported for the type checker only, so that their module is not known
+    # imported for the type checker only, so that their module is not known
+    ("py:class", r"Console|OnnxFile|Path|Saved|Split"),
 ]
 
 html_theme = "furo"
