@@ -8,24 +8,18 @@ live longer, whoever keeps them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from measure import cpu_seconds, environment, interleaved
-from rich.console import Console
-from rich.table import Table
+from figures import Figure, publish
+from measure import cpu_seconds, interleaved
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import monkey_patching as theirs
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from exportkit import apply_patches, capture, capture_outputs, clear_patch_mapping, register_patch_mapping
 
-RESULTS = Path(__file__).parent / "results" / "capture.json"
-WIDTH = 120
 LAYERS, SIZE, TOKENS = 12, 512, 128
 LARGE = 7 * 2**20  # numbers, in a tensor that lets glibc's malloc keep what is freed
 SPECS = {"hidden_states": LlamaDecoderLayer, "attentions": "self_attn"}
@@ -38,21 +32,6 @@ class OtherMLP(LlamaMLP):
 decorated = capture_outputs(LlamaForCausalLM.forward)
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One measured figure: the times of all variants in ms, and the one that the target is about."""
-
-    case: str
-    milliseconds: dict[str, float]
-    value: float
-    unit: str
-    target: float
-
-    @property
-    def reached(self) -> bool:
-        return self.value <= self.target
-
-
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -63,12 +42,8 @@ def main() -> None:
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         figures = [captured(model), nothing_active(model), swapped(model), nothing_matched()]
-    console = Console()
-    console.width = max(console.width, WIDTH)
-    console.print(as_table(figures))
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    data = {"environment": environment(), "figures": [asdict(f) | {"reached": f.reached} for f in figures]}
-    RESULTS.write_text(json.dumps(data, indent=2) + "\n")
+    title = f"Capturing and patching: Llama, {LAYERS} layers of size {SIZE}, {TOKENS} tokens"
+    publish("capture", title, ("bare", "exportkit", "transformers"), figures)
 
 
 def captured(model: Any) -> Figure:
@@ -111,7 +86,7 @@ def swapped(model: Any) -> Figure:
 
     times = measured({"exportkit": swap}, 100)
     clear_patch_mapping()
-    return Figure(f"{LAYERS} live modules swapped and put back", times, times["exportkit"], "ms", 1.0)
+    return Figure(f"{LAYERS} live modules swapped and put back", times, "ms", times["exportkit"], 1.0)
 
 
 def nothing_matched() -> Figure:
@@ -131,7 +106,7 @@ def nothing_matched() -> Figure:
     clear_patch_mapping()
     theirs.clear_patch_mapping()
     ratio = times["exportkit"] / times["transformers"]
-    return Figure("a context without a model that matches nothing, to transformers", times, ratio, "ratio", 1.0)
+    return Figure("a context without a model that matches nothing, to transformers", times, "ms", ratio, 1.0)
 
 
 def measured(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -141,26 +116,7 @@ def measured(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
 
 
 def ratio(case: str, times: dict[str, float], target: float) -> Figure:
-    return Figure(case, times, times["exportkit"] / times["bare"], "ratio", target)
-
-
-def as_table(figures: list[Figure]) -> Table:
-    table = Table(
-        title=f"Capturing and patching: Llama, {LAYERS} layers of size {SIZE}, {TOKENS} tokens",
-        caption="milliseconds of CPU time; at most the target is wanted, but for the noise of about 1 %",
-        caption_justify="left",
-    )
-    table.add_column("case")
-    for name in ("bare", "exportkit", "transformers", "value", "unit", "target", ""):
-        table.add_column(name, justify="right")
-    for figure in figures:
-        times = [
-            f"{figure.milliseconds[name]:.3f}" if name in figure.milliseconds else "-"
-            for name in ("bare", "exportkit", "transformers")
-        ]
-        verdict = "ok" if figure.reached or abs(figure.value / figure.target - 1) < 0.01 else "MISSED"
-        table.add_row(figure.case, *times, f"{figure.value:.4f}", figure.unit, f"{figure.target:.2f}", verdict)
-    return table
+    return Figure(case, times, "ms", times["exportkit"] / times["bare"], target, noise=0.01)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,11 @@ peak memory of an export with its file against the size of the weights, each in 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
+import math
 import subprocess
 import sys
 import tempfile
@@ -17,18 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import environment, interleaved, peak_mib
-from rich.console import Console
-from rich.table import Table
+from figures import Figure, publish
+from measure import interleaved, peak_mib
 
 import exportkit
 
-RESULTS = Path(__file__).parent / "results" / "export.json"
 ROUNDS = 3
-MEMORY = {
-    "written": "export and folder",
-    "files": "the same, weights from files for a model on the meta device",
-    "proven": "the same with the proof, where the runtime holds the weights too",
+MEMORY = {  # how the export is made: what the row is called, and how much memory is wanted at most
+    "written": ("peak memory of export and folder, to the weights", 1.3),
+    "files": ("the same, weights from files for a model on the meta device", 1.3),
+    "proven": ("the same with the proof, where the runtime holds the weights too", math.inf),
 }
 
 
@@ -39,22 +41,12 @@ def main() -> None:
     if sys.argv[1:2] == ["--files"]:
         write_files(Path(sys.argv[2]), json.loads(sys.argv[3]))
         return
-    rows = {"one capture for both formats": one_capture(), "against transformers.exporters": against_transformers()}
-    table = Table(title="Export of a 12-layer Llama: median CPU seconds")
-    for name in ("comparison", "exportkit", "other", "ratio"):
-        table.add_column(name, justify="left" if name == "comparison" else "right")
-    for name, row in rows.items():
-        table.add_row(name, f"{row['ours']:.2f}", f"{row['other']:.2f}", f"{row['ratio']:.2f}")
-    Console(width=100).print(table)
-    peaks = {how: in_process("--memory", how) for how in MEMORY}
-    for how, peak in peaks.items():
-        print(f"Peak memory, {MEMORY[how]}: {peak['ratio']:.2f} times the weights of {peak['weights_mib']:.0f} MiB")
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps({"environment": environment(), "times": rows, "memory": peaks}, indent=2) + "\n")
-    print(f"Written: {RESULTS}")
+    logging.disable(logging.WARNING)  # of which the other side has many
+    figures = [one_capture(), against_transformers(), *map(peak, MEMORY)]
+    publish("export", "Export of a Llama: CPU time with 12 layers, memory with 1 GB", ("exportkit", "other"), figures)
 
 
-def one_capture() -> dict[str, float]:
+def one_capture() -> Figure:
     """A program and an ONNX file from one capture, against one capture for each."""
     model, observer = observed(layers=12, hidden=64)
 
@@ -69,10 +61,10 @@ def one_capture() -> dict[str, float]:
             assert exportkit.export(model, observer).program
             exportkit.export(model, observer).to_onnx(Path(folder) / "model.onnx")
 
-    return compared(once, twice)
+    return compared("one capture for both formats, to a capture for each", once, twice, 0.85)
 
 
-def against_transformers() -> dict[str, float]:
+def against_transformers() -> Figure:
     """From the model to ONNX files that serve prefill and decode, nothing proven on either side."""
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
     from transformers.exporters.utils import decompose_prefill_decode
@@ -91,38 +83,41 @@ def against_transformers() -> dict[str, float]:
                 exported = OnnxExporter().export(part, example, config=OnnxConfig(dynamic=True))
                 exported.save_pretrained(Path(folder) / name)
 
-    return compared(ours, theirs)
+    return compared("to ONNX files that serve prefill and decode, to transformers.exporters", ours, theirs, 0.7)
 
 
-def compared(ours: Callable[[], None], other: Callable[[], None]) -> dict[str, float]:
-    blocks = {"ours": lambda: cpu(ours), "other": lambda: cpu(other)}
+def compared(case: str, ours: Callable[[], None], other: Callable[[], None], target: float) -> Figure:
+    blocks = {"exportkit": lambda: cpu(ours), "other": lambda: cpu(other)}
     times = interleaved(blocks, ROUNDS, warm_up=1)
     seconds = {name: timing.median / 1e6 for name, timing in times.items()}
-    return {**seconds, "ratio": seconds["ours"] / seconds["other"]}
+    return Figure(case, seconds, "s", seconds["exportkit"] / seconds["other"], target)
+
+
+def peak(how: str) -> Figure:
+    """Peak memory of an export, in a process of its own."""
+    command = [sys.executable, __file__, "--memory", how]
+    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    case, target = MEMORY[how]
+    values = {"exportkit": found["peak_mib"] - found["before_mib"], "other": found["weights_mib"]}
+    return Figure(case, values, "MiB", values["exportkit"] / values["other"], target)
 
 
 def cpu(step: Callable[[], None]) -> float:
     started = time.process_time()
-    step()
+    with contextlib.redirect_stdout(io.StringIO()):
+        step()
     return time.process_time() - started
 
 
-def in_process(*arguments: str) -> dict[str, float]:
-    command = [sys.executable, __file__, *arguments]
-    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    return found
-
-
 def memory(how: str) -> dict[str, float]:
-    """Peak memory of an export and its folder beyond what the process needed before the weights, over their size."""
+    """MiB of the weights, peak before they were there, and peak of the export of the model and its folder."""
     import transformers  # noqa: F401  # its memory is not that of the export
 
     with tempfile.TemporaryDirectory() as folder:
         saved(how, Path(folder) / "small", layers=1, hidden=32)
         before = peak_mib()
         weights = saved(how, Path(folder) / "large", layers=4, hidden=2304, intermediate=6912)
-    peak = peak_mib()
-    return {"weights_mib": weights, "peak_mib": peak, "before_mib": before, "ratio": (peak - before) / weights}
+    return {"weights_mib": weights, "peak_mib": peak_mib(), "before_mib": before}
 
 
 def saved(how: str, folder: Path, **sizes: int) -> float:

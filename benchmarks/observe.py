@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import math
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
-from measure import Timing, collector_off, cpu_seconds, empty_processor_caches, environment, interleaved
+from figures import Figure, publish
+from measure import Timing, collector_off, cpu_seconds, empty_processor_caches, interleaved
 from observing import LAYERS, OBSERVERS, ReturnsCache, TakesCache, TwoTensors
-from rich.console import Console
-from rich.table import Table
 
 import exportkit
 
-RESULTS = Path(__file__).parent / "results" / "observe.json"
 MIB = 2**20
 PROCESSES = 3
-WIDTH = 120
 
 
 class GrowsCache(torch.nn.Module):
@@ -50,59 +44,12 @@ class TakesNested(torch.nn.Module):
         return data["x0"]
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One measured figure: ours, theirs, and what is to be reached.
-
-    ``ratio`` is what the target is about: ours to theirs, or what the case says. Without a target it is infinite.
-    """
-
-    case: str
-    unit: str
-    values: dict[str, float]
-    ratio: float
-    target: float
-
-    @property
-    def reached(self) -> bool:
-        return self.ratio <= self.target
-
-    def as_json(self) -> dict[str, Any]:
-        judged = {"reached": self.reached} if math.isfinite(self.target) else {"target": None}
-        return asdict(self) | judged
-
-
 def main() -> None:
     torch.set_grad_enabled(False)
     with exportkit.register_flattening_functions(patch_transformers=True):
         figures = [*stored_calls(), *after_the_budget(), *inference(), depth()]
     figures += [large_cache(), memory()]
-    console = Console()
-    console.width = max(console.width, WIDTH)
-    console.print(as_table(figures))
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    data = {"environment": environment(), "figures": [f.as_json() for f in figures]}
-    RESULTS.write_text(json.dumps(data, indent=2) + "\n")
-
-
-def as_table(figures: list[Figure]) -> Table:
-    table = Table(
-        title="Observing: what is added to a call, and what is held",
-        caption="ratio: exportkit to torch.onnx.InputObserver, or as the case says; at most the target is wanted",
-        caption_justify="left",
-    )
-    table.add_column("case")
-    for name in ("exportkit", "torch", "yobx", "unit", "ratio", "target", ""):
-        table.add_column(name, justify="right")
-    for figure in figures:
-        values = [
-            f"{figure.values[name]:.4g}" if name in figure.values else "-" for name in ("exportkit", "torch", "yobx")
-        ]
-        target, verdict = (f"{figure.target:.4f}", "ok" if figure.reached else "MISSED")
-        if math.isinf(figure.target):
-            target = verdict = "-"
-        table.add_row(figure.case, *values, figure.unit, f"{figure.ratio:.4f}", target, verdict)
-    return table
+    publish("observe", "Observing: what is added to a call, and what is held", ("exportkit", "torch", "yobx"), figures)
 
 
 def observers() -> dict[str, Callable[[], Any]]:
@@ -169,7 +116,7 @@ def _stored(
     times = _times(blocks, rounds)
     plain = times.pop("plain")
     added = {name: value - plain for name, value in times.items()}
-    return Figure(case, "µs", added, added["exportkit"] / added["torch"], target)
+    return Figure(case, added, "µs", added["exportkit"] / added["torch"], target)
 
 
 def large_cache() -> Figure:
@@ -180,7 +127,7 @@ def large_cache() -> Figure:
             values.append(in_process("--large-cache", name))
     added = {name: statistics.median(values) for name, values in samples.items()}
     ratio = added["exportkit"] / added["torch"]
-    return Figure("stored call, 1 GiB cache, each in a fresh process", "µs", added, ratio, math.inf)
+    return Figure("stored call, 1 GiB cache, each in a fresh process", added, "µs", ratio)
 
 
 def print_large_cache(name: str) -> None:
@@ -214,7 +161,7 @@ def after_the_budget() -> list[Figure]:
         times = interleaved(blocks, 200)
         ratio = times["exportkit"].median / times["plain"].median
         case = f'call after the budget, shapes="{shapes}" (ratio to an unobserved call)'
-        figures.append(Figure(case, "µs", {name: times[name].median for name in ("exportkit", "torch")}, ratio, target))
+        figures.append(Figure(case, {name: times[name].median for name in ("exportkit", "torch")}, "µs", ratio, target))
     return figures
 
 
@@ -224,7 +171,7 @@ def inference() -> list[Figure]:
     large = [cache_arguments(2, 960) for _ in range(2)]
     first = _inferred(f"infer_dynamic_shapes, {LAYERS} layers, 3 calls", small, 20, 1 / 10)
     second = _inferred("infer_dynamic_shapes, 960 MiB cache, 2 calls (ratio to 1 ms)", large, 5, 1.0)
-    return [first, Figure(second.case, second.unit, second.values, second.values["exportkit"] / 1000, 1.0)]
+    return [first, Figure(second.case, second.values, second.unit, second.values["exportkit"] / 1000, 1.0)]
 
 
 def _inferred(case: str, calls: list[dict[str, Any]], rounds: int, target: float) -> Figure:
@@ -238,7 +185,7 @@ def _inferred(case: str, calls: list[dict[str, Any]], rounds: int, target: float
         return cpu_seconds(observer.infer_dynamic_shapes, 1)
 
     times = _times({name: lambda make=make: asked(make) for name, make in observers().items()}, rounds)
-    return Figure(case, "µs", times, times["exportkit"] / times["torch"], target)
+    return Figure(case, times, "µs", times["exportkit"] / times["torch"], target)
 
 
 def depth() -> Figure:
@@ -262,7 +209,7 @@ def depth() -> Figure:
         return deep / flat
 
     ratios = {name: grown(name) for name in observers()}
-    return Figure(f"depth 32 to depth 1, {leaves} tensors", "times", ratios, ratios["exportkit"], 1.3)
+    return Figure(f"depth 32 to depth 1, {leaves} tensors", ratios, "times", ratios["exportkit"], 1.3)
 
 
 def _nested(levels: int, leaves: int) -> dict[str, Any]:
@@ -275,7 +222,7 @@ def _nested(levels: int, leaves: int) -> dict[str, Any]:
 def memory() -> Figure:
     """Resident memory after 3 calls of a growing cache, divided by the size of all different tensors recorded."""
     held = {name: in_process("--held-by", name) for name in observers()}
-    return Figure("memory held after 3 calls, 960 MiB cache, to payload", "times", held, held["exportkit"], 1.1)
+    return Figure("memory held after 3 calls, 960 MiB cache, to payload", held, "times", held["exportkit"], 1.1)
 
 
 def in_process(task: str, name: str) -> float:

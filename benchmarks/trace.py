@@ -7,47 +7,26 @@ transformers' debugger takes is beside them. As in capture.py, the allocator kee
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from figures import Figure, publish
 from locating import comparing_milliseconds, locating_seconds
-from measure import cpu_seconds, environment, interleaved, peak_mib
-from rich.console import Console
-from rich.table import Table
+from measure import cpu_seconds, forget_peak, interleaved, peak_mib
 from transformers import LlamaConfig, LlamaForCausalLM, model_addition_debugger_context
 
 from exportkit import Trace, trace_model
 
-RESULTS = Path(__file__).parent / "results" / "trace.json"
-WIDTH = 120
 LAYERS, SIZE, TOKENS = 12, 512, 128
 ROUNDS = 15
 LARGE = 7 * 2**20  # numbers, in a tensor that lets glibc's malloc keep what is freed
 DATA = "tensors.safetensors"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One measured figure: that of each variant, and the one that the target is about."""
-
-    case: str
-    variants: dict[str, float]
-    value: float
-    unit: str
-    target: float
-
-    @property
-    def reached(self) -> bool:
-        return self.value <= self.target
 
 
 def main() -> None:
@@ -58,12 +37,8 @@ def main() -> None:
     call = one_call()
     with torch.no_grad():
         figures = [figure for measured in CASES for figure in measured(*call)]
-    console = Console()
-    console.width = max(console.width, WIDTH)
-    console.print(as_table(figures))
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    data = {"environment": environment(), "figures": [as_data(figure) for figure in figures]}
-    RESULTS.write_text(json.dumps(data, indent=2) + "\n")
+    title = f"Traces: Llama, {LAYERS} layers of size {SIZE}, {TOKENS} tokens"
+    publish("trace", title, ("bare", "exportkit", "transformers"), figures)
 
 
 def one_call() -> tuple[Any, Any]:
@@ -97,7 +72,7 @@ def recorded(model: Any, ids: Any) -> list[Figure]:
     return [
         ratio("trace with the values of all tensors, to a bare call", times, "all values", "files", 1.4),
         ratio("trace with statistics only, to a bare call", times, "statistics", "texts", 1.5),
-        Figure("all statistics of stored values, asked for afterwards", asked, times["asked"], "ms", math.inf),
+        Figure("all statistics of stored values, asked for afterwards", asked, "ms", times["asked"]),
     ]
 
 
@@ -118,7 +93,7 @@ def stored(model: Any, ids: Any) -> list[Figure]:
             "transformers": sum(file.stat().st_size for file in theirs) / 1e6,
         }
     case = f"one file with all values (transformers: {len(theirs)} files)"
-    return [Figure(case, megabytes, megabytes["exportkit"], "MB", 75)]
+    return [Figure(case, megabytes, "MB", megabytes["exportkit"], 75)]
 
 
 def memory(_model: Any, _ids: Any) -> list[Figure]:
@@ -126,7 +101,7 @@ def memory(_model: Any, _ids: Any) -> list[Figure]:
     output = subprocess.run([sys.executable, __file__, "--memory"], capture_output=True, text=True, check=True).stdout
     peak = json.loads(output)
     extra = peak["exportkit"] - peak["bare"]
-    return [Figure("peak memory with all values, beyond that of a bare call", peak, extra, "MiB", 40)]
+    return [Figure("peak memory with all values, beyond that of a bare call", peak, "MiB", extra, 40)]
 
 
 def peaks() -> dict[str, float]:
@@ -138,32 +113,23 @@ def peaks() -> dict[str, float]:
             ("bare", lambda: model(ids, use_cache=False)),
             ("exportkit", lambda: traced(model, ids, Path(folder), values="all")),
         ):
-            with contextlib.suppress(OSError):  # on Linux the peak can be forgotten; elsewhere it is that of all so far
-                Path("/proc/self/clear_refs").write_text("5")
+            forget_peak()
             for _ in range(3):
                 step()
-            found[name] = current_peak_mib()
+            found[name] = peak_mib()
     return found
-
-
-def current_peak_mib() -> float:
-    """The largest memory that was resident since the peak was forgotten."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return peak_mib()
-    return int(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1]) / 2**10
 
 
 def compared(model: Any, ids: Any) -> list[Figure]:
     """CPU time of comparing two traces with all values."""
     times = comparing_milliseconds(model, ids)
-    return [Figure("comparing two traces with all values, all of which differ", times, times["wrong"], "ms", 150)]
+    return [Figure("comparing two traces with all values, all of which differ", times, "ms", times["wrong"], 150)]
 
 
 def located(model: Any, ids: Any) -> list[Figure]:
     """CPU time of locating a fault in the ONNX model."""
     times = locating_seconds(model, ids)
-    return [Figure("locating one scaled weight in the ONNX model", times, times["faulty"], "s", 1.5)]
+    return [Figure("locating one scaled weight in the ONNX model", times, "s", times["faulty"], 1.5)]
 
 
 CASES: list[Callable[[Any, Any], list[Figure]]] = [recorded, stored, memory, compared, located]
@@ -184,32 +150,7 @@ def debugged(model: Any, ids: Any, folder: Path, use_repr: bool = True) -> None:
 
 def ratio(case: str, times: dict[str, float], ours: str, theirs: str, target: float) -> Figure:
     variants = {"bare": times["bare"], "exportkit": times[ours], "transformers": times[theirs]}
-    return Figure(case, variants, times[ours] / times["bare"], "ratio", target)
-
-
-def as_data(figure: Figure) -> dict[str, Any]:
-    target = None if math.isinf(figure.target) else figure.target
-    return asdict(figure) | {"target": target, "reached": figure.reached}
-
-
-def as_table(figures: list[Figure]) -> Table:
-    table = Table(
-        title=f"Traces: Llama, {LAYERS} layers of size {SIZE}, {TOKENS} tokens",
-        caption="milliseconds of CPU time, MB, MiB; at most the target is wanted",
-        caption_justify="left",
-    )
-    table.add_column("case")
-    for name in ("bare", "exportkit", "transformers", "value", "unit", "target", ""):
-        table.add_column(name, justify="right")
-    for figure in figures:
-        variants = [
-            f"{figure.variants[name]:.1f}" if name in figure.variants else "-"
-            for name in ("bare", "exportkit", "transformers")
-        ]
-        verdict = "ok" if figure.reached else "MISSED"
-        target = "-" if math.isinf(figure.target) else f"{figure.target:g}"
-        table.add_row(figure.case, *variants, f"{figure.value:.2f}", figure.unit, target, verdict)
-    return table
+    return Figure(case, variants, "ms", times[ours] / times["bare"], target)
 
 
 if __name__ == "__main__":

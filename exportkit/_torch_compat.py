@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -572,12 +572,24 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     Unlike ``numpy()`` it leaves no mark on the storage, which could not be resized any more, and unlike ``data_ptr()``
     it ends no copy-on-write. Seen in torch 2.13.
     """
-    import ctypes
-
+    size = tensor.nbytes
+    if not size:
+        return memoryview(b"")
     start = memory_address(tensor)
     address = tensor.data_ptr() if start is None else start + tensor.storage_offset() * tensor.itemsize
-    size = tensor.numel() * tensor.itemsize
-    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B") if size else memoryview(b"")
+    view: memoryview = _view_of_memory()(address, size, _READ_ONLY)
+    return view
+
+
+_READ_ONLY = 0x100  # PyBUF_READ
+
+
+@functools.cache
+def _view_of_memory() -> Callable[[int, int, int], memoryview]:
+    import ctypes
+
+    made = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+    return cast(Callable[[int, int, int], memoryview], made(("PyMemoryView_FromMemory", ctypes.pythonapi)))
 
 
 class StorageRef:

@@ -58,10 +58,8 @@ class TraceFiles:
         self._data_path = folder / TENSORS
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in (INDEX, TENSORS):  # whoever has the old files open keeps them
-                (folder / name).unlink(missing_ok=True)
-            self._index = (folder / INDEX).open("xb", buffering=0)
-            self._data = self._data_path.open("x+b", buffering=0)
+            self._index = _new_file(folder / INDEX)
+            self._data = _reused_file(self._data_path) or _new_file(self._data_path)
             _write_header(self._data, b"{}", self._room)
         except OSError as error:
             raise DestinationError("A trace cannot be written here.", where=str(folder), got=error) from error
@@ -138,6 +136,38 @@ class TraceFiles:
         """Closes the files."""
         self._index.close()
         self._data.close()
+
+
+def _new_file(path: Path) -> Any:
+    """A file in the place of one that may be there: whoever has that one open keeps it."""
+    path.unlink(missing_ok=True)
+    return path.open("x+b", buffering=0)
+
+
+def _reused_file(path: Path) -> Any:
+    """The file that is there, to be written over; None if there is none, or somebody else has it open or linked.
+
+    To give back the memory in which the system has it, and to get as much again, takes longer than all else in here.
+    """
+    try:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b", buffering=0)
+    except (AttributeError, OSError):
+        return None
+    if _has_no_other_user(file):
+        return file
+    file.close()
+    return None
+
+
+def _has_no_other_user(file: Any) -> bool:
+    try:
+        import fcntl
+
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # refused while the file is open anywhere else
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except (ImportError, AttributeError, OSError):  # only Linux can tell, and not on each file system
+        return False
+    return os.fstat(file.fileno()).st_nlink == 1
 
 
 def _write_header(file: Any, header: bytes, room: int) -> None:

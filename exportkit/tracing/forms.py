@@ -15,7 +15,7 @@ import torch
 
 from exportkit import _torch_compat
 
-PIECE = 2**18  # bytes, a multiple of the blocks of the hash: what is looked at, hashed and written while it is in cache
+PIECE = 2**18  # bytes that are hashed and measured while they are in the cache of the processor
 _COPIED = 2**26  # bytes; what is larger, and must be copied to be read, is copied in parts
 
 # What SafeTensors calls these types; complex numbers are in a file as pairs, what is not in here as bytes.

@@ -6,16 +6,15 @@ are stored, they are only written: statistics and hash are computed of them when
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
 from exportkit import _torch_compat
-from exportkit.tracing.digest import Digest
 from exportkit.tracing.files import TraceFiles, encode, quoted
 from exportkit.tracing.forms import Form, form_of, is_plain, pieces_of, stored_type
 from exportkit.tracing.statistics import Accumulator, Statistics
@@ -28,7 +27,7 @@ class Measured(NamedTuple):
 
     Attributes:
         statistics: Its statistics.
-        hash: Its hash; empty if it has no values.
+        hash: XXH3 of its bytes, in 64 bits: it is against faults, not against people. Empty if it has no values.
     """
 
     statistics: Statistics
@@ -58,12 +57,12 @@ def measure(tensor: torch.Tensor) -> Measured:
     numbers, hashes = [id(dense) for dense in form.numbers], []
     with np.errstate(all="ignore"):
         for dense in form.parts.values():
-            digest, is_number = Digest(), id(dense) in numbers
+            digest, is_number = xxhash.xxh3_64(), id(dense) in numbers
             for piece in pieces_of(dense):
                 digest.update(piece)
                 if is_number:
                     accumulator.add(piece)
-            hashes.append(digest.text())
+            hashes.append(digest.hexdigest())
         parts = [id(dense) for dense in form.parts.values()]
         for piece in (piece for dense in form.numbers if id(dense) not in parts for piece in pieces_of(dense)):
             accumulator.add(piece)
@@ -77,21 +76,33 @@ def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> str:
         OSError: if they cannot be written.
         RuntimeError: or whatever torch raises, if it does not let one look into the tensor.
     """
+    if _is_simple(tensor):
+        part = _store_part(tensor, [_torch_compat.memory_of(tensor)], files, key)
+        return f'"key":{quoted(key)},"kind":"dense","parts":{{"":{part}}},"details":{{}}'
     form, parts = _form(tensor), []
     for name, dense in form.parts.items():
-        offset = files.offset
-        for piece in [_torch_compat.memory_of(dense)] if is_plain(dense) else pieces_of(dense):
-            files.write_data(piece)
-        dtype, shape = stored_type(dense)
-        files.name_data(f"{key}.{name}" if name else key, dtype, shape, offset)
-        place = f'"dtype":"{type_name(dense)}","shape":{list(dense.shape)},"offset":{offset}'
-        parts.append(f'"{name}":{{{place}}}')
-    details = encode(form.details) if form.details else "{}"
-    return f'"key":{quoted(key)},"kind":"{form.kind}","parts":{{{",".join(parts)}}},"details":{details}'
+        part = _store_part(dense, pieces_of(dense), files, f"{key}.{name}" if name else key)
+        parts.append(f'"{name}":{part}')
+    return f'"key":{quoted(key)},"kind":"{form.kind}","parts":{{{",".join(parts)}}},"details":{encode(form.details)}'
+
+
+def _store_part(dense: torch.Tensor, pieces: Iterable[memoryview], files: TraceFiles, name: str) -> str:
+    """Writes the bytes of a dense tensor under a name; returns where they are."""
+    offset = files.offset
+    for piece in pieces:
+        files.write_data(piece)
+    dtype, shape = stored_type(dense)
+    files.name_data(name, dtype, shape, offset)
+    return f'{{"dtype":"{type_name(dense)}","shape":{list(dense.shape)},"offset":{offset}}}'
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether it is of no class of its own, and its bytes can be read as they are."""
+    return type(tensor) in _ORDINARY and is_plain(tensor)
 
 
 def _form(tensor: torch.Tensor) -> Form:
-    if type(tensor) in _ORDINARY and is_plain(tensor):
+    if _is_simple(tensor):
         return Form("dense", {"": tensor}, (tensor,))
     with _torch_compat.apart_from_modes():
         return form_of(tensor)
@@ -105,7 +116,7 @@ def _all_pieces(form: Form) -> Iterator[memoryview]:
 def _joined(hashes: list[str]) -> str:
     if len(hashes) < 2:
         return "".join(hashes)
-    return hashlib.blake2b("".join(hashes).encode(), digest_size=8).hexdigest()
+    return xxhash.xxh3_64_hexdigest("".join(hashes).encode())
 
 
 def type_name(tensor: torch.Tensor) -> str:

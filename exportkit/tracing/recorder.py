@@ -82,7 +82,7 @@ class Recorder:
         self._model_name = type(model).__name__
         self._selection = selection
         self._gradients = torch.no_grad if without_gradients else contextlib.nullcontext
-        self._files = TraceFiles(folder, _ROOM * sum(1 for _ in model.modules()))
+        self._files = TraceFiles(folder, _ROOM * len(_torch_compat.paths_of_modules(model)))
         self._lock = threading.RLock()
         self._busy: int | None = None  # the thread that is recording at this moment
         self._layouts, self._known = Layouts(), KnownTensors()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from exportkit import _torch_compat
 from exportkit.capture import scope
 from exportkit.patching.attributes import original_attribute, replaced_attributes
 from exportkit.tracing.recorder import Frame, Recorder
@@ -38,14 +39,15 @@ _watching: dict[Recorder, _Watching] = {}
 @contextlib.contextmanager
 def watched(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
     """Lets calls of the modules of a model go through a recorder."""
-    watching = _Watching(model, recorder)
+    paths = _torch_compat.paths_of_modules(model)
+    watching = _Watching(paths, recorder)
     block = Frame(recorder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(scope.carried_into_threads())
         stack.enter_context(replaced_attributes(torch.nn.Module, {"__call__": _calling()}))
-        for cls in {_owner(type(module)) for module in model.modules()} - {None}:
+        for cls in {_owner(type(module)) for module in paths} - {None}:
             stack.enter_context(replaced_attributes(cls, {"forward": _forwarding(cls)}))
-        for module in model.modules():
+        for module in paths:
             if "forward" in vars(module):  # of those who wrapped it before us
                 owner: Any = module
                 stack.enter_context(replaced_attributes(owner, {"forward": _OwnForward(module)}))
@@ -62,12 +64,12 @@ def _close(frame: Any) -> None:
 class _Watching:
     """The modules that one recorder watches: those of the model, and those that come into it meanwhile."""
 
-    def __init__(self, model: torch.nn.Module, recorder: Recorder) -> None:
+    def __init__(self, paths: dict[torch.nn.Module, list[str]], recorder: Recorder) -> None:
         self._recorder = recorder
         self._held: list[torch.nn.Module] = []
         # called inside of it, and no part of it
         self._foreign: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
-        for path, module in model.named_modules():
+        for module, (path, *_) in paths.items():
             self.add(path, module)
         _watching[recorder] = self
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import os
 import pickle
 import re
 from collections import UserDict
@@ -276,6 +277,48 @@ def test_a_trace_is_replaced(tmp_path):
     assert trace.calls[0].outputs[0].shape == (5, 4)
     assert trace.tensor(trace.calls[0].outputs[0]).shape == (5, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calls.jsonl", "tensors.safetensors"]
+
+
+def recorded(model, value, folder):
+    with trace_model(model, folder, values="all"):
+        model(torch.full((3, 4), value))
+    return Trace.load(folder)
+
+
+def test_a_trace_that_is_in_use_is_replaced_and_keeps_its_values(tmp_path):
+    model = Stack(1)
+    first = recorded(model, 1.0, tmp_path)
+    before = first.tensor(first.calls[0].inputs[0])
+
+    second = recorded(model, 2.0, tmp_path)
+    assert second.tensor(second.calls[0].inputs[0]).eq(2).all()
+    assert first.tensor(first.calls[0].inputs[0]).eq(1).all()
+    assert before.eq(1).all()
+
+
+def test_a_replaced_trace_is_kept_under_its_other_names(tmp_path):
+    model = Stack(1)
+    data = tmp_path / "trace" / "tensors.safetensors"
+    recorded(model, 1.0, data.parent)
+    kept = data.read_bytes()
+    os.link(data, tmp_path / "second name")
+    recorded(model, 2.0, data.parent)
+    assert (tmp_path / "second name").read_bytes() == kept
+
+    data.unlink()
+    data.symlink_to(tmp_path / "second name")
+    recorded(model, 2.0, data.parent)
+    assert (tmp_path / "second name").read_bytes() == kept
+    assert not data.is_symlink()
+
+
+def test_the_data_of_a_smaller_trace_over_a_larger_one_end_where_they_should(tmp_path):
+    model = Stack(1)
+    for rows in (5000, 3):
+        with trace_model(model, tmp_path, values="all"):
+            model(torch.ones(rows, 4))
+    with safe_open(tmp_path / "tensors.safetensors", "pt") as file:
+        assert {file.get_tensor(key).shape[0] for key in file.keys()} == {3}  # noqa: SIM118
 
 
 def test_a_trace_without_a_folder_goes_with_its_object(tmp_path):
