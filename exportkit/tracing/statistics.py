@@ -98,8 +98,10 @@ class Accumulator:
 def _sums(values: _Array) -> tuple[float, float]:
     """The sum, and the sum of squares."""
     whole = len(values) // _ROW * _ROW if values.dtype == np.float32 else 0
-    exact = values[whole:].astype(np.float64)
-    total, squares = float(np.add.reduce(exact)), float(exact @ exact)
+    total = squares = 0.0
+    if whole < len(values):
+        exact = values[whole:].astype(np.float64)
+        total, squares = float(np.add.reduce(exact)), float(exact @ exact)
     if whole:
         rows = values[:whole].reshape(-1, _ROW)
         total += float(np.add.reduce(np.vecdot(rows, _ones()), dtype=np.float64))
