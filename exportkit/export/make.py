@@ -122,7 +122,7 @@ def _one_graph_or_several(
         with stage("plan", seconds):
             plan = plan_of(observation)
         exported = export_of(plan)
-    except (ExportError, PlanError) as error:
+    except (ArgumentError, ExportError, PlanError) as error:
         programs = split_export(observation, error, plan_of, export_of)
         if programs is None:
             raise

@@ -46,6 +46,22 @@ class OtherStart(torch.nn.Module):
         return {"y": self.go_on(x) + past.mean(1, keepdim=True), "past": past}
 
 
+class OneByOne(torch.nn.Module):
+    """Takes a prompt as a whole, and then single tokens: several of them on a filled cache it refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x, past=None):
+        if past is None:
+            return {"y": self.linear(x), "past": x}
+        if x.shape[1] != 1:
+            raise ValueError("one token at a time")
+        past = torch.cat([past, x], dim=1)
+        return {"y": self.linear(x) + past.mean(1, keepdim=True), "past": past}
+
+
 class CacheOfItsOwn(torch.nn.Module):
     """Keeps keys in a cache of transformers, and begins with another kernel."""
 
@@ -149,6 +165,12 @@ class TestSplit:
         text = exported.plan.findings[-1].text
         start = "one graph failed, so 2 programs: without_state, with_state. The cause: recorded call 1: differs, [0]: "
         assert text.startswith(start)
+
+    def test_a_model_that_takes_one_token_at_a_time_has_a_program_for_them(self, tmp_path):
+        exported = exported_of(OneByOne(), go_on)
+        assert list(exported.programs) == ["without_past", "with_past"]
+        assert "one token at a time" in exported.plan.findings[-1].text
+        assert exported.save(tmp_path / "out").verify().ok
 
     def test_each_call_is_proven_through_the_dispatch_and_each_program_at_unseen_sizes(self, kernels):
         report = kernels[2].verify()
