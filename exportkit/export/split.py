@@ -96,13 +96,23 @@ def _proven(plans: Iterator[Plan], first: str | None, export_of: ExportOf) -> Ex
 
 
 def _plans(cluster: Cluster, landmarks: Landmarks, whole: Plan | None, plan_of: PlanOf) -> Iterator[Plan]:
-    """Yields plans for a cluster: for all sizes that the model may take, for its kind of calls, for the sizes seen."""
+    """Yields plans for a cluster: for all sizes that the model may take, for its kind of calls, for the sizes seen.
+
+    The last ones are without inputs that no call had: with a filled cache a model may take a mask for something else.
+    """
     own = plan_of(cluster.observation)
     varied = [] if whole is None else [_refound(with_sizes_of(own, whole))]
     for plan in (*varied, own):
-        yield plan
-        yield _filled(plan)
-        yield _of_that_kind(_filled(plan), cluster, landmarks)
+        yield from _limited(plan, cluster, landmarks)
+    restored = {leaf.argument for leaf in own.leaves if leaf.restored}
+    if restored:
+        yield from _limited(plan_of(cluster.observation.without(restored)), cluster, landmarks)
+
+
+def _limited(plan: Plan, cluster: Cluster, landmarks: Landmarks) -> Iterator[Plan]:
+    yield plan
+    yield _filled(plan)
+    yield _of_that_kind(_filled(plan), cluster, landmarks)
 
 
 def _refound(plan: Plan) -> Plan:

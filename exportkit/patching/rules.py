@@ -23,6 +23,7 @@ from exportkit.patching.first_call import always_first, asks_for_first_call, wit
 from exportkit.patching.gated_recurrence import has_gated_recurrence, traced_gated_recurrence
 from exportkit.patching.grids import grids_in_graph, has_encoder_of_grids
 from exportkit.patching.library_patches import library_patches
+from exportkit.patching.lightning import has_lightning_attention, traced_lightning_attention
 from exportkit.patching.lists import lists_of_one
 from exportkit.patching.packed_attention import has_packed_attention, masked_segments
 from exportkit.patching.padded_images import has_padded_images, padded_images
@@ -64,6 +65,7 @@ RULES = (
     Rule("delta rule as one loop operator", has_delta_rule, traced_delta_rule),
     Rule("weighted average of tokens as one loop operator", has_weighted_average, traced_weighted_average),
     Rule("gated recurrence as one loop operator", has_gated_recurrence, traced_gated_recurrence),
+    Rule("lightning attention as one loop operator", has_lightning_attention, traced_lightning_attention),
     Rule("packed images as one masked attention", has_packed_attention, masked_segments),
     Rule("grids of patches read in the graph", has_encoder_of_grids, grids_in_graph),
     Rule("positions of image tokens worked out in the graph", has_rope_index, rope_index_in_graph),

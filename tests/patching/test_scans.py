@@ -10,6 +10,7 @@ from exportkit.patching import applied, matching_rules
 from exportkit.patching.chunk_scan import attend_in_chunks
 from exportkit.patching.chunks import chunk_scan
 from exportkit.patching.delta_rule import delta_rule
+from exportkit.patching.lightning import traced_lightning_attention
 from exportkit.patching.weighted_average import weighted_average
 from tests.arguments.generative import VOCABULARY, ids, padded_left
 
@@ -80,6 +81,16 @@ def rwkv():
 
     config = RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, intermediate_size=64)
     return RwkvForCausalLM(config).eval()
+
+
+def minimax():
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "block_size": 4}
+    config = MiniMaxConfig(**SPECIAL, **sizes, **experts, **layers, head_dim=8)
+    return with_larger_weights(MiniMaxForCausalLM(config), 1.5)
 
 
 def observed(model, inputs, tokens=4):
@@ -224,3 +235,33 @@ def test_functions_and_methods_are_put_back_when_a_trace_fails():
         assert modeling_mamba.mamba_selective_scan is not before[0]
         raise RuntimeError
     assert (modeling_mamba.mamba_selective_scan, dict(vars(Cache))) == before
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 1), (5, 4)])
+def test_lightning_attention_computes_what_transformers_does(lengths):
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    attention = minimax().model.layers[0].self_attn
+    mask = torch.ones(2, lengths[0], dtype=torch.int64)
+    mask[0, :2] = 0
+    parts = [randn(2, length, 32) for length in lengths]
+
+    def run():
+        cache = MiniMaxCache()
+        masks = [mask, *[None] * (len(parts) - 1)]
+        results = (attention(part, None, m, past_key_values=cache) for part, m in zip(parts, masks, strict=True))
+        return [tensor for result in results for tensor in result]
+
+    with torch.no_grad():
+        expected = run()
+        with traced_lightning_attention(attention):
+            assert_same(expected, run())
+        assert_same(expected, run())
+
+
+def test_a_model_that_takes_its_mask_for_something_else_while_decoding_is_served_without(tmp_path):
+    """Its mask is as long as the first layer's cache, which holds a state, so a padded prompt goes wrong in torch."""
+    model = minimax()
+    exported = exportkit.export(model, observed(model, {"input_ids": ids(7, 1)}))
+    assert list(exported.programs) == ["prefill", "decode"]
+    assert exported.save(tmp_path / "out").verify().ok
