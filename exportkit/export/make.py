@@ -39,11 +39,14 @@ from exportkit.export.stages import TRACE_PER_MODULE, stage
 from exportkit.export.weights import with_weights
 from exportkit.observe import InputObserver, Observation
 from exportkit.patching import (
+    ALL_BUT_NONE,
+    ALL_EXPERTS,
     FEATURE_ROWS,
     LISTS_OF_ONE,
     ListingNoted,
     Rule,
     adapted_call,
+    applied,
     chunk_size_of,
     matching_rules,
     swaps_in_force,
@@ -212,6 +215,7 @@ def traced(
         with ListingNoted(sizes) as listing:
             outputs = flatten(_eager_outputs(model, method, arguments, rules))
         rules += [LISTS_OF_ONE] if listing.found else []
+        rules += [_rule_for_experts(model, method, arguments)] if listing.of_places else []
         returned = [outputs.tensors(), *(call.outputs.tensors() for call in plan.calls.calls)]
         joined = lists_of_many(returned)
         member_rows = rows_of_members(returned, joined)
@@ -291,6 +295,16 @@ def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments, ru
             got=f"{type(error).__name__}: {str(error)[:300]}",
             hint="observe more sizes, so that the relation shows; print(observer.plan()) says what was found.",
         ) from error
+
+
+def _rule_for_experts(model: torch.nn.Module, method: str, arguments: Arguments) -> Rule:
+    """How loops over experts go over all of them: the model itself says whether the last place stands for none."""
+    try:
+        with applied([ALL_EXPERTS], model):
+            run_eager(model, method, arguments)
+    except IndexError:
+        return ALL_BUT_NONE
+    return ALL_EXPERTS
 
 
 def rule_findings(exported: Exported) -> list[Finding]:

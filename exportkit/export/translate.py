@@ -20,6 +20,7 @@ from exportkit.export.assertions import without_assertions
 from exportkit.export.names import input_names, output_names
 from exportkit.export.program import Captured, without_gradients
 from exportkit.patching import LIBRARY_PATCHES, applied, library_translations
+from exportkit.patching.attributes import replaced_attributes
 from exportkit.trees import registered_caches
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ def _translated(captured: Captured, opset: int | None, with_library: bool) -> to
         without_gradients(parameters),
         contextlib.ExitStack() as stack,
     ):
+        for constant in _torch_compat.no_op_constants():  # else the epsilon of a norm may be left out
+            stack.enter_context(replaced_attributes(constant, {"_abs_tol": 0.0, "_rel_tol": 0.0}))
         if extra is None:
             return torch.onnx.export(source, (), verbose=False, opset_version=opset)
         stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))

@@ -12,6 +12,8 @@ from exportkit.patching.mapping import (
 )
 from exportkit.patching.recorders import patch_output_recorders
 from exportkit.patching.rules import (
+    ALL_BUT_NONE,
+    ALL_EXPERTS,
     BUILT_IN,
     FEATURE_ROWS,
     LIBRARY_PATCHES,
@@ -29,6 +31,8 @@ from exportkit.patching.swap import AppliedPatches, Swap, apply_patches, swaps_i
 __all__ = [
     "AppliedPatches",
     "BUILT_IN",
+    "ALL_BUT_NONE",
+    "ALL_EXPERTS",
     "FEATURE_ROWS",
     "LIBRARY_PATCHES",
     "LISTS_OF_ONE",

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from exportkit import _torch_compat
 from exportkit.patching.attributes import replaced_attributes
+from exportkit.patching.expert_loops import is_mask
 
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"
 _LISTING = {"unbind", "tolist", "split", "split_with_sizes"}
@@ -30,17 +31,30 @@ class ListingNoted(TorchFunctionMode):
 
     Args:
         sizes: Sizes that belong to dynamic axes alone.
+
+    Attributes:
+        found: Whether one is.
+        of_places: Whether one is made of the places where a mask is not zero.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__()
-        self.found, self._sizes = False, set(sizes.values())
+        self.found = self.of_places = False
+        self._sizes = set(sizes.values())
+        self._places: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _LISTING and args and isinstance(args[0], torch.Tensor):
+        result = func(*args, **(kwargs or {}))
+        if not args or not isinstance(args[0], torch.Tensor):
+            return result
+        if name == "nonzero" and isinstance(result, torch.Tensor) and is_mask(args[0]):
+            self._places.append(result)
+        elif name == "unbind" and any(args[0] is places for places in self._places):
+            self.of_places = True
+        elif name in _LISTING:
             self.found |= self._is_dynamic(name, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        return result
 
     def _is_dynamic(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if name == "unbind" and kwargs.get("dim", args[1] if len(args) > 1 else 0) != 0:

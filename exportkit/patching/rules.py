@@ -7,6 +7,7 @@ model computes, is reported, and is undone.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from exportkit.patching.blind_rows import has_square_mask, zeros_for_blind_rows
 from exportkit.patching.chunks import has_chunk_scan, traced_chunk_scan
 from exportkit.patching.delta_rule import has_delta_rule, traced_delta_rule
 from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
+from exportkit.patching.expert_loops import loops_over_all
 from exportkit.patching.experts import batched_experts, has_experts
 from exportkit.patching.feature_rows import guarded_scatter
 from exportkit.patching.first_call import always_first, asks_for_first_call, with_first_types
@@ -80,13 +82,19 @@ FEATURE_ROWS = Rule("features scattered as far as there are any", lambda *_: Fal
 # Needed where a list is made along an axis that varies, which is seen when the model runs and not from a call.
 LISTS_OF_ONE = Rule("lists as one tensor", lambda *_: False, lists_of_one)
 
+# The same for a list of the experts that were chosen; put in force after the other, which would make one tensor of it.
+# Some models have one place more in their mask, for tokens that are sent to no expert.
+ALL_EXPERTS = Rule("loops over the chosen experts as loops over all", lambda *_: False, loops_over_all)
+ALL_BUT_NONE = Rule(ALL_EXPERTS.name, lambda *_: False, functools.partial(loops_over_all, left_out=1))
+
 # What is tried, one after the other, where a trace fails; the first ones only where it fixed a size.
 SYMBOLIC_LENGTHS = Rule("lengths of tensors kept symbolic", lambda *_: False, symbolic_lengths)
 STRICT = Rule("traced from bytecode (strict)", lambda *_: False, nothing_replaced)
 LIBRARY_PATCHES = Rule("transformers' own export patches", lambda *_: False, library_patches)
 
 # By name, as the registry of replacements shows them. Strict tracing is not among them: it rewrites nothing.
-BUILT_IN = {rule.name: rule for rule in (*RULES, FEATURE_ROWS, LISTS_OF_ONE, SYMBOLIC_LENGTHS, LIBRARY_PATCHES)}
+_ON_DEMAND = (FEATURE_ROWS, LISTS_OF_ONE, ALL_EXPERTS, SYMBOLIC_LENGTHS, LIBRARY_PATCHES)
+BUILT_IN = {rule.name: rule for rule in (*RULES, *_ON_DEMAND)}
 
 
 def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rule]:

@@ -1,0 +1,39 @@
+"""The ONNX file computes what the program does, small numbers included."""
+
+import torch
+
+import exportkit
+
+
+class SmallNumbers(torch.nn.Module):
+    """Adds an epsilon that is nearly zero, and multiplies by what is nearly one."""
+
+    def forward(self, x):
+        return {"norm": x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-8), "scaled": x.double() * (1 + 1e-6)}
+
+
+def test_an_epsilon_is_not_taken_for_zero_and_a_factor_not_for_one(tmp_path):
+    model, observer = SmallNumbers(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 4))
+        model(torch.randn(3, 4))
+    onnx = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+
+    x = torch.randn(5, 4)
+    x[0] = 0
+    expected, got = model(x), onnx(x)
+    torch.testing.assert_close(got["norm"], expected["norm"])
+    torch.testing.assert_close(got["scaled"], expected["scaled"], rtol=2e-7, atol=0)  # torch.onnx holds it as float32
+
+
+def test_the_optimiser_is_afterwards_as_it_was(tmp_path):
+    from exportkit import _torch_compat
+
+    constants = _torch_compat.no_op_constants()
+    assert constants
+    before = [dict(vars(constant)) for constant in constants]
+    model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 4))
+    exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert [dict(vars(constant)) for constant in constants] == before
