@@ -22,6 +22,7 @@ from exportkit.patching.feature_rows import guarded_scatter
 from exportkit.patching.first_call import always_first, asks_for_first_call, with_first_types
 from exportkit.patching.gated_recurrence import has_gated_recurrence, traced_gated_recurrence
 from exportkit.patching.grids import grids_in_graph, has_encoder_of_grids
+from exportkit.patching.kept_keys import keeps_strongest_keys, traced_kept_keys
 from exportkit.patching.library_patches import library_patches
 from exportkit.patching.lists import lists_of_one
 from exportkit.patching.packed_attention import has_packed_attention, masked_segments
@@ -69,6 +70,7 @@ RULES = (
     Rule("positions of image tokens worked out in the graph", has_rope_index, rope_index_in_graph),
     Rule("tiles of images packed by one selection", has_tiles, tiles_in_graph),
     Rule("images selected out of their padding", has_padded_images, padded_images),
+    Rule("strongest keys picked at any number of them", keeps_strongest_keys, traced_kept_keys),
     Rule("attention of tokens that see nothing is zero", has_square_mask, zeros_for_blind_rows),
 )
 
