@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def _move_pairs(node: torch.fx.Node) -> None:
         with node.graph.inserting_after(result):
             again = node.graph.call_function(_aten.view_as_complex.default, (result,))
         again.meta = dict(result.meta)
-        result.replace_all_uses_with(again, delete_user_cb=lambda user, again=again: user is not again)
+        result.replace_all_uses_with(again, delete_user_cb=partial(operator.is_not, again))
     for result in {node, *members}:
         result.meta["val"] = _pairs_of(result.meta["val"])
 
