@@ -17,6 +17,7 @@ from exportkit import _torch_compat
 from exportkit.axes import Plan
 from exportkit.errors import DestinationError, ExportError
 from exportkit.export.assertions import without_assertions
+from exportkit.export.complex_pairs import with_complex_as_pairs
 from exportkit.export.names import input_names, output_names
 from exportkit.export.program import Captured, without_gradients
 from exportkit.patching import LIBRARY_PATCHES, applied, library_translations
@@ -102,7 +103,6 @@ def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = No
 def _translated(captured: Captured, opset: int | None, with_library: bool) -> torch.onnx.ONNXProgram | None:
     """The program in ONNX; for one traced with transformers' patches, with its translations too."""
     extra = library_translations() if with_library else None
-    source = without_assertions(captured.program)
     parameters = captured.program.parameters()
     with (
         _torch_compat.quiet_onnx_export(),
@@ -112,6 +112,7 @@ def _translated(captured: Captured, opset: int | None, with_library: bool) -> to
     ):
         for constant in _torch_compat.no_op_constants():  # else the epsilon of a norm may be left out
             stack.enter_context(replaced_attributes(constant, {"_abs_tol": 0.0, "_rel_tol": 0.0}))
+        source = with_complex_as_pairs(without_assertions(captured.program))
         if extra is None:
             return torch.onnx.export(source, (), verbose=False, opset_version=opset)
         stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))

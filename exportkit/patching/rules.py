@@ -24,8 +24,10 @@ from exportkit.patching.feature_rows import guarded_scatter
 from exportkit.patching.first_call import always_first, asks_for_first_call, with_first_types
 from exportkit.patching.gated_recurrence import has_gated_recurrence, traced_gated_recurrence
 from exportkit.patching.grids import grids_in_graph, has_encoder_of_grids
+from exportkit.patching.kept_keys import keeps_strongest_keys, traced_kept_keys
 from exportkit.patching.library_patches import library_patches
 from exportkit.patching.lightning import has_lightning_attention, traced_lightning_attention
+from exportkit.patching.listed_experts import has_listed_experts, traced_listed_experts
 from exportkit.patching.lists import lists_of_one
 from exportkit.patching.packed_attention import has_packed_attention, masked_segments
 from exportkit.patching.padded_images import has_padded_images, padded_images
@@ -60,6 +62,7 @@ class Rule:
 RULES = (
     Rule("sliding windows of symbolic length", has_windows, traced_windows),
     Rule("experts as batched matrix products", has_experts, batched_experts),
+    Rule("each expert run on the tokens that chose it", has_listed_experts, traced_listed_experts),
     Rule("encoder states projected as far as uncached", has_cross_cache, nothing_replaced, with_uncached_states),
     Rule("token types read while the cache is empty", asks_for_first_call, always_first, with_first_types),
     Rule("selective scan as one loop operator", has_selective_scan, traced_selective_scan),
@@ -73,6 +76,7 @@ RULES = (
     Rule("positions of image tokens worked out in the graph", has_rope_index, rope_index_in_graph),
     Rule("tiles of images packed by one selection", has_tiles, tiles_in_graph),
     Rule("images selected out of their padding", has_padded_images, padded_images),
+    Rule("strongest keys picked at any number of them", keeps_strongest_keys, traced_kept_keys),
     Rule("attention of tokens that see nothing is zero", has_square_mask, zeros_for_blind_rows),
 )
 
