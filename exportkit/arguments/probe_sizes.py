@@ -55,7 +55,10 @@ def _with_frames(plan: Plan, tokens: Sequence[AxisKey], length: int, asked: Aske
         followed = _with_length(plan, name, states, _axes_of_length(plan, states))
         frames = _frames_for(followed, name, states, tokens, length, asked)
         if frames is not None:
-            return followed.with_sizes(dict.fromkeys(tokens, frames))
+            ((_, stride),) = frames.terms
+            text = f"always {states}; the model accepts other lengths, and {stride} more of {tokens[0][0]} for each"
+            variables = (replace(v, evidence=text) if v.name == name else v for v in followed.variables)
+            return replace(followed, variables=tuple(variables)).with_sizes(dict.fromkeys(tokens, frames))
     return None
 
 
@@ -71,7 +74,8 @@ def _frames_for(
         return None
 
     def accepts(frames: int, number: int) -> bool:
-        return asked.accepts(apart, {**sizes, **dict.fromkeys(along, number), "frames": frames})
+        chosen = {**sizes, **dict.fromkeys(along, number), "frames": frames}
+        return asked.accepts(apart, chosen, ones=[path for path, _ in tokens])
 
     return frames_of_states(accepts, length, states, name)
 
