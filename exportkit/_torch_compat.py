@@ -691,3 +691,12 @@ def paths_of_modules(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]
 
     walk(model, "")
     return paths
+
+
+def depends_on_values(condition: Any) -> bool:
+    """Returns whether a traced condition is about values of tensors, and not about sizes alone. Seen in torch 2.13."""
+    from torch.fx.experimental import symbolic_shapes
+
+    if not isinstance(condition, torch.SymBool):
+        return isinstance(condition, torch.Tensor)
+    return bool(_require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
-from exportkit.arguments.build import Arguments, build_arguments
+from exportkit.arguments.build import Arguments, build_arguments, with_ones
 from exportkit.arguments.eager import run_eager
 from exportkit.arguments.sizes import choose_sizes
 from exportkit.arguments.table import call_table
@@ -34,13 +34,19 @@ class AskedModel:
         except Exception:
             return None
 
-    def accepts(self, plan: Plan, sizes: Mapping[str, int] | None = None) -> bool:
-        """Returns whether the model accepts arguments of the given sizes, by default those an export would use."""
+    def accepts(self, plan: Plan, sizes: Mapping[str, int] | None = None, ones: Collection[str] = ()) -> bool:
+        """Returns whether the model accepts arguments of the given sizes, by default those an export would use.
+
+        Args:
+            plan: The plan.
+            sizes: Sizes of all variables.
+            ones: Paths of masks that shall hide nothing.
+        """
         try:
             arguments = build_arguments(plan, self.observation, choose_sizes(plan) if sizes is None else sizes)
         except ExportkitError:
             return False
-        return self.outputs(arguments) is not None
+        return self.outputs(with_ones(arguments, ones) if ones else arguments) is not None
 
     def accepts_lengths(self, plan: Plan) -> bool:
         """Returns whether the model also accepts more new tokens than recorded: it may cut a mask that is too long."""

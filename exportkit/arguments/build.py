@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +123,17 @@ def with_integers_below(arguments: Arguments, limit: int) -> Arguments:
     """Returns the arguments with integers that can be indices along an axis of that size."""
     trees = {
         name: tree.with_leaves({path: integers_below(tensor, limit) for path, tensor in tree.tensors().items()})
+        for name, tree in arguments.trees.items()
+    }
+    return replace(arguments, trees=trees)
+
+
+def with_ones(arguments: Arguments, paths: Collection[str]) -> Arguments:
+    """Returns the arguments with ones in the tensors at these paths: masks that hide nothing."""
+    trees = {
+        name: tree.with_leaves(
+            {p: torch.ones_like(t) if join(name, p) in paths else t for p, t in tree.tensors().items()}
+        )
         for name, tree in arguments.trees.items()
     }
     return replace(arguments, trees=trees)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from exportkit.arguments.ask import AskedModel
+from exportkit.arguments.probe_frames import frames_of_states
 from exportkit.arguments.sizes import choose_sizes
 from exportkit.axes import Expression, Finding, Leaf, Plan, Variable, infer_plan
 from exportkit.axes.infer import without_guess
@@ -18,22 +19,70 @@ def extend_tokens(plan: Plan, asked: AskedModel) -> Plan:
     """Returns the plan in which lengths of tokens that never varied are variables, where the model accepts others.
 
     Asked for each length that a token input ``(batch, length)`` always had: together with the same length in other
-    inputs (their mask, features of the encoder), and, where that is refused, for the token inputs alone.
+    inputs (their mask, features of the encoder), and, where that is refused, for the token inputs alone; then for a
+    mask over frames together with the states that an encoder made of them.
     """
     lengths = [*_token_axes(plan), *_cached_axes(plan)]
     for length in sorted({size for _, size in lengths}, reverse=True):
-        tokens = [key for key, size in lengths if size == length]
-        for number, axes in enumerate((_axes_of_length(plan, length), tokens)):
-            name = f"length_{length}_{number}"
-            seen = tuple(length if any(plan.by_path[p].shapes[i] for p, _ in axes) else None for i in _calls(plan))
-            evidence = f"always {length}; the model accepts other lengths"
-            extended = plan.with_variable(Variable(name, "other", seen, evidence), axes)
-            along = [v.name for v in plan.variables if known(v.seen) == {0, length}]
-            followed = _with_followers(extended, name, along)
-            if _accepts_lengths(followed, name, length, asked):
-                plan = followed
-                break
+        tokens = [key for key, size in lengths if size == length and _is_static(plan, key)]
+        if tokens:
+            plan = _extended(plan, tokens, length, asked) or _with_frames(plan, tokens, length, asked) or plan
     return name_variables(_with_fixed_lengths(plan))
+
+
+def _extended(plan: Plan, tokens: Sequence[AxisKey], length: int, asked: AskedModel) -> Plan | None:
+    """The plan in which a length is a variable, if the model accepts others."""
+    for axes in (_axes_of_length(plan, length), tokens):
+        name = f"length_{length}"
+        followed = _with_length(plan, name, length, axes)
+        if _accepts_lengths(followed, name, length, asked):
+            return followed
+    return None
+
+
+def _with_length(plan: Plan, name: str, length: int, axes: Sequence[AxisKey]) -> Plan:
+    """The plan in which a length is a variable, and what a cache holds of it follows."""
+    seen = tuple(length if any(plan.by_path[p].shapes[i] for p, _ in axes) else None for i in _calls(plan))
+    evidence = f"always {length}; the model accepts other lengths"
+    extended = plan.with_variable(Variable(name, "other", seen, evidence), axes)
+    return _with_followers(extended, name, [v.name for v in plan.variables if known(v.seen) == {0, length}])
+
+
+def _with_frames(plan: Plan, tokens: Sequence[AxisKey], length: int, asked: AskedModel) -> Plan | None:
+    """The plan in which a mask over frames is as long as the states that an encoder made of them allow."""
+    for states in sorted({size for _, size in _cached_axes(plan) if size < length}, reverse=True):
+        name = f"length_{states}"
+        followed = _with_length(plan, name, states, _axes_of_length(plan, states))
+        frames = _frames_for(followed, name, states, tokens, length, asked)
+        if frames is not None:
+            ((_, stride),) = frames.terms
+            text = f"always {states}; the model accepts other lengths, and {stride} more of {tokens[0][0]} for each"
+            variables = (replace(v, evidence=text) if v.name == name else v for v in followed.variables)
+            return replace(followed, variables=tuple(variables)).with_sizes(dict.fromkeys(tokens, frames))
+    return None
+
+
+def _frames_for(
+    plan: Plan, name: str, states: int, tokens: Sequence[AxisKey], length: int, asked: AskedModel
+) -> Expression | None:
+    """The length of a mask over frames, given the variable for the number of states."""
+    apart = plan.with_variable(Variable("frames", "other", (length,) * len(_calls(plan)), ""), tokens)
+    along = [name, *(variable.name for variable in plan.variables if variable.follows == name)]
+    try:
+        sizes = choose_sizes(apart)
+    except ExportkitError:
+        return None
+
+    def accepts(frames: int, number: int) -> bool:
+        chosen = {**sizes, **dict.fromkeys(along, number), "frames": frames}
+        return asked.accepts(apart, chosen, ones=[path for path, _ in tokens])
+
+    return frames_of_states(accepts, length, states, name)
+
+
+def _is_static(plan: Plan, key: AxisKey) -> bool:
+    path, axis = key
+    return plan.by_path[path].sizes[axis].is_static
 
 
 def _with_fixed_lengths(plan: Plan) -> Plan:

@@ -284,8 +284,14 @@ def _subject(
 
 def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments, rules: Sequence[Rule]) -> Any:
     names = arguments.observation.signature.names
+    adapting = [rule for rule in rules if rule.adapt is not None]
+
+    def around(values: dict[str, Any], call: Callable[[Mapping[str, Any]], Any]) -> Any:
+        with applied(adapting, model):
+            return adapted_call(adapting, model, values, names, call)
+
     try:
-        return run_eager(model, method, arguments, lambda values, call: adapted_call(rules, values, names, call))
+        return run_eager(model, method, arguments, around)
     except Exception as error:
         shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in arguments.tensors().items())
         raise ArgumentError(

@@ -120,7 +120,7 @@ def capture(  # noqa: PLR0917 - one call, seen from all sides
         inputs = {id(tensor) for value in given.values() for tensor in flatten(value).tensors().values()}
         _set_stored_lengths(flat, plan, given)
         values, names = flat.values(given), flat.signature.names
-        result = adapted_call(rules, values, names, lambda adapted: _called(call, flat.signature, adapted))
+        result = adapted_call(rules, model, values, names, lambda adapted: _called(call, flat.signature, adapted))
         return _returned(with_joined_lists(flatten(result), joined), inputs, tensors_only)
 
     with (

@@ -89,7 +89,7 @@ def with_rewrites(call, spec):
             path, axis = spec["past"]
             for value in values.values():
                 set_stored_length(value, tensors[path].shape[axis])
-        return adapted_call(rules, values, names, method)
+        return adapted_call(rules, call.model, values, names, method)
 
     call.around = around
     return call, applied(rules, call.model)

@@ -3,6 +3,9 @@
 transformers projects the encoder's states to keys and values in the first call, and reads them from the cache in later
 ones; a trace freezes one of both. Here the cache is always extended: by all positions in the first call, and by none in
 later ones, when the cached part is as long as the states.
+
+An encoder of audio returns fewer states than it was given frames. There the mask over frames is made one over all
+states beforehand, as the model would make it as long as the states that it gets.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ from typing import Any
 
 import torch
 
+from exportkit.patching.attributes import original_attribute, replaced_attributes
+
 STATES, MASK = "encoder_outputs", "attention_mask"
+_REDUCED = "_get_feature_vector_attention_mask"  # what encoders of audio make the mask of their states with
 
 
 def has_cross_cache(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
@@ -23,17 +29,21 @@ def has_cross_cache(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bo
 
 
 @contextlib.contextmanager
-def nothing_replaced(_model: torch.nn.Module) -> Iterator[None]:
-    """This rule changes arguments and results, and no class."""
-    yield
+def masks_of_states(model: torch.nn.Module) -> Iterator[None]:
+    """Lets encoders of audio take the mask that they are given for one of their states."""
+    with contextlib.ExitStack() as stack:
+        for cls in _classes_that_reduce(model):
+            stack.enter_context(replaced_attributes(cls, {_REDUCED: lambda _self, _length, mask, *_args, **_kw: mask}))
+        yield
 
 
 def with_uncached_states(
-    arguments: dict[str, Any], names: Collection[str]
+    model: torch.nn.Module, arguments: dict[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """Returns the arguments with the uncached part of the encoder's states, and what puts the whole in a result.
 
     Args:
+        model: The model.
         arguments: Arguments by name.
         names: Names of all arguments that the method takes. A mask that it takes and was not given is one over all
             states: the model would make one over the uncached part.
@@ -49,7 +59,23 @@ def with_uncached_states(
     changed = {**arguments, STATES: _with_first(arguments[STATES], rest)}
     if MASK in names and arguments.get(MASK) is None:
         changed[MASK] = states.new_ones(states.shape[:2], dtype=torch.int64)
+    elif MASK in names:
+        changed[MASK] = _mask_of_states(model, states.shape[1], arguments[MASK])
     return changed, lambda result: _with_states(result, rest, states)
+
+
+def _mask_of_states(model: torch.nn.Module, length: int, mask: torch.Tensor) -> torch.Tensor:
+    """The mask over all states, where an encoder of audio makes one of that over frames; else the mask itself."""
+    for cls in _classes_that_reduce(model):
+        module = next(module for module in model.modules() if isinstance(module, cls))
+        reduced: torch.Tensor = original_attribute(cls, _REDUCED)(module, length, mask)
+        return reduced
+    return mask
+
+
+def _classes_that_reduce(model: torch.nn.Module) -> list[type]:
+    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
+    return [cls for cls in classes if _REDUCED in vars(cls)]
 
 
 def _states(arguments: Mapping[str, Any]) -> torch.Tensor | None:

@@ -2,24 +2,45 @@
 
 Models scatter rows of features to where a placeholder token stands, and onnxruntime refuses that if there are fewer
 rows than tokens: a placeholder that the model generated itself, with no image at hand, would end the run. Eager mode
-leaves the embedding of such a token alone, and so does what is traced here.
+leaves the embedding of such a token alone, and so does what is traced here. That there are as many rows as tokens is
+checked by eager models, and no part of what a graph computes.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from exportkit import _torch_compat
 from exportkit.patching.attributes import replaced_attributes
+from exportkit.patching.functions import replaced_function
 
 
 @contextlib.contextmanager
-def guarded_scatter(_model: torch.nn.Module) -> Iterator[None]:
-    """Puts a masked_scatter in force that leaves alone what it has no source for."""
-    with replaced_attributes(torch.Tensor, {"masked_scatter": scatter_rows}):
+def guarded_scatter(model: torch.nn.Module) -> Iterator[None]:
+    """Puts a masked_scatter in force that leaves alone what it has no source for, and checks no counts in a trace."""
+    with (
+        replaced_attributes(torch.Tensor, {"masked_scatter": scatter_rows}),
+        replaced_function(model, "torch_compilable_check", check_unless_of_values),
+    ):
         yield
+
+
+def check_unless_of_values(condition: Any, *args: Any, **kwargs: Any) -> None:
+    """Checks a condition as transformers does; in a trace, none that depends on values, such as a count of tokens.
+
+    Args:
+        condition: A bool, a tensor, or what returns one of both.
+        *args: The message, and what is raised.
+        **kwargs: The same by name.
+    """
+    from transformers.utils import torch_compilable_check
+
+    if not (torch.compiler.is_exporting() and _torch_compat.depends_on_values(condition)):
+        torch_compilable_check(condition, *args, **kwargs)
 
 
 def scatter_rows(self: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

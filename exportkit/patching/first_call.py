@@ -35,7 +35,9 @@ def always_first(_model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def with_first_types(arguments: dict[str, Any], _names: Collection[str]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+def with_first_types(
+    _model: torch.nn.Module, arguments: dict[str, Any], _names: Collection[str]
+) -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """Returns the arguments with token types that mean nothing once the cache holds something."""
     cache = next((value for value in arguments.values() if _is_cache(value)), None)
     changed = {} if cache is None else {name: _first(arguments[name], cache) for name in _token_types(arguments)}

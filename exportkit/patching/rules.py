@@ -17,7 +17,7 @@ import torch
 from exportkit.patching.blind_rows import has_square_mask, zeros_for_blind_rows
 from exportkit.patching.chunks import has_chunk_scan, traced_chunk_scan
 from exportkit.patching.delta_rule import has_delta_rule, traced_delta_rule
-from exportkit.patching.encoder_decoder import has_cross_cache, nothing_replaced, with_uncached_states
+from exportkit.patching.encoder_decoder import has_cross_cache, masks_of_states, with_uncached_states
 from exportkit.patching.expert_loops import loops_over_all
 from exportkit.patching.experts import batched_experts, has_experts
 from exportkit.patching.feature_rows import guarded_scatter
@@ -38,7 +38,7 @@ from exportkit.patching.tiles import has_tiles, tiles_in_graph
 from exportkit.patching.weighted_average import has_weighted_average, traced_weighted_average
 from exportkit.patching.windows import has_windows, traced_windows
 
-Adapt = Callable[[dict[str, Any], Collection[str]], tuple[dict[str, Any], Callable[[Any], Any]]]
+Adapt = Callable[[torch.nn.Module, dict[str, Any], Collection[str]], tuple[dict[str, Any], Callable[[Any], Any]]]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Rule:
         name: A few words for reports.
         matches: Whether it is needed, given the model and the arguments by name.
         applied: Context in which it is in force.
-        adapt: Changes the arguments of the traced call, by name, given the names that the method takes; returns them
-            with what undoes that in its result. Then nothing is rewritten outside of `exportkit.export`.
+        adapt: Changes the arguments of the traced call, by name, given the model and the names that the method takes;
+            returns them with what undoes that in its result. Then nothing is rewritten outside of `exportkit.export`.
     """
 
     name: str
@@ -63,7 +63,7 @@ RULES = (
     Rule("sliding windows of symbolic length", has_windows, traced_windows),
     Rule("experts as batched matrix products", has_experts, batched_experts),
     Rule("each expert run on the tokens that chose it", has_listed_experts, traced_listed_experts),
-    Rule("encoder states projected as far as uncached", has_cross_cache, nothing_replaced, with_uncached_states),
+    Rule("encoder states projected as far as uncached", has_cross_cache, masks_of_states, with_uncached_states),
     Rule("token types read while the cache is empty", asks_for_first_call, always_first, with_first_types),
     Rule("selective scan as one loop operator", has_selective_scan, traced_selective_scan),
     Rule("state-space chunks as one loop operator", has_chunk_scan, traced_chunk_scan),
@@ -93,7 +93,7 @@ ALL_BUT_NONE = Rule(ALL_EXPERTS.name, lambda *_: False, functools.partial(loops_
 
 # What is tried, one after the other, where a trace fails; the first ones only where it fixed a size.
 SYMBOLIC_LENGTHS = Rule("lengths of tensors kept symbolic", lambda *_: False, symbolic_lengths)
-STRICT = Rule("traced from bytecode (strict)", lambda *_: False, nothing_replaced)
+STRICT = Rule("traced from bytecode (strict)", lambda *_: False, lambda _: contextlib.nullcontext())
 LIBRARY_PATCHES = Rule("transformers' own export patches", lambda *_: False, library_patches)
 
 # By name, as the registry of replacements shows them. Strict tracing is not among them: it rewrites nothing.
@@ -109,12 +109,17 @@ def matching_rules(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list
 
 
 def adapted_call(
-    rules: Sequence[Rule], arguments: dict[str, Any], names: Collection[str], call: Callable[[dict[str, Any]], Any]
+    rules: Sequence[Rule],
+    model: torch.nn.Module,
+    arguments: dict[str, Any],
+    names: Collection[str],
+    call: Callable[[dict[str, Any]], Any],
 ) -> Any:
     """Returns ``call(arguments)`` with the arguments and the result as the rules want them.
 
     Args:
         rules: The rules.
+        model: The model.
         arguments: Arguments by name.
         names: Names of all arguments that the method takes.
         call: Calls the method.
@@ -122,7 +127,7 @@ def adapted_call(
     undo = []
     for rule in rules:
         if rule.adapt is not None:
-            arguments, finish = rule.adapt(arguments, names)
+            arguments, finish = rule.adapt(model, arguments, names)
             undo.append(finish)
     result = call(arguments)
     for finish in reversed(undo):

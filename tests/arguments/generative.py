@@ -113,6 +113,58 @@ def whisper():
     }
 
 
+def speech_to_text():
+    """The mask is over frames, of which the encoder makes a state out of each four; the last frames are hidden."""
+    from transformers import Speech2TextConfig, Speech2TextForConditionalGeneration
+
+    config = Speech2TextConfig(
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_source_positions=200,
+        max_target_positions=64,
+        conv_channels=32,
+        input_feat_per_channel=8,
+        vocab_size=VOCABULARY,
+        decoder_start_token_id=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    mask = torch.ones(1, 26, dtype=torch.int64)
+    mask[0, -3:] = 0
+    model = Speech2TextForConditionalGeneration(config)
+    return model, {"input_features": torch.randn(1, 26, 8), "attention_mask": mask}
+
+
+def speech_encoder_decoder():
+    """An encoder of samples, without a mask, and a decoder that was made for text."""
+    from transformers import BertConfig, SpeechEncoderDecoderConfig, SpeechEncoderDecoderModel, Wav2Vec2Config
+
+    layers = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    encoder = Wav2Vec2Config(
+        **layers,
+        conv_dim=(8, 8),
+        conv_stride=(5, 4),
+        conv_kernel=(10, 8),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+    )
+    decoder = BertConfig(
+        **layers, vocab_size=VOCABULARY, max_position_embeddings=128, is_decoder=True, add_cross_attention=True
+    )
+    config = SpeechEncoderDecoderConfig(encoder=encoder.to_dict(), decoder=decoder.to_dict())
+    model = SpeechEncoderDecoderModel(config)
+    for settings in (model.config, model.generation_config):
+        settings.decoder_start_token_id, settings.pad_token_id = 2, 0
+    return model, {"inputs": torch.randn(1, 300)}
+
+
 def qwen2_5_vl():
     """Positions are (4, batch, sequence), and image features are flat rows."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration

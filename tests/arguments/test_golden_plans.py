@@ -92,6 +92,21 @@ past_encoder_sequence  length of the cache: 0, 10, 10, 10
 batch                  always 1; with rows repeated, the outputs repeated too
 encoder_sequence       always 10; the model accepts other lengths
 """,
+    "speech_to_text": """
+input                                                             type     shape                                 seen
+attention_mask                                                    int64    (batch, 4*encoder_sequence - 2)       1x26
+decoder_input_ids                                                 int64    (batch, sequence)                     1x1
+encoder_outputs.last_hidden_state                                 float32  (batch, encoder_sequence, 32)         1x7x32
+past_key_values.self_attention_cache.layers[0].keys and 1 alike   float32  (batch, 4, past_sequence, 8)          absent 1x4x1x8 1x4x2x8 1x4x3x8
+past_key_values.cross_attention_cache.layers[0].keys and 1 alike  float32  (batch, 4, past_encoder_sequence, 8)  absent 1x4x7x8
+
+variable               evidence
+past_sequence          length of the cache: 0, 1, 2, 3
+past_encoder_sequence  length of the cache: 0, 7, 7, 7
+batch                  always 1; with rows repeated, the outputs repeated too
+encoder_sequence       always 7; the model accepts other lengths, and 4 more of attention_mask for each
+sequence               always 1; the model accepts other lengths
+""",
 }  # fmt: skip
 
 

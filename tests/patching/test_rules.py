@@ -6,7 +6,17 @@ import torch
 import exportkit
 from exportkit.patching import applied, matching_rules
 from exportkit.patching.attributes import replaced_attributes
-from tests.arguments.generative import TEXT, falcon_h1, gemma3_text, llama, padded_left, t5, whisper
+from tests.arguments.generative import (
+    TEXT,
+    falcon_h1,
+    gemma3_text,
+    llama,
+    padded_left,
+    speech_encoder_decoder,
+    speech_to_text,
+    t5,
+    whisper,
+)
 
 
 def mistral(window=6):
@@ -103,7 +113,7 @@ def test_experts_are_exported_and_their_implementation_is_put_back(tmp_path):
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("build", [t5, whisper])
+@pytest.mark.parametrize("build", [t5, whisper, speech_to_text, speech_encoder_decoder])
 def test_one_decoder_graph_serves_the_first_call_and_later_ones_of_encoder_decoders(build, tmp_path):
     model, inputs = build()
     exported = exportkit.export(model.eval(), observed(model, inputs))
@@ -111,6 +121,19 @@ def test_one_decoder_graph_serves_the_first_call_and_later_ones_of_encoder_decod
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
     assert {row.sizes["past_encoder_sequence"] == 0 for row in report.rows} == {True, False}
+
+
+def test_a_mask_over_frames_may_end_anywhere_within_the_last_state(tmp_path):
+    model, inputs = speech_to_text()
+    exported = exportkit.export(model.eval(), observed(model, inputs))
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    for frames, hidden in ((25, 0), (28, 5), (53, 2)):
+        mask = torch.ones(2, frames, dtype=torch.int64)
+        mask[0, frames - hidden :] = 0
+        states = model.get_encoder()(torch.randn(2, frames, 8), attention_mask=mask)
+        call = {"encoder_outputs": states, "attention_mask": mask, "decoder_input_ids": torch.randint(3, 90, (2, 4))}
+        expected = model(**call).logits
+        torch.testing.assert_close(onnx_model(**call).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_state_space_model_is_traced_with_more_tokens_than_a_chunk(tmp_path):
