@@ -10,6 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from exportkit.tracing.choices import reason_of_choice
 from exportkit.tracing.distance import distance, located
 from exportkit.tracing.graph_run import GraphRun, Inside, Node
 from exportkit.tracing.judge import JUMP
@@ -49,8 +52,9 @@ class Evidence:
             stages: All stages.
         """
         first, suspects = self.found.first, suspects_of(self.found.steps, self.found.calls)
+        unmatched = tuple(self.found.unmatched)
         if stage.outcome != "diverges" or first is None or first.leaf is None:
-            return Located(None, stages=stages, suspects=suspects)
+            return Located(None, stages=stages, suspects=suspects, unmatched=unmatched)
         calls = {call.index: call for call in self.found.calls}
         owner, at = calls.get(first.owner if first.owner is not None else -1), calls[first.call]
         name = self.found.values.get((first.call, first.side, first.leaf.path), "")
@@ -68,9 +72,10 @@ class Evidence:
             first.base,
             first.leaf.distance.largest,
             self._index(first, name),
-            first.reason,
+            self._reason(first, name, node),
             stages,
             suspects,
+            unmatched,
         )
 
     def call(self, index: int) -> ModuleCall:
@@ -103,11 +108,21 @@ class Evidence:
         return [error for error in errors if math.isfinite(error)]
 
     def _index(self, step: Step, name: str) -> tuple[int, ...] | None:
+        if name not in self.run.values:
+            return None
+        tensor = self._expected(step)
+        return located(tensor, self.run.values[name], self.visible(tensor))
+
+    def _reason(self, step: Step, name: str, node: Node | None) -> str:
+        if node is None or name not in node.outputs:
+            return step.reason
+        return reason_of_choice(self.run, node, self._expected(step), self.run.values[name]) or step.reason
+
+    def _expected(self, step: Step) -> torch.Tensor:
         call = self.call(step.call)
         records = call.inputs if step.side == "inputs" else call.outputs
         record = next(record for record in records if step.leaf is not None and record.path == step.leaf.path)
-        tensor = self.trace.tensor(record)
-        return located(tensor, self.run.values[name], self.visible(tensor))
+        return self.trace.tensor(record)
 
 
 def suspects_of(steps: Sequence[Step], calls: Sequence[Compared]) -> tuple[Suspect, ...]:

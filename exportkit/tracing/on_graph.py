@@ -7,6 +7,7 @@ a module are few: an argument is the one of them that has its shape and is close
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Literal, Protocol
 import torch
 
 from exportkit.tracing.distance import Distance, distance, unit_of
+from exportkit.tracing.first_step import first_step, is_known, judged
 from exportkit.tracing.graph_run import GraphRun, Inside
-from exportkit.tracing.judge import judge
 from exportkit.tracing.records import ModuleCall, TensorRecord
 from exportkit.tracing.steps import Compared, Leaf, Step
 from exportkit.tracing.trace import Trace
@@ -45,34 +46,41 @@ class OnGraph:
         calls: The calls that the graph has values of.
         values: Name of the graph's value by index of the call, side and path of the tensor.
         modules: Paths of the modules in the graph.
-        unmatched: How many tensors that the model returns have no value in the graph.
+        unmatched: Tensors that the model returns, and that no value of the graph has the shape of: the step that makes
+            each, by its path.
+        complete: ``index`` of each call whose outputs all have values in the graph.
+        wrong: Paths of outputs of the model that are known to be wrong.
     """
 
     calls: tuple[Compared, ...]
     values: Mapping[tuple[int, Side, str], str]
     modules: frozenset[str]
-    unmatched: int
+    unmatched: Mapping[str, Step]
+    complete: frozenset[int]
+    wrong: frozenset[str] = frozenset()
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         """The steps of the run, judged."""
-        return judge(self.calls)
+        return judged(self.calls, self.complete)
 
-    @property
+    @functools.cached_property
     def first(self) -> Step | None:
         """What differs first, or None if nothing does."""
-        return next((step for step in self.steps if step.verdict == "differs"), None)
+        missing = (step for path, step in self.unmatched.items() if is_known(path, self.wrong))
+        return first_step(self.steps, self.calls, self.wrong) or next(missing, None)
 
 
-def compare_with_graph(trace: Trace, run: GraphRun, visible: Visible) -> OnGraph:
+def compare_with_graph(trace: Trace, run: GraphRun, visible: Visible, wrong: frozenset[str] = frozenset()) -> OnGraph:
     """Returns the calls of a trace compared with the values of a graph.
 
     Args:
         trace: What the model did, with values.
         run: What the graph did.
         visible: Which elements of a tensor count.
+        wrong: Paths of outputs of the model that are known to be wrong, such as ``outputs.logits``.
     """
-    return _Comparison(trace, run, visible).result()
+    return _Comparison(trace, run, visible).result(wrong)
 
 
 class _Comparison:
@@ -85,7 +93,7 @@ class _Comparison:
         self._samples: dict[str | _Identity, torch.Tensor] = {}
         self._values: dict[tuple[int, Side, str], str] = {}
 
-    def result(self) -> OnGraph:
+    def result(self, wrong: frozenset[str]) -> OnGraph:
         calls = []
         nearest: dict[int, int | None] = {}  # the innermost call in the graph that each call is, or is part of
         for call in self._trace.calls:
@@ -96,9 +104,28 @@ class _Comparison:
             else:  # a module that was fused into another one
                 self._fused.update(map(_identity, call.outputs))
             nearest[call.index] = parent
-        returned = sum(len(call.outputs) for call in self._trace.calls if call.parent is None)
-        matched = sum(len(call.outputs) for call in calls if call.parent is None)
-        return OnGraph(tuple(calls), self._values, self._run.paths, returned - matched)
+        missing = {call.index: self._missing(call) for call in self._trace.calls}
+        complete = frozenset(index for index, records in missing.items() if not records)
+        outermost = (call for call in self._trace.calls if call.parent is None)
+        unmatched = {record.path: self._made(record, calls) for call in outermost for record in missing[call.index]}
+        return OnGraph(tuple(calls), self._values, self._run.paths, unmatched, complete, wrong)
+
+    def _missing(self, call: ModuleCall) -> list[TensorRecord]:
+        return [record for record in call.outputs if (call.index, "outputs", record.path) not in self._values]
+
+    def _made(self, record: TensorRecord, calls: Sequence[Compared]) -> Step:
+        """The step that makes an output of the model which the graph does not have: that of the innermost module."""
+        compared = {call.index for call in calls}
+        returning = (
+            (call.index, other.path)
+            for call in reversed(self._trace.calls)
+            for other in call.outputs
+            if call.index in compared and _identity(other) == _identity(record)
+        )
+        index, path = next(returning, (self._trace.calls[0].index, record.path))
+        reason = f"no value of the graph has its shape {tuple(record.shape)}"
+        leaf = Leaf(path, Distance(problem=reason), unit_of(record.dtype), (record.dtype, record.dtype))
+        return Step(index, index, "outputs", leaf, math.nan, math.nan, "differs", reason)
 
     def _compared(self, call: ModuleCall, parent: int | None) -> Compared:
         inside = self._insides(call)[call.number]
