@@ -317,3 +317,93 @@ def test_a_failed_proof_offers_to_locate(tmp_path):
     if proven is not None:
         with pytest.raises(InvalidRequestError, match="no difference to locate"):
             proven.locate()
+
+
+class Routed(nn.Module):
+    """Gives each row to the two experts with the best scores; all scores are equal before it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.router, self.experts = Norm(), Router(), Experts()
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + self.experts(x, self.router(x))
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 6, bias=False)
+        nn.init.zeros_(self.gate.weight)
+
+    def forward(self, x):
+        return torch.topk(self.gate(x).sigmoid(), 2, dim=-1)[1]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x, chosen):
+        return x * self.weight[chosen].sum(-2)
+
+
+def test_a_choice_among_equal_values_is_named():
+    model, x = Routed().eval(), torch.randn(3, 8)
+    program = torch.export.export(model, (x,))
+    proto = torch.onnx.export(program, (), verbose=False).model_proto
+
+    found = locate_divergence(model, proto, (x,), program=program)
+
+    assert (found.stage, found.module, found.operator) == (BEFORE, "router", "TopK")
+    assert "torch.topk" in found.line
+    assert str(found).splitlines()[3] == (
+        "  reason  it chooses among equal values: torch leaves open which of them top-k takes, ONNX takes the first"
+    )
+
+
+class Long(nn.Module):
+    """Returns the last of what it computes, or all of it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x, last=0):
+        x = self.body(x)
+        return {"x": x, "scores": self.head(x[:, -last:] if last else x)}
+
+
+def test_an_output_that_the_graph_has_not_is_named():
+    model, x = Long().eval(), torch.randn(2, 4, 8)
+    program = torch.export.export(model, (x,), {"last": 1})
+    proto = torch.onnx.export(program, (), verbose=False).model_proto
+
+    found = locate_divergence(model, proto, (x,))
+
+    assert not found.diverges
+    assert str(found).splitlines()[0] == "No stage diverges, but there is nothing to compare scores with."
+    assert found.stages[-1].note == "outputs.scores: no value of the graph has its shape (2, 4, 5)"
+    found = locate_divergence(model, proto, (x,), wrong=["scores"])
+    assert (found.stage, found.module) == (AFTER, "head")
+    assert str(found).splitlines()[1:3] == [
+        "  tensor  outputs",
+        "  reason  no value of the graph has its shape (2, 4, 5)",
+    ]
+
+
+def test_constants_of_the_graph_are_given_to_the_model(tmp_path):
+    model, observer = Long().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 4, 8), last=1)
+        model(torch.randn(3, 5, 8), last=1)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+
+    found = locate_divergence(model, onnx_model, (torch.randn(2, 6, 8),))
+
+    assert str(found).splitlines()[0] == "No stage diverges."
+    assert not found.unmatched
