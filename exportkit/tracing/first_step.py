@@ -7,7 +7,7 @@ order. And outputs that differ have a first step, also where each step adds no m
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from exportkit.tracing.judge import JUMP, PEAK, ROUNDING, judge
@@ -27,12 +27,24 @@ def judged(calls: Sequence[Compared], complete: Collection[int]) -> tuple[Step, 
     by_index = {call.index: call for call in calls}
     while True:
         steps = judge(calls)
-        inner = (step for step in steps if step.verdict == "differs" and step.owner not in (None, step.call))
-        owners = (by_index[step.owner] for step in inner if step.owner is not None)
-        right = next((c for c in owners if c.parent is not None and c.index in complete and _makes_the_same(c)), None)
+        around = (call for step in steps if step.verdict == "differs" for call in _around(step, by_index))
+        right = next((call for call in around if call.index in complete and _makes_the_same(call)), None)
         if right is None:
             return steps
         calls = _without_inside(calls, right.index)
+
+
+def _around(step: Step, by_index: Mapping[int, Compared]) -> Iterator[Compared]:
+    """The calls inside of which a step makes the same in another order, but the outermost."""
+    index = step.owner
+    while index is not None and _is_reordered(step) and (call := by_index[index]).parent is not None:
+        if index != step.call:
+            yield call
+        index = call.parent
+
+
+def _is_reordered(step: Step) -> bool:
+    return step.leaf is not None and step.leaf.distance.reordered
 
 
 def first_step(steps: Sequence[Step], calls: Sequence[Compared], wrong: Collection[str]) -> Step | None:
@@ -43,9 +55,9 @@ def first_step(steps: Sequence[Step], calls: Sequence[Compared], wrong: Collecti
         calls: The calls that they are about.
         wrong: Paths of outputs of the model that are known to be wrong.
     """
-    found = next((step for step in steps if step.verdict == "differs"), None)
-    if found is not None:
-        return found
+    found = sorted((step for step in steps if step.verdict == "differs"), key=_is_reordered)
+    if found:  # what is in another order can be so by right
+        return found[0]
     outputs = [leaf for call in calls if call.parent is None for leaf in call.outputs]
     errors = [leaf.distance.rms for leaf in outputs if _is_wrong(leaf, is_known(leaf.path, wrong))]
     return next(_reaching(steps, calls, max(errors) / JUMP), None) if errors else None

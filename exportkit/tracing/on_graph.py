@@ -10,12 +10,12 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 
-from exportkit.tracing.distance import Distance, distance, unit_of
+from exportkit.tracing.distance import Distance, distance, is_reordered, unit_of
 from exportkit.tracing.first_step import first_step, is_known, judged
 from exportkit.tracing.graph_run import GraphRun, Inside
 from exportkit.tracing.records import ModuleCall, TensorRecord
@@ -196,8 +196,12 @@ class _Comparison:
     def _distance(self, record: TensorRecord, name: str) -> Distance:
         key = (_identity(record), name)
         if key not in self._seen:
-            tensor = self._trace.tensor(record)
-            self._seen[key] = distance(tensor, self._run.values[name], self._visible(tensor))
+            pair = self._trace.tensor(record), self._run.values[name]
+            visible = self._visible(pair[0])
+            far = distance(*pair, visible)
+            half = math.sqrt(max(unit_of(record.dtype), unit_of(_dtype(pair[1]))))  # of the digits are wrong
+            reordered = half < far.rms < math.inf and is_reordered(*pair, visible)
+            self._seen[key] = replace(far, reordered=reordered)
         return self._seen[key]
 
 

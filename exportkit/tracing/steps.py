@@ -135,7 +135,7 @@ class RawStep:
 
     @functools.cached_property
     def base(self) -> float:
-        """The error of what it is computed from; rows that were chosen are wrong as a whole, each as large as others."""
+        """The error of what it is computed from; of other choices it is that of the rows that they stand for."""
         return max((_spread(leaf) for leaf in self.sources if leaf.unit or not leaf.distance.exact), default=0.0)
 
 

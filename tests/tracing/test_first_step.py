@@ -61,7 +61,7 @@ def test_a_choice_that_small_differences_turn_is_the_first_step():
 
 def with_another_order_inside(after):
     """Experts that take their tokens in another order, and return the same; then a layer."""
-    good, reordered = leaf(1e-7), leaf(1.4)
+    good, reordered = leaf(1e-7), leaf(1.4, reordered=True)
     return [
         Compared(0, "", "Model", 0, None, (leaf(0.0),), (after,)),
         Compared(1, "experts", "Experts", 0, 0, (leaf(0.0),), (good,)),
@@ -72,6 +72,13 @@ def with_another_order_inside(after):
 
 def test_another_order_inside_of_a_module_that_returns_the_same_is_no_difference():
     assert first(with_another_order_inside(leaf(1e-7))) is None
+
+
+def test_another_value_inside_of_a_module_that_returns_the_same_is_one():
+    calls = with_another_order_inside(leaf(1e-7))
+    calls[2] = Compared(2, "experts.act", "Act", 0, 1, (leaf(1.4),), (leaf(1.4),))
+
+    assert first(calls).owner == 1
 
 
 def test_another_order_inside_of_a_module_hides_nothing_that_comes_after():
