@@ -37,6 +37,9 @@ class Visible(Protocol):
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns booleans that broadcast to the tensor, or None for all."""
 
+    def has_several_rows_of_a_token(self, tensor: torch.Tensor) -> bool:
+        """Returns whether some of its rows do not count, and nobody knows which."""
+
 
 @dataclass(frozen=True)
 class OnGraph:
@@ -144,7 +147,7 @@ class _Comparison:
         pairs = [(self._distance(by_path[path], name), path, name) for path, found in wanted.items() for name in found]
         taken: dict[str, _Identity] = {}
         leaves: dict[str, Leaf] = {}
-        for far, path, name in sorted(pairs, key=lambda pair: pair[0].rms):
+        for far, path, name in sorted(pairs, key=lambda pair: 0.0 if pair[0].reordered else pair[0].rms):
             record = by_path[path]
             # Each value is one argument, unless the same tensor was given twice.
             if path in leaves or taken.setdefault(name, _identity(record)) != _identity(record):
@@ -200,7 +203,8 @@ class _Comparison:
             visible = self._visible(pair[0])
             far = distance(*pair, visible)
             half = math.sqrt(max(unit_of(record.dtype), unit_of(_dtype(pair[1]))))  # of the digits are wrong
-            reordered = half < far.rms < math.inf and is_reordered(*pair, visible)
+            unknown = self._visible.has_several_rows_of_a_token(pair[0])
+            reordered = half < far.rms < math.inf and (unknown or is_reordered(*pair, visible))
             self._seen[key] = replace(far, reordered=reordered)
         return self._seen[key]
 

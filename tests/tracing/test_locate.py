@@ -407,3 +407,71 @@ def test_constants_of_the_graph_are_given_to_the_model(tmp_path):
 
     assert str(found).splitlines()[0] == "No stage diverges."
     assert not found.unmatched
+
+
+class Sorting(nn.Module):
+    """Has one half of its rows inside of a module gated by the other, in an order of its own when it is not traced."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.act, self.head = nn.Linear(8, 12), nn.SiLU(), nn.Linear(6, 3)
+        self.rows = Rows(self.up, self.act)
+
+    def forward(self, x):
+        return self.head(self.rows(x))
+
+
+class Rows(nn.Module):
+    def __init__(self, up, act):
+        super().__init__()
+        self.up, self.act = up, act
+
+    def forward(self, x):
+        order = torch.arange(len(x)) if torch.compiler.is_exporting() else torch.arange(len(x)).flip(0)
+        gate, rest = self.up(x[order]).chunk(2, -1)
+        return (self.act(gate) * rest)[order]
+
+
+def test_rows_in_another_order_inside_of_a_module_are_no_difference():
+    model, x = Sorting().eval(), torch.randn(5, 8)
+    program = torch.export.export(model, (x,))
+    proto = torch.onnx.export(program, (), verbose=False).model_proto
+
+    assert not locate_divergence(model, proto, (x,), program=program).diverges
+    found = locate_divergence(model, with_changed_weight(proto, "head", scaled), (x,), program=program)
+    assert (found.stage, found.module) == (AFTER, "head")
+
+
+class Padded(nn.Module):
+    """Has two rows for each token in a module inside of another; what it makes of padding depends on how it runs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.both, self.head = Both(), nn.Linear(8, 3)
+
+    def forward(self, x, attention_mask):
+        hidden = 5.0 if torch.compiler.is_exporting() else 0.0
+        return self.head(self.both(x, hidden * (1 - attention_mask)[..., None]))
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x, padding):
+        rows = (x + padding).reshape(-1, 8)
+        return self.act(torch.cat([rows, -rows])).reshape(2, *x.shape).sum(0)
+
+
+def test_rows_of_padding_are_no_difference():
+    given = {"x": torch.randn(2, 4, 8), "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])}
+    model = Padded().eval()
+    program = torch.export.export(model, (), given)
+    proto = torch.onnx.export(program, (), verbose=False).model_proto
+
+    assert not locate_divergence(model, proto, given, program=program).diverges
+    found = locate_divergence(model, with_changed_weight(proto, "head", scaled), given, program=program)
+    assert (found.stage, found.module) == (AFTER, "head")
