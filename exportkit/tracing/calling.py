@@ -26,22 +26,43 @@ class Calling:
         method: The method that is called.
         inputs: A tuple of positional arguments, a mapping of named ones, a pair of both, or a single tensor.
         exported: What knows how to feed the graphs of the model: ``feeds`` and ``program_feeds``; None if nothing does.
+        constants: Python values that are part of the graph, by path: the model gets those that are not given.
 
     Raises:
         InvalidTypeError: if the inputs are nothing of that.
     """
 
-    def __init__(self, model: torch.nn.Module, method: str, inputs: Any, exported: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module, method: str, inputs: Any, exported: Any, constants: Mapping[str, Any]
+    ) -> None:
         self.model, self._method, self._exported = model, method, exported
         self._args, self._kwargs = _arguments(inputs)
+        self._constants = self._not_given(constants)
 
     def trace(self) -> tuple[Trace, Padding]:
         """Returns what the model does, with all values, and which positions of its tensors are padding."""
         args, kwargs = _copied(self._args), _copied(self._kwargs)
         visible = Padding.of_tensors(flatten((args, kwargs)).tensors().items())
         with torch.no_grad(), trace_model(self.model, values="all") as trace:
-            getattr(self.model, self._method)(*args, **kwargs)
+            getattr(self.model, self._method)(*args, **kwargs, **self._constants)
         return trace, visible
+
+    def _not_given(self, constants: Mapping[str, Any]) -> dict[str, Any]:
+        """The constants that the call does not give, by name of the argument."""
+        if not constants:
+            return {}
+        signature = inspect.signature(getattr(self.model, self._method))
+        given = signature.bind_partial(*self._args, **self._kwargs).arguments
+        further = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        named = {name: value for name, value in constants.items() if name in signature.parameters and name not in given}
+        if further is not None:
+            inside = {
+                path.removeprefix(f"{further}."): value
+                for path, value in constants.items()
+                if path.startswith(f"{further}.")
+            }
+            named |= {name: value for name, value in inside.items() if name.isidentifier() and name not in self._kwargs}
+        return named
 
     def program_inputs(self, program: torch.export.ExportedProgram) -> dict[str, Any]:
         """Returns what the program is fed, by name of the node that stands for each input.

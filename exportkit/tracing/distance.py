@@ -20,6 +20,8 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _LOWEST = 0.5
 # Sums of the same numbers in another order, in single precision, differ by less than this part of them.
 _SAME_SUM = 1e-7
+# Elements that are computed alike are at most this many rounding errors apart, as a root mean square.
+_SAME_ELEMENTS = 32.0
 # What torch rounds the factors of a product to where a GPU may use TF32 (10 bits).
 TF32_UNIT = 2.0**-11
 
@@ -35,7 +37,8 @@ class Distance:
         spread: Like ``rms``, relative to the standard deviation: what is left of the precision once a mean is removed.
         exact: Whether every element is equal.
         values: Whether values were compared, and not statistics alone.
-        reordered: Whether the statistics, all that was compared, can be those of the same elements in another order.
+        reordered: Whether the elements are the same in another order, or the statistics, where nothing else was
+            compared, can be those of such.
         problem: Why there is nothing to measure, such as another shape; None where there is.
     """
 
@@ -87,6 +90,22 @@ def located(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | N
         far = far.where(visible, 0.0)
     position = torch.unravel_index(far.argmax(), a.shape)
     return tuple(int(i) for i in position) if bool(far.max() > 0) else None
+
+
+def is_reordered(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | None = None) -> bool:
+    """Returns whether a tensor has the elements of another one in another order, up to rounding.
+
+    Args:
+        first: What is taken for right.
+        second: A tensor of the same shape.
+        visible: Booleans that broadcast to the shape; other elements are not compared.
+    """
+    a, b = _plain(first), _plain(second)
+    if visible is not None:
+        visible = visible.expand(a.shape)
+        a, b = a[visible], b[visible]
+    far = distance(a.reshape(-1).sort().values, b.reshape(-1).sort().values)
+    return far.rms <= _SAME_ELEMENTS * max(unit_of(str(a.dtype)), unit_of(str(b.dtype)))
 
 
 def distance_of_statistics(first: TensorRecord, second: TensorRecord) -> Distance:

@@ -10,6 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from exportkit.tracing.choices import reason_of_choice
 from exportkit.tracing.distance import distance, located
 from exportkit.tracing.graph_run import GraphRun, Inside, Node
 from exportkit.tracing.judge import JUMP
@@ -48,13 +51,14 @@ class Evidence:
             stage: The stage that the graph stands for.
             stages: All stages.
         """
-        first, suspects = self.found.first, suspects_of(self.found.steps, self.found.calls)
+        first, suspects = self.found.first, suspects_of(self.found.steps, self.found.calls, self.found.first)
+        unmatched = tuple(self.found.unmatched)
         if stage.outcome != "diverges" or first is None or first.leaf is None:
-            return Located(None, stages=stages, suspects=suspects)
+            return Located(None, stages=stages, suspects=suspects, unmatched=unmatched)
         calls = {call.index: call for call in self.found.calls}
         owner, at = calls.get(first.owner if first.owner is not None else -1), calls[first.call]
         name = self.found.values.get((first.call, first.side, first.leaf.path), "")
-        node = self._first_node(first) or self.run.makers.get(name)
+        node = self._node(first, name)
         return Located(
             stage.name,
             owner.path if owner else None,
@@ -68,9 +72,10 @@ class Evidence:
             first.base,
             first.leaf.distance.largest,
             self._index(first, name),
-            first.reason,
+            self._reason(first, name, node),
             stages,
             suspects,
+            unmatched,
         )
 
     def call(self, index: int) -> ModuleCall:
@@ -81,6 +86,11 @@ class Evidence:
         """Returns the part of a graph that a call is, or None if it is not known."""
         insides = run.calls_of(call.path, sum(other.path == call.path for other in self.trace.calls))
         return insides[call.number] if insides else None
+
+    def _node(self, step: Step, name: str) -> Node | None:
+        """The first node of the module that is wrong, or the one that makes the value, whichever comes before."""
+        found = [node for node in (self._first_node(step), self.run.makers.get(name)) if node is not None]
+        return min(found, key=self.run.nodes.index, default=None)
 
     def _first_node(self, step: Step) -> Node | None:
         if self.reference is None or step.owner is None:
@@ -103,23 +113,34 @@ class Evidence:
         return [error for error in errors if math.isfinite(error)]
 
     def _index(self, step: Step, name: str) -> tuple[int, ...] | None:
+        if name not in self.run.values:
+            return None
+        tensor = self._expected(step)
+        return located(tensor, self.run.values[name], self.visible(tensor))
+
+    def _reason(self, step: Step, name: str, node: Node | None) -> str:
+        if node is None or name not in node.outputs:
+            return step.reason
+        return reason_of_choice(self.run, node, self._expected(step), self.run.values[name]) or step.reason
+
+    def _expected(self, step: Step) -> torch.Tensor:
         call = self.call(step.call)
         records = call.inputs if step.side == "inputs" else call.outputs
         record = next(record for record in records if step.leaf is not None and record.path == step.leaf.path)
-        tensor = self.trace.tensor(record)
-        return located(tensor, self.run.values[name], self.visible(tensor))
+        return self.trace.tensor(record)
 
 
-def suspects_of(steps: Sequence[Step], calls: Sequence[Compared]) -> tuple[Suspect, ...]:
+def suspects_of(steps: Sequence[Step], calls: Sequence[Compared], first: Step | None) -> tuple[Suspect, ...]:
     """Returns the modules that add most, those that are wrong first.
 
     Args:
         steps: Judged steps.
         calls: The calls that they are about.
+        first: The step that differs first.
     """
     by_index = {call.index: call for call in calls}
     worst: dict[int, Step] = {}
-    for step in steps:
+    for step in (*([first] if first is not None else ()), *steps):
         if step.owner is not None and step.added > 0:
             known = worst.get(step.owner)
             if known is None or _weight(step) > _weight(known):

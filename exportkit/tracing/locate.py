@@ -25,6 +25,7 @@ from exportkit.tracing.located import Located, Stage
 from exportkit.tracing.on_graph import OnGraph, compare_with_graph
 from exportkit.tracing.translate_again import error_of_translation
 from exportkit.tracing.weights import changed_weight
+from exportkit.trees import join
 
 EXPORT, BEFORE, AFTER, RUNTIME = "torch.export", "ONNX before optimisation", "ONNX after optimisation", "onnxruntime"
 _NODE_IN_MESSAGE = re.compile(r"running \w+ node[.] Name:'([^']+)'")
@@ -40,6 +41,7 @@ def locate_divergence(
     program: torch.export.ExportedProgram | None = None,
     before: Any = None,
     method: str = "forward",
+    wrong: Iterable[str] = (),
 ) -> Located:
     """Returns the first stage of an export that differs from the model, and the module, line and node where it begins.
 
@@ -51,6 +53,8 @@ def locate_divergence(
         before: The ONNX model before optimisation, as ``torch.onnx.export(..., optimize=False)`` returns it. Without
             it, the module that differs is translated once more by itself.
         method: The exported method.
+        wrong: Paths of outputs that are known to be wrong, such as ``logits``. Others are taken for wrong where half of
+            their digits are.
 
     Raises:
         InvalidTypeError: if ``graph`` is nothing that can be run.
@@ -66,7 +70,8 @@ def locate_divergence(
         No stage diverges.
     """
     parts = _parts(graph, program)
-    return _Search(Calling(model, method, inputs, parts.owner), parts, before).result()
+    known = frozenset(join("outputs", path) for path in wrong)
+    return _Search(Calling(model, method, inputs, parts.owner, parts.constants), parts, before, known).result()
 
 
 _Source = tuple[Any, Path | None]
@@ -79,11 +84,12 @@ class _Parts:
     onnx: Any
     program: torch.export.ExportedProgram | None
     owner: Any
+    constants: Mapping[str, Any]
 
 
 def _parts(graph: Any, program: torch.export.ExportedProgram | None) -> _Parts:
     if isinstance(graph, torch.export.ExportedProgram):
-        return _Parts(None, graph, None)
+        return _Parts(None, graph, None, {})
     exported = getattr(graph, "exported", graph)
     known = program or getattr(exported, "program", None) or getattr(graph, "exported_program", None)
     if not isinstance(known, torch.export.ExportedProgram | None):
@@ -91,14 +97,15 @@ def _parts(graph: Any, program: torch.export.ExportedProgram | None) -> _Parts:
     source = getattr(graph, "path", None) if hasattr(graph, "feeds") else graph
     if source is graph and hasattr(graph, "program"):
         source = None
-    return _Parts(source, known, graph if hasattr(graph, "feeds") else None)
+    constants = exported.baked_constants() if hasattr(exported, "baked_constants") else {}
+    return _Parts(source, known, graph if hasattr(graph, "feeds") else None, constants)
 
 
 class _Search:
     """One search: runs what has to be run, once."""
 
-    def __init__(self, calling: Calling, parts: _Parts, before: Any) -> None:
-        self._calling, self._parts, self._before = calling, parts, before
+    def __init__(self, calling: Calling, parts: _Parts, before: Any, wrong: frozenset[str]) -> None:
+        self._calling, self._parts, self._before, self._wrong = calling, parts, before, wrong
         self._trace, self._visible = calling.trace()
 
     def result(self) -> Located:
@@ -118,7 +125,7 @@ class _Search:
         except RuntimeFailure as error:
             return _refused(error, nodes_of(proto))
         _check_modules(run)
-        found = compare_with_graph(self._trace, run, self._visible)
+        found = self._compared(run)
         self._check_paths(found)
         after = _stage(AFTER, found)
         if after.outcome == "agrees":
@@ -132,7 +139,7 @@ class _Search:
         far = max((distance(run.values[name], tensor).rms for name, tensor in results.items()), default=0.0)
         units = [leaf.unit for call in found.calls for leaf in call.outputs]
         if far > _OPTIMISED * max(units, default=0.0):  # then the matching is worth its time
-            found = compare_with_graph(self._trace, optimised, self._visible)
+            found = self._compared(optimised)
         runtime = replace(_stage(RUNTIME, found), error=max(far, after.error))
         skipped = [Stage(name, "not checked", note="what comes of it agrees") for name in (EXPORT, BEFORE)]
         return self._evidence(optimised, found).located(runtime, (*skipped, after, runtime))
@@ -154,8 +161,11 @@ class _Search:
         from exportkit.tracing.program_run import run_program
 
         run = run_program(program, self._calling.program_inputs(program))
-        found = compare_with_graph(self._trace, run, self._visible)
+        found = self._compared(run)
         return run, found, _stage(EXPORT, found)
+
+    def _compared(self, run: GraphRun) -> OnGraph:
+        return compare_with_graph(self._trace, run, self._visible, self._wrong)
 
     def _evidence(self, run: GraphRun, found: OnGraph, reference: GraphRun | None = None) -> Evidence:
         return Evidence(self._trace, self._visible, run, found, reference)
@@ -166,7 +176,7 @@ class _Search:
 
             proto, folder = read_onnx(self._before)
             before = run_onnx(proto, folder, self._calling.feeds(graph_inputs(proto)))
-            return _stage(BEFORE, compare_with_graph(self._trace, before, self._visible))
+            return _stage(BEFORE, self._compared(before))
         first, program, reference = evidence.found.first, self._parts.program, evidence.reference
         if reference is None or program is None or first is None or first.owner is None:
             return Stage(BEFORE, "not checked", note="give it as before=, to tell it from the next stage")
@@ -201,7 +211,7 @@ class _Search:
 
 def _stage(name: str, found: OnGraph) -> Stage:
     outputs = [leaf.distance.rms for call in found.calls if call.parent is None for leaf in call.outputs]
-    note = f"{found.unmatched} outputs of the model have no counterpart of their shape" if found.unmatched else ""
+    note = "; ".join(f"{path}: {step.reason}" for path, step in found.unmatched.items())
     return Stage(name, "agrees" if found.first is None else "diverges", max(outputs, default=math.nan), note)
 
 

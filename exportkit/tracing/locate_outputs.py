@@ -6,7 +6,7 @@ the right ones do not. With a cache for each layer that is one layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,13 +22,20 @@ NAME = "ONNX or onnxruntime"
 _SHOWN = 4
 
 
-def locate_outputs(graph: Any, inputs: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Located:
+def locate_outputs(
+    graph: Any,
+    inputs: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    *,
+    wrong: Collection[str] = (),
+) -> Located:
     """Returns which part of an ONNX model makes the outputs that are wrong, and none of those that are right.
 
     Args:
         graph: The ONNX model: a path, a ModelProto, or an ONNXProgram.
         inputs: Its inputs by name.
         expected: What its outputs should be, by name.
+        wrong: Names of those that are known to be wrong, however close they are.
 
     Raises:
         InvalidRequestError: if this is no ONNX model, or an input is missing.
@@ -38,7 +45,8 @@ def locate_outputs(graph: Any, inputs: Mapping[str, torch.Tensor], expected: Map
     results = run_session(session_of(proto.SerializeToString(), folder), inputs)
     visible = Padding.of_tensors(inputs.items())
     errors = {name: distance(tensor, results[name], visible(tensor)).rms for name, tensor in expected.items()}
-    right = {name for name, error in errors.items() if error <= JUMP * ROUNDING * unit_of(str(expected[name].dtype))}
+    close = {name for name, error in errors.items() if error <= JUMP * ROUNDING * unit_of(str(expected[name].dtype))}
+    right = {name for name in close if name not in wrong or errors[name] == 0}
     wrong = [value.name for value in proto.graph.output if value.name in errors and value.name not in right]
     if not wrong:
         return Located(None, stages=(Stage(NAME, "agrees", max(errors.values(), default=0.0)),))

@@ -80,6 +80,7 @@ class Located:
         reason: What is wrong, in words.
         stages: What was checked.
         suspects: The modules that add most.
+        unmatched: Paths of what the model returns and no value of the graph has the shape of.
     """
 
     stage: str | None
@@ -97,6 +98,7 @@ class Located:
     reason: str = ""
     stages: tuple[Stage, ...] = ()
     suspects: tuple[Suspect, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
     @property
     def diverges(self) -> bool:
@@ -127,7 +129,10 @@ class Located:
     def headline(self) -> str:
         """Returns the result in one line."""
         if self.stage is None:
-            return "No stage diverges."
+            names = ", ".join(path.removeprefix("outputs").lstrip(".") or "the output" for path in self.unmatched)
+            return (
+                f"No stage diverges, but there is nothing to compare {names} with." if names else "No stage diverges."
+            )
         if self.module is None:
             return f"{self.stage} diverges."
         return f"{self.stage} diverges in {self.module or 'the model itself'}" + (
@@ -135,7 +140,7 @@ class Located:
         )
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        if self.stage is None or self.module is None:
+        if self.stage is None:
             return
         at = f" at {list(self.index)}" if self.index else ""
         call = f", call {self.number}" if self.number else ""

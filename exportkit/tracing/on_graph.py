@@ -7,16 +7,17 @@ a module are few: an argument is the one of them that has its shape and is close
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 
-from exportkit.tracing.distance import Distance, distance, unit_of
+from exportkit.tracing.distance import Distance, distance, is_reordered, unit_of
+from exportkit.tracing.first_step import first_step, is_known, judged
 from exportkit.tracing.graph_run import GraphRun, Inside
-from exportkit.tracing.judge import judge
 from exportkit.tracing.records import ModuleCall, TensorRecord
 from exportkit.tracing.steps import Compared, Leaf, Step
 from exportkit.tracing.trace import Trace
@@ -36,6 +37,9 @@ class Visible(Protocol):
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns booleans that broadcast to the tensor, or None for all."""
 
+    def has_several_rows_of_a_token(self, tensor: torch.Tensor) -> bool:
+        """Returns whether some of its rows do not count, and nobody knows which."""
+
 
 @dataclass(frozen=True)
 class OnGraph:
@@ -45,34 +49,41 @@ class OnGraph:
         calls: The calls that the graph has values of.
         values: Name of the graph's value by index of the call, side and path of the tensor.
         modules: Paths of the modules in the graph.
-        unmatched: How many tensors that the model returns have no value in the graph.
+        unmatched: Tensors that the model returns, and that no value of the graph has the shape of: the step that makes
+            each, by its path.
+        complete: ``index`` of each call whose outputs all have values in the graph.
+        wrong: Paths of outputs of the model that are known to be wrong.
     """
 
     calls: tuple[Compared, ...]
     values: Mapping[tuple[int, Side, str], str]
     modules: frozenset[str]
-    unmatched: int
+    unmatched: Mapping[str, Step]
+    complete: frozenset[int]
+    wrong: frozenset[str] = frozenset()
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         """The steps of the run, judged."""
-        return judge(self.calls)
+        return judged(self.calls, self.complete)
 
-    @property
+    @functools.cached_property
     def first(self) -> Step | None:
         """What differs first, or None if nothing does."""
-        return next((step for step in self.steps if step.verdict == "differs"), None)
+        missing = (step for path, step in self.unmatched.items() if is_known(path, self.wrong))
+        return first_step(self.steps, self.calls, self.wrong) or next(missing, None)
 
 
-def compare_with_graph(trace: Trace, run: GraphRun, visible: Visible) -> OnGraph:
+def compare_with_graph(trace: Trace, run: GraphRun, visible: Visible, wrong: frozenset[str] = frozenset()) -> OnGraph:
     """Returns the calls of a trace compared with the values of a graph.
 
     Args:
         trace: What the model did, with values.
         run: What the graph did.
         visible: Which elements of a tensor count.
+        wrong: Paths of outputs of the model that are known to be wrong, such as ``outputs.logits``.
     """
-    return _Comparison(trace, run, visible).result()
+    return _Comparison(trace, run, visible).result(wrong)
 
 
 class _Comparison:
@@ -85,7 +96,7 @@ class _Comparison:
         self._samples: dict[str | _Identity, torch.Tensor] = {}
         self._values: dict[tuple[int, Side, str], str] = {}
 
-    def result(self) -> OnGraph:
+    def result(self, wrong: frozenset[str]) -> OnGraph:
         calls = []
         nearest: dict[int, int | None] = {}  # the innermost call in the graph that each call is, or is part of
         for call in self._trace.calls:
@@ -96,9 +107,28 @@ class _Comparison:
             else:  # a module that was fused into another one
                 self._fused.update(map(_identity, call.outputs))
             nearest[call.index] = parent
-        returned = sum(len(call.outputs) for call in self._trace.calls if call.parent is None)
-        matched = sum(len(call.outputs) for call in calls if call.parent is None)
-        return OnGraph(tuple(calls), self._values, self._run.paths, returned - matched)
+        missing = {call.index: self._missing(call) for call in self._trace.calls}
+        complete = frozenset(index for index, records in missing.items() if not records)
+        outermost = (call for call in self._trace.calls if call.parent is None)
+        unmatched = {record.path: self._made(record, calls) for call in outermost for record in missing[call.index]}
+        return OnGraph(tuple(calls), self._values, self._run.paths, unmatched, complete, wrong)
+
+    def _missing(self, call: ModuleCall) -> list[TensorRecord]:
+        return [record for record in call.outputs if (call.index, "outputs", record.path) not in self._values]
+
+    def _made(self, record: TensorRecord, calls: Sequence[Compared]) -> Step:
+        """The step that makes an output of the model which the graph does not have: that of the innermost module."""
+        compared = {call.index for call in calls}
+        returning = (
+            (call.index, other.path)
+            for call in reversed(self._trace.calls)
+            for other in call.outputs
+            if call.index in compared and _identity(other) == _identity(record)
+        )
+        index, path = next(returning, (self._trace.calls[0].index, record.path))
+        reason = f"no value of the graph has its shape {tuple(record.shape)}"
+        leaf = Leaf(path, Distance(problem=reason), unit_of(record.dtype), (record.dtype, record.dtype))
+        return Step(index, index, "outputs", leaf, math.nan, math.nan, "differs", reason)
 
     def _compared(self, call: ModuleCall, parent: int | None) -> Compared:
         inside = self._insides(call)[call.number]
@@ -117,7 +147,7 @@ class _Comparison:
         pairs = [(self._distance(by_path[path], name), path, name) for path, found in wanted.items() for name in found]
         taken: dict[str, _Identity] = {}
         leaves: dict[str, Leaf] = {}
-        for far, path, name in sorted(pairs, key=lambda pair: pair[0].rms):
+        for far, path, name in sorted(pairs, key=lambda pair: 0.0 if pair[0].reordered else pair[0].rms):
             record = by_path[path]
             # Each value is one argument, unless the same tensor was given twice.
             if path in leaves or taken.setdefault(name, _identity(record)) != _identity(record):
@@ -169,8 +199,13 @@ class _Comparison:
     def _distance(self, record: TensorRecord, name: str) -> Distance:
         key = (_identity(record), name)
         if key not in self._seen:
-            tensor = self._trace.tensor(record)
-            self._seen[key] = distance(tensor, self._run.values[name], self._visible(tensor))
+            pair = self._trace.tensor(record), self._run.values[name]
+            visible = self._visible(pair[0])
+            far = distance(*pair, visible)
+            half = math.sqrt(max(unit_of(record.dtype), unit_of(_dtype(pair[1]))))  # of the digits are wrong
+            unknown = self._visible.has_several_rows_of_a_token(pair[0])
+            reordered = half < far.rms < math.inf and (unknown or is_reordered(*pair, visible))
+            self._seen[key] = replace(far, reordered=reordered)
         return self._seen[key]
 
 

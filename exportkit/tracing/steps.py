@@ -135,8 +135,12 @@ class RawStep:
 
     @functools.cached_property
     def base(self) -> float:
-        """The error of what it is computed from."""
-        return max((leaf.distance.spread for leaf in self.sources if leaf.unit or not leaf.distance.exact), default=0.0)
+        """The error of what it is computed from; of other choices it is that of the rows that they stand for."""
+        return max((_spread(leaf) for leaf in self.sources if leaf.unit or not leaf.distance.exact), default=0.0)
+
+
+def _spread(leaf: Leaf) -> float:
+    return leaf.distance.spread if leaf.unit else math.sqrt(leaf.distance.spread)
 
 
 def raw_steps(calls: Sequence[Compared]) -> Iterable[RawStep]:

@@ -45,6 +45,13 @@ class Padding:
             self._found[shape] = self._of_shape(shape)
         return self._found[shape]
 
+    def has_several_rows_of_a_token(self, tensor: torch.Tensor) -> bool:
+        """Returns whether there is a row for each expert of each token: nobody knows which of them are of padding."""
+        if self._mask is None or tensor.ndim < 2:
+            return False
+        several, rest = divmod(tensor.shape[0], self._mask.numel())
+        return several > 1 and not rest
+
     def _of_shape(self, shape: tuple[int, ...]) -> torch.Tensor | None:
         mask = self._mask
         assert mask is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from exportkit.export.stages import stage
 from exportkit.trees import flatten
 from exportkit.verify.assembled import assembled_rows
 from exportkit.verify.compare import Difference, compare_tensors, find_mask, visible_positions, visible_tail
-from exportkit.verify.locate import locator_of
+from exportkit.verify.locate import Locator
 from exportkit.verify.report import Report, Row
 from exportkit.verify.stepwise import stepwise_outputs
 
@@ -115,24 +116,27 @@ def _row(
     run: Callable[[], Any] | None = None,
 ) -> Row:
     args, kwargs = arguments.call()
+    compare = functools.partial(compare_outputs, onnx_model, arguments)
+    locator = functools.partial(Locator, onnx_model, arguments, expected, compare)
     started = time.perf_counter()
     try:
         got = flatten(onnx_model(*args, **kwargs) if run is None else run()).tensors()
     except ExportkitError as error:
-        locator = locator_of(onnx_model, arguments, expected) if run is None else None
-        return replace(row, status="refused", where=_short(error), locator=locator)
+        where = _short(error)
+        return replace(row, status="refused", where=where, locator=locator((), where) if run is None else None)
     onnx_seconds = time.perf_counter() - started
-    differences = list(compare_outputs(onnx_model, arguments, expected, got))
-    wrong = next((d for d in differences if d.reason is not None), None)
+    differences = list(compare(expected, got))
+    wrong = [d for d in differences if d.reason is not None]
+    where = f"{wrong[0].path or 'output'}: {wrong[0].reason}" if wrong else ""
     return replace(
         row,
         status="differs" if wrong else "proven",
         absolute=max((d.absolute for d in differences), default=0.0),
-        where=f"{wrong.path or 'output'}: {wrong.reason}" if wrong else "",
+        where=where,
         eager_seconds=eager_seconds,
         onnx_seconds=onnx_seconds,
         outputs={d.path: d.absolute for d in differences},
-        locator=locator_of(onnx_model, arguments, expected) if wrong and run is None else None,
+        locator=locator([d.path for d in wrong], where) if wrong and run is None else None,
     )
 
 

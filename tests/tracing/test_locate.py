@@ -317,3 +317,161 @@ def test_a_failed_proof_offers_to_locate(tmp_path):
     if proven is not None:
         with pytest.raises(InvalidRequestError, match="no difference to locate"):
             proven.locate()
+
+
+class Routed(nn.Module):
+    """Gives each row to the two experts with the best scores; all scores are equal before it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.router, self.experts = Norm(), Router(), Experts()
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + self.experts(x, self.router(x))
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 6, bias=False)
+        nn.init.zeros_(self.gate.weight)
+
+    def forward(self, x):
+        return torch.topk(self.gate(x).sigmoid(), 2, dim=-1)[1]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x, chosen):
+        return x * self.weight[chosen].sum(-2)
+
+
+def test_a_choice_among_equal_values_is_named():
+    model, x = Routed().eval(), torch.randn(3, 8)
+    program = torch.export.export(model, (x,))
+    proto = torch.onnx.export(program, (), verbose=False).model_proto
+
+    found = locate_divergence(model, proto, (x,), program=program)
+
+    assert (found.stage, found.module, found.operator) == (BEFORE, "router", "TopK")
+    assert "torch.topk" in found.line
+    assert str(found).splitlines()[3] == (
+        "  reason  it chooses among equal values: torch leaves open which of them top-k takes, ONNX takes the first"
+    )
+
+
+class Long(nn.Module):
+    """Returns the last of what it computes, or all of it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x, last=0):
+        x = self.body(x)
+        return {"x": x, "scores": self.head(x[:, -last:] if last else x)}
+
+
+def test_an_output_that_the_graph_has_not_is_named():
+    model, x = Long().eval(), torch.randn(2, 4, 8)
+    program = torch.export.export(model, (x,), {"last": 1})
+    proto = torch.onnx.export(program, (), verbose=False).model_proto
+
+    found = locate_divergence(model, proto, (x,))
+
+    assert not found.diverges
+    assert str(found).splitlines()[0] == "No stage diverges, but there is nothing to compare scores with."
+    assert found.stages[-1].note == "outputs.scores: no value of the graph has its shape (2, 4, 5)"
+    found = locate_divergence(model, proto, (x,), wrong=["scores"])
+    assert (found.stage, found.module) == (AFTER, "head")
+    assert str(found).splitlines()[1:3] == [
+        "  tensor  outputs",
+        "  reason  no value of the graph has its shape (2, 4, 5)",
+    ]
+
+
+def test_constants_of_the_graph_are_given_to_the_model(tmp_path):
+    model, observer = Long().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 4, 8), last=1)
+        model(torch.randn(3, 5, 8), last=1)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+
+    found = locate_divergence(model, onnx_model, (torch.randn(2, 6, 8),))
+
+    assert str(found).splitlines()[0] == "No stage diverges."
+    assert not found.unmatched
+
+
+class Sorting(nn.Module):
+    """Has one half of its rows inside of a module gated by the other, in an order of its own when it is not traced."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.act, self.head = nn.Linear(8, 12), nn.SiLU(), nn.Linear(6, 3)
+        self.rows = Rows(self.up, self.act)
+
+    def forward(self, x):
+        return self.head(self.rows(x))
+
+
+class Rows(nn.Module):
+    def __init__(self, up, act):
+        super().__init__()
+        self.up, self.act = up, act
+
+    def forward(self, x):
+        order = torch.arange(len(x)) if torch.compiler.is_exporting() else torch.arange(len(x)).flip(0)
+        gate, rest = self.up(x[order]).chunk(2, -1)
+        return (self.act(gate) * rest)[order]
+
+
+def test_rows_in_another_order_inside_of_a_module_are_no_difference():
+    model, x = Sorting().eval(), torch.randn(5, 8)
+    program = torch.export.export(model, (x,))
+    proto = torch.onnx.export(program, (), verbose=False).model_proto
+
+    assert not locate_divergence(model, proto, (x,), program=program).diverges
+    found = locate_divergence(model, with_changed_weight(proto, "head", scaled), (x,), program=program)
+    assert (found.stage, found.module) == (AFTER, "head")
+
+
+class Padded(nn.Module):
+    """Has two rows for each token in a module inside of another; what it makes of padding depends on how it runs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.both, self.head = Both(), nn.Linear(8, 3)
+
+    def forward(self, x, attention_mask):
+        hidden = 5.0 if torch.compiler.is_exporting() else 0.0
+        return self.head(self.both(x, hidden * (1 - attention_mask)[..., None]))
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x, padding):
+        rows = (x + padding).reshape(-1, 8)
+        return self.act(torch.cat([rows, -rows])).reshape(2, *x.shape).sum(0)
+
+
+def test_rows_of_padding_are_no_difference():
+    given = {"x": torch.randn(2, 4, 8), "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])}
+    model = Padded().eval()
+    program = torch.export.export(model, (), given)
+    proto = torch.onnx.export(program, (), verbose=False).model_proto
+
+    assert not locate_divergence(model, proto, given, program=program).diverges
+    found = locate_divergence(model, with_changed_weight(proto, "head", scaled), given, program=program)
+    assert (found.stage, found.module) == (AFTER, "head")
