@@ -47,7 +47,8 @@ def _depends_on(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> bool:
     if not node.all_input_nodes or any(other not in known for other in node.all_input_nodes):
         return False
     target: Any = node.target
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    writes = target._schema.is_mutable and target is not torch.ops.aten.detach_.default
+    return not writes and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _put_number(graph: torch.fx.Graph, node: torch.fx.Node, value: torch.Tensor) -> None:

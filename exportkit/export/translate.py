@@ -18,6 +18,7 @@ from exportkit.axes import Plan
 from exportkit.errors import DestinationError, ExportError
 from exportkit.export.assertions import without_assertions
 from exportkit.export.complex_pairs import with_complex_as_pairs
+from exportkit.export.constants import with_constants
 from exportkit.export.names import input_names, output_names
 from exportkit.export.program import Captured, without_gradients
 from exportkit.patching import LIBRARY_PATCHES, applied, library_translations
@@ -112,7 +113,7 @@ def _translated(captured: Captured, opset: int | None, with_library: bool) -> to
     ):
         for constant in _torch_compat.no_op_constants():  # else the epsilon of a norm may be left out
             stack.enter_context(replaced_attributes(constant, {"_abs_tol": 0.0, "_rel_tol": 0.0}))
-        source = with_complex_as_pairs(without_assertions(captured.program))
+        source = with_complex_as_pairs(with_constants(without_assertions(captured.program)))
         if extra is None:
             return torch.onnx.export(source, (), verbose=False, opset_version=opset)
         stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))

@@ -37,3 +37,25 @@ def test_the_optimiser_is_afterwards_as_it_was(tmp_path):
         model(torch.randn(2, 4))
     exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
     assert [dict(vars(constant)) for constant in constants] == before
+
+
+class Quantile(torch.nn.Module):
+    """Keeps what is above a quantile of a normal distribution, which is a constant."""
+
+    def forward(self, x):
+        level = torch.distributions.normal.Normal(0, 1).icdf(torch.tensor(0.95))
+        return torch.relu(x - x.mean(-1, keepdim=True) - level * x.std(-1, keepdim=True, unbiased=False))
+
+
+def test_a_number_that_depends_on_constants_alone_needs_no_operator(tmp_path):
+    model, observer = Quantile(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 50))
+        model(torch.randn(3, 50))
+    exported = exportkit.export(model, observer)
+    graph = str(exported.program.graph)
+    onnx = exported.to_onnx(tmp_path / "model.onnx")
+    x = torch.randn(5, 50)
+    torch.testing.assert_close(onnx(x), model(x))
+    assert model(x).count_nonzero()
+    assert str(exported.program.graph) == graph
