@@ -215,7 +215,7 @@ def traced(
         with ListingNoted(sizes) as listing:
             outputs = flatten(_eager_outputs(model, method, arguments, rules))
         rules += [LISTS_OF_ONE] if listing.found else []
-        rules += [_rule_for_experts(model, method, arguments)] if listing.of_places else []
+        rules += [_rule_for_experts(model, method, arguments, rules)] if listing.of_places else []
         returned = [outputs.tensors(), *(call.outputs.tensors() for call in plan.calls.calls)]
         joined = lists_of_many(returned)
         member_rows = rows_of_members(returned, joined)
@@ -303,13 +303,15 @@ def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments, ru
         ) from error
 
 
-def _rule_for_experts(model: torch.nn.Module, method: str, arguments: Arguments) -> Rule:
+def _rule_for_experts(model: torch.nn.Module, method: str, arguments: Arguments, rules: Sequence[Rule]) -> Rule:
     """How loops over experts go over all of them: the model itself says whether the last place stands for none."""
     try:
         with applied([ALL_EXPERTS], model):
-            run_eager(model, method, arguments)
-    except IndexError:
-        return ALL_BUT_NONE
+            _eager_outputs(model, method, arguments, rules)
+    except ArgumentError as error:
+        if isinstance(error.__cause__, IndexError):
+            return ALL_BUT_NONE
+        raise
     return ALL_EXPERTS
 
 

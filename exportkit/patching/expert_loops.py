@@ -2,7 +2,8 @@
 
 Mixtures of experts without a replaceable implementation go through ``mask.nonzero()``, the numbers of the experts that
 were chosen, which a trace cannot do: their count is data. While this rule is in force, such a loop takes all of them.
-That is right as far as an expert that nothing was sent to adds nothing, which the proof shows.
+That is right as far as an expert that nothing was sent to adds nothing, which the proof shows. Routers of such models
+cast their classifier on the way, which a trace does not allow; a cast that changes nothing is left out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exportkit.patching.attributes import replaced_attributes
+from exportkit.patching.attributes import original_attribute, replaced_attributes
 
 _COUNT = "_exportkit_count"  # on what nonzero() returns: the length of the mask
 
@@ -42,6 +43,7 @@ def loops_over_all(_model: torch.nn.Module, left_out: int = 0) -> Iterator[None]
     with (
         replaced_attributes(torch.Tensor, {"nonzero": _counted(torch.Tensor.nonzero), "__iter__": _iter}),
         replaced_attributes(torch, {"nonzero": _counted(torch.nonzero)}),
+        replaced_attributes(torch.nn.Module, {"to": _to}),
     ):
         yield
 
@@ -61,3 +63,11 @@ def _counted(nonzero: Callable[..., Any]) -> Callable[..., Any]:
 def is_mask(tensor: torch.Tensor) -> bool:
     """Returns whether it has one axis, of known length."""
     return tensor.ndim == 1 and isinstance(tensor.shape[0], int)
+
+
+def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    is_cast = len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs
+    if is_cast and all(tensor.dtype is args[0] for tensor in (*self.parameters(), *self.buffers())):
+        return self
+    moved: torch.nn.Module = original_attribute(torch.nn.Module, "to")(self, *args, **kwargs)
+    return moved

@@ -27,7 +27,6 @@ from exportkit.patching.grids import grids_in_graph, has_encoder_of_grids
 from exportkit.patching.kept_keys import keeps_strongest_keys, traced_kept_keys
 from exportkit.patching.library_patches import library_patches
 from exportkit.patching.lightning import has_lightning_attention, traced_lightning_attention
-from exportkit.patching.listed_experts import has_listed_experts, traced_listed_experts
 from exportkit.patching.lists import lists_of_one
 from exportkit.patching.packed_attention import has_packed_attention, masked_segments
 from exportkit.patching.padded_images import has_padded_images, padded_images
@@ -62,7 +61,6 @@ class Rule:
 RULES = (
     Rule("sliding windows of symbolic length", has_windows, traced_windows),
     Rule("experts as batched matrix products", has_experts, batched_experts),
-    Rule("each expert run on the tokens that chose it", has_listed_experts, traced_listed_experts),
     Rule("encoder states projected as far as uncached", has_cross_cache, masks_of_states, with_uncached_states),
     Rule("token types read while the cache is empty", asks_for_first_call, always_first, with_first_types),
     Rule("selective scan as one loop operator", has_selective_scan, traced_selective_scan),

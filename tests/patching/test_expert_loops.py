@@ -29,6 +29,9 @@ class Loop(torch.nn.Module):
         return result
 
 
+RULE = "loops over the chosen experts as loops over all"
+
+
 def exported_of(model):
     observer = exportkit.InputObserver()
     with torch.no_grad(), observer(model.eval()):
@@ -42,7 +45,7 @@ def test_every_expert_is_in_the_graph_whichever_were_chosen(spare, tmp_path):
     torch.manual_seed(0)
     model = Loop(spare)
     exported = exported_of(model)
-    assert "loops over the chosen experts as loops over all" in exported.plan.findings[-1].text
+    assert RULE in exported.captured.rules
     onnx = exported.to_onnx(tmp_path / "model.onnx")
     assert isinstance(onnx, OnnxModel)
     assert onnx.verify().ok
@@ -80,3 +83,45 @@ def test_a_model_with_a_loop_of_its_own_over_experts_generates(tmp_path):
     model = with_larger_weights(DbrxForCausalLM(config), 1.5)
     exported = exportkit.export(model, observed(model, {"input_ids": ids(7, 1)}, tokens=3))
     assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
+
+
+def switch(capacity=64):
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+    config = SwitchTransformersConfig(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, num_experts=4,
+        num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, expert_capacity=capacity,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return SwitchTransformersForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("capacity", [1, 64])
+def test_experts_compute_the_same_under_their_rule(capacity):
+    model, inputs = switch(capacity), {"input_ids": ids(9), "decoder_input_ids": ids(5)}
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        with loops_over_all(model):
+            under_rule = model(**inputs).logits
+    assert torch.allclose(plain, under_rule, atol=1e-6)
+
+
+def test_casts_that_change_something_are_still_made():
+    linear = torch.nn.Linear(2, 2)
+    with loops_over_all(linear):
+        assert linear.to(torch.float32) is linear
+        assert linear.to(torch.float64).weight.dtype is torch.float64
+        assert linear.to("cpu", torch.float32).weight.dtype is torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.runtime
+@pytest.mark.parametrize("capacity", [2, 64])
+def test_one_graph_serves_any_choice_of_experts(capacity, tmp_path):
+    model, observer = switch(capacity), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model.generate(ids(7), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+    exported = exportkit.export(model, observer)
+    assert RULE in exported.captured.rules
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
