@@ -23,7 +23,7 @@ def with_constants(program: torch.export.ExportedProgram) -> torch.export.Export
     module = copy.deepcopy(program.graph_module)
     known = _given(program, module.graph)
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and _depends_on(node, known):
+        if node.op == "call_function" and _depends_on(node, known):
             arguments, options = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
             value = node.target(*arguments, **options)
             if isinstance(value, torch.Tensor):
@@ -47,7 +47,8 @@ def _depends_on(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> bool:
     if not node.all_input_nodes or any(other not in known for other in node.all_input_nodes):
         return False
     target: Any = node.target
-    writes = target._schema.is_mutable and target is not torch.ops.aten.detach_.default
+    schema = getattr(target, "_schema", None)
+    writes = schema is None or (schema.is_mutable and target is not torch.ops.aten.detach_.default)
     return not writes and torch.Tag.nondeterministic_seeded not in target.tags
 
 
