@@ -16,7 +16,7 @@ import sympy
 
 from exportkit import _torch_compat
 from exportkit.arguments import build_arguments, run_eager, solve_sizes, unseen_sizes
-from exportkit.axes import Finding
+from exportkit.axes import Finding, Plan
 from exportkit.errors import ExportError
 from exportkit.export.places import Place, is_model_code
 from exportkit.export.translate import tensor_placeholders
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 # A limit that torch means as none; and the largest one that the model itself is asked about, by running it.
 _UNLIMITED, _ASKED = 2**31, 2048
+_BRANCH = "fixed branch"
 # The smallest size that torch.export allows for.
 _SMALLEST = 2
 
@@ -194,6 +195,11 @@ def audit_sizes(exported: Exported) -> list[Finding]:
     return [*_unique(findings), *branches.values(), *_far_limits(program)]
 
 
+def fixed_branches(plan: Plan) -> list[Finding]:
+    """Returns the findings on decisions by size that a program keeps, though other sizes decide otherwise."""
+    return [finding for finding in plan.findings if finding.kind == _BRANCH]
+
+
 def _promises(program: _Program) -> Iterator[_Promise]:
     plan = program.exported.plan
     for call in program.exported.observation.calls:
@@ -297,4 +303,4 @@ def _branch(guard: _torch_compat.ShapeGuard, promise: _Promise, program: _Progra
         f"the graph keeps what the model decides by size at {guard.file}:{guard.line} ({place.code}), taken for "
         f"{program.named(guard.left)}; {promise.label} decides otherwise. Whether that matters, verify() shows."
     )
-    return Finding("fixed branch", f"{guard.file}:{guard.line}", text)
+    return Finding(_BRANCH, f"{guard.file}:{guard.line}", text)

@@ -129,7 +129,8 @@ class Exported:
 
     def _with_library_patches(self) -> Exported | None:
         """The model traced again with transformers' own export patches; None if it was, or cannot be."""
-        from exportkit.export.make import rule_findings, traced
+        from exportkit.export.findings import rule_findings
+        from exportkit.export.make import traced
 
         if LIBRARY_PATCHES.name in self.captured.rules:
             return None

@@ -14,7 +14,6 @@ import torch
 
 from exportkit.arguments import (
     Arguments,
-    Fills,
     build_arguments,
     choose_sizes,
     find_fills,
@@ -26,12 +25,13 @@ from exportkit.arguments import (
 )
 from exportkit.axes import Finding, Plan
 from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
-from exportkit.export.audit import audit_sizes
+from exportkit.export.audit import audit_sizes, fixed_branches
 from exportkit.export.effects import audit_effects
 from exportkit.export.exported import Exported
 from exportkit.export.extra_outputs import with_outputs
 from exportkit.export.failure import explained
-from exportkit.export.module_state import STATE, WithState, with_module_state
+from exportkit.export.findings import findings_of
+from exportkit.export.module_state import with_module_state
 from exportkit.export.program import capture_somehow
 from exportkit.export.programs import ExportedPrograms
 from exportkit.export.split import split_export, wrong_on_a_cluster
@@ -43,13 +43,13 @@ from exportkit.patching import (
     ALL_EXPERTS,
     FEATURE_ROWS,
     LISTS_OF_ONE,
+    SYMBOLIC_LENGTHS,
     ListingNoted,
     Rule,
     adapted_call,
     applied,
     chunk_size_of,
     matching_rules,
-    swaps_in_force,
 )
 from exportkit.trees import flatten
 
@@ -155,13 +155,7 @@ def one_graph(model: torch.nn.Module, method: str, plan: Plan) -> Exported:
         if cautious is None:
             raise
         exported = traced(model, method, cautious, seconds)
-    findings = [
-        *rule_findings(exported),
-        *_fill_findings(exported.fills),
-        *_mode_findings(model),
-        *_state_findings(model),
-    ]
-    return replace(exported, plan=exported.plan.with_findings(findings))
+    return replace(exported, plan=exported.plan.with_findings(findings_of(exported)))
 
 
 def _with_parts(
@@ -222,10 +216,26 @@ def traced(
         outputs = with_joined_lists(outputs, joined)
         fills = find_fills(plan, plan.calls, model, method)
     about = TRACE_PER_MODULE * sum(1 for _ in model.modules())
+
+    def attempt(with_rules: Sequence[Rule]) -> Exported:
+        captured = capture_somehow(model, method, plan, arguments, outputs, with_rules, joined)
+        exported = Exported(captured, plan, sizes, fills, outputs, model, method, joined, member_rows, seconds)
+        return replace(exported, plan=plan.with_findings([*audit_sizes(exported), *audit_effects(exported)]))
+
     with stage("export", seconds, about):
-        captured = capture_somehow(model, method, plan, arguments, outputs, rules, joined)
-    exported = Exported(captured, plan, sizes, fills, outputs, model, method, joined, member_rows, seconds)
-    return replace(exported, plan=plan.with_findings([*audit_sizes(exported), *audit_effects(exported)]))
+        return _with_lengths_kept(attempt, rules)
+
+
+def _with_lengths_kept(attempt: Callable[[Sequence[Rule]], Exported], rules: Sequence[Rule]) -> Exported:
+    """What an attempt returns; where it takes a length for a number, and need not, that of the one that does not."""
+    exported = attempt(rules)
+    if SYMBOLIC_LENGTHS.name in exported.captured.rules or not fixed_branches(exported.plan):
+        return exported
+    try:
+        again = attempt([SYMBOLIC_LENGTHS, *rules])
+    except ExportError:
+        return exported
+    return again if len(fixed_branches(again.plan)) < len(fixed_branches(exported.plan)) else exported
 
 
 def _without_extended(plan: Plan) -> Plan | None:
@@ -313,35 +323,3 @@ def _rule_for_experts(model: torch.nn.Module, method: str, arguments: Arguments,
             return ALL_BUT_NONE
         raise
     return ALL_EXPERTS
-
-
-def rule_findings(exported: Exported) -> list[Finding]:
-    """Returns what a person should know of the rewrites that were in force, and of classes that were replaced."""
-    swaps = [
-        f"{original.__name__} replaced by {replacement.__name__} ({count} module{'s' if count > 1 else ''})"
-        for original, replacement, count in swaps_in_force(exported.model)
-    ]
-    rewrites = ", ".join((*exported.captured.rules, *swaps))
-    return [Finding("exported with", rewrites, f"exported with: {rewrites}.")] if rewrites else []
-
-
-def _mode_findings(model: torch.nn.Module) -> list[Finding]:
-    if not model.training:
-        return []
-    text = "the model is in training mode: dropout and batch statistics differ from call to call; model.eval() first."
-    return [Finding("training mode", "", text)]
-
-
-def _state_findings(model: torch.nn.Module) -> list[Finding]:
-    if not isinstance(model, WithState):
-        return []
-    text = f"the model keeps its state on its modules; the graph takes it as {STATE} and returns it."
-    return [Finding("module state", STATE, text)]
-
-
-def _fill_findings(fills: Fills) -> list[Finding]:
-    if not fills.unproven:
-        return []
-    calls = ", ".join(map(str, fills.unproven))
-    text = f"calls {calls} lack inputs for which no stand-in gives the same result; the graph does not serve them."
-    return [Finding("missing input", f"calls {calls}", text)]

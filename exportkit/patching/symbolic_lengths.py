@@ -1,7 +1,7 @@
 """Lengths of tensors that stay symbolic where a model asks Python for an int.
 
-``len(tensor)`` and transformers' ``torch_int`` make an int of a symbolic length, which fixes it. Here both names are
-shadowed in the modules of Python that define the model's classes.
+``len(tensor)``, ``int(length)`` and transformers' ``torch_int`` make an int of a symbolic length, which fixes it. Here
+these names are shadowed in the modules of Python that define the model's classes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def symbolic_lengths(model: torch.nn.Module) -> Iterator[None]:
     own = [sys.modules[name] for name in sorted(names) if name.partition(".")[0] not in _LIBRARIES]
     with contextlib.ExitStack() as stack:
         for module in own:
-            shadows = {"len": _length, **({"torch_int": _int} if hasattr(module, "torch_int") else {})}
+            shadows = {"len": _length, "int": _Int, **({"torch_int": _Int} if hasattr(module, "torch_int") else {})}
             stack.enter_context(replaced_attributes(module, shadows))
         yield
 
@@ -35,5 +35,20 @@ def _length(value: Any) -> Any:
     return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else builtins.len(value)
 
 
-def _int(value: Any) -> Any:
-    return value if isinstance(value, torch.SymInt) else int(value)
+class _Symbolic(type):
+    """Makes its class stand for ``int``, which is also a type that values are checked against."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], torch.SymInt | torch.SymFloat):
+            return torch.sym_int(args[0])
+        return builtins.int(*args, **options)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, builtins.int)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, builtins.int)
+
+
+class _Int(builtins.int, metaclass=_Symbolic):
+    pass

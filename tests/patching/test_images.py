@@ -1,5 +1,7 @@
 """Encoders of images: any number of them, grids and sizes that differ, in one graph that equals eager."""
 
+import builtins
+
 import pytest
 import torch
 
@@ -232,6 +234,39 @@ def test_a_length_taken_by_python_is_kept_symbolic(tmp_path):
     assert any("lengths of tensors kept symbolic" in finding.text for finding in exported.plan.findings)
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
+
+
+class Resized(torch.nn.Module):
+    """Rounds the size of an image with ``int``, as models of depth do: torch traces on with the number."""
+
+    def forward(self, images):
+        height, width = images.shape[2:]
+        size = int(height // 4 * 4), int(width * 0.5)
+        assert isinstance(size[0], int | torch.SymInt)
+        return torch.nn.functional.interpolate(images, size=size, mode="bilinear", align_corners=False)
+
+
+def test_a_size_rounded_by_int_is_kept_symbolic(tmp_path):
+    model, observer = Resized(), exportkit.InputObserver()
+    with observer(model):
+        for height, width in ((16, 24), (24, 16)):
+            model(torch.randn(2, 3, height, width))
+    exported = exportkit.export(model, observer)
+    assert exported.captured.rules == ("lengths of tensors kept symbolic",)
+    assert not any(finding.kind == "fixed branch" for finding in exported.plan.findings)
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+
+
+def test_int_is_a_type_still_while_lengths_are_kept():
+    with symbolic_lengths(Resized()):  # this module defines the class, so it is int here, too
+        assert int is not builtins.int
+        assert int("ff", 16) == 255
+        assert type(int(2.5)) is builtins.int
+        assert isinstance(3, int)
+        assert isinstance(3, int | None)
+        assert not isinstance("3", int)
+        assert issubclass(bool, int)
 
 
 class Masked(torch.nn.Module):
