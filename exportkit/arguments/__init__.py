@@ -3,7 +3,7 @@
 from exportkit.arguments.audit import one_size
 from exportkit.arguments.build import Arguments, build_arguments, recorded_call, with_integers_below
 from exportkit.arguments.compare import close, outputs_close, tolerances
-from exportkit.arguments.eager import replayed, run_eager
+from exportkit.arguments.eager import replaced_buffer, replayed, run_eager
 from exportkit.arguments.echoes import value_at
 from exportkit.arguments.missing import (
     Fills,
@@ -50,6 +50,7 @@ __all__ = [
     "recorded_arguments",
     "recorded_call",
     "recorded_dynamic_shapes",
+    "replaced_buffer",
     "replayed",
     "rows_of_members",
     "run_eager",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 
 from exportkit import _torch_compat
-from exportkit.arguments import build_arguments, run_eager, solve_sizes, unseen_sizes
+from exportkit.arguments import build_arguments, replaced_buffer, solve_sizes, unseen_sizes
 from exportkit.axes import Finding, Plan
 from exportkit.errors import ExportError
 from exportkit.export.places import Place, is_model_code
@@ -177,7 +177,7 @@ def audit_sizes(exported: Exported) -> list[Finding]:
         ExportError: if the program allows less than the plan.
     """
     program = _Program(exported)
-    accepted: dict[str, bool] = {}
+    refused: dict[str, str] = {}
     findings = []
     branches: dict[tuple[str, int], Finding] = {}
     for promise in _promises(program):
@@ -185,8 +185,8 @@ def audit_sizes(exported: Exported) -> list[Finding]:
         differing = list(program.branches(promise))
         if refusal is None and not differing:
             continue
-        if not promise.recorded and not _accepts(exported, promise, accepted):
-            findings += [_model_limit(refusal, promise, program)] if refusal is not None else []
+        if not promise.recorded and (why := _why_refused(exported, promise, refused)):
+            findings += [_model_limit(refusal, promise, program, why)] if refusal is not None else []
             continue
         if refusal is not None:
             raise _narrower(refusal, promise, program)
@@ -237,15 +237,15 @@ def _limits(program: _Program) -> Iterator[tuple[tuple[str, dict[str, int]], int
             yield (name, sizes), limit
 
 
-def _accepts(exported: Exported, promise: _Promise, known: dict[str, bool]) -> bool:
-    """Whether the model itself runs at these sizes."""
+def _why_refused(exported: Exported, promise: _Promise, known: dict[str, str]) -> str:
+    """Why the model itself does not run at these sizes as it is; nothing if it does."""
     if promise.label not in known:
         try:
             arguments = build_arguments(exported.plan, exported.observation, promise.sizes)
-            run_eager(exported.model, exported.method, arguments)
-            known[promise.label] = True
+            buffer = replaced_buffer(exported.model, exported.method, arguments)
+            known[promise.label] = f"the model itself makes another {buffer} for more" if buffer else ""
         except Exception:  # whatever the model raises: it refuses these sizes
-            known[promise.label] = False
+            known[promise.label] = "the model itself refuses more"
     return known[promise.label]
 
 
@@ -273,11 +273,11 @@ def _hint(variable: str | None, related: bool, program: _Program) -> str:
     return f'change this line, or promise less: export(model, observer.plan().range("{variable}", ...)).'
 
 
-def _model_limit(refusal: _Narrow, promise: _Promise, program: _Program) -> Finding:
+def _model_limit(refusal: _Narrow, promise: _Promise, program: _Program, why: str) -> Finding:
     path, axis = refusal.axis
     size = program.exported.plan.by_path[path].sizes[axis]
     where = f"axis {axis} of {path} ({size})"
-    text = f"{where}: the graph takes {refusal.takes}; the model itself refuses more ({promise.label})."
+    text = f"{where}: the graph takes {refusal.takes}; {why} ({promise.label})."
     return Finding("limit", f"{path} axis {axis}", text)
 
 

@@ -6,7 +6,7 @@ they would have been made to that. A graph has no memory, so whoever calls it ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -104,16 +104,20 @@ def _replaced(
     holders = {name: (model.get_submodule(module), attribute) for name, (module, attribute) in places.items()}
     before = {name: getattr(*place) for name, place in holders.items()}
     values = {name: tensor.clone() for name, tensor in before.items()}
+    after: dict[str, Any] = {}
+
+    def around(arguments: dict[str, Any], call: Callable[[Mapping[str, Any]], Any]) -> None:
+        call(arguments)
+        after.update({name: getattr(*place) for name, place in holders.items()})
+
     try:
-        run_eager(model, method, Arguments(observation.calls[0].arguments, observation))
-        after = {name: getattr(*place) for name, place in holders.items()}
+        run_eager(model, method, Arguments(observation.calls[0].arguments, observation), around)
         return {n: places[n] for n in places if after[n] is not before[n] or not torch.equal(after[n], values[n])}
     except Exception:
         return {}
     finally:
-        for name, place in holders.items():
-            before[name].copy_(values[name])
-            setattr(*place, before[name])
+        for name, tensor in before.items():
+            tensor.copy_(values[name])
 
 
 def _with_parameter(signature: Signature) -> Signature:

@@ -119,6 +119,30 @@ def test_probing_leaves_buffers_and_random_state_as_they_were():
     assert observer.num_obs() == 1
 
 
+class Noted(torch.nn.Module):
+    """Keeps something of each call on itself, in attributes and in the place of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Buffer(torch.zeros(1))
+        self.calls = 0
+
+    def forward(self, x):
+        self.last, self.calls, self.shape = torch.nn.Buffer(x.sum()[None]), self.calls + 1, x.shape
+        return x * 2
+
+
+def test_probing_leaves_the_attributes_of_modules_as_they_were():
+    model, observer = Noted().eval(), InputObserver()
+    with observer(model):
+        model(torch.randn(3, 4))
+    before = dict(vars(model)), dict(model.named_buffers())
+    observer.plan()
+    assert before[0] == vars(model)
+    assert model.calls == 1
+    assert before[1]["last"] is model.last
+
+
 def test_probing_while_observing_records_nothing():
     model, observer = Added(), InputObserver()
     with observer(model):

@@ -167,3 +167,20 @@ class Table(torch.nn.Module):
 
     def forward(self, x):
         return x + self.positions[: x.shape[1]]
+
+
+class Grown(torch.nn.Module):
+    """Makes its table of positions longer where it is too short, as models with sinusoidal positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.longest = torch.nn.Buffer(self.positions(16)), 16
+
+    @staticmethod
+    def positions(length):
+        return torch.arange(length).float()[:, None] / 16
+
+    def forward(self, x):
+        if x.shape[1] > self.longest:
+            self.table, self.longest = torch.nn.Buffer(self.positions(x.shape[1])), x.shape[1]
+        return x + self.table[: x.shape[1]]

@@ -132,6 +132,20 @@ def test_a_limit_of_the_model_itself_is_a_finding():
     }
 
 
+def test_a_table_that_the_model_makes_longer_is_a_finding_and_stays_as_it_was(tmp_path):
+    model = failing.Grown()
+    table = model.table
+    exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
+    assert findings(exported) == {
+        "limit": "axis 1 of x (x_axis_1): the graph takes at most 16; the model itself makes another table for more "
+        "(x_axis_1 19)."
+    }
+    assert model.table is table
+    assert model.longest == 16
+    assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
+    assert model.table is table
+
+
 def test_a_decision_by_size_that_other_sizes_take_otherwise_is_a_finding():
     model = failing.Odd()
     exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
