@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -257,6 +257,37 @@ def no_op_constants() -> list[Any]:
     except (ImportError, AttributeError):
         return []
     return [value for value in values if {"_abs_tol", "_rel_tol"} <= vars(value).keys()]
+
+
+def decomposition_attributes(kernels: Mapping[Any, Callable[..., Any]]) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the attributes to replace, each with its owner, so that a trace takes operators apart in other ways.
+
+    What torch computes with values is not affected. Seen in torch 2.13.
+
+    Args:
+        kernels: By operator that is made of others, such as ``torch.ops.aten.max_pool1d.default``, a function that
+            computes it.
+    """
+    import torch._decomp
+
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    table = {**_require(torch._decomp, "decomposition_table", "torch 2.13"), **kernels}
+    found: list[tuple[Any, dict[str, Any]]] = [(torch._decomp, {"decomposition_table": table})]
+    for operator, kernel in kernels.items():
+        known = _require(operator, "py_kernels", "torch 2.13")
+        found.append((operator, {"py_kernels": {**known, key: kernel}, "_dispatch_cache": {}}))
+    return found
+
+
+def recurrent_loops() -> dict[Any, Callable[..., Any]]:
+    """Returns by operator how torch takes recurrent layers apart with a loop operator. Seen in torch 2.13."""
+    import torch.export._patches as patches
+
+    aten = torch.ops.aten
+    return {
+        aten.lstm.input: _require(patches, "lstm_while_loop_impl", "torch 2.13"),
+        aten.gru.input: _require(patches, "gru_while_loop_impl", "torch 2.13"),
+    }
 
 
 def with_graph_module(

@@ -23,6 +23,7 @@ from exportkit.export.flat import FlatSignature
 from exportkit.observe import Signature
 from exportkit.observe.recorder import recording_paused
 from exportkit.patching import LIBRARY_PATCHES, LISTS_OF_ONE, STRICT, SYMBOLIC_LENGTHS, Rule, adapted_call, applied
+from exportkit.patching.any_length import operators_at_any_length
 from exportkit.patching.attributes import replaced_attributes
 from exportkit.patching.lists import SYMBOLIC_LENGTH
 from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
@@ -125,6 +126,7 @@ def capture(  # noqa: PLR0917 - one call, seen from all sides
 
     with (
         registered_caches(),
+        operators_at_any_length(),
         applied(rules, model),
         _forward_replaced(model, forward, flat.parameters),
         _quiet(),

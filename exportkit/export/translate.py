@@ -22,6 +22,7 @@ from exportkit.export.constants import with_constants
 from exportkit.export.names import input_names, output_names
 from exportkit.export.program import Captured, without_gradients
 from exportkit.patching import LIBRARY_PATCHES, applied, library_translations
+from exportkit.patching.any_length import operators_at_any_length
 from exportkit.patching.attributes import replaced_attributes
 from exportkit.trees import registered_caches
 
@@ -109,6 +110,7 @@ def _translated(captured: Captured, opset: int | None, with_library: bool) -> to
         _torch_compat.quiet_onnx_export(),
         registered_caches(),
         without_gradients(parameters),
+        operators_at_any_length(),
         contextlib.ExitStack() as stack,
     ):
         for constant in _torch_compat.no_op_constants():  # else the epsilon of a norm may be left out

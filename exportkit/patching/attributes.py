@@ -1,15 +1,14 @@
-"""Replaces attributes of a class or module for a while, and puts back what was there, in any order of leaving."""
+"""Replaces attributes of something for a while, and puts back what was there, in any order of leaving."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 _lock = threading.RLock()
-_Owner = type | ModuleType
+_Owner = Any  # a class, a module of Python, or another object with attributes of its own
 _open: dict[tuple[_Owner, str], list[tuple[object, Any]]] = {}  # who replaced an attribute, and by what, in order
 _originals: dict[tuple[_Owner, str], Any] = {}
 _ABSENT = object()
@@ -27,40 +26,40 @@ def is_open(owner: Any, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def replaced_attributes(cls: _Owner, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Gives a class or module other attributes for the time of a ``with`` block.
+def replaced_attributes(owner: _Owner, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Gives a class, a module or an object other attributes for the time of a ``with`` block.
 
     Blocks may overlap in any order and in several threads: the latest one still open decides, and with the last one the
-    class is as it was.
+    owner is as it was.
     """
     token = object()
     for name, value in attributes.items():
-        _push(cls, name, token, value)
+        _push(owner, name, token, value)
     try:
         yield
     finally:
         for name in attributes:
-            _pop(cls, name, token)
+            _pop(owner, name, token)
 
 
-def _push(cls: _Owner, name: str, token: object, value: Any) -> None:
+def _push(owner: _Owner, name: str, token: object, value: Any) -> None:
     with _lock:
-        if not _open.setdefault((cls, name), []):
-            _originals[cls, name] = vars(cls).get(name, _ABSENT)
-        _open[cls, name].append((token, value))
-        setattr(cls, name, value)
+        if not _open.setdefault((owner, name), []):
+            _originals[owner, name] = vars(owner).get(name, _ABSENT)
+        _open[owner, name].append((token, value))
+        setattr(owner, name, value)
 
 
-def _pop(cls: _Owner, name: str, token: object) -> None:
+def _pop(owner: _Owner, name: str, token: object) -> None:
     with _lock:
-        rest = [entry for entry in _open[cls, name] if entry[0] is not token]
-        _open[cls, name] = rest
+        rest = [entry for entry in _open[owner, name] if entry[0] is not token]
+        _open[owner, name] = rest
         if rest:
-            setattr(cls, name, rest[-1][1])
+            setattr(owner, name, rest[-1][1])
             return
-        del _open[cls, name]
-        original = _originals.pop((cls, name))
+        del _open[owner, name]
+        original = _originals.pop((owner, name))
         if original is _ABSENT:
-            delattr(cls, name)
+            delattr(owner, name)
         else:
-            setattr(cls, name, original)
+            setattr(owner, name, original)
