@@ -20,6 +20,7 @@ from exportkit.export.assertions import without_assertions
 from exportkit.export.complex_pairs import with_complex_as_pairs
 from exportkit.export.constants import with_constants
 from exportkit.export.names import input_names, output_names
+from exportkit.export.onnx_forms import with_onnx_forms
 from exportkit.export.program import Captured, without_gradients
 from exportkit.patching import LIBRARY_PATCHES, applied, library_translations
 from exportkit.patching.any_length import operators_at_any_length
@@ -115,7 +116,7 @@ def _translated(captured: Captured, opset: int | None, with_library: bool) -> to
     ):
         for constant in _torch_compat.no_op_constants():  # else the epsilon of a norm may be left out
             stack.enter_context(replaced_attributes(constant, {"_abs_tol": 0.0, "_rel_tol": 0.0}))
-        source = with_complex_as_pairs(with_constants(without_assertions(captured.program)))
+        source = with_onnx_forms(with_complex_as_pairs(with_constants(without_assertions(captured.program))))
         if extra is None:
             return torch.onnx.export(source, (), verbose=False, opset_version=opset)
         stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))

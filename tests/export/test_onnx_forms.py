@@ -1,0 +1,71 @@
+"""Operators that torch.onnx has no form for, at sizes that vary: what ONNX computes is what torch computes."""
+
+import math
+
+import pytest
+import torch
+
+import exportkit
+
+functional = torch.nn.functional
+
+
+class Computed(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def attended(x):
+    x = x.transpose(1, 2)
+    return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def attended_behind_a_mask(x):
+    x = x.transpose(1, 2)
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+FUNCTIONS = {
+    "masked select": lambda x: x.masked_select(x > 0),
+    "masked select by a mask to broadcast": lambda x: x.masked_select(x[:1] > 0),
+    "median": lambda x: x.median(2),
+    "median, axis kept": lambda x: x.median(1, keepdim=True).values,
+    "k-th value": lambda x: x.kthvalue(3, 2),
+    "cumulative product": lambda x: x.cumprod(1),
+    "cumulative product in double precision": lambda x: x.cumprod(2, dtype=torch.float64),
+    "distances": lambda x: torch.cdist(x, x + 1),
+    "distances in blocks": lambda x: torch.cdist(x, x[:, :2], p=1),
+    "largest distances": lambda x: torch.cdist(x, x[:, :2], p=math.inf),
+    "averages of windows": lambda x: functional.adaptive_avg_pool1d(x, 4),
+    "averages of a plane": lambda x: functional.adaptive_avg_pool2d(x, (3, 5)),
+    "average of all": lambda x: functional.adaptive_avg_pool1d(x, 1),
+    "largest of windows": lambda x: functional.adaptive_max_pool1d(x, 4, return_indices=True),
+    "largest of a plane": lambda x: functional.adaptive_max_pool2d(x[:, None], (3, 5), return_indices=True),
+    "attention without heads": attended,
+    "attention without heads, behind a mask": attended_behind_a_mask,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_onnx_computes_it_at_any_size(name, tmp_path):
+    model, observer = Computed(FUNCTIONS[name]).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, length in ((2, 20), (3, 28)):
+            model(torch.randn(batch, 4, length))
+    report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+
+
+def test_the_traced_program_has_the_operators_of_the_model(tmp_path):
+    model, observer = Computed(FUNCTIONS["median"]).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch in (2, 3):
+            model(torch.randn(batch, 4, 20))
+    exported = exportkit.export(model, observer)
+    exported.to_onnx(tmp_path / "model.onnx")
+    assert torch.ops.aten.median.dim in {node.target for node in exported.program.graph.nodes}
