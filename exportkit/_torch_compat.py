@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -277,6 +278,18 @@ def decomposition_attributes(kernels: Mapping[Any, Callable[..., Any]]) -> list[
         known = _require(operator, "py_kernels", "torch 2.13")
         found.append((operator, {"py_kernels": {**known, key: kernel}, "_dispatch_cache": {}}))
     return found
+
+
+def causal_mask_detection() -> tuple[ModuleType, str]:
+    """Returns the module and the name of the function by which torch's Transformer knows a causal mask.
+
+    Seen in torch 2.13.
+    """
+    import torch.nn.modules.transformer as owner
+
+    name = "_detect_is_causal_mask"
+    _require(owner, name, "torch 2.13")
+    return owner, name
 
 
 def recurrent_loops() -> dict[Any, Callable[..., Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from exportkit.patching.blind_rows import has_square_mask, zeros_for_blind_rows
+from exportkit.patching.causal_hint import has_torch_transformer, masks_as_they_are
 from exportkit.patching.chunks import has_chunk_scan, traced_chunk_scan
 from exportkit.patching.delta_rule import has_delta_rule, traced_delta_rule
 from exportkit.patching.encoder_decoder import has_cross_cache, masks_of_states, with_uncached_states
@@ -75,6 +76,7 @@ RULES = (
     Rule("tiles of images packed by one selection", has_tiles, tiles_in_graph),
     Rule("images selected out of their padding", has_padded_images, padded_images),
     Rule("strongest keys picked at any number of them", keeps_strongest_keys, traced_kept_keys),
+    Rule("masks applied without looking for causal ones", has_torch_transformer, masks_as_they_are),
     Rule("attention of tokens that see nothing is zero", has_square_mask, zeros_for_blind_rows),
 )
 
