@@ -90,6 +90,7 @@ def replaced_buffer(model: torch.nn.Module, method: str, arguments: Arguments) -
 def _modules_kept(model: torch.nn.Module) -> Iterator[None]:
     """Puts back what a model replaces as it runs, attributes and buffers, and the values of batch statistics."""
     tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    tables = [table for table in tables if isinstance(table, dict)]  # a scripted module shows its buffers otherwise
     before = [dict(table) for table in tables]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
     try:

@@ -1,5 +1,9 @@
-"""Models that cannot be exported, each for one reason; they import torch alone."""
+"""Models that cannot be exported, each for one reason; they import torch alone.
 
+A plain ``int`` would be kept symbolic: see exportkit.patching.symbolic_lengths.
+"""
+
+import builtins
 import dataclasses
 
 import torch
@@ -55,7 +59,7 @@ class Fixed(torch.nn.Module):
 
 class Scale(torch.nn.Module):
     def forward(self, x):
-        return x * int(x.shape[1])
+        return x * builtins.int(x.shape[1])
 
 
 class Loop(torch.nn.Module):
@@ -85,7 +89,7 @@ class TakesBoth(torch.nn.Module):
     """Takes a dataclass and a model output, and makes a number of the batch."""
 
     def forward(self, pair, states):
-        count = int(pair.first.shape[0]) if torch.compiler.is_exporting() else 1
+        count = builtins.int(pair.first.shape[0]) if torch.compiler.is_exporting() else 1
         return (pair.first + states.last_hidden_state) * count
 
 

@@ -75,7 +75,7 @@ torch.export could not trace the model: axis 0 of lengths (lengths_axis_0) becam
 FIXED = """\
 torch.export could not trace the model: axis 1 of data.x (data_x_axis_1) became static.
   where: scale (Scale), failing.py:N
-         return x * int(x.shape[1])
+         return x * builtins.int(x.shape[1])
   expected: any size; recorded: 5, 7
   got: only 7, which is the size it was traced with
   hint: int() makes a number of a size: leave x.shape[i] as it is.
