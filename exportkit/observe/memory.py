@@ -38,12 +38,13 @@ class Memory:
         self._lock = threading.Lock()
         self._held = 0
         self._sharers: Counter[int] = Counter()
+        self._uncounted = Share(self, [])
         self._add(held)
 
     def take(self, wanted: Callable[[], Parts]) -> Share | None:
         """Returns a share of as much as is wanted, or None if there is no room for it."""
         if self.limit is None:
-            return Share(self, [])
+            return self._uncounted
         parts = wanted()
         with self._lock:
             self._add(parts)

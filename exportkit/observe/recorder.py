@@ -20,9 +20,9 @@ from exportkit.observe.memory import Memory, Share
 from exportkit.observe.observation import Call, Failure, Observation
 from exportkit.observe.seen import MOST_SHAPES, ShapeCounter
 from exportkit.observe.signature import Signature
-from exportkit.observe.snapshot import Copying, Snapshot, outlined_shapes
+from exportkit.observe.snapshot import Copying, Snapshot, shapes_of
 from exportkit.trees import join, string_type
-from exportkit.trees.outline import Outline
+from exportkit.trees.outline import Outline, Taken, outline, outline_of_call
 from exportkit.trees.outlined import located, outlined_tree, tensor_paths
 
 Method = Callable[..., Any]
@@ -45,13 +45,19 @@ class _Stored(NamedTuple):
     latency: float
 
 
-_paused = threading.local()
+class _Paused(threading.local):
+    """Whether calls of this thread are not recorded; the default stands here, as looking in vain takes long."""
+
+    on = False
+
+
+_paused = _Paused()
 
 
 @contextlib.contextmanager
 def recording_paused() -> Iterator[None]:
     """Lets this thread call an observed model without being recorded: for exportkit's own runs of it."""
-    before = getattr(_paused, "on", False)
+    before = _paused.on
     _paused.on = True
     try:
         yield
@@ -74,7 +80,7 @@ class Recorder:
         self._limit = 0
         self._memory = Memory(None, [])
         self._counts_shapes = True
-        self._counter = ShapeCounter(self._input_paths, lambda outline: tensor_paths(located(outline)))
+        self._counter = ShapeCounter(functools.partial(_input_paths, signature), _output_paths)
         self._calls: dict[int, Call] = {}
         self._known: tuple[tuple[int, ...], Observation] | None = None
         self._reading = threading.Lock()
@@ -150,27 +156,23 @@ class Recorder:
             self._calls[index] = Call(index, arguments, named, stored.outputs.tree(), stored.latency)
         return self._calls[index]
 
-    def _input_paths(self, outline: Outline) -> list[tuple[str, int]]:
-        given = self._signature.bind(*located(outline))
-        return [(join(name, path), number) for name, value in given.items() for path, number in tensor_paths(value)]
-
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``method(*args, **kwargs)``, records what there is room for, and returns what it returned."""
-        if (self._is_full() and not self._counts_shapes) or getattr(_paused, "on", False) or _torch_compat.is_tracing():
+        if (self._is_full() and not self._counts_shapes) or _paused.on or _torch_compat.is_tracing():
             return method(*args, **kwargs)
-        begun = self._begin((args, kwargs))
+        begun = self._begin(args, kwargs)
         if begun is not None:
             return self._store(begun, method, args, kwargs)
         if self._counts_shapes:
             return self._count(method, args, kwargs)
         return method(*args, **kwargs)
 
-    def _begin(self, inputs: Any) -> _Begun | None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
         """Takes a place in the budget and a snapshot of the inputs; None if there is no room, or it cannot be done."""
         index = self._take_place()
         if index is None:
             return None
-        begun: _Begun | None = self._guarded(lambda: self._begun(index, inputs))
+        begun: _Begun | None = self._guarded(lambda: self._begun(index, args, kwargs))
         if begun is None:
             self._give_place()
         return begun
@@ -192,8 +194,8 @@ class Recorder:
     def _is_full(self) -> bool:
         return len(self._stored) + self._running >= self._limit
 
-    def _begun(self, index: int, inputs: Any) -> _Begun | None:
-        copying = Copying(inputs)
+    def _begun(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+        copying = Copying(outline_of_call(args, kwargs))
         large, share = copying.large(), self._room_for(copying)
         return None if share is None else _Begun(index, copying.snapshot(), large, share)
 
@@ -222,7 +224,7 @@ class Recorder:
         return result
 
     def _stored_call(self, begun: _Begun, result: Any, latency: float) -> _Stored | None:
-        copying = Copying(result, begun.large)
+        copying = Copying(outline(result), begun.large)
         if self._room_for(copying) is not None:
             return _Stored(begun.inputs, copying.snapshot(), latency)
         if self._counts_shapes:
@@ -246,10 +248,10 @@ class Recorder:
 
     def _count(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the method and counts the shapes of its inputs, as they were before, and outputs."""
-        inputs = self._guarded(lambda: outlined_shapes((args, kwargs)))
+        inputs = self._guarded(lambda: _outlined(outline_of_call(args, kwargs, keep_values=False)))
         result = method(*args, **kwargs)
         if inputs is not None:
-            self._guarded(lambda: self._counter.count(inputs, outlined_shapes(result)))
+            self._guarded(lambda: self._counter.count(inputs, _outlined(outline(result, keep_values=False))))
         return result
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
@@ -259,3 +261,17 @@ class Recorder:
             with self._lock:
                 self._problems.append(f"{type(error).__name__}: {error}")
             return None
+
+
+def _input_paths(signature: Signature, outline: Outline) -> list[tuple[str, int]]:
+    given = signature.bind(*located(outline))
+    return [(join(name, path), number) for name, value in given.items() for path, number in tensor_paths(value)]
+
+
+def _output_paths(outline: Outline) -> list[tuple[str, int]]:
+    return tensor_paths(located(outline))
+
+
+def _outlined(taken: Taken) -> tuple[Outline, tuple[tuple[int, ...], ...]]:
+    """The structure and the shapes, which is all that is kept of a call whose values are not."""
+    return taken.outline, shapes_of(taken.tensors)

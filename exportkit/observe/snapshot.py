@@ -17,25 +17,23 @@ CUDA graph has addresses in it, and ``record_stream`` does nothing for shared me
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from exportkit import _torch_compat
 from exportkit.observe.memory import Parts
-from exportkit.trees.outline import Outline, outline
+from exportkit.trees.outline import Outline, Taken
 from exportkit.trees.outlined import growing_tensors, located, outlined_tree
 from exportkit.trees.tree import Tree, shape_of
 
 Result = TypeVar("Result")
 
 FEW = 4  # up to here, looking for tensors that are alike costs more than copying each
-SMALL = 2**16  # bytes; up to here, starting a copy costs more than copying
-SAMPLE = 16  # so many tensors of one attribute show how all of them are laid out
-LARGE = 2**20  # bytes; from here on, copying costs more than all else in a call that is recorded
+SAMPLE = 4  # so many tensors of one attribute show how all of them are laid out
+LARGE = 2**15  # bytes; from here on, to copy a tensor takes longer than to share it, and below to share it does
 
 # Types that torch.stack copies as they are; it requantises quantised ones, and does not know some of the rarer ones.
 _STACKED = frozenset(
@@ -114,12 +112,14 @@ class Copying:
     """The copies that are to be made of a value.
 
     Args:
-        value: Any nested value.
+        taken: The outline of any nested value, and the tensors in it.
         inputs: Identities of the large tensors that the model was given; None if this is what it was given.
     """
 
-    def __init__(self, value: Any, inputs: frozenset[int] | None = None) -> None:
-        self.outline, self._tensors, runs = outline(value)
+    __slots__ = ("_apart", "_inputs", "_large", "_shared", "_tensors", "_together", "outline")
+
+    def __init__(self, taken: Taken, inputs: frozenset[int] | None = None) -> None:
+        self.outline, self._tensors, runs = taken
         self._together, self._apart = _grouped(self._tensors, runs)
         self._inputs = inputs
         self._large = _large(self._tensors, self._apart)
@@ -127,7 +127,7 @@ class Copying:
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes of the tensors."""
-        return _shapes(self._tensors)
+        return shapes_of(self._tensors)
 
     def large(self) -> frozenset[int]:
         """Returns the identities of the large tensors."""
@@ -155,7 +155,7 @@ class Copying:
             pairs = zip(_torch_compat.copies_on_write(originals), originals, strict=True)
             pieces.append((self._shared, [_copied(original) if copy is None else copy for copy, original in pairs]))
         if len(self._shared) < len(self._apart):
-            others = sorted(set(self._apart).difference(self._shared))
+            others = sorted(set(self._apart).difference(self._shared)) if self._shared else self._apart
             pieces.append((others, list(map(_copied, _at(others, self._tensors)))))
         return pieces
 
@@ -200,13 +200,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if type(tensor) is torch.Tensor else tensor.detach().clone()
 
 
-def outlined_shapes(value: Any) -> tuple[Outline, tuple[tuple[int, ...], ...]]:
-    """Returns the outline of a value and the shapes of its tensors, and keeps nothing of it."""
-    taken = outline(value, keep_values=False)
-    return taken.outline, _shapes(taken.tensors)
-
-
-def _shapes(tensors: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def shapes_of(tensors: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of tensors."""
     try:
         return tuple([tensor.shape for tensor in tensors])
     except RuntimeError:
@@ -226,8 +221,6 @@ def _plainly(step: Callable[[], Result]) -> Result:
 
 def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Sequence[int]], list[int]]:
     """The positions of tensors that are copied together, and of those that are copied apart."""
-    if len(tensors) <= FEW:
-        return [], list(range(len(tensors)))
     together: list[Sequence[int]] = []
     apart: list[int] = []
     settled: list[range] = []
@@ -239,8 +232,12 @@ def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Seque
         else:
             continue
         settled.append(run)
+    others = _between(settled, len(tensors))
+    if len(others) <= FEW:
+        apart.extend(others)
+        return together, apart
     groups: dict[Any, list[int]] = {}
-    for index in _between(settled, len(tensors)):
+    for index in others:
         tensor = tensors[index]
         if _is_small(tensor) and type(tensor) is torch.Tensor and _is_dense(tensor) and tensor.is_contiguous():
             groups.setdefault((tensor.shape, tensor.dtype), []).append(index)
@@ -254,25 +251,26 @@ def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Seque
     return together, apart
 
 
-def _joined(tensors: list[torch.Tensor], runs: list[range]) -> Iterator[range]:
+def _joined(tensors: list[torch.Tensor], runs: list[range]) -> list[range]:
     """The runs, neighbours as one that begin with tensors of one shape: the keys and the values of a cache."""
-    last = None
+    joined: list[range] = []
     for run in runs:
-        if last is not None and last.stop == run.start and tensors[last.start].shape == tensors[run.start].shape:
-            last = range(last.start, run.stop)
-            continue
-        if last is not None:
-            yield last
-        last = run
-    if last is not None:
-        yield last
+        if joined and joined[-1].stop == run.start and tensors[joined[-1].start].shape == tensors[run.start].shape:
+            joined[-1] = range(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return joined
 
 
-def _between(runs: list[range], end: int) -> Iterator[int]:
+def _between(runs: list[range], end: int) -> list[int]:
     """The positions outside of runs, which come in order."""
-    starts = [0, *(run.stop for run in runs)]
-    stops = [*(run.start for run in runs), end]
-    return itertools.chain.from_iterable(map(range, starts, stops))
+    found: list[int] = []
+    start = 0
+    for run in runs:
+        found.extend(range(start, run.start))
+        start = run.stop
+    found.extend(range(start, end))
+    return found
 
 
 def _are_alike(tensors: list[torch.Tensor]) -> bool:
@@ -292,7 +290,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return _bytes(tensor) <= SMALL and tensor.dtype in _STACKED
+    return _bytes(tensor) < LARGE and tensor.dtype in _STACKED
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:

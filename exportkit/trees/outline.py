@@ -6,9 +6,12 @@ but none of the tensors: these are listed beside it, so that the caller decides 
 
 from __future__ import annotations
 
+import collections
+import functools
+import itertools
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +26,8 @@ NAMESPACE = "exportkit.outline"
 _insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _insertion_order.__enter__()
 
+SHORT = 8  # up to so many leaves, to look at each of them takes less time than to ask optree
+_CONTAINERS = (tuple, list, dict, collections.deque)  # what optree opens by itself; these and classes derived from them
 _state = operator.attrgetter("__dict__")
 TENSOR = object()  # stands where a tensor goes; they are found in the order in which they are filled in
 
@@ -126,6 +131,60 @@ def outline(value: Any, keep_values: bool = True) -> Taken:
     return Taken(Outline(root, tuple(taker.marks)), taker.tensors, taker.runs)
 
 
+def outline_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], keep_values: bool = True) -> Taken:
+    """Returns the outline of ``(args, kwargs)``, and the tensors in it.
+
+    Args:
+        args: What a function is given by position.
+        kwargs: What it is given by name.
+        keep_values: Keep references to objects that are not opened.
+    """
+    leaves = [*args, *kwargs.values()]
+    if _hold_containers(leaves):
+        return outline((args, kwargs), keep_values)
+    taker = _Taker(keep_values)
+    root = taker.opened(leaves, _call_structure(len(args), tuple(kwargs)), taker.leaf)
+    return Taken(Outline(root, tuple(taker.marks)), taker.tensors, taker.runs)
+
+
+def _flattened(value: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Leaves and structure of plain containers; those of a short one with none inside are known without optree."""
+    kind: Any = type(value)
+    if kind is dict and len(value) <= SHORT and set(map(type, value)) == {str}:
+        leaves = list(value.values())
+        if not _hold_containers(leaves):
+            return leaves, _dict_structure(tuple(value))
+    elif (kind is list or kind is tuple) and len(value) <= SHORT and not _hold_containers(value):
+        return list(value), _row_structure(kind, len(value))
+    return optree.tree_flatten(value, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def _hold_containers(leaves: Sequence[Any]) -> bool:
+    return any(map(isinstance, leaves, itertools.repeat(_CONTAINERS)))
+
+
+# A model is given and returns the same structures again and again.
+
+
+@functools.lru_cache(maxsize=256)
+def _call_structure(num_args: int, names: tuple[str, ...]) -> optree.PyTreeSpec:
+    return _structure(((None,) * num_args, dict.fromkeys(names)))
+
+
+@functools.lru_cache(maxsize=256)
+def _dict_structure(names: tuple[str, ...]) -> optree.PyTreeSpec:
+    return _structure(dict.fromkeys(names))
+
+
+@functools.lru_cache(maxsize=256)
+def _row_structure(kind: Any, length: int) -> optree.PyTreeSpec:
+    return _structure(kind([None] * length))
+
+
+def _structure(value: Any) -> optree.PyTreeSpec:
+    return optree.tree_structure(value, none_is_leaf=True, namespace=NAMESPACE)
+
+
 class _Taker:
     """Takes one value apart, and notes what it comes across. This runs in every recorded call, hence the short cuts."""
 
@@ -139,7 +198,11 @@ class _Taker:
 
     def nested(self, value: Any, open_leaf: Callable[[Any], Any]) -> Nested:
         """Opens plain containers; what else is found in them is given to ``open_leaf``."""
-        leaves, structure = optree.tree_flatten(value, none_is_leaf=True, namespace=NAMESPACE)
+        leaves, structure = _flattened(value)
+        return self.opened(leaves, structure, open_leaf)
+
+    def opened(self, leaves: list[Any], structure: optree.PyTreeSpec, open_leaf: Callable[[Any], Any]) -> Nested:
+        """Opens what was found in plain containers of that structure."""
         marks, tensors = self.marks, self.tensors
         marks.append(structure)
         for index, leaf in enumerate(leaves):
