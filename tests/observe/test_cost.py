@@ -1,6 +1,8 @@
 """What an observer keeps, and when it stops: shapes of all calls, limits of calls and of memory."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -289,3 +291,52 @@ def test_shared_memory_counts_once():
 class _ReturnsCache(torch.nn.Module):
     def forward(self, cache):
         return cache
+
+
+@pytest.mark.parametrize("ask", [InputObserver.num_obs, InputObserver.infer_dynamic_shapes, InputObserver.plan])
+def test_values_go_with_their_observer_and_wait_for_no_collection_of_garbage(ask):
+    model, observer = IdsDecoder(), InputObserver()
+    gc.disable()
+    try:
+        with observer(model):
+            for length in (3, 4):
+                model(random_ids(1, 2), past_key_values=random_cache(length))
+        ask(observer)
+        value = weakref.ref(observer.observation.calls[0].tensors()["input_ids"])
+        assert value() is not None
+        del observer
+        assert value() is None
+    finally:
+        gc.enable()
+
+
+class _GrowsCache(torch.nn.Module):
+    def forward(self, cache):
+        for layer in cache.layers:
+            layer.keys = torch.cat([layer.keys, layer.keys[:, :, :1]], dim=2)
+            layer.values = torch.cat([layer.values, -layer.values[:, :, :1]], dim=2)
+        return cache
+
+
+@pytest.mark.parametrize("tokens", [1, 62, 63, 64, 400])  # a tensor of 64 tokens has 32 KiB
+def test_growing_caches_of_any_size_are_recorded_as_they_were(tokens):
+    model, observer, cache = _GrowsCache(), InputObserver(), random_cache(tokens, layers=4)
+    given, returned = [], []
+    with observer(model):
+        for _ in range(3):
+            given.append(_tensors(cache))
+            model(cache)
+            returned.append(_tensors(cache))
+
+    for call, before, after in zip(observer.observation.calls, given, returned, strict=True):
+        _assert_equal(call.tensors().values(), before)
+        _assert_equal(call.outputs.tensors().values(), after)
+
+
+def _tensors(cache):
+    return [tensor.clone() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def _assert_equal(recorded, expected):
+    assert all(map(torch.equal, recorded, expected))
+    assert len(recorded) == len(expected)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from exportkit import make_dynamic_cache, make_encoder_decoder_cache
 from exportkit.observe.snapshot import Copying
 from exportkit.trees import flatten
-from exportkit.trees.outline import outline
+from exportkit.trees.outline import outline, outline_of_call
 from tests.trees.caches import filled, kinds
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
@@ -45,8 +45,8 @@ def containers(children):
     )
 
 
-def assert_alike(value):
-    tree, expected = Copying(outline(value)).snapshot().tree(), flatten(value)
+def assert_alike(value, taken=None):
+    tree, expected = Copying(taken or outline(value)).snapshot().tree(), flatten(value)
     assert tree.paths == expected.paths
     assert tree.tensor_paths == expected.tensor_paths
     assert tree.growing == expected.growing
@@ -60,6 +60,26 @@ def assert_alike(value):
 @given(st.recursive(LEAVES, containers, max_leaves=8))
 def test_nested_values(value):
     assert_alike(value)
+
+
+VALUES = st.recursive(LEAVES, containers, max_leaves=4)
+
+
+@given(st.lists(VALUES, max_size=3).map(tuple), st.dictionaries(st.text("ab c", max_size=3), VALUES, max_size=10))
+def test_arguments_of_a_call(args, kwargs):
+    taken = outline_of_call(args, kwargs)
+    assert_alike((args, kwargs), taken)
+    assert taken.outline.marks == outline((args, kwargs)).outline.marks
+
+
+@given(
+    st.lists(LEAVES, max_size=10),
+    st.sampled_from([list, tuple, lambda items: dict(zip("abcdefghij", items, strict=False))]),
+)
+def test_marks_tell_a_flat_container_as_they_tell_one_inside_another(items, make):
+    value = make(items)
+    alone, inside = outline(value).outline.root, outline([[value]]).outline.root
+    assert alone.structure == inside.structure.child(0).child(0)
 
 
 @pytest.mark.parametrize("kind", kinds())
