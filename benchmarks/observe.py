@@ -6,6 +6,7 @@ with the target beside it. Times are medians of CPU time; memory is measured in 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import math
@@ -47,7 +48,7 @@ class TakesNested(torch.nn.Module):
 def main() -> None:
     torch.set_grad_enabled(False)
     with exportkit.register_flattening_functions(patch_transformers=True):
-        figures = [*stored_calls(), *after_the_budget(), *inference(), depth()]
+        figures = [*stored_calls(), growing_cache(), *after_the_budget(), *inference(), depth()]
     figures += [large_cache(), memory()]
     publish("observe", "Observing: what is added to a call, and what is held", ("exportkit", "torch", "yobx"), figures)
 
@@ -117,6 +118,24 @@ def _stored(
     plain = times.pop("plain")
     added = {name: value - plain for name, value in times.items()}
     return Figure(case, added, "µs", added["exportkit"] / added["torch"], target)
+
+
+def growing_cache() -> Figure:
+    """As when tokens are generated: each call is given other tensors than the one before."""
+    model, filled = GrowsCache(), cache_arguments(LAYERS, 40)
+
+    def block(make: Callable[[], Any] | None) -> float:
+        pairs = [(layer.keys.clone(), layer.values.clone()) for layer in filled["past_key_values"].layers]
+        arguments = {**filled, "past_key_values": exportkit.make_dynamic_cache(pairs)}
+        with contextlib.nullcontext() if make is None else make()(model, store_n_calls=3):
+            return cpu_seconds(lambda: model(**arguments), 3)
+
+    blocks: dict[str, Callable[[], float]] = {"plain": lambda: block(None)}
+    blocks |= {name: lambda make=make: block(make) for name, make in observers().items()}
+    times = _times(blocks, 20)
+    plain = times.pop("plain")
+    added = {name: value - plain for name, value in times.items()}
+    return Figure("stored call, 40 MiB cache that grows in it", added, "µs", added["exportkit"] / added["torch"])
 
 
 def large_cache() -> Figure:

@@ -28,6 +28,7 @@ _SYMBOL = re.compile(r"\b[su]\d+\b")
 # A limit that torch means as none; and the largest one that the model itself is asked about, by running it.
 _UNLIMITED, _ASKED = 2**31, 2048
 _BRANCH = "fixed branch"
+_REFUSES = "the model itself refuses more"
 # The smallest size that torch.export allows for.
 _SMALLEST = 2
 
@@ -185,11 +186,14 @@ def audit_sizes(exported: Exported) -> list[Finding]:
         differing = list(program.branches(promise))
         if refusal is None and not differing:
             continue
-        if not promise.recorded and (why := _why_refused(exported, promise, refused)):
-            findings += [_model_limit(refusal, promise, program, why)] if refusal is not None else []
-            continue
+        why = "" if promise.recorded else _why_refused(exported, promise, refused)
         if refusal is not None:
-            raise _narrower(refusal, promise, program)
+            if not why:
+                raise _narrower(refusal, promise, program)
+            findings.append(_model_limit(refusal, promise, program, why))
+            continue
+        if why == _REFUSES:
+            continue
         for guard in differing:
             branches.setdefault((guard.file, guard.line), _branch(guard, promise, program))
     return [*_unique(findings), *branches.values(), *_far_limits(program)]
@@ -245,7 +249,7 @@ def _why_refused(exported: Exported, promise: _Promise, known: dict[str, str]) -
             buffer = replaced_buffer(exported.model, exported.method, arguments)
             known[promise.label] = f"the model itself makes another {buffer} for more" if buffer else ""
         except Exception:  # whatever the model raises: it refuses these sizes
-            known[promise.label] = "the model itself refuses more"
+            known[promise.label] = _REFUSES
     return known[promise.label]
 
 

@@ -155,6 +155,13 @@ def test_a_decision_by_size_that_other_sizes_take_otherwise_is_a_finding():
     assert "decides otherwise" in text
 
 
+def test_such_a_decision_is_a_finding_also_where_the_model_makes_another_table():
+    model = failing.EvenTable()
+    exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
+    assert "taken for Mod(x_axis_1, 2) != 0; " in findings(exported)["fixed branch"]
+    assert model.table.tolist() == [1] * 6
+
+
 class Passes(torch.nn.Module):
     """Ignores an input, and returns two others as they are."""
 
