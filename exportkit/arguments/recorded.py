@@ -42,7 +42,8 @@ def recorded_dynamic_shapes(
     namer = _namer(observation, dim_names)
 
     def spec_of(path: str) -> dict[int, Any]:
-        return {axis: namer(path, axis) for axis in axes[path]} if axes[path] else {}
+        found = axes[path]
+        return {axis: namer(path, axis) for axis in found} if found else {}
 
     specs = {name: _marked(value, spec_of) for name, value in structure.items()}
     _check_collisions(merged_trees(observation), observation)
@@ -144,18 +145,24 @@ def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str,
 
 def _varying(observation: Observation) -> dict[str, list[int]]:
     growths = growth_of(observation)
-    alike: dict[Any, list[int]] = {}  # most leaves have the shapes of another one
-    found = {}
+    alike: dict[Any, list[int]] = {}
+    found: dict[str, list[int]] = {}
+    last: Any = None
     for path, shapes in shapes_of(observation).items():
-        growth = growths.get(path)
-        key = shapes, id(growth)
-        axes = alike.get(key)
-        if axes is None:
-            if len({len(shape) for shape in shapes if shape is not None}) > 1:
-                call_table(observation, stored_only=True)  # refuses other ranks, and says where they are
-            axes = alike[key] = _varying_axes(shapes, growth)
+        key = shapes, growths.get(path)
+        if key != last:  # most leaves are like the one before, and nearly all like another one
+            last = key
+            if key not in alike:
+                alike[key] = _axes_of(observation, *key)
+            axes = alike[key]
         found[path] = axes
     return found
+
+
+def _axes_of(observation: Observation, shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:
+    if len({len(shape) for shape in shapes if shape is not None}) > 1:
+        call_table(observation, stored_only=True)  # refuses other ranks, and says where they are
+    return _varying_axes(shapes, growth)
 
 
 def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ import torch
 from exportkit.arguments.build import merged_trees
 from exportkit.arguments.shapes import nested_spec
 from exportkit.axes import CallTable, Constant, Leaf
-from exportkit.observe import Observation, SeenShapes
-from exportkit.trees import Growth, join, joined
+from exportkit.observe import Call, Observation, SeenShapes
+from exportkit.trees import Growth, Tree, join, joined
 
 _MOST_FURTHER_CALLS = 100  # with other shapes than the stored ones; more of them would tell nothing new
 
@@ -68,10 +69,18 @@ def growth_of(observation: Observation) -> dict[str, Growth]:
 
 def shapes_of(observation: Observation) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
     """Returns by full path the shapes of a leaf in the stored calls, None where one lacks it."""
-    paths = [path for name, tree in merged_trees(observation).items() for path in joined(name, tree.tensor_paths)]
-    found = [call.shapes() for call in observation.calls]
-    columns = [shapes.values() if list(shapes) == paths else map(shapes.get, paths) for shapes in found]
+    merged = {name: tree for name, tree in merged_trees(observation).items() if tree.tensor_paths}
+    paths = [path for name, tree in merged.items() for path in joined(name, tree.tensor_paths)]
+    columns = [_shapes_in(call, merged, paths) for call in observation.calls]
     return dict(zip(paths, zip(*columns, strict=True), strict=True))
+
+
+def _shapes_in(call: Call, merged: Mapping[str, Tree], paths: list[str]) -> Iterable[tuple[int, ...] | None]:
+    """The shape of each leaf in one call; most calls have them all, in the same order."""
+    trees = [call.arguments[name] for name in merged if name in call.arguments]
+    if [tree.tensor_paths for tree in trees] == [tree.tensor_paths for tree in merged.values()]:
+        return itertools.chain.from_iterable(map(Tree.shapes, trees))
+    return map(call.shapes().get, paths)
 
 
 def _further(observation: Observation, stored: Sequence[Mapping[str, tuple[int, ...]]]) -> list[SeenShapes]:
