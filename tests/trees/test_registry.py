@@ -236,7 +236,7 @@ def test_permanent_registration_by_transformers_is_possible_and_left_alone():
         register_cache_pytrees_for_model(model)
         theirs = dict(nodes)
         with observer(model):
-            model.generate(random_ids(1, 4), max_new_tokens=3, do_sample=False)
+            model.generate(random_ids(1, 4), max_new_tokens=3, min_new_tokens=3, do_sample=False)
         with register_flattening_functions():
             print(all(nodes[cls] is node for cls, node in theirs.items()))
             cache = observer.infer_arguments(1)["past_key_values"]
