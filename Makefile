@@ -49,7 +49,7 @@ lint: $(STAMP)  ## Check style and format with ruff
 	@$(BIN)/ruff format --check $(CODE)
 
 type: $(STAMP)  ## Check types with mypy (strict)
-	@$(BIN)/mypy exportkit/axes exportkit/trees exportkit/arguments
+	@$(BIN)/mypy exportkit/plan exportkit/trees exportkit/arguments exportkit/probing exportkit/peers
 
 docs: $(STAMP)  ## Build the documentation, gallery included, in docs/_build/html
 	@rm -rf docs/_build docs/auto_gallery docs/sg_execution_times.rst  # an old page or an old warning must not hide a new one

@@ -19,7 +19,7 @@ import torch
 
 import exportkit
 from exportkit import Trace, trace_model
-from exportkit.tracing import locate_divergence
+from exportkit.divergence.locate import locate_divergence
 
 ROUNDS = 7
 FAULTY = "model.layers.5.self_attn.o_proj"

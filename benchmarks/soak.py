@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import exportkit
-from exportkit.observe import Observation
+from exportkit.calls.observation import Observation
 
 THREADS = 8
 SHARED = torch.arange(2.0**19)  # large enough to be shared by copy-on-write, and seen by all threads

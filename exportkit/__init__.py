@@ -8,25 +8,38 @@ Example:
     >>> exported = exportkit.export(model, observer)
 """
 
-from exportkit.arguments import Arguments
-from exportkit.axes import Expression, Plan
-from exportkit.capture import OutputRecorder, capture, capture_outputs, merge_with_config_defaults
+from exportkit.arguments.build import Arguments
+from exportkit.calls.observation import Call, Observation
+from exportkit.calls.observer import InputObserver
+from exportkit.divergence.locate import locate_divergence
 from exportkit.errors import ExportkitError
-from exportkit.export import Exported, ExportedPrograms, OnnxModel, OnnxPrograms, export
-from exportkit.export import load_folder as load
-from exportkit.observe import Call, InputObserver, Observation
-from exportkit.patching import (
-    apply_patches,
-    check_patch,
+from exportkit.folder.folder import load_folder as load
+from exportkit.module_outputs.context import capture
+from exportkit.module_outputs.decorate import capture_outputs
+from exportkit.module_outputs.defaults import merge_with_config_defaults
+from exportkit.module_outputs.specs import OutputRecorder
+from exportkit.module_traces.debugger import model_addition_debugger_context
+from exportkit.module_traces.record import trace_model
+from exportkit.module_traces.trace import Trace
+from exportkit.onnx_files.onnx_model import OnnxModel
+from exportkit.onnx_files.onnx_programs import OnnxPrograms
+from exportkit.plan.expression import Expression
+from exportkit.plan.plan import Plan
+from exportkit.programs.exported import Exported
+from exportkit.programs.make import export
+from exportkit.programs.programs import ExportedPrograms
+from exportkit.proof.report import Report
+from exportkit.report.progress import show_progress
+from exportkit.skips import scan_skipped_tests
+from exportkit.swapping.check import check_patch
+from exportkit.swapping.mapping import (
     clear_patch_mapping,
     get_patch_mapping,
-    patch_output_recorders,
     register_patch_mapping,
     unregister_patch_mapping,
 )
-from exportkit.report.progress import show_progress
-from exportkit.skips import scan_skipped_tests
-from exportkit.tracing import Trace, locate_divergence, model_addition_debugger_context, trace_model
+from exportkit.swapping.recorders import patch_output_recorders
+from exportkit.swapping.swap import apply_patches
 from exportkit.trees import (
     make_dynamic_cache,
     make_encoder_decoder_cache,
@@ -34,7 +47,6 @@ from exportkit.trees import (
     register_flattening_functions,
     string_type,
 )
-from exportkit.verify import Report
 
 __version__ = "0.1.0"
 

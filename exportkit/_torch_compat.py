@@ -144,7 +144,7 @@ _copy_on_write_lock = threading.Lock()
 def copies_on_write(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Returns copies that share memory until either is written, None where torch has none. Seen in torch 2.13.
 
-    The one that is written, or asked for its address, moves to memory of its own: tests/observe/test_snapshot.py shows
+    The one that is written, or asked for its address, moves to memory of its own: tests/calls/test_snapshot.py shows
     what that means for those who hold the memory by other ways.
     """
     clone = getattr(torch, "_lazy_clone", None)

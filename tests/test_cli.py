@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import exportkit
 from exportkit import cli
 from exportkit.errors import ExportError
-from exportkit.scenarios import Case
-from exportkit.verify import Row
+from exportkit.examples import Case
+from exportkit.proof.report import Row
 from tests import models
 
 COMMANDS = ["demo", "export", "verify", "report", "scan-skips"]
@@ -315,7 +315,7 @@ class TestWrongInput:
         def interrupted(_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("exportkit.scenarios.checkpoint.load_case", interrupted)
+        monkeypatch.setattr("exportkit.examples.checkpoint.load_case", interrupted)
         result = run("export", "model", "--out", tmp_path)
         assert result.exit_code == 130
         assert result.stdout == ""
@@ -339,7 +339,7 @@ class TestDemo:
             yield Case("idle", "never called", model, lambda: None)
             yield Case("busy", "two batches", model, lambda: [model(torch.ones(n, 6)) for n in (2, 4)])
 
-        monkeypatch.setattr("exportkit.scenarios.demo.demo_cases", cases)
+        monkeypatch.setattr("exportkit.examples.demo.demo_cases", cases)
         result = run("demo")
         assert (result.exit_code, last_line(result)) == (1, "not proven: idle")
         assert "idle (never called): No inputs were captured." in result.stdout
@@ -348,7 +348,7 @@ class TestDemo:
     def test_json_is_one_document(self, monkeypatch):
         model = models.Classifier().eval()
         case = Case("busy", "one batch", model, lambda: model(torch.ones(2, 6)))
-        monkeypatch.setattr("exportkit.scenarios.demo.demo_cases", lambda: [case])
+        monkeypatch.setattr("exportkit.examples.demo.demo_cases", lambda: [case])
         result = run("demo", "--json")
         found = json.loads(result.stdout)
         assert (result.exit_code, found["ok"]) == (0, True)
@@ -358,7 +358,7 @@ class TestDemo:
     def test_a_difference_exits_with_1(self, monkeypatch):
         model = models.Classifier().eval()
         case = Case("busy", "one batch", model, lambda: model(torch.ones(2, 6)))
-        monkeypatch.setattr("exportkit.scenarios.demo.demo_cases", lambda: [case])
+        monkeypatch.setattr("exportkit.examples.demo.demo_cases", lambda: [case])
         result = run("demo")
         assert (result.exit_code, last_line(result)) == (1, "not proven: busy")
         assert "busy (one batch): recorded call 0: differs, logits: 0.5 off" in result.stdout

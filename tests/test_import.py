@@ -1,6 +1,7 @@
-"""Qualities of the package as a whole: what importing it costs, what it offers, and which way its parts depend."""
+"""Qualities of the package as a whole: what importing it costs, what it offers, and which way its imports go."""
 
 import ast
+import graphlib
 import pkgutil
 import re
 import subprocess
@@ -11,103 +12,102 @@ import exportkit
 
 ROOT = Path(exportkit.__file__).parent
 
-# Each stage may import those before it; axes is the reasoning alone. What stands beside the line knows nothing of it.
-STAGES = [
+# In the order of the data flow: a room imports only rooms that stand before it, wherever the import statement stands.
+ROOMS = [
     "errors",
     "_torch_compat",
     "trees",
-    "patching",
-    "capture",
-    "tracing",
-    "observe",
-    "axes",
+    "plan",
+    "calls",
+    "rewrites",
+    "module_outputs",
     "arguments",
-    "export",
-    "verify",
+    "running",
+    "swapping",
+    "module_traces",
+    "probing",
+    "programs",
+    "onnx_files",
+    "proof",
+    "divergence",
+    "folder",
+    "peers",
+    "skips",
     "report",
+    "__init__",
+    "examples",
+    "commands",
+    "cli",
 ]
-# Doors to later stages: what a user calls on an early value and what is imported when it is called.
-DOORS = {"observe/observer.py", "export/onnx_model.py", "export/onnx_programs.py", "export/exported.py"}
-# Beside the line, on top of it: they may import all of it, and nothing of it imports them.
-BESIDE = ["scenarios", "skips", "commands", "cli"]
 
 PRIVATE = re.compile(r"(torch|transformers|onnx|onnxscript)\.(\w+\.)*_[a-z]")
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
 
-def _stage(file):
-    """The stage, or what else the package has at its top level, that a file or module belongs to."""
-    return file.replace(".", "/").removesuffix("/py").split("/")[0]
+def _room(module):
+    """The folder or file at the top level of the package that a module belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def _name(file):
+    return ".".join(["exportkit", *file.removesuffix(".py").split("/")]).removesuffix(".__init__")
+
+
+MODULES = {_name(file): file for file in FILES}
 
 
 def _imports(file):
-    """Yields (module, whether it is imported with the file) for each import in it, less those for types only."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-
-    def visit(node, at_once):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-                continue
-            if isinstance(child, ast.Import):
-                yield from ((alias.name, at_once) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"{file} has a relative import"
-                if child.module == "exportkit":
-                    yield from ((f"exportkit.{alias.name}", at_once) for alias in child.names)
-                else:
-                    yield child.module, at_once
-            else:
-                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-                yield from visit(child, at_once and not inside)
-
-    yield from visit(tree, True)
+    """Every module that a file imports, also inside functions and for types only."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in MODULES else node.module)
+    return found
 
 
-def _own_imports(file, at_once):
-    """The other parts of the package that a file imports, with the file or when a function of it is called."""
-    own = {
-        module.removeprefix("exportkit.") for module, now in _imports(file) if now is at_once if "exportkit." in module
+def _own_imports(file):
+    return {module for module in _imports(file) if module in MODULES and MODULES[module] != file}
+
+
+def test_every_room_has_its_place():
+    assert {_room(module) for module in MODULES} == set(ROOMS)
+
+
+def test_no_import_goes_upwards():
+    upward = {
+        (file, imported)
+        for module, file in MODULES.items()
+        for imported in _own_imports(file)
+        if ROOMS.index(_room(imported)) > ROOMS.index(_room(module))
     }
-    return {_stage(module) for module in own} - {_stage(file)}
+
+    assert upward == set()
 
 
-def _before(file):
-    return set(STAGES[: STAGES.index(_stage(file))])
+def test_no_files_import_each_other_in_a_circle():
+    graph = {module: _own_imports(file) for module, file in MODULES.items()}
+    order = graphlib.TopologicalSorter(graph)
 
-
-STAGE_FILES = [file for file in FILES if _stage(file) in STAGES]
-
-
-def test_every_part_has_its_place():
-    assert {_stage(file) for file in FILES} == {*STAGES, *BESIDE, "__init__"}
-
-
-def test_stages_import_only_stages_before_them():
-    wrong = {file: _own_imports(file, at_once=True) - _before(file) for file in STAGE_FILES}
-
-    assert {file: names for file, names in wrong.items() if names} == {}
-
-
-def test_only_doors_open_to_later_stages():
-    later = {file: _own_imports(file, at_once=False) - _before(file) for file in STAGE_FILES}
-
-    assert {file for file, names in later.items() if names} == DOORS
-    assert not set.union(*later.values()) & set(BESIDE)
+    order.prepare()  # raises CycleError, which names the circle
 
 
 def test_reasoning_imports_nothing_but_the_standard_library():
-    files = [file for file in FILES if _stage(file) == "axes"]
-    modules = {module for file in files for module, _ in _imports(file)}
-    own = {_stage(module.removeprefix("exportkit.")) for module in modules if module.startswith("exportkit.")}
+    modules = {module for file in FILES if _room(_name(file)) == "plan" for module in _imports(file)}
 
     assert {module.split(".")[0] for module in modules} - sys.stdlib_module_names <= {"exportkit"}
-    assert own <= {"axes", "errors"}
+    assert {_room(module) for module in modules & set(MODULES)} <= {"plan", "errors"}
 
 
 def test_private_names_of_torch_are_used_in_one_file_only():
     for file in FILES:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        names = {module for module, _ in _imports(file)}
+        names = _imports(file)
         names |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         private = {name for name in names if PRIVATE.match(name)}
         assert not private or file == "_torch_compat.py", (file, private)

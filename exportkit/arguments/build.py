@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from exportkit.arguments.tensors import integers_below, marked, padded, resize, with_tokens
-from exportkit.axes import Blocks, Plan, needed_tokens, tokens_fit
+from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
-from exportkit.observe import Observation
+from exportkit.plan.placeholder import Blocks, needed_tokens, tokens_fit
+from exportkit.plan.plan import Plan
 from exportkit.trees import Tree, check_opened, join, set_stored_length
 
 

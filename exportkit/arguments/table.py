@@ -10,8 +10,10 @@ import torch
 
 from exportkit.arguments.build import merged_trees
 from exportkit.arguments.shapes import nested_spec
-from exportkit.axes import CallTable, Constant, Leaf
-from exportkit.observe import Call, Observation, SeenShapes
+from exportkit.calls.observation import Call, Observation
+from exportkit.calls.seen import SeenShapes
+from exportkit.plan.plan import Constant
+from exportkit.plan.table import CallTable, Leaf
 from exportkit.trees import Growth, Tree, join, joined
 
 _MOST_FURTHER_CALLS = 100  # with other shapes than the stored ones; more of them would tell nothing new

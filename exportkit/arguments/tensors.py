@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from exportkit.axes import Blocks, Marker, place_blocks
+from exportkit.plan.placeholder import Blocks, Marker, place_blocks
 
 _MASK_VALUES = 2
 

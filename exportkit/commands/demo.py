@@ -24,7 +24,7 @@ from exportkit.commands.shared import (
     stdout,
 )
 from exportkit.errors import ExportkitError
-from exportkit.export import require_onnxruntime
+from exportkit.running.session import require_onnxruntime
 
 
 def demo(
@@ -40,7 +40,7 @@ def demo(
 
     Exits with 0 if all are proven, 1 if one is not, 2 for wrong use.
     """
-    from exportkit.scenarios.demo import demo_cases
+    from exportkit.examples.demo import demo_cases
 
     with quiet_libraries(), tempfile.TemporaryDirectory() as unkept:
         with exit_on_error(BAD_INPUT):

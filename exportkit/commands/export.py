@@ -20,9 +20,11 @@ from exportkit.commands.shared import (
     progress,
     quiet_libraries,
 )
-from exportkit.export import OnnxModel, OnnxPrograms, require_onnxruntime
-from exportkit.export.folder import REPORT_JSON, REPORT_TEXT, check_folder
-from exportkit.export.translate import check_destination
+from exportkit.folder.folder import REPORT_JSON, REPORT_TEXT, check_folder
+from exportkit.onnx_files.onnx_model import OnnxModel
+from exportkit.onnx_files.onnx_programs import OnnxPrograms
+from exportkit.onnx_files.translate import check_destination
+from exportkit.running.session import require_onnxruntime
 
 
 def export(
@@ -45,7 +47,7 @@ def export(
 
     Exits with 0 if the result is proven, 1 if it is not, 2 for wrong use.
     """
-    from exportkit.scenarios.checkpoint import load_case
+    from exportkit.examples.checkpoint import load_case
 
     to_file = out.suffix == ".onnx"
     with quiet_libraries():

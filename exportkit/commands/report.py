@@ -10,13 +10,13 @@ import typer
 
 from exportkit.commands.shared import BAD_INPUT, AsJson, Debug, exit_on_error, print_json
 from exportkit.errors import DestinationError
-from exportkit.export.folder import MANIFEST, PAGE
+from exportkit.folder.folder import MANIFEST, PAGE
+from exportkit.module_traces.files import INDEX
 from exportkit.report import write_page
 from exportkit.report.export import export_page
 from exportkit.report.trace import trace_page
 from exportkit.skips.page import folder_page
 from exportkit.skips.result import ALL_TESTS_FILE
-from exportkit.tracing.files import INDEX
 
 # The file that tells what a folder holds, and what makes the page of such a folder.
 _PAGES: Mapping[str, Callable[[Path], str]] = {MANIFEST: export_page, INDEX: trace_page, ALL_TESTS_FILE: folder_page}

@@ -12,7 +12,7 @@ from typing import Any
 import exportkit
 from exportkit.commands.shared import progress, stderr
 from exportkit.errors import ExportkitError
-from exportkit.scenarios import Case
+from exportkit.examples import Case
 
 
 class Run:

@@ -14,9 +14,10 @@ import typer
 
 from exportkit.commands.shared import BAD_INPUT, NOT_PROVEN, AsJson, exit_on_error, quiet_libraries, stdout
 from exportkit.errors import DestinationError, InvalidRequestError
+from exportkit.examples.checkpoint import load_case
+from exportkit.module_traces.record import trace_model
+from exportkit.module_traces.trace import Trace
 from exportkit.report.comparison import comparison_page
-from exportkit.scenarios.checkpoint import load_case
-from exportkit.tracing import Trace, trace_model
 
 
 def trace(

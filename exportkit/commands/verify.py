@@ -9,7 +9,7 @@ import typer
 
 import exportkit
 from exportkit.commands.shared import BAD_INPUT, NOT_PROVEN, AsJson, Debug, exit_on_error, progress, quiet_libraries
-from exportkit.export import require_onnxruntime
+from exportkit.running.session import require_onnxruntime
 
 
 def verify(
@@ -28,7 +28,7 @@ def verify(
 
     Exits with 0 if the result is proven, 1 if it is not, 2 for wrong use, such as a missing or changed file.
     """
-    from exportkit.scenarios.checkpoint import load_case
+    from exportkit.examples.checkpoint import load_case
 
     with quiet_libraries(), exit_on_error(BAD_INPUT, debug):
         require_onnxruntime()

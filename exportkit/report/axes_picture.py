@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from exportkit.axes import Plan
-from exportkit.axes.text import alike_leaves
+from exportkit.plan.plan import Plan
+from exportkit.plan.text import alike_leaves
 
 _COLOURS = 8  # that the page has, as --c0 to --c7
 _LETTER, _PAD, _HEIGHT, _GAP = 7.9, 10, 26, 3  # of a cell, in pixels: width of a character, margins

@@ -9,9 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from exportkit.module_traces.comparison import Comparison, TensorRow
 from exportkit.report.render import difference, render
-from exportkit.tracing import Comparison
-from exportkit.tracing.comparison import TensorRow
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 960, 300, 60, 30
 # Errors below are drawn at the lower edge; exact ones, too.

@@ -15,12 +15,12 @@ from typing import Any
 
 from jinja2 import UndefinedError
 
-from exportkit.axes import Plan
-from exportkit.axes.text import alike_leaves, seen_shapes
 from exportkit.errors import ExportkitError
-from exportkit.export.folder import REPORT_JSON, read_manifest
-from exportkit.export.manifest import damaged, inside
-from exportkit.export.programs import Split
+from exportkit.folder.folder import REPORT_JSON, read_manifest
+from exportkit.folder.manifest import damaged, inside
+from exportkit.plan.plan import Plan
+from exportkit.plan.text import alike_leaves, seen_shapes
+from exportkit.programs.programs import Split
 from exportkit.report.axes_picture import input_pictures, variable_pictures
 from exportkit.report.render import count, render, seconds, size
 

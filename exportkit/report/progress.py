@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from exportkit.export.stages import watched_by
+from exportkit.programs.stages import watched_by
 
 if TYPE_CHECKING:
     from rich.console import Console

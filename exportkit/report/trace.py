@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from exportkit.module_traces.records import ModuleCall, TensorRecord
+from exportkit.module_traces.trace import Trace
 from exportkit.report.render import render
-from exportkit.tracing import ModuleCall, TensorRecord, Trace
 
 _MOST_CALLS = 3000
 

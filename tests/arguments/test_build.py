@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import exportkit
-from exportkit.arguments import build_arguments, choose_sizes
+from exportkit.arguments.build import build_arguments
+from exportkit.plan.sizes import choose_sizes
 
 
 class Anything(torch.nn.Module):

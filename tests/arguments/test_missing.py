@@ -3,7 +3,7 @@
 import torch
 
 from exportkit import InputObserver
-from exportkit.arguments import fill_missing, find_fills, solve_sizes
+from exportkit.probing.missing import fill_missing, find_fills, solve_sizes
 
 
 class Optional(torch.nn.Module):

@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import exportkit
-from exportkit.arguments import build_arguments, plan_calls
+from exportkit.arguments.build import build_arguments
 from exportkit.arguments.tensors import with_tokens
-from exportkit.axes import Placeholder, needed_tokens, tokens_fit
 from exportkit.errors import ArgumentError
+from exportkit.plan.placeholder import Placeholder, needed_tokens, tokens_fit
+from exportkit.probing.planning import plan_calls
 from tests.models import Captioner
 
 TOKENS = torch.tensor([[1, 7, 7, 3, 4], [1, 7, 7, 5, 6]])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.arguments import as_simplified, value_at
-from exportkit.arguments.simplify import simplify_calls
+from exportkit.probing.echoes import value_at
+from exportkit.probing.simplify import as_simplified, simplify_calls
 from tests.models import Captioner
 
 TOKENS = torch.tensor([[1, 7, 7, 3, 4], [1, 7, 7, 5, 6]])

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exportkit.arguments import choose_sizes, unseen_sizes
-from exportkit.axes import CallTable, Leaf, infer_plan
 from exportkit.errors import ArgumentError
+from exportkit.plan.infer import infer_plan
+from exportkit.plan.sizes import choose_sizes, unseen_sizes
+from exportkit.plan.table import CallTable, Leaf
 
 
 def leaf(path, *shapes, dtype="float32", growing=None):
@@ -74,7 +75,7 @@ def test_sizes_that_cannot_be_distinct_are_an_error_with_a_hint():
 
 
 def test_failing_to_find_sizes_says_what_was_asked(monkeypatch):
-    monkeypatch.setattr("exportkit.arguments.sizes._SEARCH_LIMIT", 0)
+    monkeypatch.setattr("exportkit.plan.sizes._SEARCH_LIMIT", 0)
     with pytest.raises(ArgumentError, match="No distinct sizes were found") as caught:
         choose_sizes(decoder_plan())
     assert "greater than 1" in str(caught.value)

@@ -3,7 +3,8 @@
 import torch
 
 import exportkit
-from exportkit.arguments import find_fills, plan_calls
+from exportkit.probing.missing import find_fills
+from exportkit.probing.planning import plan_calls
 
 
 def observed(model, *calls):

@@ -8,8 +8,8 @@ from rich.console import Console
 
 import exportkit
 from exportkit.errors import ExportError
-from exportkit.export.stages import stage, watched_by
-from tests.export.failing import Positive
+from exportkit.programs.stages import stage, watched_by
+from tests.programs.failing import Positive
 
 
 def observed():

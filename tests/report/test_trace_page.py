@@ -10,7 +10,7 @@ from exportkit.errors import TraceError
 from exportkit.report.comparison import comparison_page
 from exportkit.report.export import export_page
 from exportkit.report.trace import trace_page
-from tests.export.test_programs import OtherStart
+from tests.programs.test_programs import OtherStart
 from tests.report.pages import check_page
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exportkit import make_dynamic_cache, make_encoder_decoder_cache
-from exportkit.observe.snapshot import Copying
+from exportkit.calls.snapshot import Copying
 from exportkit.trees import flatten
 from exportkit.trees.outline import outline, outline_of_call
 from tests.trees.caches import filled, kinds

@@ -1,0 +1,1 @@
+"""Recorded calls: recording, storing, and saving them."""

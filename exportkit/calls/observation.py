@@ -1,0 +1,233 @@
+"""Calls as they were seen: a `Call` is one record of inputs, outputs and latency, an `Observation` holds many.
+
+In come the recorder's snapshots; out go frozen values that the later stages read. Nothing here knows what varies.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from exportkit.calls.seen import SeenShapes, merged_shapes
+from exportkit.calls.signature import Signature
+from exportkit.errors import NoCallsError, ObservationError
+from exportkit.trees import Tree, flatten, join, joined
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the observed method, with its own outputs and its own latency.
+
+    Attributes:
+        index: Number of the call among those that were stored, in the order in which they began.
+        arguments: What was given, by parameter in signature order; tensors are snapshots taken before the call.
+        named: Parameters that were given by name; the others were given by position.
+        outputs: What the method returned; tensors are snapshots taken right after the call.
+        latency: Duration of the method itself, in seconds.
+    """
+
+    index: int
+    arguments: Mapping[str, Tree]
+    named: frozenset[str]
+    outputs: Tree
+    latency: float
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the input tensors by full path, such as ``past_key_values.layers[0].keys``."""
+        return dict(self._tensors)
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return self._by_path(lambda tree: tree.tensors().values())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the input tensors by full path."""
+        return self._by_path(Tree.shapes)
+
+    def _by_path(self, values_of: Callable[[Tree], Iterable[Made]]) -> dict[str, Made]:
+        found: dict[str, Made] = {}
+        for name, tree in self.arguments.items():
+            found |= zip(joined(name, tree.tensor_paths), values_of(tree), strict=True)
+        return found
+
+    def constants(self) -> dict[str, Any]:
+        """Returns the inputs that are no tensors by full path, ``None`` included."""
+        return {join(name, p): c for name, tree in self.arguments.items() for p, c in tree.constants().items()}
+
+    def has(self, name: str) -> bool:
+        """Returns whether the argument has a leaf other than None in this call."""
+        return name in self.arguments and any(leaf is not None for leaf in self.arguments[name].leaves)
+
+    def values(self) -> dict[str, Any]:
+        """Returns the arguments as nested values that hold the snapshots themselves."""
+        return {name: tree.build() for name, tree in self.arguments.items()}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call that raised: its error, and what came of it is not used."""
+
+    error: str
+    arguments: str
+
+
+@dataclass(frozen=True, repr=False)
+class Observation:
+    """The stored calls of one method, and what went wrong while storing them.
+
+    Attributes:
+        signature: Parameters of the observed method.
+        calls: Calls that returned, in the order in which they began.
+        failures: Calls that raised.
+        problems: What exportkit itself could not do while recording; the model's own calls were not affected.
+        method_name: Name of the observed method.
+        model_name: Class of the observed model.
+        removed: Inputs that the user left out.
+        restored: Inputs that no call had, and that were added since.
+        has_values: Whether the tensors hold the values that were seen; if not, only their shapes and types were.
+        further: Shapes of the calls that returned and are not stored, with the number of calls that had them.
+    """
+
+    signature: Signature
+    calls: tuple[Call, ...]
+    failures: tuple[Failure, ...] = ()
+    problems: tuple[str, ...] = ()
+    method_name: str = "forward"
+    model_name: str = "model"
+    removed: frozenset[str] = frozenset()
+    restored: frozenset[str] = frozenset()
+    has_values: bool = True
+    further: tuple[SeenShapes, ...] = ()
+
+    def __repr__(self) -> str:
+        values = "" if self.has_values else ", shapes only"
+        return f"Observation({self.model_name}.{self.method_name}, {len(self.calls)} calls{values})"
+
+    def require_calls(self) -> None:
+        """Raises NoCallsError if no call was stored, ObservationError if recording failed each time."""
+        if self.calls:
+            return
+        if self.failures:
+            raise ObservationError(
+                "No inputs were captured. Every observed call raised.",
+                where=f"{self.model_name}.{self.method_name}",
+                got=self.failures[0].error,
+                hint="make the model run once before it is exported.",
+            )
+        if self.problems:
+            raise ObservationError(
+                "No inputs were captured. The calls could not be recorded.",
+                where=f"{self.model_name}.{self.method_name}",
+                got=self.problems[0],
+            )
+        raise NoCallsError(
+            "No inputs were captured.",
+            where=f"{self.model_name}.{self.method_name}",
+            hint="run the model inside `with observer(model):`; generate, a pipeline or plain calls will do. Calls "
+            "that torch.compile has compiled pass an observer inside: observe the module that torch.compile returned, "
+            "or run the model uncompiled (without model.compile()).",
+        )
+
+    @functools.cached_property
+    def seen(self) -> tuple[SeenShapes, ...]:
+        """Shapes of all calls that returned, stored or not, with the number of calls that had them."""
+        stored = [
+            SeenShapes(call.shapes(), dict(zip(call.outputs.tensor_paths, call.outputs.shapes(), strict=True)))
+            for call in self.calls
+        ]
+        return merged_shapes([*stored, *self.further])
+
+    def tensor_paths(self) -> list[str]:
+        """Returns the paths of all input tensors of all calls, in signature order, then in order of appearance."""
+        by_name: dict[str, dict[str, None]] = {name: {} for name in self.signature.names}
+        for call in self.calls:
+            for name, tree in call.arguments.items():
+                by_name[name] |= dict.fromkeys(join(name, path) for path in tree.tensor_paths)
+        return [path for paths in by_name.values() for path in paths]
+
+    def completed(self, value_if_missing: Mapping[str | int, Any]) -> Observation:
+        """Returns the same calls, where each argument that a call lacks is taken from ``value_if_missing``."""
+        if not value_if_missing:
+            return self
+        calls = []
+        for call in self.calls:
+            found = dict(call.arguments)
+            for key, value in value_if_missing.items():
+                self._stand_in(found, key, value)
+            ordered = {name: found[name] for name in self.signature.names if name in found}
+            calls.append(replace(call, arguments=ordered))
+        return replace(self, calls=tuple(calls))
+
+    def _stand_in(self, arguments: dict[str, Tree], key: str | int, value: Any) -> None:
+        catch_all = self.signature.var_keyword
+        if catch_all is not None and key not in self.signature.names and isinstance(key, str):
+            extra = arguments[catch_all].build() if catch_all in arguments else {}
+            if extra.get(key) is None:
+                arguments[catch_all] = flatten({**extra, key: value})
+            return
+        name = self.signature.name_of(key)
+        if name not in arguments or all(leaf is None for leaf in arguments[name].leaves):
+            arguments[name] = flatten(value)
+
+    def without(self, names: set[str]) -> Observation:
+        """Returns the same calls without the arguments of these names."""
+        if not names:
+            return self
+        kept = [replace(c, arguments={n: t for n, t in c.arguments.items() if n not in names}) for c in self.calls]
+        further = tuple(shapes.without(names) for shapes in self.further)
+        return replace(self, calls=tuple(kept), removed=self.removed | names, further=further)
+
+    def remembered(self, what: str, make: Callable[[], Made]) -> Made:
+        """Returns ``make()``, which is called once for this observation: what follows from it never changes.
+
+        Args:
+            what: What is made.
+            make: Makes it from this observation alone.
+        """
+        known: dict[str, Any] = vars(self).setdefault("_remembered", {})
+        if what not in known:
+            known[what] = make()
+        made: Made = known[what]
+        return made
+
+    def save(self, directory: str | os.PathLike[str], values: bool = True) -> None:
+        """Writes the observation into a directory, to plan and export elsewhere, without the inputs at hand.
+
+        Args:
+            directory: A new or empty directory, or one that holds an observation, which is replaced.
+            values: Also write the values of the tensors, not only their shapes and types.
+
+        Raises:
+            DestinationError: if the directory cannot be written, or holds something else.
+            ObservationError: if a tensor is of a kind that cannot be written, such as a sparse one.
+            TreeError: if a container is of a class that cannot be found by its name.
+        """
+        from exportkit.calls.storage import save_observation
+
+        save_observation(self, directory, values)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Observation:
+        """Returns the observation that `save` wrote; all tensors are on the CPU.
+
+        Where only shapes were written, the values are made up: ones for integers and booleans, else numbers between
+        0.1 and 1, and `has_values` is False. Constants that JSON cannot hold come back as placeholders.
+
+        Args:
+            directory: The directory.
+
+        Raises:
+            DestinationError: if there is no observation, or a file of it is missing.
+            ObservationError: if a file is damaged, or of another version.
+            TreeError: if a class is not there, for it was not imported or not registered with torch's pytree.
+        """
+        from exportkit.calls.storage import load_observation
+
+        return load_observation(directory)

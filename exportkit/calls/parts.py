@@ -1,0 +1,216 @@
+"""Parts: submodules and methods that run before the model itself, and whose outputs it is given as inputs.
+
+In comes a model that is watched while it runs; out come `Part` values: calls of its image or audio encoder, each as
+an observation of its own, and which of its outputs went into which inputs of the model.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from exportkit.calls.observation import Call, Observation
+from exportkit.calls.recorder import Recorder
+from exportkit.calls.signature import Signature
+from exportkit.calls.standin import Place, attach
+from exportkit.errors import InvalidRequestError, InvalidTypeError, UnknownMethodError
+
+_DEPTH = 3  # steps from the model down to the submodules that are watched by themselves
+_FEATURES = re.compile(r"get_\w+_features")  # what models call a method that returns the features of one modality
+_SUFFIX = ".forward"
+_NUMBERED = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]$")
+
+Wanted = Literal["auto"] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An output of a part that is an input of the model.
+
+    Attributes:
+        source: Path in what the part returns: of a leaf, or of a list of which each element goes to the same place.
+        target: Path in the model's inputs.
+    """
+
+    source: str
+    target: str
+
+    def renamed(self, path: str) -> str | None:
+        """Returns the path in the model's inputs for one in what the part returns; None where it goes nowhere."""
+        rest = path.removeprefix(self.source)
+        return self.target + rest if path.startswith(self.source) and rest[:1] in ("", "[", ".") else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A method that ran outside of the observed one, and fed it.
+
+    Attributes:
+        name: Its name, also that of its file.
+        module: Path of the module inside the model; "" is the model itself.
+        observation: Its calls.
+        edges: Which outputs the model was given.
+    """
+
+    name: str
+    module: str
+    observation: Observation
+    edges: tuple[Edge, ...]
+
+
+class PartWatch:
+    """Records the outermost calls of submodules and methods of a model, while the model's own method does not run.
+
+    Args:
+        model: The model.
+        method_name: Its observed method.
+        wanted: Paths of submodules (``encoder``) or methods (``get_image_features``); "auto" for all that may be one.
+    """
+
+    def __init__(self, model: torch.nn.Module, method_name: str, wanted: Wanted) -> None:
+        self._inside = threading.local()
+        self._root = model, method_name
+        self._is_auto = wanted == "auto"
+        targets = _candidates(model, method_name) if wanted == "auto" else _named(model, wanted)
+        self._listeners = {target: _Outermost(_recorder(*target), self._inside) for target in targets}
+        self._places: list[Place] = []
+
+    def enter(self, store_n_calls: int, max_bytes: int | None) -> None:
+        """Begins to record."""
+        self._places.append(attach(*self._root, _Outermost(None, self._inside)))
+        for (module, method), listener in self._listeners.items():
+            listener.recorder.allow(store_n_calls, max_bytes=max_bytes)
+            self._places.append(attach(module, method, listener))
+
+    def leave(self) -> None:
+        """Ends recording; the model is as it was."""
+        for place in self._places:
+            place.leave()
+        self._places.clear()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What could not be recorded."""
+        return tuple(text for listener in self._listeners.values() for text in listener.recorder.problems)
+
+    def parts(self, observation: Observation) -> dict[str, Part]:
+        """Returns the parts by name: those that ran and, of candidates, fed the model.
+
+        Args:
+            observation: The calls of the model itself.
+        """
+        paths = {id(module): path for path, module in self._root[0].named_modules()}
+        found: dict[str, Part] = {}
+        for (module, method), listener in self._listeners.items():
+            if not listener.recorder.num_calls():
+                continue
+            own = listener.recorder.observation()
+            edges = find_edges(own, observation)
+            if edges or not self._is_auto:
+                name = _name(paths[id(module)], method, found)
+                found[name] = Part(name, paths[id(module)], own, edges)
+        return found
+
+
+class _Outermost:
+    """Passes on to a recorder the calls that no other watched call made."""
+
+    def __init__(self, recorder: Any, inside: threading.local) -> None:
+        self.recorder, self._inside = recorder, inside
+
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(self._inside, "on", False):
+            return method(*args, **kwargs)
+        self._inside.on = True
+        try:
+            return method(*args, **kwargs) if self.recorder is None else self.recorder.call(method, args, kwargs)
+        finally:
+            self._inside.on = False
+
+    def is_spent(self) -> bool:
+        return False
+
+
+def find_edges(part: Observation, whole: Observation) -> tuple[Edge, ...]:
+    """Returns which outputs of a part went into which inputs of the model, as their values show.
+
+    Args:
+        part: Calls of the part.
+        whole: Calls of the model.
+    """
+    edges: dict[Edge, None] = {}
+    for target in whole.tensor_paths():
+        calls = [call for call in whole.calls if target in call.tensors()]
+        sources = (path for call in part.calls for path in call.outputs.tensors())
+        source = next((path for path in dict.fromkeys(sources) if _feeds(part.calls, path, calls, target)), None)
+        if source is not None:
+            edges[_edge(source, target)] = None
+    return tuple(edges)
+
+
+def _edge(source: str, target: str) -> Edge:
+    """The edge between the lists that hold both leaves, where they have one number: lists have any length."""
+    a, b = _NUMBERED.match(source), _NUMBERED.match(target)
+    return Edge(a["list"], b["list"]) if a and b and a["index"] == b["index"] else Edge(source, target)
+
+
+def _feeds(parts: Sequence[Call], source: str, calls: Sequence[Call], target: str) -> bool:
+    """Whether each call was given, at ``target``, what a call of the part returned at ``source``."""
+    made = [tensors[source] for part in parts if source in (tensors := part.outputs.tensors())]
+    return all(any(_equal(tensor, call.tensors()[target]) for tensor in made) for call in calls)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.is_floating_point() and a.numel() > 0 and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _recorder(module: torch.nn.Module, method: str) -> Recorder:
+    return Recorder(Signature.of(getattr(module, method)), method, type(module).__name__)
+
+
+def _candidates(model: torch.nn.Module, method_name: str) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Yields the submodules near the root, and the methods there that return features of a modality."""
+    for path, module in model.named_modules():
+        if path.count(".") >= _DEPTH:
+            continue
+        yield from ((module, name) for name in dir(type(module)) if _FEATURES.fullmatch(name) and name != method_name)
+        if path and type(module).forward is not torch.nn.Module.forward:
+            yield module, "forward"
+
+
+def _named(model: torch.nn.Module, wanted: Sequence[str]) -> Iterator[tuple[torch.nn.Module, str]]:
+    if isinstance(wanted, str) or not all(isinstance(path, str) for path in wanted):
+        raise InvalidTypeError(
+            "Parts are named by their paths in the model.",
+            where="parts",
+            expected='"auto", or a list such as ["encoder", "get_image_features"]',
+            got=repr(wanted),
+        )
+    for path in wanted:
+        owner, _, last = path.removesuffix(_SUFFIX).rpartition(".")
+        module: Any = model
+        try:
+            module = model.get_submodule(owner)
+            found = getattr(module, last)
+        except AttributeError:
+            known = ", ".join(name for name, _ in model.named_modules() if name and name.count(".") < _DEPTH)
+            raise UnknownMethodError(
+                f"{type(model).__name__} has no submodule or method {path!r}.", where="parts", expected=known, got=path
+            ) from None
+        if isinstance(found, torch.nn.Module):
+            yield found, "forward"
+        elif callable(found):
+            yield module, last
+        else:
+            raise InvalidRequestError(f"{path!r} is neither a submodule nor a method.", where="parts", got=repr(found))
+
+
+def _name(path: str, method: str, taken: Mapping[str, Any]) -> str:
+    """``get_image_features`` is the part image_features, the submodule ``model.encoder`` the part encoder."""
+    short = method.removeprefix("get_") if method != "forward" else path.rpartition(".")[2]
+    return short if short not in taken else f"{path.replace('.', '_')}_{short}"

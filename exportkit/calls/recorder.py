@@ -1,0 +1,277 @@
+"""Records calls of one method: inputs before, outputs after, both and the latency as one record.
+
+The observed run is sacred: whatever fails in here is kept as a problem and reported when observing ends, and the
+method returns or raises what it would have without us. While a call runs, only snapshots are taken; the trees with
+their paths are made when somebody asks for the observation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from exportkit import _torch_compat
+from exportkit.calls.memory import Memory, Share
+from exportkit.calls.observation import Call, Failure, Observation
+from exportkit.calls.seen import MOST_SHAPES, ShapeCounter
+from exportkit.calls.signature import Signature
+from exportkit.calls.snapshot import Copying, Snapshot, shapes_of
+from exportkit.trees import join, string_type
+from exportkit.trees.outline import Outline, Taken, outline, outline_of_call
+from exportkit.trees.outlined import located, outlined_tree, tensor_paths
+
+Method = Callable[..., Any]
+
+
+class _Begun(NamedTuple):
+    """What is kept of the inputs while the method runs."""
+
+    number: int
+    inputs: Snapshot
+    large: frozenset[int]
+    share: Share
+
+
+class _Stored(NamedTuple):
+    """One call with its values."""
+
+    inputs: Snapshot
+    outputs: Snapshot
+    latency: float
+
+
+class _Paused(threading.local):
+    """Whether calls of this thread are not recorded; the default stands here, as looking in vain takes long."""
+
+    on = False
+
+
+_paused = _Paused()
+
+
+@contextlib.contextmanager
+def recording_paused() -> Iterator[None]:
+    """Lets this thread call an observed model without being recorded: for exportkit's own runs of it."""
+    before = _paused.on
+    _paused.on = True
+    try:
+        yield
+    finally:
+        _paused.on = before
+
+
+class Recorder:
+    """Collects the calls of one method, from any number of threads and models with the same signature."""
+
+    def __init__(self, signature: Signature, method_name: str, model_name: str) -> None:
+        self._signature, self._method_name, self._model_name = signature, method_name, model_name
+        self._lock = threading.Lock()
+        self._stored: dict[int, _Stored] = {}
+        self._failures: list[Failure] = []
+        self._problems: list[str] = []
+        self._limits: list[str] = []
+        self._running = 0  # calls that hold a place in the budget and have not ended yet
+        self._next_index = 0
+        self._limit = 0
+        self._memory = Memory(None, [])
+        self._counts_shapes = True
+        self._counter = ShapeCounter(functools.partial(_input_paths, signature), _output_paths)
+        self._calls: dict[int, Call] = {}
+        self._known: tuple[tuple[int, ...], Observation] | None = None
+        self._reading = threading.Lock()
+
+    @property
+    def signature(self) -> Signature:
+        """Parameters of the observed method."""
+        return self._signature
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What could not be recorded."""
+        return tuple(self._problems)
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Which limits were reached, so that less was kept than could have been."""
+        overflow = f"More than {MOST_SHAPES} different shapes were seen; further ones are not kept."
+        return (*self._limits, *([overflow] if self._counter.overflowed else []))
+
+    def allow(self, more_calls: int, counts_shapes: bool = True, max_bytes: int | None = None) -> None:
+        """Stores up to ``more_calls`` calls beyond those stored so far, and all in all ``max_bytes`` of values.
+
+        Args:
+            more_calls: How many calls to store with their values.
+            counts_shapes: Count the shapes of further calls.
+            max_bytes: Most memory for the values of all calls stored, those before included.
+        """
+        with self._lock:
+            self._limit = len(self._stored) + more_calls
+            self._counts_shapes = counts_shapes
+            snapshots = [side for call in self._stored.values() for side in (call.inputs, call.outputs)]
+            self._memory = Memory(max_bytes, [part for snapshot in snapshots for part in snapshot.memory()])
+
+    def is_spent(self) -> bool:
+        """Returns whether all calls that are to be stored have ended."""
+        return len(self._stored) >= self._limit
+
+    def num_calls(self) -> int:
+        """Returns how many calls are stored."""
+        return len(self._stored)
+
+    def observation(self) -> Observation:
+        """Returns what was recorded so far."""
+        with self._reading:
+            state = len(self._stored), len(self._failures), len(self._problems), self._counter.total
+            if self._known is None or self._known[0] != state:
+                self._known = state, self._observation()
+            return self._known[1]
+
+    def _observation(self) -> Observation:
+        with self._lock:
+            indices = sorted(self._stored)
+        made = [call for index in indices if (call := self._guarded(functools.partial(self._call, index))) is not None]
+        return Observation(
+            self._signature,
+            tuple(replace(call, index=number) for number, call in enumerate(made)),
+            tuple(self._failures),
+            (*self._problems, *self.limits),
+            self._method_name,
+            self._model_name,
+            further=self._guarded(self._counter.seen) or (),
+        )
+
+    def _call(self, index: int) -> Call:
+        """The call with its trees, which are made once."""
+        if index not in self._calls:
+            stored = self._stored[index]
+            args, kwargs = located(stored.inputs.outline)
+            given = self._signature.bind(args, kwargs)
+            arguments = {name: outlined_tree(value, stored.inputs) for name, value in given.items()}
+            named = frozenset(n for n in given if n in kwargs or n == self._signature.var_keyword)
+            self._calls[index] = Call(index, arguments, named, stored.outputs.tree(), stored.latency)
+        return self._calls[index]
+
+    def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs ``method(*args, **kwargs)``, records what there is room for, and returns what it returned."""
+        if (self._is_full() and not self._counts_shapes) or _paused.on or _torch_compat.is_tracing():
+            return method(*args, **kwargs)
+        begun = self._begin(args, kwargs)
+        if begun is not None:
+            return self._store(begun, method, args, kwargs)
+        if self._counts_shapes:
+            return self._count(method, args, kwargs)
+        return method(*args, **kwargs)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+        """Takes a place in the budget and a snapshot of the inputs; None if there is no room, or it cannot be done."""
+        index = self._take_place()
+        if index is None:
+            return None
+        begun: _Begun | None = self._guarded(lambda: self._begun(index, args, kwargs))
+        if begun is None:
+            self._give_place()
+        return begun
+
+    def _take_place(self) -> int | None:
+        if self._is_full() or _torch_compat.is_capturing():
+            return None
+        with self._lock:
+            if self._is_full():
+                return None
+            self._running += 1
+            self._next_index += 1
+            return self._next_index - 1
+
+    def _give_place(self) -> None:
+        with self._lock:
+            self._running -= 1
+
+    def _is_full(self) -> bool:
+        return len(self._stored) + self._running >= self._limit
+
+    def _begun(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+        copying = Copying(outline_of_call(args, kwargs))
+        large, share = copying.large(), self._room_for(copying)
+        return None if share is None else _Begun(index, copying.snapshot(), large, share)
+
+    def _room_for(self, copying: Copying) -> Share | None:
+        """Takes the memory for a snapshot; where it is not enough, only shapes are kept from there on."""
+        share = self._memory.take(copying.memory)
+        if share is None:
+            with self._lock:
+                self._limit = 0
+                self._limits.append(
+                    f"Values of {len(self._stored)} calls are kept; with the next one they would take more than "
+                    f"{self._memory.limit} bytes (max_bytes), so that only shapes are kept from there on."
+                )
+        return share
+
+    def _store(self, begun: _Begun, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        started = time.perf_counter()
+        try:
+            result = method(*args, **kwargs)
+        except BaseException as error:
+            self._fail(error, args, kwargs)
+            self._end(begun, None)
+            raise
+        latency = time.perf_counter() - started
+        self._end(begun, self._guarded(lambda: self._stored_call(begun, result, latency)))
+        return result
+
+    def _stored_call(self, begun: _Begun, result: Any, latency: float) -> _Stored | None:
+        copying = Copying(outline(result), begun.large)
+        if self._room_for(copying) is not None:
+            return _Stored(begun.inputs, copying.snapshot(), latency)
+        if self._counts_shapes:
+            self._counter.count(
+                (begun.inputs.outline, tuple(begun.inputs.shapes())), (copying.outline, copying.shapes())
+            )
+        return None
+
+    def _end(self, begun: _Begun, stored: _Stored | None) -> None:
+        with self._lock:
+            self._running -= 1
+            if stored is not None:
+                self._stored[begun.number] = stored
+        if stored is None:
+            begun.share.give_back()
+
+    def _fail(self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        text = self._guarded(lambda: string_type(self._signature.bind(args, kwargs), with_shape=True))
+        with self._lock:
+            self._failures.append(Failure(f"{type(error).__name__}: {error}", text or "?"))
+
+    def _count(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the method and counts the shapes of its inputs, as they were before, and outputs."""
+        inputs = self._guarded(lambda: _outlined(outline_of_call(args, kwargs, keep_values=False)))
+        result = method(*args, **kwargs)
+        if inputs is not None:
+            self._guarded(lambda: self._counter.count(inputs, _outlined(outline(result, keep_values=False))))
+        return result
+
+    def _guarded(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except Exception as error:
+            with self._lock:
+                self._problems.append(f"{type(error).__name__}: {error}")
+            return None
+
+
+def _input_paths(signature: Signature, outline: Outline) -> list[tuple[str, int]]:
+    given = signature.bind(*located(outline))
+    return [(join(name, path), number) for name, value in given.items() for path, number in tensor_paths(value)]
+
+
+def _output_paths(outline: Outline) -> list[tuple[str, int]]:
+    return tensor_paths(located(outline))
+
+
+def _outlined(taken: Taken) -> tuple[Outline, tuple[tuple[int, ...], ...]]:
+    """The structure and the shapes, which is all that is kept of a call whose values are not."""
+    return taken.outline, shapes_of(taken.tensors)

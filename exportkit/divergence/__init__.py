@@ -1,0 +1,1 @@
+"""Locates the module where an exported graph begins to differ from the model."""

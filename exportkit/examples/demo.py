@@ -1,0 +1,127 @@
+"""The three models of ``exportkit demo``: a decoder in ``generate``, an encoder, and a module with nested inputs.
+
+Nothing comes in: the models are tiny and their weights random, so nothing is downloaded. Out go cases to observe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from exportkit.examples import Case
+
+_VOCABULARY = 99
+_FIRST_WORD = 3  # ids below are the padding, begin and end tokens
+
+
+def demo_cases() -> list[Case]:
+    """Returns the cases: a Llama, a Bert, and a plain module."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return [_llama(), _bert(), _ranker()]
+
+
+def _llama() -> Case:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    # generate() drops a mask of ones, so the prompt starts with a padding token: the graph then has a mask too.
+    prompt, mask = _tokens(1, 7), torch.ones(1, 7, dtype=torch.int64)
+    prompt[:, 0] = mask[:, 0] = 0
+
+    def run() -> None:
+        model.generate(input_ids=prompt, attention_mask=mask, min_new_tokens=4, max_new_tokens=4, do_sample=False)
+
+    return Case("tiny Llama", "generate: one prompt of 7 tokens, 4 new tokens", model, run)
+
+
+def _bert() -> Case:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+    )
+    model = BertForMaskedLM(config).eval()
+    batches = [_padded(2, 7), _padded(3, 9), _padded(1, 5)]
+
+    def run() -> None:
+        for tokens, mask in batches:
+            model(input_ids=tokens, attention_mask=mask)
+
+    return Case("tiny Bert", "3 padded batches of 2, 3 and 1 sentences", model, run)
+
+
+class Ranker(torch.nn.Module):
+    """Scores a shop's items for visitors, from inputs nested as a data loader nests them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visitor = torch.nn.Linear(6 + 3, 8)
+        self.clicked = torch.nn.Linear(4, 8)
+        self.bought = torch.nn.Linear(5, 8)
+        self.items = torch.nn.Linear(8, 10)
+
+    def forward(
+        self, visitor: Mapping[str, Any], history: Sequence[torch.Tensor], boost: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Returns scores for 10 items and the best of them.
+
+        Args:
+            visitor: ``{"age": (batch, 6), "place": {"region": (batch, 3)}}``.
+            history: What each visitor clicked on, and what they bought: ``(batch, clicks, 4)``, ``(batch, buys, 5)``.
+            boost: Added to the scores, ``(batch, 10)``.
+        """
+        clicks, buys = history
+        state = self.visitor(torch.cat([visitor["age"], visitor["place"]["region"]], dim=1))
+        state = state + self.clicked(clicks).relu().sum(1) + self.bought(buys).relu().sum(1)
+        scores = self.items(state)
+        if boost is not None:
+            scores = scores + boost
+        return {"scores": scores, "best": scores.argmax(1)}
+
+
+def _ranker() -> Case:
+    model = Ranker().eval()
+    visits = [_visit(2, 4, 3), _visit(3, 6, 5), _visit(1, 3, 7)]
+    boosts = [{}, {"boost": torch.randn(3, 10)}, {"boost": torch.randn(1, 10)}]
+
+    def run() -> None:
+        for visit, boost in zip(visits, boosts, strict=True):
+            model(*visit, **boost)
+
+    return Case("nested inputs", "3 calls: a dict in a dict, a list, a tensor that one call lacks", model, run)
+
+
+def _tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(_FIRST_WORD, _VOCABULARY, (batch, length))
+
+
+def _padded(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and their mask; the last sentence is two tokens shorter."""
+    tokens, mask = _tokens(batch, length), torch.ones(batch, length, dtype=torch.int64)
+    tokens[-1, -2:] = mask[-1, -2:] = 0
+    return tokens, mask
+
+
+def _visit(batch: int, clicks: int, buys: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    visitor = {"age": torch.randn(batch, 6), "place": {"region": torch.randn(batch, 3)}}
+    return visitor, [torch.randn(batch, clicks, 4), torch.randn(batch, buys, 5)]

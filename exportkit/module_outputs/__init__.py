@@ -1,0 +1,1 @@
+"""Captures what modules inside a model return."""

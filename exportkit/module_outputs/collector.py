@@ -1,0 +1,223 @@
+"""Hooks on the modules to record, for as long as they are wanted. In come matches; out come records of calls.
+
+The hooks know their collector, and ask whose call the running code belongs to: two captures of one model, in two
+threads or one inside the other, do not see each other's values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from exportkit import _torch_compat
+from exportkit.module_outputs import scope
+from exportkit.module_outputs.attention import eager_attention
+from exportkit.module_outputs.record import Record, Selection, first_input, pick
+from exportkit.module_outputs.specs import FIRST_INPUT_KEY, Match
+
+
+class Frame:
+    """One call (or everything outside of calls) in one thread or task, and those that it starts."""
+
+    def __init__(self, collector: Collector, record: Record, handled: BaseException | None = None) -> None:
+        self.collector: Collector | None = collector
+        self.record: Record | None = record
+        self.handled = handled  # what was being handled when the call began
+        self.depth = 0
+
+
+class Collector:
+    """Records what the matched modules return while it is entered.
+
+    Args:
+        model: The model.
+        matches: The modules to record.
+        keys: The keys.
+        selections: Which values of a key to keep.
+        one_call: Whether it is made for a single call, which begins now.
+
+    Attributes:
+        outside: The record for all that is in no call of its own.
+        compiled: The record for compiled code, which knows no threads.
+        eager: Configs (by id) that say "eager" to the calls recorded here.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        matches: Sequence[Match],
+        keys: Iterable[str],
+        selections: Mapping[str, Selection] | None = None,
+        one_call: bool = False,
+    ) -> None:
+        self.model = model
+        self.matches = matches
+        self.keys = tuple(keys)
+        self._selections = selections
+        self.eager: frozenset[int] = frozenset()
+        self.outside = self.compiled = self.new_record() if one_call else Record(self.keys, selections)
+        self._unclaimed: set[str] = set()
+        self._undo = contextlib.ExitStack()
+
+    def new_record(self) -> Record:
+        """Returns a record for one call, which begins now."""
+        return Record(self.keys, self._selections, _torch_compat.is_tracing())
+
+    def __enter__(self) -> Collector:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(scope.carried_into_threads())
+            stack.enter_context(eager_attention(self))
+            for match in self.matches:
+                for handle in _hooked(self, match):
+                    stack.callback(handle.remove)
+            stack.callback(_close, scope.push(Frame(self, self.outside)))
+            self._undo = stack.pop_all()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._undo.close()
+        self.matches = ()
+
+    def own_frame(self) -> Frame | None:
+        """Returns the innermost frame of this collector that the running code belongs to."""
+        frames = scope.frames()
+        if frames and frames[-1].collector is self:  # as nearly always
+            return frames[-1]
+        return next((frame for frame in reversed(frames or ()) if frame.collector is self), None)
+
+    def record_here(self, match: Match) -> Record | None:
+        """Returns where values of the running code go, or None if they are none of this collector's business."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.compiled
+        if _torch_compat.in_backward():  # checkpointed layers run again
+            return None
+        frame = self.own_frame()
+        if frame is None:
+            if scope.frames() is None:
+                self._unclaimed.add(match.target.key)
+            return None
+        return frame.record
+
+    @property
+    def has_unclaimed(self) -> bool:
+        """Whether modules ran in threads that nobody can assign to a call."""
+        return bool(self._unclaimed)
+
+    def warn_of_unclaimed(self, values: Mapping[str, tuple[Any, ...]]) -> None:
+        """Says so if a key has no values, and modules ran in threads that nobody can assign to a call."""
+        lost = [key for key in sorted(self._unclaimed) if not values.get(key, True)]
+        if lost:
+            warnings.warn(
+                f"Nothing was captured as {', '.join(map(repr, lost))}: the modules ran in threads older than the "
+                "capture, which take their work from a queue. Let them run it with "
+                "`contextvars.copy_context().run`, made by the thread that calls the model.",
+                stacklevel=3,
+            )
+
+
+def _close(frame: Frame) -> Record | None:
+    """Ends a frame: threads and tasks that still hold it keep nothing else alive. Returns its record."""
+    scope.pop(frame)
+    record, frame.record, frame.collector = frame.record, None, None
+    if record is not None:
+        record.finish()
+    return record
+
+
+def _hooked(collector: Collector, match: Match) -> list[Any]:
+    """Puts hooks on one module; returns their handles."""
+    handles = [match.module.register_forward_hook(functools.partial(_after, collector, match), with_kwargs=True)]
+    if begins_with_input(match):
+        hook = functools.partial(_before, collector, match)
+        handles.append(match.module.register_forward_pre_hook(hook, with_kwargs=True))
+    return handles
+
+
+def begins_with_input(match: Match) -> bool:
+    """Returns whether the first such module's input is recorded, too."""
+    return match.target.key == FIRST_INPUT_KEY and match.target.recorder.capture_initial_hidden_state
+
+
+# A thread may be about to run hooks that another one takes away: then torch calls them without keyword arguments.
+
+
+def _before(collector: Collector, match: Match, _module: torch.nn.Module, args: Any, *rest: Any) -> None:
+    record = collector.record_here(match) if rest else None
+    if record is not None and record.is_empty(FIRST_INPUT_KEY):
+        record.add(match, first_input(args, rest[0]))
+
+
+def _after(collector: Collector, match: Match, _module: torch.nn.Module, _args: Any, *rest: Any) -> None:
+    record = collector.record_here(match) if len(rest) == 2 else None
+    if record is not None:
+        record.add(match, pick(rest[1], match))
+
+
+class Calls:
+    """Tells calls of the model from each other while a collector is entered: each gets a record of its own."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._lock = threading.Lock()
+        self._records: list[Record] = []
+
+    def hook_begin(self) -> Any:
+        """Puts a hook before all others on the model; returns its handle."""
+        return self._collector.model.register_forward_pre_hook(self._begin, prepend=True)
+
+    def hook_end(self) -> Any:
+        """Puts a hook after those on the model, the collector's among them; returns its handle."""
+        return self._collector.model.register_forward_hook(self._end, always_call=True)
+
+    def records(self) -> list[Record]:
+        """Returns the records of the calls so far, as they began; before them, of what ran outside of calls."""
+        outside, compiled = self._collector.outside, self._collector.compiled
+        with self._lock:
+            records = list(self._records)
+        if not outside.is_blank():
+            records.insert(0, outside)
+        if not compiled.is_blank() and not any(record is compiled for record in records):
+            records.append(compiled)
+        return records
+
+    def _begin(self, *_call: Any) -> None:
+        collector = self._collector
+        if torch.compiler.is_dynamo_compiling():
+            collector.compiled = collector.new_record()
+            return
+        frame = collector.own_frame()
+        if frame is None:
+            return
+        if frame.record is not collector.outside:  # the model calls itself
+            frame.depth += 1
+            return
+        record = collector.compiled = collector.new_record()
+        with self._lock:
+            self._records.append(record)
+        scope.push(Frame(collector, record, sys.exception()))
+
+    def _end(self, *_call: Any) -> None:
+        collector = self._collector
+        frame = None if torch.compiler.is_dynamo_compiling() else collector.own_frame()
+        if frame is None or frame.record is collector.outside:
+            return
+        if frame.depth:
+            frame.depth -= 1
+            return
+        record = _close(frame)
+        if collector.compiled is record:
+            collector.compiled = collector.outside
+        if sys.exception() is not frame.handled:
+            with self._lock:
+                self._records = [other for other in self._records if other is not record]
+        elif record is not None:
+            record.require_values()
+            if collector.has_unclaimed:
+                collector.warn_of_unclaimed(record.values())

@@ -1,0 +1,97 @@
+"""Whose call the running code belongs to. In comes the current thread or task; out come the captures open in it.
+
+Tasks inherit them with their context. Threads do not (before Python 3.14, which can), so while a capture is open,
+starting a thread and submitting work to a thread pool carry them over; afterwards both are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from exportkit.module_outputs.collector import Frame
+
+_frames: ContextVar[tuple[Frame, ...] | None] = ContextVar("exportkit_capture", default=None)
+_started_in: weakref.WeakKeyDictionary[threading.Thread, tuple[Frame, ...]] = weakref.WeakKeyDictionary()
+
+
+def frames() -> tuple[Frame, ...] | None:
+    """Returns the frames of open captures around the running code, or None if nobody knows what started it."""
+    found = _frames.get()
+    return _started_in.get(threading.current_thread()) if found is None else found
+
+
+def push(frame: Frame) -> Frame:
+    """Opens a frame for the running code, and for what it starts; returns it."""
+    _frames.set((*(other for other in frames() or () if other.collector is not None), frame))
+    return frame
+
+
+def pop(frame: Frame) -> None:
+    """Closes a frame, in whatever order; one that was opened by other code stays there and is dead."""
+    _frames.set(tuple(other for other in frames() or () if other is not frame))
+
+
+class _Carrying:
+    """Carries frames into threads for as long as somebody uses it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._start: Any = None
+        self._submit: Any = None
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._put_in()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._take_out()
+
+    def _put_in(self) -> None:
+        start, submit = threading.Thread.start, ThreadPoolExecutor.submit
+
+        def carrying_start(thread: threading.Thread) -> None:
+            _started_in[thread] = frames() or ()
+            start(thread)
+
+        def carrying_submit(pool: ThreadPoolExecutor, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return submit(pool, _run_in, frames() or (), fn, *args, **kwargs)
+
+        self._start, self._submit = (start, carrying_start), (submit, carrying_submit)
+        threading.Thread.start = carrying_start  # type: ignore[method-assign, assignment]
+        ThreadPoolExecutor.submit = carrying_submit  # type: ignore[method-assign, assignment]
+
+    def _take_out(self) -> None:
+        """Puts back what was there, unless somebody else has replaced it since."""
+        for owner, name, (before, ours) in (
+            (threading.Thread, "start", self._start),
+            (ThreadPoolExecutor, "submit", self._submit),
+        ):
+            if vars(owner)[name] is ours:
+                setattr(owner, name, before)
+        self._start = self._submit = None
+
+
+def _run_in(frames: tuple[Frame, ...], fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+    token = _frames.set(frames)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        _frames.reset(token)
+
+
+carried_into_threads = _Carrying().used

@@ -1,0 +1,1 @@
+"""Records every module call of a run and compares two such traces."""

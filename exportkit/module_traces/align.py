@@ -1,0 +1,213 @@
+"""Which call of one run is which of another: in come the calls of two traces, out go pairs of them.
+
+By path and call number first, then with a prefix that a wrapper adds or takes, and last by order: among the calls
+inside of a pair, those that return the same shapes belong together.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from exportkit.errors import InvalidRequestError
+from exportkit.module_traces.records import ModuleCall, TensorRecord
+
+Pair = tuple[ModuleCall, ModuleCall]
+_Shapes = tuple[tuple[int, ...], ...]
+_Look = tuple[Any, ...]
+
+
+def align_calls(
+    first: Sequence[ModuleCall], second: Sequence[ModuleCall], names: Mapping[str, str] | None = None
+) -> list[Pair]:
+    """Returns the pairs of calls, in the order of the first run.
+
+    Args:
+        first: Calls of one run.
+        second: Calls of the other.
+        names: Regular expressions for parts of the paths in the second run, and what they are in the first.
+
+    Raises:
+        InvalidRequestError: if one of these is no regular expression.
+    """
+    paths = _renamed({call.path for call in second}, names or {})
+    paths = _with_prefix(paths, {call.path for call in first})
+    known = {(call.path, call.number): call for call in first}
+    found = {}
+    for call in second:
+        own = known.pop((paths[call.path], call.number), None)
+        if own is not None:
+            found[own.index] = call
+    _Order(first, second, found).add()
+    return [(call, found[call.index]) for call in first if call.index in found]
+
+
+def _renamed(paths: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
+    renamed = {}
+    for path in paths:
+        new = path
+        for pattern, replacement in names.items():
+            try:
+                new = re.sub(pattern, replacement, new)
+            except (re.error, IndexError) as error:
+                raise InvalidRequestError("This is no regular expression for paths.", got=pattern) from error
+        renamed[path] = new.strip(".")
+    return renamed
+
+
+def _with_prefix(paths: dict[str, str], known: set[str]) -> dict[str, str]:
+    """The paths without a prefix that the model around has in one of the runs, if more of them are known then."""
+    fitting = sum(path in known for path in paths.values())
+    taken = Counter(path[: -len(tail) - 1] for path in paths.values() for tail in _tails(path) if tail in known)
+    given = Counter(path[: -len(tail) - 1] for path in known for tail in _tails(path) if tail in paths.values())
+    best = max([(count, "-", prefix) for prefix, count in taken.items()]
+               + [(count, "+", prefix) for prefix, count in given.items()], default=(0, "", ""))  # fmt: skip
+    count, sign, prefix = best
+    if count <= fitting:
+        return paths
+    if sign == "+":
+        return {path: f"{prefix}.{new}".strip(".") for path, new in paths.items()}
+    return {path: _without(new, prefix) for path, new in paths.items()}
+
+
+def _without(path: str, prefix: str) -> str:
+    if path == prefix:
+        return ""
+    return path[len(prefix) + 1 :] if path.startswith(f"{prefix}.") else f"\0{path}"  # a path that no module has
+
+
+def _tails(path: str) -> Iterable[str]:
+    """What is left of a path as parts are taken away from its beginning."""
+    while "." in path:
+        path = path.partition(".")[2]
+        yield path
+
+
+class _Order:
+    """Pairs among the calls that paths leave over, from the outermost ones inwards."""
+
+    def __init__(self, first: Sequence[ModuleCall], second: Sequence[ModuleCall], found: dict[int, ModuleCall]) -> None:
+        self._own, self._other = _children(first), _children(second)
+        self._found, self._taken = found, {call.index for call in found.values()}
+        self._looks: dict[int, _Look] = {}
+
+    def add(self) -> None:
+        """Adds pairs: calls with the same calls inside of them first, then those that only return the same shapes."""
+        for deep in (True, False):
+            pending: list[tuple[int | None, int | None]] = [(None, None)]
+            while pending:
+                inside, other_inside = pending.pop()
+                left = _others(self._own[inside], self._found)
+                self._match(left, _others(self._other[other_inside], self._taken), deep)
+                nearest = _nearest(self._own, inside, self._found)
+                pending += [(call.index, self._found[call.index].index) for call in nearest]
+
+    def _match(self, left: list[ModuleCall], right: list[ModuleCall], deep: bool) -> None:
+        """Adds pairs among some calls; where there are none, calls are replaced by those inside of them."""
+        while left and right:
+            opened, other_opened = _opened(left, self._own), _opened(right, self._other)
+            levels = [(left, right), (left, other_opened), (opened, right), (opened, other_opened)]
+            new: list[Pair] = []
+            for one, two in levels:
+                new = self._pairs(one, two, deep)
+                if new:
+                    left, right = one, two
+                    break
+            if not new and (opened, other_opened) == (left, right):
+                return
+            if not new:
+                left, right = opened, other_opened
+            for call, match in new:
+                self._found[call.index] = match
+                self._taken.add(match.index)
+            left, right = _others(left, self._found), _others(right, self._taken)
+
+    def _pairs(self, first: Sequence[ModuleCall], second: Sequence[ModuleCall], deep: bool) -> list[Pair]:
+        looks = [self._look(call, self._own, deep) for call in first]
+        other_looks = [self._look(call, self._other, deep) for call in second]
+        blocks = SequenceMatcher(None, looks, other_looks, False).get_matching_blocks()
+        return _swapped([(first[block.a + i], second[block.b + i]) for block in blocks for i in range(block.size)])
+
+    def _look(self, call: ModuleCall, children: Mapping[int | None, list[ModuleCall]], deep: bool) -> _Look:
+        """What is the same of calls that belong together: the shapes that they return, and those inside of them."""
+        if not deep:
+            return (_shapes(call),)
+        key = id(call)
+        if key not in self._looks:
+            inside = (self._look(inner, children, deep) for inner in children.get(call.index, ()))
+            self._looks[key] = (_shapes(call), *inside)
+        return self._looks[key]
+
+
+def _children(calls: Sequence[ModuleCall]) -> dict[int | None, list[ModuleCall]]:
+    known = {call.index for call in calls}
+    children: dict[int | None, list[ModuleCall]] = defaultdict(list)
+    for call in calls:
+        children[call.parent if call.parent in known else None].append(call)
+    return children
+
+
+def _others(calls: Iterable[ModuleCall], done: Iterable[int]) -> list[ModuleCall]:
+    return [call for call in calls if call.index not in done]
+
+
+def _opened(calls: Sequence[ModuleCall], children: Mapping[int | None, list[ModuleCall]]) -> list[ModuleCall]:
+    """The calls with those that have calls inside of them replaced by these."""
+    return [inner for call in calls for inner in (children.get(call.index) or [call])]
+
+
+def _nearest(
+    children: Mapping[int | None, list[ModuleCall]], index: int | None, found: Mapping[int, ModuleCall]
+) -> Iterable[ModuleCall]:
+    """The calls inside of a call that have a pair, without those inside of them."""
+    for call in children.get(index, ()):
+        if call.index in found:
+            yield call
+        else:
+            yield from _nearest(children, call.index, found)
+
+
+def _swapped(pairs: list[Pair]) -> list[Pair]:
+    """The pairs, with neighbours of the same shapes exchanged where what they returned says so."""
+    groups: dict[tuple[int | None, int | None, _Shapes], list[Pair]] = defaultdict(list)
+    for one, two in pairs:
+        groups[one.parent, two.parent, _shapes(one)].append((one, two))
+    return [pair for group in groups.values() for pair in _assigned(group)]
+
+
+def _assigned(group: list[Pair]) -> list[Pair]:
+    if len(group) == 1:
+        return group
+    left, right = [one for one, _ in group], [two for _, two in group]
+    costs = sorted(
+        (_unlike(one, two) + 1e-3 * (i != j), i, j) for i, one in enumerate(left) for j, two in enumerate(right)
+    )
+    chosen: dict[int, int] = {}
+    for _, i, j in costs:
+        if i not in chosen and j not in chosen.values():
+            chosen[i] = j
+    return [(left[i], right[j]) for i, j in chosen.items()]
+
+
+def _unlike(one: ModuleCall, two: ModuleCall) -> float:
+    """How unlike what two calls returned is, by the statistics; 0 for the same, and at most 1."""
+    pairs = list(zip(one.outputs, two.outputs, strict=True))
+    return max((_apart(a, b) for a, b in pairs), default=0.0)
+
+
+def _apart(a: TensorRecord, b: TensorRecord) -> float:
+    if a.hash and a.hash == b.hash:
+        return -1.0
+    values = [(getattr(a, name), getattr(b, name)) for name in ("mean", "std", "min", "max")]
+    if any(value is None or not math.isfinite(value) for pair in values for value in pair):
+        return 0.5
+    scale = max(math.hypot(a.mean or 0.0, a.std or 0.0), math.hypot(b.mean or 0.0, b.std or 0.0))
+    return min(max(abs(x - y) for x, y in values) / scale, 1.0) if scale else 0.0
+
+
+def _shapes(call: ModuleCall) -> _Shapes:
+    return tuple(tuple(record.shape) for record in call.outputs)

@@ -1,0 +1,1 @@
+"""Translates exported programs into ONNX files and runs them."""

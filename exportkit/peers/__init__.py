@@ -1,0 +1,1 @@
+"""The answers of torch.onnx.InputObserver and yobx, built from recorded calls."""

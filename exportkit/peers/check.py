@@ -1,0 +1,210 @@
+"""``check_discrepancies``: recorded calls against any ONNX model, also one that exportkit did not make.
+
+Rows have the columns of ``torch.onnx.InputObserver``. Inputs are matched by
+name where the graph's names are the leaves' names, else by order.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exportkit.calls.observation import Call, Observation
+from exportkit.errors import ArgumentError, ExportkitError, InvalidTypeError
+from exportkit.onnx_files.names import input_names
+from exportkit.onnx_files.onnx_model import OnnxModel
+from exportkit.onnx_files.onnx_programs import OnnxPrograms
+from exportkit.plan.plan import Plan
+from exportkit.probing.missing import fill_missing
+from exportkit.probing.planning import plan_calls
+from exportkit.running.compare import find_mask, visible_by_shape
+from exportkit.running.session import Session
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """When two outputs count as equal.
+
+    Attributes:
+        atol: Largest absolute difference.
+        rtol: Largest relative difference, ``|a - b| / (|a| + rtol)``.
+        skip_none: Whether an output that is None on the model's side is not compared.
+    """
+
+    atol: float
+    rtol: float
+    skip_none: bool = True
+
+
+def check_recorded_calls(
+    observation: Observation,
+    onnx_model: Any,
+    tolerance: Tolerance,
+    progress_bar: bool = False,
+    include_io: bool = False,
+) -> list[dict[str, Any]]:
+    """Returns one row for each recorded call, as `InputObserver.check_discrepancies` describes them."""
+    observation.require_calls()
+    if isinstance(onnx_model, OnnxPrograms):
+        return _rows_of_programs(observation, onnx_model, (tolerance, progress_bar, include_io))
+    session = _session(onnx_model)
+    plan = plan_calls(observation)
+    paths = _paths_of_inputs(session, observation)
+    rows = []
+    for call in _tracked(observation.calls, progress_bar):
+        row, feeds, outputs = _best_attempt(call, session, paths, plan, tolerance)
+        own = call.tensors()
+        row["index"], row["duration_torch"], row["n_inputs"] = call.index, call.latency, len(paths)
+        row["n_none"] = sum(path not in own for path in paths.values())
+        row["n_empty"] = sum(tensor.numel() == 0 for tensor in feeds.values())
+        if include_io:
+            row |= {"inputs": feeds, "outputs_torch": _expected(call), "outputs_onnx": outputs}
+        rows.append(row)
+    return rows
+
+
+def _rows_of_programs(observation: Observation, programs: OnnxPrograms, how: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """The rows of several programs for one model, each with the calls that are for it."""
+    rows = []
+    for name, program in programs.programs.items():
+        calls = tuple(call for call in observation.calls if call.index in programs.split.calls[name])
+        if calls:
+            rows += check_recorded_calls(replace(observation, calls=calls), program, *how)
+    return sorted(rows, key=lambda row: row["index"])
+
+
+def _session(onnx_model: Any) -> Session:
+    if isinstance(onnx_model, OnnxModel):
+        return onnx_model.session
+    if isinstance(onnx_model, Session):
+        return onnx_model
+    if isinstance(onnx_model, str | os.PathLike):
+        return Session(Path(onnx_model))
+    if hasattr(onnx_model, "model_proto"):  # torch.onnx.ONNXProgram
+        return Session(onnx_model.model_proto.SerializeToString())
+    if hasattr(onnx_model, "SerializeToString"):
+        return Session(onnx_model.SerializeToString())
+    raise InvalidTypeError(
+        "Recorded calls can be checked against an ONNX model only.",
+        expected="a path, an onnx.ModelProto, a torch.onnx.ONNXProgram or an OnnxModel",
+        got=type(onnx_model).__name__,
+    )
+
+
+def _paths_of_inputs(session: Session, observation: Observation) -> dict[str, str]:
+    """Leaf path by name of the graph's input: by exportkit's names, by torch's (``x_a_0``), else by order."""
+    paths = observation.tensor_paths()
+    by_name = dict(zip(input_names(paths), paths, strict=True)) | {_torch_name(path): path for path in paths}
+    names = list(session.inputs)
+    if all(name in by_name for name in names):
+        return {name: by_name[name] for name in names}
+    if len(names) == len(paths):
+        return dict(zip(names, paths, strict=True))
+    raise ArgumentError(
+        f"The recorded calls have {len(paths)} tensors but the model expects {len(names)}.",
+        expected=", ".join(names),
+        got=", ".join(paths),
+        hint="observer.remove_inputs leaves out inputs that the graph does not have.",
+    )
+
+
+def _torch_name(path: str) -> str:
+    return "".join(c if c.isalnum() or c == "_" else "_" for c in path.replace("]", "").replace("[", "_"))
+
+
+def _best_attempt(
+    call: Call, session: Session, paths: Mapping[str, str], plan: Plan, tolerance: Tolerance
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Row, feeds and outputs of a call; what stands for a missing input is tried: empty or zeros, then ones."""
+    own = call.tensors()
+    attempts = []
+    for value in (0, 1):
+        missing = fill_missing(plan, own, {leaf.path: value for leaf in plan.leaves})
+        complete = {**own, **missing}
+        feeds = {name: complete[path] for name, path in paths.items()}
+        row, outputs = _attempt(feeds, session, call, tolerance)
+        attempts.append((row, feeds, outputs))
+        if row["SUCCESS"] or not any(tensor.numel() for tensor in missing.values()):
+            break
+    return next((attempt for attempt in attempts if attempt[0]["SUCCESS"]), attempts[0])
+
+
+def _attempt(
+    feeds: Mapping[str, torch.Tensor], session: Session, call: Call, tolerance: Tolerance
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    started = time.perf_counter()
+    try:
+        outputs = session.run(feeds)
+    except ExportkitError as error:
+        return {"SUCCESS": False, "error": str(error), "ort_duration": time.perf_counter() - started}, []
+    duration = time.perf_counter() - started
+    mask = find_mask(call.tensors())
+    row = _verdict(_expected(call), outputs, tolerance, None if mask is None else mask[1])
+    return {**row, "ort_duration": duration}, outputs
+
+
+def _expected(call: Call) -> list[torch.Tensor | None]:
+    return [leaf for leaf in call.outputs.leaves if leaf is None or isinstance(leaf, torch.Tensor)]
+
+
+def _verdict(
+    expected: Sequence[torch.Tensor | None],
+    got: Sequence[torch.Tensor],
+    tolerance: Tolerance,
+    mask: torch.Tensor | None,
+) -> dict[str, Any]:
+    if tolerance.skip_none and len(expected) != len(got):
+        expected = [tensor for tensor in expected if tensor is not None]
+    if len(expected) != len(got):
+        return {"SUCCESS": False, "error": "not the same number of outputs"}
+    absolute = relative = 0.0
+    for a, b in zip(expected, got, strict=True):
+        if a is None and tolerance.skip_none:
+            continue
+        error = _mismatch(a, b)
+        if a is None or error:
+            return {"SUCCESS": False, "error": error}
+        far, share = _distance(a, b, tolerance.rtol, visible_by_shape(mask, tuple(a.shape)))
+        absolute, relative = max(absolute, far), max(relative, share)
+    success = absolute <= tolerance.atol and relative <= tolerance.rtol
+    return {"SUCCESS": success, "error": "", "abs": absolute, "rel": relative}
+
+
+def _mismatch(expected: torch.Tensor | None, got: torch.Tensor) -> str:
+    if expected is None:
+        return "missing output"
+    if expected.shape != got.shape:
+        return f"not the same shape: {tuple(expected.shape)} and {tuple(got.shape)}"
+    if expected.dtype != got.dtype:
+        return f"not the same type: {expected.dtype} and {got.dtype}"
+    return ""
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor, rtol: float, visible: torch.Tensor | None) -> tuple[float, float]:
+    """Largest absolute and relative difference; equal values, NaN on both sides, and padding are 0 apart."""
+    if a.numel() == 0:
+        return 0.0, 0.0
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.detach().cpu().to(wide), b.detach().cpu().to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    if visible is not None:
+        same = same | ~visible.cpu()
+    far = torch.where(same, 0.0, (a - b).abs())
+    far = torch.where(far.isnan(), torch.inf, far)  # NaN or an infinity on one side only
+    share = torch.where(same, 0.0, far / (a.abs() + rtol))
+    share = torch.where(share.isnan(), torch.inf, share)
+    return far.max().item(), share.max().item()
+
+
+def _tracked(calls: Sequence[Call], progress_bar: bool) -> Iterable[Call]:
+    if not progress_bar:
+        return calls
+    from rich.progress import track
+
+    return track(calls, description="checking recorded calls")

@@ -1,0 +1,383 @@
+"""What ``torch.onnx.InputObserver`` infers, with the same meaning: shapes that varied, and a recorded call, completed.
+
+Leaves are aligned by path, so calls may differ in what they give. These results describe what was recorded; arguments
+to export with come from the plan (`exportable_arguments`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from exportkit import _torch_compat
+from exportkit.arguments.build import Arguments, build_arguments, merged_trees
+from exportkit.arguments.table import call_table, growth_of, shapes_of, structure_of
+from exportkit.calls.observation import Call, Observation
+from exportkit.errors import InvalidRequestError, PlanError, UnknownInputError
+from exportkit.plan.infer import infer_plan
+from exportkit.plan.plan import Plan
+from exportkit.plan.sizes import choose_sizes
+from exportkit.plan.table import CallTable, Leaf
+from exportkit.trees import Growth, Tree, flatten, join
+
+_FEW_ELEMENTS = 2**16  # up to here, a tensor is copied: it may be a part of others, which would all be copied
+
+BatchHints = set[int | str] | bool | None
+DimNames = bool | Mapping[str | int, Mapping[int, str]] | None
+
+
+def recorded_dynamic_shapes(
+    observation: Observation, batch_hints: BatchHints = None, dim_names: DimNames = None
+) -> tuple[Any, ...] | dict[str, Any]:
+    """Returns dynamic shapes: axes whose size varied, and the batch axis of the hinted inputs.
+
+    The arguments are those of `InputObserver.infer_dynamic_shapes`.
+    """
+    observation.require_calls()
+    _check_consistent(observation)
+    structure = _without_caught_nones(structure_of(observation), observation)
+    axes = dynamic_axes(observation, batch_hints)
+    namer = _namer(observation, dim_names)
+
+    def spec_of(path: str) -> dict[int, Any]:
+        found = axes[path]
+        return {axis: namer(path, axis) for axis in found} if found else {}
+
+    specs = {name: _marked(value, spec_of) for name, value in structure.items()}
+    _check_collisions(merged_trees(observation), observation)
+    if observation.signature.var_positional is None and not _any_named(observation):
+        return _as_tuple(specs, observation)
+    return specs
+
+
+def _marked(value: Any, spec_of: Callable[[str], dict[int, Any]]) -> Any:
+    """A structure with ``{axis: ...}`` in the place of each path."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return spec_of(value)
+    if isinstance(value, dict):
+        return {key: _marked(item, spec_of) for key, item in value.items()}
+    items = [spec_of(item) if type(item) is str else _marked(item, spec_of) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _without_caught_nones(structure: Mapping[str, Any], observation: Observation) -> dict[str, Any]:
+    """The structure without the Python values that ``**kwargs`` caught: see `_without_caught_constants`."""
+    kept = dict(structure)
+    catch_all = observation.signature.var_keyword
+    if catch_all in kept:
+        extra = {key: value for key, value in kept.pop(catch_all).items() if value is not None}
+        if extra:
+            kept[catch_all] = extra
+    return kept
+
+
+def recorded_arguments(
+    observation: Observation, which: Any = None, flat: bool = False, as_args_kwargs: bool = False
+) -> Any:
+    """Returns a recorded call, or given values, completed with empty tensors for what is missing.
+
+    The arguments are those of `InputObserver.infer_arguments`.
+    """
+    observation.require_calls()
+    given = _given(observation, which)
+    axes, growth = dynamic_axes(observation, None), growth_of(observation)
+    last = {path: tensor for call in observation.calls for path, tensor in call.tensors().items()}
+    completed = {}
+    for name, tree in _without_caught_constants(merged_trees(observation), observation).items():
+        have = given.get(name)
+        if have is not None and name != observation.signature.var_keyword and _is_complete(have, tree):
+            completed[name] = have
+            continue
+        own = {} if have is None else have.tensors()
+        for path in tree.tensors():
+            full = join(name, path)
+            own.setdefault(path, _empty(last[full], axes[full], growth.get(full)))
+        completed[name] = tree.with_leaves(own)
+    empty = all(0 in tensor.shape for tree in completed.values() for tensor in _past(tree))
+    return shaped(Arguments(completed, observation, 0 if empty else None), flat, as_args_kwargs)
+
+
+def _protected(call: Call) -> dict[str, Tree]:
+    """The arguments of a call with tensors that a model may write without changing the recording.
+
+    Large ones share memory with it until then.
+    """
+    return {name: tree.map(_own) for name, tree in call.arguments.items()}
+
+
+def _own(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    (shared,) = _torch_compat.copies_on_write([leaf]) if leaf.numel() > _FEW_ELEMENTS else (None,)
+    return leaf.clone() if shared is None else shared
+
+
+def _past(tree: Tree) -> list[torch.Tensor]:
+    """The tensors of caches that grow."""
+    return [tensor for path, tensor in tree.tensors().items() if path in tree.growing]
+
+
+def exportable_arguments(plan: Plan, observation: Observation, flat: bool = False, as_args_kwargs: bool = False) -> Any:
+    """Returns arguments whose variable sizes are distinct and greater than 1, in the form of `recorded_arguments`."""
+    observation.require_calls()
+    arguments = build_arguments(plan, observation, choose_sizes(plan))
+    trees = _without_caught_constants(arguments.trees, observation)
+    return shaped(Arguments(trees, observation), flat, as_args_kwargs)
+
+
+def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str, list[int]]:
+    """Returns by path the axes that varied or grow with a cache, and the batch axis of hinted inputs."""
+    varying = observation.remembered("varying axes", lambda: _varying(observation))
+    if not batch_hints:
+        return varying
+    table = call_table(observation, stored_only=True)
+    hinted, batch = _hinted(observation, batch_hints), _batch_sizes(table)
+    found = dict(varying)
+    for leaf in table.leaves:
+        if leaf.rank and hinted(leaf):
+            found[leaf.path] = sorted({*found[leaf.path], _batch_axis(leaf, batch)})
+    return found
+
+
+def _varying(observation: Observation) -> dict[str, list[int]]:
+    growths = growth_of(observation)
+    alike: dict[Any, list[int]] = {}
+    found: dict[str, list[int]] = {}
+    last: Any = None
+    for path, shapes in shapes_of(observation).items():
+        key = shapes, growths.get(path)
+        if key != last:  # most leaves are like the one before, and nearly all like another one
+            last = key
+            if key not in alike:
+                alike[key] = _axes_of(observation, *key)
+            axes = alike[key]
+        found[path] = axes
+    return found
+
+
+def _axes_of(observation: Observation, shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:
+    if len({len(shape) for shape in shapes if shape is not None}) > 1:
+        call_table(observation, stored_only=True)  # refuses other ranks, and says where they are
+    return _varying_axes(shapes, growth)
+
+
+def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:
+    given = [shape for shape in shapes if shape is not None]
+    axes = {axis for axis, sizes in enumerate(zip(*given, strict=True)) if len(set(sizes)) > 1}
+    if growth is not None and len({0 if shape is None else shape[growth.axis] for shape in shapes}) > 1:
+        axes.add(growth.axis)  # of length 0 where it is absent
+    return sorted(axes)
+
+
+def shaped(arguments: Arguments, flat: bool, as_args_kwargs: bool) -> Any:
+    """Returns arguments as a list of tensors, as ``(args, kwargs)``, as a tuple, or as a dict."""
+    if flat:
+        return list(arguments.tensors().values())
+    signature, values = arguments.observation.signature, arguments.values()
+    any_named = _any_named(arguments.observation)
+    named = None if any_named else ()
+    args, kwargs = signature.unbind(values, named)
+    if as_args_kwargs:
+        return args, kwargs
+    if args and kwargs:
+        raise PlanError(
+            "Inputs of *args are mixed with named inputs, so they are neither one tuple nor one dict.",
+            where=f"*{signature.var_positional}" if signature.var_positional else ", ".join(signature.positional_only),
+            hint="infer_arguments(as_args_kwargs=True) returns (args, kwargs).",
+        )
+    return kwargs if kwargs or any_named else args
+
+
+def _given(observation: Observation, which: Any) -> Mapping[str, Tree]:
+    if which is None:
+        counts = [sum(call.has(name) for name in call.arguments) for call in observation.calls]
+        return _protected(observation.calls[counts.index(max(counts))])
+    if isinstance(which, int) and not isinstance(which, bool):
+        if not -len(observation.calls) <= which < len(observation.calls):
+            raise InvalidRequestError(
+                f"There is no recorded call {which}.", expected=f"0 to {len(observation.calls) - 1}", got=which
+            )
+        return _protected(observation.calls[which])
+    if isinstance(which, tuple | dict):
+        args, kwargs = (which, {}) if isinstance(which, tuple) else ((), which)
+        _check_given(observation, args, kwargs)
+        return {name: flatten(value) for name, value in observation.signature.bind(args, kwargs).items()}
+    raise InvalidRequestError(
+        f"Unexpected type {type(which).__name__} for the call to complete.",
+        expected="None, the number of a recorded call, a tuple of positional or a dict of named arguments",
+        got=repr(which)[:100],
+    )
+
+
+def _check_given(observation: Observation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    signature = observation.signature
+    for name in kwargs:
+        if signature.var_keyword is None:
+            signature.name_of(name)
+    if signature.var_positional is None and len(args) > len(signature.plain()):
+        raise InvalidRequestError(
+            "More values were given than the method has inputs.",
+            expected=f"at most {len(signature.plain())}: {', '.join(signature.plain())}",
+            got=len(args),
+        )
+
+
+def _is_complete(have: Tree, merged: Tree) -> bool:
+    return len(have.tensors()) >= len(merged.tensors()) and have.leaves != (None,)
+
+
+def _without_caught_constants(trees: Mapping[str, Tree], observation: Observation) -> dict[str, Tree]:
+    """The arguments without those Python values that ``**kwargs`` caught.
+
+    torch.export accepts no such argument, in whatever form its dynamic shapes are written (seen in torch 2.13).
+    `exportkit.export` does not need this: it bakes them in.
+    """
+    kept = dict(trees)
+    catch_all = observation.signature.var_keyword
+    if catch_all in kept:
+        extra = {key: value for key, value in kept.pop(catch_all).build().items() if flatten(value).tensors()}
+        if extra:
+            kept[catch_all] = flatten(extra)
+    return kept
+
+
+def _empty(tensor: torch.Tensor, axes: list[int], growth: Growth | None) -> torch.Tensor:
+    """What stands for a missing tensor: nothing along the axis that grows, else zeros."""
+    axis = growth.axis if growth is not None else max(axes, default=None)
+    if tensor.numel() == 0:
+        return tensor
+    if axis is None:
+        return torch.zeros_like(tensor)
+    shape = list(tensor.shape)
+    shape[axis] = 0
+    return tensor.new_empty(shape)
+
+
+def _any_named(observation: Observation) -> bool:
+    return any(call.named for call in observation.calls)
+
+
+def _as_tuple(specs: Mapping[str, Any], observation: Observation) -> tuple[Any, ...]:
+    names = observation.signature.names
+    last = max((names.index(name) for name in specs), default=-1)
+    return tuple(specs.get(name) for name in names[: last + 1])
+
+
+def _check_collisions(trees: Mapping[str, Tree], observation: Observation) -> None:
+    signature = observation.signature
+    catch_all = signature.var_keyword
+    extra = trees[catch_all].build() if catch_all is not None and catch_all in trees else {}
+    for name in (signature.var_keyword, signature.var_positional):
+        if name in extra:
+            raise InvalidRequestError(
+                f"Keyword argument name collision: {name!r} is given by name, and is the name of *{name} or **{name}.",
+                hint="rename the keyword argument; dynamic shapes cannot tell the two apart.",
+            )
+
+
+def _hinted(observation: Observation, hints: BatchHints) -> Callable[[Leaf], bool]:
+    """A test whether the user named a leaf's input, by name or position; elements of *args have positions too."""
+    if not hints or isinstance(hints, bool):
+        return lambda _leaf: bool(hints)
+    signature = observation.signature
+    known = {leaf for call in observation.calls for leaf in call.shapes()}
+    roots: set[str] = set()
+    for hint in hints:
+        roots.add(_root(hint, signature.names, signature.var_positional, signature.var_keyword, known))
+    return lambda leaf: any(leaf.path == root or re.match(rf"{re.escape(root)}[.\[]", leaf.path) for root in roots)
+
+
+def _root(
+    hint: int | str, names: tuple[str, ...], var_positional: str | None, var_keyword: str | None, known: set[str]
+) -> str:
+    if isinstance(hint, int) and var_positional is not None and hint >= names.index(var_positional):
+        root = f"{var_positional}[{hint - names.index(var_positional)}]"
+    elif isinstance(hint, int):
+        root = names[hint] if 0 <= hint < len(names) else "?"
+    else:
+        root = hint if hint in names else join(var_keyword or "?", hint)
+    if root not in names and not any(path == root or path.startswith((f"{root}.", f"{root}[")) for path in known):
+        raise UnknownInputError(
+            f"set_batch_dimension_for names an input {hint!r} that was not observed; a position is out of boundary "
+            "where the method has fewer inputs.",
+            expected=f"names or positions of {', '.join(names)}",
+            got=repr(hint),
+        )
+    return root
+
+
+def _batch_sizes(table: CallTable) -> tuple[int | None, ...] | None:
+    """The value sequence that leads most inputs."""
+    leading = Counter(leaf.sizes(0) for leaf in table.leaves if leaf.rank)
+    return max(leading, key=leading.__getitem__, default=None)
+
+
+def _batch_axis(leaf: Leaf, batch: tuple[int | None, ...] | None) -> int:
+    """The axis that has the batch's size in every call; the first one where none has."""
+
+    def matches(axis: int) -> bool:
+        pairs = zip(leaf.sizes(axis), batch or (), strict=False)
+        return all(a == b for a, b in pairs if a is not None and b is not None)
+
+    varies = len({size for size in leaf.sizes(0) if size is not None}) > 1
+    if varies or matches(0):
+        return 0
+    return next((axis for axis in range(1, leaf.rank) if matches(axis)), 0)
+
+
+def _namer(observation: Observation, dim_names: DimNames) -> Callable[[str, int], Any]:
+    if not dim_names:
+        return lambda _path, _axis: torch.export.Dim.DYNAMIC
+    table = call_table(observation, stored_only=True)
+    if dim_names is True:
+        plan = infer_plan(table)
+
+        def from_plan(path: str, axis: int) -> str:
+            size = plan.by_path[path].sizes[axis]
+            return _fallback(path, axis) if size.is_static else str(size)
+
+        return from_plan
+    names = {observation.signature.name_of(key): axes for key, axes in dim_names.items()}
+    arguments = {leaf.path: leaf.argument for leaf in table.leaves}
+    return lambda path, axis: names.get(arguments[path], {}).get(axis) or _fallback(path, axis)
+
+
+def _fallback(path: str, axis: int) -> str:
+    return f"{re.sub(r'[^0-9A-Za-z_]+', '_', path).strip('_')}_dim_{axis}"
+
+
+def _check_consistent(observation: Observation) -> None:
+    """Raises PlanError where calls contradict each other, so that no one graph can serve them."""
+    constants: dict[str, Any] = {}
+    lengths: dict[str, int] = {}
+    for call in observation.calls:
+        for path, value in call.constants().items():
+            if isinstance(value, bool | int | float | str) and constants.setdefault(path, value) != value:
+                raise PlanError(
+                    "Two calls were made with different constant values.",
+                    where=f"{path}, call {call.index}",
+                    expected=repr(constants[path]),
+                    got=repr(value),
+                    hint="a constant becomes part of the graph: observe each value with an observer of its own.",
+                )
+        for name, tree in call.arguments.items():
+            count = len(tree.tensor_paths) if tree.paths and tree.paths[0].startswith("[") else 0
+            if count and lengths.setdefault(name, count) != count:
+                _raise_lengths(observation, name, lengths[name], count, call.index)
+
+
+def _raise_lengths(observation: Observation, name: str, before: int, count: int, index: int) -> None:
+    named = any(name in call.named for call in observation.calls)
+    position = observation.signature.names.index(name)
+    raise PlanError(
+        f"{f'Named argument {name!r}' if named else f'Positional argument {position}'} has {count} tensors, "
+        f"and had {before} in an earlier call.",
+        where=f"{name}, call {index}",
+        hint="a graph has a fixed number of inputs: pass one tensor, or lists of one length.",
+    )

@@ -1,0 +1,223 @@
+"""Chooses sizes for the variables of a plan: for the export, and for the proof.
+
+torch.export specialises an axis whose example size is 0 or 1, and ties axes whose example sizes are equal, to each
+other or to a constant. So all sizes of an export are distinct, greater than 1, and equal to no static size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from exportkit.errors import ArgumentError
+from exportkit.plan.expression import Expression
+from exportkit.plan.placeholder import tokens_fit
+from exportkit.plan.plan import Plan, Variable
+
+_SEARCH_LIMIT = 20_000
+_SMALLEST_PATCH = 4
+
+
+@dataclass(frozen=True)
+class UnseenSizes:
+    """One combination of sizes that nobody has run, with a few words that say what it stands for."""
+
+    label: str
+    sizes: Mapping[str, int]
+
+
+def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = None) -> dict[str, int]:
+    """Returns a size for each variable: distinct, greater than 1, near the recorded ones.
+
+    The sizes of expressions (``past + sequence``) are distinct from all others too.
+
+    Args:
+        plan: The plan.
+        partly_cached: Let caches that follow a length be shorter than it, instead of as long.
+        chunk: Let the new tokens be more than a chunk of this size, and no multiple of it.
+
+    Raises:
+        ArgumentError: if no such sizes are found.
+    """
+    taken = plan.static_sizes()
+    expressions = {size for leaf in plan.leaves for size in leaf.sizes if size.terms}
+    free = [variable for variable in plan.variables if variable.follows is None]
+    expressions -= {Expression.of(variable.name) for variable in plan.variables if variable.follows is not None}
+    names = [variable.name for variable in free]
+    far = [list(itertools.islice(_export_sizes(variable, taken, chunk), 12)) for variable in free]
+    near = [list(itertools.islice(_export_sizes(_within_window(v, expressions), taken, chunk), 12)) for v in free]
+    choices = [itertools.islice(_by_cost(options), _SEARCH_LIMIT) for options in (far, near)]
+    for choice in itertools.chain(*choices):
+        sizes = dict(zip(names, choice, strict=True))
+        sizes |= {v.name: sizes[v.follows] for v in plan.variables if v.follows is not None}
+        sizes = plan.completed(sizes)
+        if not _are_distinct(expressions, sizes, taken) or (partly_cached and not _shorten(plan, sizes)):
+            continue
+        if tokens_fit(plan.placeholders, plan.shapes(sizes), plan.grids):
+            return sizes
+    raise ArgumentError(
+        "No distinct sizes were found for the variables of this plan.",
+        where=", ".join(names),
+        expected="sizes greater than 1 that differ from each other and from static sizes",
+        got=f"static sizes {sorted(taken)}",
+        hint="make one of the axes static, or give the arguments yourself.",
+    )
+
+
+def _within_window(variable: Variable, expressions: Collection[Expression]) -> Variable:
+    """The variable limited to sizes at which a window that depends on it alone is not full."""
+    caps = [e.cap - 1 for e in expressions if e.cap is not None and e.uncapped().variable == variable.name]
+    return replace(
+        variable, maximum=min([*caps, *([] if variable.maximum is None else [variable.maximum])], default=None)
+    )
+
+
+def _shorten(plan: Plan, sizes: dict[str, int]) -> bool:
+    """Gives caches that follow a length a distinct smaller size; returns whether there is one for each.
+
+    What is left of the length is a size of the graph too, so it is distinct and greater than 1 as well.
+    """
+    for variable in plan.variables:
+        length = variable.filled_length(sizes)
+        if length is not None:
+            used = {size.evaluate({**sizes, variable.name: 0}) for leaf in plan.leaves for size in leaf.sizes}
+            free = [size for size in range(2, length - 1) if not {size, length - size} & used]
+            shorter = next((size for size in free if size != length - size), None)
+            if shorter is None:
+                return False
+            sizes[variable.name] = shorter
+    return True
+
+
+def _are_distinct(expressions: Collection[Expression], sizes: Mapping[str, int], taken: frozenset[int]) -> bool:
+    """Whether all sizes are distinct and greater than 1; a cache with a window is below its limit."""
+    values = {expression.uncapped(): expression.uncapped().evaluate(sizes) for expression in expressions}
+    below = all(e.cap is None or e.uncapped().evaluate(sizes) < e.cap for e in expressions)
+    found = set(values.values())
+    return below and len(found) == len(values) and not taken & found and min(found, default=2) > 1
+
+
+def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
+    """Returns combinations of sizes that were neither recorded nor exported with.
+
+    Batch 1 and more than 1; for models with a cache also one token, an empty cache, and several tokens on a filled
+    one; longer and shorter than anything recorded. The model may refuse some of them.
+
+    Args:
+        plan: The plan.
+        exported: Sizes that the export used.
+    """
+    if not plan.variables:
+        return []
+    fresh = {v.name: _fresh_sizes(v, exported[v.name]) for v in plan.variables}
+    past, batch = plan.with_role("past"), plan.with_role("batch")
+    combinations = _with_cache(plan) if past is not None else _without_cache()
+    found: list[UnseenSizes] = []
+    for label, picks in combinations:
+        sizes = {}
+        for variable in plan.variables:
+            pick = picks.get(variable.role, picks["other"])
+            sizes[variable.name] = _within(variable, pick) if isinstance(pick, int) else fresh[variable.name][pick]
+        for variable in plan.variables:
+            filled = variable.filled_length(sizes)
+            if filled is not None:
+                sizes[variable.name] = 0 if past is not None and not sizes[past.name] else filled
+        _fit_rows(plan, sizes)
+        sizes = plan.completed(sizes)
+        text = label if batch is None else f"{label}, batch {sizes[batch.name]}"
+        if all(sizes != earlier.sizes for earlier in found):
+            found.append(UnseenSizes(text, sizes))
+    return found
+
+
+def _fit_rows(plan: Plan, sizes: dict[str, int]) -> None:
+    """Lets rows that placeholders stand for be as many as the tokens have room for: none beside a single token."""
+    images = {grid.rows: grid.path for grid in plan.grids}
+    paths = {images.get(p.rows, p.rows) for p in plan.placeholders}
+    rows = {name for path in paths for name in plan.by_path[path].sizes[0].variables()}
+    while any(sizes[name] for name in rows) and not tokens_fit(plan.placeholders, plan.shapes(sizes), plan.grids):
+        largest = max(rows, key=lambda name: sizes[name])
+        sizes[largest] -= 1
+
+
+_LONGER, _LONGEST, _OTHER, _SHORTEST = "longer", "longest", "other", "shortest"
+
+
+def _with_cache(plan: Plan) -> list[tuple[str, dict[str, int | str]]]:
+    rows: list[tuple[str, dict[str, int | str]]] = [
+        ("longer prompt, empty past", {"batch": _OTHER, "sequence": _LONGEST, "past": 0, "other": _LONGER}),
+        ("one token", {"batch": 1, "sequence": 1, "past": _LONGEST, "other": _LONGER}),
+        ("several tokens on a past", {"batch": _LONGER, "sequence": _OTHER, "past": _OTHER, "other": _OTHER}),
+        ("one token after one", {"batch": _OTHER, "sequence": 1, "past": 1, "other": _OTHER}),
+        ("short prompt, empty past", {"batch": 1, "sequence": _OTHER, "past": 0, "other": _LONGEST}),
+    ]
+    if plan.with_role("sequence") is None:  # every recorded call had the same number of new tokens
+        rows = [("longer past", rows[1][1]), ("other past", rows[2][1]), ("past of one", rows[3][1])]
+    return rows
+
+
+def _without_cache() -> list[tuple[str, dict[str, int | str]]]:
+    return [
+        ("longer", {"batch": _LONGER, "sequence": _LONGER, "past": _LONGER, "other": _LONGER}),
+        ("longest", {"batch": 1, "sequence": _LONGEST, "past": _LONGEST, "other": _LONGEST}),
+        ("other sizes", {"batch": _OTHER, "sequence": _OTHER, "past": _OTHER, "other": _OTHER}),
+        ("shortest", {"batch": _OTHER, "sequence": _SHORTEST, "past": _SHORTEST, "other": _SHORTEST}),
+    ]
+
+
+def _seen(variable: Variable) -> list[int]:
+    return sorted({size for size in variable.seen if size})
+
+
+def _step(variable: Variable) -> int:
+    """Image sizes and the like come in multiples of a patch: new sizes keep a large common factor of those seen."""
+    seen = _seen(variable)
+    factor = math.gcd(*seen) if len(seen) > 1 and variable.role == "other" else 1
+    return factor if factor >= _SMALLEST_PATCH else 1
+
+
+def _export_sizes(variable: Variable, taken: frozenset[int], chunk: int | None) -> Iterator[int]:
+    if chunk is not None and variable.role == "sequence":
+        yield from (size for size in itertools.count(chunk + 2) if size % chunk and size not in taken)
+    seen = _seen(variable)
+    step = _step(variable)
+    least, most = max(variable.minimum, 2), math.inf if variable.maximum is None else variable.maximum
+    yield from (size for size in reversed(seen) if 1 < size <= most and size not in taken)
+    start = (max(seen, default=2) // step) * step
+    for distance in itertools.count(1):
+        for size in (start + distance * step, start - distance * step):
+            if least <= size <= most and size not in taken and size not in seen:
+                yield size
+        if distance * step > max(most - start, start):
+            return
+
+
+def _by_cost(options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Yields combinations, those made of early options first."""
+    longest = max((len(option) for option in options), default=0)
+    for limit in range(1, longest + 1):
+        for choice in itertools.product(*(range(min(limit, len(option))) for option in options)):
+            if limit == 1 or max(choice) == limit - 1:
+                yield tuple(option[i] for option, i in zip(options, choice, strict=True))
+    if not options:
+        yield ()
+
+
+def _fresh_sizes(variable: Variable, exported: int) -> dict[str, int]:
+    seen = _seen(variable)
+    step = _step(variable)
+    known = {*seen, exported}
+    top = max(known)
+    longer = top + step if step > 1 else top + 2
+    longest = longer + step if step > 1 else longer + 3
+    between = [s for s in range(max(step, 2), top) if s % step == 0 and s not in known]
+    other = between[len(between) // 2] if between else top + 1 if step == 1 else longest + step
+    sizes = {_LONGER: longer, _LONGEST: longest, _OTHER: other, _SHORTEST: min([*between, other])}
+    return {pick: _within(variable, size) for pick, size in sizes.items()}
+
+
+def _within(variable: Variable, size: int) -> int:
+    size = max(size, variable.minimum)
+    return size if variable.maximum is None else min(size, variable.maximum)

@@ -1,0 +1,67 @@
+"""Puts questions to the model: does it accept arguments of these sizes, and what does it return for them?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from exportkit.arguments.build import Arguments, build_arguments, with_ones
+from exportkit.arguments.table import call_table
+from exportkit.calls.observation import Observation
+from exportkit.errors import ExportkitError
+from exportkit.plan.plan import Plan
+from exportkit.plan.sizes import choose_sizes
+from exportkit.plan.table import CallTable
+from exportkit.running.eager import run_eager
+from exportkit.trees import flatten
+
+
+class AskedModel:
+    """A model, its recorded calls, and answers from running it in eager mode."""
+
+    def __init__(self, model: torch.nn.Module, method: str, observation: Observation) -> None:
+        self._model, self._method, self.observation = model, method, observation
+
+    @property
+    def table(self) -> CallTable:
+        """The shapes of all calls."""
+        return call_table(self.observation)
+
+    def outputs(self, arguments: Arguments) -> dict[str, torch.Tensor] | None:
+        """Returns the tensors that the model returns by path, or None if it refuses the arguments."""
+        try:
+            return flatten(run_eager(self._model, self._method, arguments)).tensors()
+        except Exception:
+            return None
+
+    def accepts(self, plan: Plan, sizes: Mapping[str, int] | None = None, ones: Collection[str] = ()) -> bool:
+        """Returns whether the model accepts arguments of the given sizes, by default those an export would use.
+
+        Args:
+            plan: The plan.
+            sizes: Sizes of all variables.
+            ones: Paths of masks that shall hide nothing.
+        """
+        try:
+            arguments = build_arguments(plan, self.observation, choose_sizes(plan) if sizes is None else sizes)
+        except ExportkitError:
+            return False
+        return self.outputs(with_ones(arguments, ones) if ones else arguments) is not None
+
+    def accepts_lengths(self, plan: Plan) -> bool:
+        """Returns whether the model also accepts more new tokens than recorded: it may cut a mask that is too long."""
+        new = plan.with_role("sequence")
+        if new is None or not self.accepts(plan):
+            return self.accepts(plan)
+        longer = max(size for size in new.seen if size is not None) + 2
+        return self.accepts(plan, {**choose_sizes(plan), new.name: longer})
+
+    def accepts_apart(self, plan: Plan, first: str, second: str) -> bool:
+        """Returns whether the model accepts two variables at different sizes, either of them the larger one."""
+        try:
+            sizes = choose_sizes(plan)
+        except ExportkitError:
+            return False
+        swapped = {**sizes, first: sizes[second], second: sizes[first]}
+        return self.accepts(plan, sizes) and self.accepts(plan, swapped)

@@ -1,0 +1,177 @@
+"""Finds the batch where it never varied: rows are repeated, and every output must repeat with them.
+
+The procedure is that of a person: take the first axis of each input that has the batch's size, double it, and look at
+the outputs. Where that fails, other axes are tried, and flat rows (image features) that are a multiple of the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+import torch
+
+from exportkit.arguments.build import Arguments, largest_tensors, merged_trees, recorded_call
+from exportkit.calls.observation import Observation
+from exportkit.plan.expression import Expression
+from exportkit.plan.infer import without_guess
+from exportkit.plan.names import name_variables
+from exportkit.plan.plan import Finding, Plan, Variable
+from exportkit.plan.table import AxisKey, CallTable, known
+from exportkit.probing.ask import AskedModel
+from exportkit.probing.simplify import as_simplified, lists_of_many
+from exportkit.running.tolerances import close
+from exportkit.trees import Tree, join
+
+_MOST_CHOICES = 32  # ways to choose the batch axes that are tried, an eager run or two each
+_MOST_LEFT_OUT = 8  # the same, without some of the inputs
+_VARIABLE = "confirmed_batch"
+
+# Path -> axis, and how many rows of it belong to one row of the batch; None if that is another number in each row.
+Choice = dict[str, tuple[int, int | None]]
+
+
+def confirm_batch(plan: Plan, asked: AskedModel) -> Plan:
+    """Returns the plan with the batch axes that repeated rows show; a guess they do not confirm becomes static."""
+    varying = plan.with_role("batch")
+    if varying is not None and len(known(varying.seen)) > 1:
+        return plan
+    plan = without_guess(plan, asked.table)
+    rows: Choice = {placeholder.rows: (0, None) for placeholder in plan.placeholders}
+    rows |= {path: (0, None) for grid in plan.grids for path in (grid.path, grid.rows)}
+    if plan.grids and all(not leaf.sizes[0].is_static for leaf in plan.leaves if leaf.sizes):
+        return plan
+    for choices, size in itertools.product((_choices, _choices_of_some), _sizes(asked.table)):
+        tried = ({**choice, **rows} for choice in choices(asked.table, size, rows))
+        choice = next((choice for choice in tried if _rows_repeat(asked, choice)), None)
+        if choice is not None:
+            evidence = f"always {size}; with rows repeated, the outputs repeated too"
+            seen = tuple(size for _ in asked.table.leaves[0].shapes)
+            return name_variables(_with_batch(plan, Variable(_VARIABLE, "batch", seen, evidence), choice))
+    text = "no axis was found to be the batch: no input's rows could be repeated. The batch stays static."
+    return name_variables(plan).with_findings([Finding("batch", "", text)])
+
+
+def _with_batch(plan: Plan, batch: Variable, choice: Choice) -> Plan:
+    plain = [(path, axis) for path, (axis, factor) in choice.items() if factor == 1]
+    multiples: dict[AxisKey, Expression] = {
+        (path, axis): Expression(((batch.name, factor),))
+        for path, (axis, factor) in choice.items()
+        if factor is not None and factor > 1
+    }
+    return plan.with_variable(batch, plain).with_sizes(multiples)
+
+
+def _sizes(table: CallTable) -> list[int]:
+    """Sizes that never change on a leading axis, the most frequent first."""
+    leading = Counter(next(iter(known(s))) for _, axis, s in table.axes() if axis == 0 and len(known(s)) == 1)
+    return [size for size, _ in leading.most_common() if size > 0]
+
+
+def _choices(table: CallTable, size: int, apart: Collection[str]) -> Iterator[Choice]:
+    """Yields choices of one axis for each input that always has that size: the first ones, then others.
+
+    The leaves of one argument take the same choice, as the layers of a cache do. Inputs without such an axis are left
+    as they are, and then repeated on their first axis if that is a multiple of the size. Those ``apart`` are left out.
+    """
+    axes = _axes_of_size(table, size, apart)
+    if not axes:
+        return
+    rows = _rows(table, size, {*apart, *(path for leaves in axes.values() for path in leaves)})
+    turns = itertools.product(*(range(max(map(len, leaves.values()))) for leaves in axes.values()))
+    for turn in itertools.islice(turns, _MOST_CHOICES):
+        chosen: Choice = {
+            path: (found[min(which, len(found) - 1)], 1)
+            for which, leaves in zip(turn, axes.values(), strict=True)
+            for path, found in leaves.items()
+        }
+        yield chosen
+        if rows:
+            yield {**chosen, **rows}
+
+
+def _choices_of_some(table: CallTable, size: int, apart: Collection[str]) -> Iterator[Choice]:
+    """Yields choices of the first such axis that leave inputs out, few at first: some are shared by all rows."""
+    axes = _axes_of_size(table, size, apart)
+    left_out = (left for count in range(1, len(axes)) for left in itertools.combinations(axes, count))
+    for left in itertools.islice(left_out, _MOST_LEFT_OUT):
+        yield {
+            path: (found[0], 1)
+            for argument, leaves in axes.items()
+            if argument not in left
+            for path, found in leaves.items()
+        }
+
+
+def _axes_of_size(table: CallTable, size: int, apart: Collection[str]) -> dict[str, dict[str, list[int]]]:
+    """Axes that always have a size, by argument and path."""
+    axes: dict[str, dict[str, list[int]]] = {}
+    for leaf, axis, sizes in table.axes():
+        if known(sizes) == {size} and leaf.growing != axis and leaf.path not in apart:
+            axes.setdefault(leaf.argument, {}).setdefault(leaf.path, []).append(axis)
+    return axes
+
+
+def _rows(table: CallTable, size: int, taken: set[str]) -> Choice:
+    """Inputs without an axis of the batch's size whose first axis is a multiple of it."""
+    found: Choice = {}
+    for leaf in table.leaves:
+        lengths = known(leaf.sizes(0)) if leaf.rank else set()
+        if leaf.path not in taken and len(lengths) == 1 and min(lengths) > size and min(lengths) % size == 0:
+            found[leaf.path] = (0, min(lengths) // size)
+    return found
+
+
+def _rows_repeat(asked: AskedModel, choice: Choice) -> bool:
+    """Returns whether doubling the chosen axes doubles outputs along one axis, both halves as before.
+
+    Asked of the call with the most tensors, and of the first call where that is another one. A model may mix rows when
+    it is given single tokens on a state, so what that call has is also tried with the tokens of the first one.
+    """
+    counts = [len(call.tensors()) for call in asked.observation.calls]
+    fullest = counts.index(max(counts))
+    if not _rows_repeat_in(asked, recorded_call(asked.observation, 0), choice):
+        return False
+    return not fullest or any(
+        _rows_repeat_in(asked, arguments, choice)
+        for arguments in (recorded_call(asked.observation, fullest), _largest_call(asked.observation))
+    )
+
+
+def _largest_call(observation: Observation) -> Arguments:
+    """All inputs that were ever given, each as in the call where it was largest."""
+    largest = largest_tensors(observation)
+    trees = {
+        name: tree.with_leaves({path: largest[join(name, path)] for path in tree.tensors()})
+        for name, tree in merged_trees(observation).items()
+    }
+    return Arguments(trees, observation)
+
+
+def _rows_repeat_in(asked: AskedModel, recorded: Arguments, choice: Choice) -> bool:
+    doubled = {name: _doubled(name, tree, choice) for name, tree in recorded.trees.items()}
+    before, after = asked.outputs(recorded), asked.outputs(Arguments(doubled, asked.observation))
+    if before is None or after is None:
+        return False
+    lists = lists_of_many([before, after])  # a tensor for each image: more rows, more of them
+    before, after = (as_simplified(tensors, lists, ()) for tensors in (before, after))
+    if before.keys() != after.keys():
+        return False
+    same = [_repeats(before[path], after[path]) for path in before]
+    return None not in same and True in same
+
+
+def _doubled(name: str, tree: Tree, choice: Choice) -> Tree:
+    tensors = {path: (t, choice[full][0]) for path, t in tree.tensors().items() if (full := join(name, path)) in choice}
+    return tree.with_leaves({path: torch.cat([tensor, tensor], axis) for path, (tensor, axis) in tensors.items()})
+
+
+def _repeats(before: torch.Tensor, after: torch.Tensor) -> bool | None:
+    """True if ``after`` is ``before`` twice along one axis, False if it is the same, None if it is neither."""
+    if before.shape == after.shape:
+        return False if close(before, after) else None
+    longer = [i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=False)) if a != b]
+    if before.ndim != after.ndim or len(longer) != 1 or after.shape[longer[0]] != 2 * before.shape[longer[0]]:
+        return None
+    return True if all(close(before, half) for half in after.chunk(2, dim=longer[0])) else None

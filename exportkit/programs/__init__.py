@@ -1,0 +1,1 @@
+"""Traces a model into exported programs, with strategies, audit and explained failures."""

@@ -1,0 +1,313 @@
+"""Reads back what a program takes for granted about sizes, and compares it to the plan.
+
+In comes what was exported; out go findings. A program that serves less than the plan promises is an error: the
+recorded calls, sizes nobody has run, and sizes beyond a limit must all be allowed, unless the model itself refuses.
+Lower limits are left aside: torch.export takes 2 for the smallest size, and a graph serves less all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import sympy
+
+from exportkit import _torch_compat
+from exportkit.arguments.build import build_arguments
+from exportkit.errors import ExportError
+from exportkit.onnx_files.translate import tensor_placeholders
+from exportkit.plan.plan import Finding, Plan
+from exportkit.plan.sizes import unseen_sizes
+from exportkit.probing.missing import solve_sizes
+from exportkit.programs.places import Place, is_model_code
+from exportkit.running.eager import replaced_buffer
+
+if TYPE_CHECKING:
+    from exportkit.programs.exported import Exported
+
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+# A limit that torch means as none; and the largest one that the model itself is asked about, by running it.
+_UNLIMITED, _ASKED = 2**31, 2048
+_BRANCH = "fixed branch"
+_REFUSES = "the model itself refuses more"
+# The smallest size that torch.export allows for.
+_SMALLEST = 2
+
+Axis = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """Sizes that the plan allows, and the shapes of all inputs at these."""
+
+    label: str
+    sizes: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    recorded: bool
+
+
+@dataclass(frozen=True)
+class _Narrow:
+    """What a program refuses: one axis, what it takes, and the line of the model that made it so."""
+
+    axis: Axis
+    takes: str
+    place: Place | None
+    related: bool = False
+
+
+@dataclass
+class _Program:
+    """The axes of a program's inputs as torch traced them: ints and expressions in symbols."""
+
+    exported: Exported
+    axes: dict[Axis, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.exported.program
+        traced = _torch_compat.input_axes(program)
+        nodes = zip(tensor_placeholders(program), self.exported.captured.input_paths, strict=True)
+        self.axes = {(path, axis): size for node, path in nodes for axis, size in enumerate(traced[node])}
+        self.guards = _torch_compat.shape_guards(program)
+        plain = [(size, axis) for axis, size in self.axes.items() if isinstance(size, sympy.Symbol)]
+        self.homes: dict[Any, Axis] = dict(reversed(plain))
+
+    def limit(self, size: Any) -> int | None:
+        """The largest value of a traced size, or None."""
+        allowed = self.exported.program.range_constraints.get(size)
+        upper = None if allowed is None else allowed.upper
+        return int(upper) if isinstance(upper, sympy.Integer) and upper < _UNLIMITED else None
+
+    def symbols(self, promise: _Promise) -> dict[Any, sympy.Integer]:
+        """The value of each symbol."""
+        return {symbol: sympy.Integer(promise.shapes[path][axis]) for symbol, (path, axis) in self.homes.items()}
+
+    def refusals(self, promise: _Promise) -> Iterator[_Narrow]:
+        """Yields what the program refuses of a promise."""
+        values = self.symbols(promise)
+        for axis, size in self.axes.items():
+            wanted = promise.shapes[axis[0]][axis[1]]
+            if isinstance(size, int):
+                if size != wanted:
+                    yield _Narrow(axis, f"only {size}", None)
+                continue
+            value = _evaluated(size, values)
+            limit = self.limit(size)
+            if isinstance(value, sympy.Integer) and value != wanted:
+                yield _Narrow(axis, f"only {self.named(size)}{self._at(size)}", self._place(size), related=True)
+            elif limit is not None and wanted > limit and not self._is_lower_limit(size, wanted - limit, values):
+                yield _Narrow(axis, f"at most {limit}", self._place(size))
+
+    def _is_lower_limit(self, size: Any, excess: int, values: Mapping[Any, sympy.Integer]) -> bool:
+        """Whether a limit says only that what is left of another size is 2 or more, as torch assumes of all sizes.
+
+        Then nothing but torch's own code asked for it, and the sizes beyond it leave 1 or 0.
+        """
+        broken = [
+            guard.file
+            for guard in self.guards
+            if guard.left.free_symbols & size.free_symbols and _evaluated(guard.left, values) == sympy.false
+        ]
+        return bool(broken) and excess <= _SMALLEST and not any(map(is_model_code, broken))
+
+    def branches(self, promise: _Promise) -> Iterator[_torch_compat.ShapeGuard]:
+        """Yields decisions by size in the model's own code that come out differently for a promise."""
+        values = self.symbols(promise)
+        for guard in self.guards:
+            if is_model_code(guard.file) and _evaluated(guard.left, values) == sympy.false:
+                yield guard
+
+    def named(self, expression: Any) -> str:
+        """The expression in the names of the plan."""
+        text = str(expression)
+        if isinstance(expression, sympy.core.relational.Relational):
+            text = f"{expression.lhs} {expression.rel_op} {expression.rhs}"
+        names = {str(symbol): str(self._size(axis)) for symbol, axis in self.homes.items()}
+        alone = _SYMBOL.fullmatch(text) is not None
+        return _SYMBOL.sub(lambda m: n if alone or " " not in (n := names.get(m[0], m[0])) else f"({n})", text)
+
+    def _size(self, axis: Axis) -> Any:
+        size = self.exported.plan.by_path[axis[0]].sizes[axis[1]]
+        return f"{axis[0]} axis {axis[1]}" if size.is_static else size
+
+    def _at(self, size: Any) -> str:
+        home = self.homes.get(size)
+        return "" if home is None else f", the size of axis {home[1]} of {home[0]}"
+
+    def _place(self, size: Any) -> Place | None:
+        """The first line that asked something about a traced size, one of the model's own if there is any."""
+        guards = [guard for guard in self.guards if guard.file and guard.asked.free_symbols & size.free_symbols]
+        own = [guard for guard in guards if is_model_code(guard.file)]
+        return Place(own[0].file, own[0].line) if own else None
+
+
+def _evaluated(expression: Any, values: Mapping[Any, sympy.Integer]) -> Any:
+    """The expression for these sizes; None where it has no value, as it divides by one of them that is 0."""
+    try:
+        return expression.xreplace(values)
+    except ArithmeticError:
+        return None
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A relation of sizes that a trace took for granted, its place, and whether that is the model's own code."""
+
+    text: str
+    place: str
+    own: bool
+
+
+def guards_of(exported: Exported) -> tuple[Guard, ...]:
+    """Returns what the trace of a program took for granted about sizes, each relation once, the model's own first."""
+    program = _Program(exported)
+    found: dict[str, Guard] = {}
+    for guard in sorted(program.guards, key=lambda guard: not is_model_code(guard.file)):
+        if guard.left != sympy.true:
+            text, file = program.named(guard.left), guard.file.rpartition("site-packages/")[2]
+            found.setdefault(text, Guard(text, f"{file}:{guard.line}" if file else "", is_model_code(guard.file)))
+    return tuple(found.values())
+
+
+def audit_sizes(exported: Exported) -> list[Finding]:
+    """Returns findings about a program: the limits that it has, and the decisions by size that it keeps.
+
+    Args:
+        exported: What was exported.
+
+    Raises:
+        ExportError: if the program allows less than the plan.
+    """
+    program = _Program(exported)
+    refused: dict[str, str] = {}
+    findings = []
+    branches: dict[tuple[str, int], Finding] = {}
+    for promise in _promises(program):
+        refusal = next(program.refusals(promise), None)
+        differing = list(program.branches(promise))
+        if refusal is None and not differing:
+            continue
+        why = "" if promise.recorded else _why_refused(exported, promise, refused)
+        if refusal is not None:
+            if not why:
+                raise _narrower(refusal, promise, program)
+            findings.append(_model_limit(refusal, promise, program, why))
+            continue
+        if why == _REFUSES:
+            continue
+        for guard in differing:
+            branches.setdefault((guard.file, guard.line), _branch(guard, promise, program))
+    return [*_unique(findings), *branches.values(), *_far_limits(program)]
+
+
+def fixed_branches(plan: Plan) -> list[Finding]:
+    """Returns the findings on decisions by size that a program keeps, though other sizes decide otherwise."""
+    return [finding for finding in plan.findings if finding.kind == _BRANCH]
+
+
+def _promises(program: _Program) -> Iterator[_Promise]:
+    plan = program.exported.plan
+    for call in program.exported.observation.calls:
+        sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in call.tensors().items()})
+        yield _Promise(f"recorded call {call.index}", sizes, plan.shapes(sizes), True)
+    combinations = [(item.label, item.sizes) for item in unseen_sizes(plan, program.exported.sizes)]
+    for label, sizes in [*combinations, *_beyond_limits(program)]:
+        yield _Promise(label, sizes, plan.shapes(sizes), False)
+
+
+def _beyond_limits(program: _Program) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Yields sizes larger than what the program takes, where the plan allows them."""
+    for (name, sizes), limit in _limits(program):
+        if limit < _ASKED:
+            yield f"{name} {sizes[name]}", sizes
+
+
+def _limits(program: _Program) -> Iterator[tuple[tuple[str, dict[str, int]], int]]:
+    """Yields a variable with sizes in which it is too large for the program, and the limit of its axis."""
+    plan = program.exported.plan
+    done = set()
+    for (path, axis), traced in program.axes.items():
+        limit = None if isinstance(traced, int) else program.limit(traced)
+        size = plan.by_path[path].sizes[axis]
+        if limit is None or size.is_static or not size.is_linear:
+            continue
+        name, factor = size.terms[-1]
+        sizes = dict(program.exported.sizes)
+        if plan.variable(name).filled_length(sizes) is not None:  # it is promised to be that or 0, and no more
+            continue
+        sizes[name] += max(-(-(limit + 1 + _SMALLEST - size.evaluate(sizes)) // factor), 0)
+        largest = plan.variable(name).maximum
+        if (name, limit) not in done and (largest is None or sizes[name] <= largest):
+            done.add((name, limit))
+            yield (name, sizes), limit
+
+
+def _why_refused(exported: Exported, promise: _Promise, known: dict[str, str]) -> str:
+    """Why the model itself does not run at these sizes as it is; nothing if it does."""
+    if promise.label not in known:
+        try:
+            arguments = build_arguments(exported.plan, exported.observation, promise.sizes)
+            buffer = replaced_buffer(exported.model, exported.method, arguments)
+            known[promise.label] = f"the model itself makes another {buffer} for more" if buffer else ""
+        except Exception:  # whatever the model raises: it refuses these sizes
+            known[promise.label] = _REFUSES
+    return known[promise.label]
+
+
+def _narrower(refusal: _Narrow, promise: _Promise, program: _Program) -> ExportError:
+    path, axis = refusal.axis
+    size = program.exported.plan.by_path[path].sizes[axis]
+    where = f"axis {axis} of {path}"
+    error = ExportError(
+        f"The exported graph serves less than the plan promises: {where} ({size}) is limited.",
+        where=str(refusal.place or where),
+        expected=f"{promise.shapes[path][axis]} too, as in {promise.label}, which the model itself accepts",
+        got=f"the graph takes {refusal.takes}",
+        hint=_hint(size.variable, refusal.related, program),
+    )
+    error.attempt = program.exported.attempt()
+    return error
+
+
+def _hint(variable: str | None, related: bool, program: _Program) -> str:
+    if related or variable is None:
+        return "change this line so that it does not decide by how these sizes are related."
+    known = {size for size in program.exported.plan.variable(variable).seen if size is not None}
+    if len(known) == 1:
+        return f'change this line, or accept it: export(model, observer.plan().static("{variable}")).'
+    return f'change this line, or promise less: export(model, observer.plan().range("{variable}", ...)).'
+
+
+def _model_limit(refusal: _Narrow, promise: _Promise, program: _Program, why: str) -> Finding:
+    path, axis = refusal.axis
+    size = program.exported.plan.by_path[path].sizes[axis]
+    where = f"axis {axis} of {path} ({size})"
+    text = f"{where}: the graph takes {refusal.takes}; {why} ({promise.label})."
+    return Finding("limit", f"{path} axis {axis}", text)
+
+
+def _unique(findings: list[Finding]) -> list[Finding]:
+    """One finding for what is said of an axis, and of those of other inputs with the same size and limit."""
+    first: dict[str, Finding] = {}
+    for finding in findings:
+        first.setdefault(finding.where, finding)
+    return list(first.values())
+
+
+def _far_limits(program: _Program) -> list[Finding]:
+    return [
+        Finding("limit", name, f"{name} is limited: the graph takes at most {limit} in an axis that depends on it.")
+        for (name, _), limit in _limits(program)
+        if limit >= _ASKED
+    ]
+
+
+def _branch(guard: _torch_compat.ShapeGuard, promise: _Promise, program: _Program) -> Finding:
+    place = Place(guard.file, guard.line)
+    text = (
+        f"the graph keeps what the model decides by size at {guard.file}:{guard.line} ({place.code}), taken for "
+        f"{program.named(guard.left)}; {promise.label} decides otherwise. Whether that matters, verify() shows."
+    )
+    return Finding(_BRANCH, f"{guard.file}:{guard.line}", text)

@@ -1,0 +1,244 @@
+"""The root cause of a failed trace or translation.
+
+In comes torch's exception, out goes one cause in the names of the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from exportkit import _torch_compat
+from exportkit.arguments.build import Arguments
+from exportkit.errors import ExportError
+from exportkit.plan.plan import Plan
+from exportkit.programs.flat import FlatSignature
+from exportkit.programs.places import Place, nodes_in, place_of_error, place_of_frames, place_of_node
+from exportkit.trees import flatten, join, registered_caches
+
+_TRACE = "torch.export could not trace the model"
+_TRANSLATION = "The program could not be translated to ONNX"
+_FIXED = re.compile(
+    r"You marked (?P<tensor>L\[.*?)\.size\(\)\[(?P<axis>\d+)\] as dynamic but your code "
+    r"specialized it to be a constant \((?P<size>\d+)\)"
+)
+_UNBACKED = re.compile(r"\bz?u[f]?\d+\b")
+_GRAPH_LINE = re.compile(r"# File: (?P<file>.+?):(?P<line>\d+) in ")
+_LONGEST_GOT = 300
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an export failed.
+
+    Attributes:
+        what: One sentence.
+        place: Line of the model, if it is known.
+        expected: What would have been right.
+        got: What came instead.
+        hint: What to do about it.
+    """
+
+    what: str
+    place: Place | None
+    expected: str | None
+    got: str | None
+    hint: str | None
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """An axis that became static: its leaf, and where in the model that happened, as the number of the event."""
+
+    path: str
+    axis: int
+    size: int
+    order: int
+    place: Place | None
+
+
+def cause_of_trace(
+    error: BaseException, model: torch.nn.Module, plan: Plan, arguments: Arguments, trace: Callable[[], Any]
+) -> Cause:
+    """Returns why torch.export failed.
+
+    Args:
+        error: Its exception.
+        model: The model.
+        plan: The plan.
+        arguments: The arguments of the trace.
+        trace: Traces again, to see where an axis becomes static.
+    """
+    if hasattr(error, "cond") or "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+        return _data_dependent(error, model)
+    if violations := list(_FIXED.finditer(str(error))):
+        return _fixed_axis(violations, model, plan, arguments, trace)
+    return _raised(error, model)
+
+
+def cause_of_translation(error: BaseException) -> Cause:
+    """Returns why torch.onnx.export failed: the operator, and the line of the model that uses it."""
+    node = next(reversed(list(nodes_in(error))), None)
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    got = f"{type(root).__name__}: {' '.join(str(root).split())}"[:_LONGEST_GOT]
+    if node is None or "No ONNX function found" not in got:
+        return Cause(f"{_TRANSLATION}.", None if node is None else place_of_node(node), None, got, None)
+    used = node.meta.get("original_aten", node.target)
+    operator = str(node.target) if str(used) == str(node.target) else f"{node.target} (from {used})"
+    return Cause(
+        f"{_TRANSLATION}: there is no translation for an operator of the model.",
+        place_of_node(node),
+        None,
+        operator,
+        "write this line with operators that ONNX has, or observe and export the parts before and after it.",
+    )
+
+
+def _data_dependent(error: BaseException, model: torch.nn.Module) -> Cause:
+    place = place_of_error(error, model)
+    condition = str(getattr(error, "cond", "")) or str(error).partition("\n")[0][:_LONGEST_GOT]
+    unknown = set(_UNBACKED.findall(condition))
+    origin = _origin(getattr(error, "partial_fx_graph", ""), unknown)
+    code = "" if place is None else place.code
+    got = f"whether {condition} is not known before the model runs (data-dependent)"
+    names = ", ".join(sorted(unknown))
+    if origin is not None and place is not None and (origin.file, origin.line) != (place.file, place.line):
+        got += f";\n       {names} comes from {origin.file}:{origin.line}\n         {origin.code}"
+    return Cause(f"{_TRACE}: it decides by the values of a tensor.", place, None, got, _hint_for_values(code, origin))
+
+
+def _hint_for_values(code: str, origin: Place | None) -> str:
+    if re.search(r"\.item\(|\.tolist\(", f"{code} {origin.code if origin else ''}"):
+        return "keep the tensor instead of .item() or .tolist(); decide with torch.where, or with torch.cond."
+    if code.startswith("assert"):
+        return "leave the check out while torch.compiler.is_exporting()."
+    return "compute both sides and choose with torch.where(condition, a, b), or use torch.cond."
+
+
+def _origin(graph: str, unknown: set[str]) -> Place | None:
+    """Line of the model that made an unknown value, as the comments in torch's partial graph tell."""
+    place = None
+    for line in graph.splitlines():
+        if match := _GRAPH_LINE.search(line):
+            place = Place(match["file"], int(match["line"]))
+        elif unknown & set(_UNBACKED.findall(line.partition("=")[0])):
+            return place
+    return None
+
+
+def _fixed_axis(
+    violations: list[re.Match[str]],
+    model: torch.nn.Module,
+    plan: Plan,
+    arguments: Arguments,
+    trace: Callable[[], Any],
+) -> Cause:
+    places = _Specializations(model)
+    with registered_caches():
+        paths = _paths_by_source(arguments)
+    with _torch_compat.watched_symbols(places.seen), contextlib.suppress(ExportError):
+        trace()
+    found = [places.fixed(paths[v["tensor"]], v["tensor"], int(v["axis"]), int(v["size"])) for v in violations]
+    first = min(found, key=lambda item: item.order)
+    size = plan.by_path[first.path].sizes[first.axis]
+    seen = sorted({shape[first.axis] for shape in plan.by_path[first.path].shapes if shape is not None})
+    axis = f"axis {first.axis} of {first.path}"
+    more = f"; {len(found) - 1} more axes as well" if len(found) > 1 else ""
+    return Cause(
+        f"{_TRACE}: {axis} ({size}) became static.",
+        first.place,
+        f"any size; recorded: {', '.join(map(str, seen))}",
+        f"only {first.size}, which is the size it was traced with{more}",
+        _hint_for_size("" if first.place is None else first.place.code, str(size), plan),
+    )
+
+
+def _hint_for_size(code: str, variable: str, plan: Plan) -> str:
+    if re.search(r"\b(list|tuple|enumerate|zip)\(|\.unbind\(|\.tolist\(", code):
+        hint = "to unpack a tensor fixes its size: use operations on the whole tensor, such as cat, flatten, repeat."
+    elif re.match(r"(for|while)\b", code) or re.search(r"\bfor\b.*\bin\b", code):
+        hint = "a Python loop is traced once for each element: use operations on the whole tensor, or torch.scan."
+    elif re.search(r"\.(view|reshape|expand|unflatten)\(", code):
+        hint = "write -1, or a size read from a tensor, in place of a constant."
+    elif "int(" in code:
+        hint = "int() makes a number of a size: leave x.shape[i] as it is."
+    else:
+        hint = "this line needs the size as a number: read it from a tensor (x.shape[i]) and compute with it as it is."
+    known = [v for v in plan.variables if v.name == variable]
+    if known and len({size for size in known[0].seen if size is not None}) == 1:
+        hint += f' Or accept it: export(model, observer.plan().static("{variable}")).'
+    return hint
+
+
+def _raised(error: BaseException, model: torch.nn.Module) -> Cause:
+    place = place_of_error(error, model)
+    lines = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+    hint = "this works in eager mode; in a trace, tensors have no values and sizes are symbols: change this line."
+    if ".numpy()" in str(error) or (place is not None and ".numpy()" in place.code):
+        hint = "NumPy is not traced: use torch's operations on tensors instead."
+    elif "fake" in str(error).lower() and "impl" in str(error).lower():
+        hint = "the operator does not say the shape of its result: register it with torch.library.register_fake."
+    return Cause(
+        f"{_TRACE}: {type(error).__name__} was raised in it.",
+        place,
+        None,
+        f"{type(error).__name__}: {lines}"[:_LONGEST_GOT],
+        hint,
+    )
+
+
+def _paths_by_source(arguments: Arguments) -> dict[str, str]:
+    """Path of a leaf by what torch calls it, ``L['data']['x']``."""
+    flat = FlatSignature.of(arguments)
+    values = {name: parameter.tree.build() for name, parameter in flat.parameters.items()}
+    paths = {
+        id(tensor): join(flat.parameters[name].path, path)
+        for name, value in values.items()
+        for path, tensor in flatten(value).tensors().items()
+    }
+    leaves = [leaf for value in values.values() for leaf in _torch_compat.tree_leaves(value)]
+    named: Mapping[str, Any] = dict(zip(_torch_compat.source_names(values), leaves, strict=True))
+    return {source: paths[id(leaf)] for source, leaf in named.items() if isinstance(leaf, torch.Tensor)}
+
+
+class _Specializations:
+    """Listens to a trace, and knows afterwards on which line of the model an axis became static."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._symbols: dict[str, str] = {}
+        self._replaced: dict[str, tuple[int, str, Place | None]] = {}
+
+    def seen(self, message: str, arguments: tuple[Any, ...]) -> None:
+        """Takes a message of torch, while the stack still shows what caused it."""
+        if message.startswith("create_symbol "):
+            self._symbols[str(arguments[2])] = str(arguments[0])
+        elif message.startswith("set_replacement ") and str(arguments[0]) not in self._replaced:
+            place = place_of_frames(_stack(), self._model)
+            self._replaced[str(arguments[0])] = (len(self._replaced), str(arguments[1]), place)
+
+    def fixed(self, path: str, source: str, axis: int, size: int) -> _Fixed:
+        """Returns where the axis became static; symbols may stand for each other before they become numbers."""
+        symbol = self._symbols.get(f"{source}.size()[{axis}]", "")
+        order, place = sys.maxsize, None
+        while symbol in self._replaced:
+            order, symbol, place = self._replaced[symbol]
+        return _Fixed(path, axis, size, order, place)
+
+
+def _stack() -> list[tuple[FrameType, int]]:
+    frames = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return frames[::-1]

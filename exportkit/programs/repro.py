@@ -1,0 +1,183 @@
+"""Writes a script that traces the model again with torch alone: in comes an attempt, out goes ``repro.py``.
+
+Of the inputs it has shapes, element types, and the smallest and largest value of integers, as these must stay within a
+vocabulary; of the model its class and configuration. It has neither values of tensors nor weights, and no text: strings
+among the inputs are kept only where they are one word, as options are.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exportkit.errors import DestinationError
+from exportkit.programs import standalone
+from exportkit.programs.failure import Attempt
+from exportkit.trees import join
+from exportkit.trees.json_form import dump_tree
+
+_SEED = 0
+# They name a place on somebody's disk, not an architecture.
+_PRIVATE_SETTINGS = ("_name_or_path", "name_or_path")
+
+
+def write_attempt(attempt: Attempt, directory: str | os.PathLike[str]) -> Path:
+    """Returns the path of a script that traces the model again, and fails as it failed.
+
+    Args:
+        attempt: What was tried.
+        directory: Where to write ``repro.py``; created if it is missing.
+
+    Raises:
+        DestinationError: if it cannot be written.
+        TreeError: if an input is of a class that cannot be found by its name.
+    """
+    text = _script(attempt)
+    path = Path(directory) / "repro.py"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DestinationError("The script cannot be written.", where=str(path), got=str(error)) from error
+    return path
+
+
+def _script(attempt: Attempt) -> str:
+    data = json.dumps(_spec(attempt), indent=1)
+    body = inspect.getsource(standalone).partition("\nimport contextlib")[2]
+    return (
+        f'"""Traces {type(attempt.model).__name__}.{attempt.method} with torch.export, at the shapes it had.\n\n'
+        f"Written by exportkit; needs {_versions()}.\n"
+        f"{_needs(attempt)}"
+        f'"""\n\nimport contextlib{body}\n\nSPEC = r"""\n{data}\n"""\n\nif __name__ == "__main__":\n    main(SPEC)\n'
+    )
+
+
+def _versions() -> str:
+    packages = ["torch", *(name for name in ("transformers", "onnxscript") if name in sys.modules)]
+    found = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    return ", ".join([f"Python {platform.python_version()}", *found])
+
+
+def _needs(attempt: Attempt) -> str:
+    cls = type(attempt.model)
+    lines = [f"{cls.__module__} must be importable: put its folder on PYTHONPATH.\n"] if _is_importable(cls) else []
+    lines += (
+        ["The rewrites that were in force are exportkit's, so that it must be installed.\n"] if attempt.rules else []
+    )
+    return "".join(lines)
+
+
+def _spec(attempt: Attempt) -> dict[str, Any]:
+    plan, tensors = attempt.plan, attempt.arguments.tensors()
+    largest = {variable.name: variable.maximum for variable in plan.variables}
+    return {
+        "seed": _SEED,
+        "model": _model_spec(attempt.model),
+        "method": attempt.method,
+        "arguments": _argument_specs(attempt),
+        "tensors": {path: _tensor_spec(tensor) for path, tensor in tensors.items()},
+        "dynamic": {
+            path: {
+                axis: largest.get(size.variable or "")
+                for axis, size in enumerate(plan.by_path[path].sizes)
+                if not size.is_static
+            }
+            for path in tensors
+        },
+        "rules": list(attempt.rules),
+        "past": _past(attempt),
+        "onnx": attempt.onnx,
+    }
+
+
+def _past(attempt: Attempt) -> tuple[str, int] | None:
+    """An axis whose size is the number of stored tokens."""
+    past = attempt.plan.with_role("past")
+    return None if past is None else next(iter(attempt.plan.axes_of(past.name)), None)
+
+
+def _argument_specs(attempt: Attempt) -> dict[str, Any]:
+    signature = attempt.arguments.observation.signature
+    kinds = dict.fromkeys(signature.positional_only, "positional")
+    kinds |= {signature.var_positional or "": "args", signature.var_keyword or "": "kwargs"}
+    if signature.var_positional in attempt.arguments.trees:  # what stands before *args is given by position
+        kinds = dict.fromkeys(signature.names[: signature.names.index(signature.var_positional)], "positional") | kinds
+    return {
+        name: {
+            "kind": kinds.get(name, "named"),
+            "layout": dump_tree(tree.map(_without_text)),
+            "paths": [join(name, path) for path in tree.tensors()],
+        }
+        for name, tree in attempt.arguments.trees.items()
+    }
+
+
+def _without_text(leaf: Any) -> Any:
+    return leaf if not isinstance(leaf, str) or leaf.isidentifier() else "text"
+
+
+def _tensor_spec(tensor: torch.Tensor) -> dict[str, Any]:
+    numbers = tensor.is_floating_point() or tensor.is_complex() or not tensor.numel()
+    low, high = (0, 1) if numbers else (int(tensor.min()), int(tensor.max()))
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "low": low,
+        "high": high,
+    }
+
+
+def _model_spec(model: torch.nn.Module) -> dict[str, Any]:
+    cls = type(model)
+    config = _configuration(model)
+    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {torch.float32}
+    return {
+        "name": f"{cls.__module__}.{cls.__qualname__}",
+        "cls": f"{cls.__module__}:{cls.__qualname__}" if _is_importable(cls) else None,
+        "config": config,
+        "config_cls": None if config is None else f"{type(model.config).__module__}:{type(model.config).__qualname__}",
+        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+        "arguments": _constructor_arguments(model),
+        "dtype": str(types.pop()).removeprefix("torch.") if len(types) == 1 else None,
+        "training": model.training,
+    }
+
+
+def _configuration(model: torch.nn.Module) -> dict[str, Any] | None:
+    """The configuration of a transformers model as JSON data."""
+    config = getattr(model, "config", None)
+    if not hasattr(type(model), "config_class") or not hasattr(config, "to_json_string"):
+        return None
+    return _public(json.loads(config.to_json_string(use_diff=False)))
+
+
+def _public(settings: Any) -> Any:
+    if isinstance(settings, Mapping):
+        return {name: _public(value) for name, value in settings.items() if name not in _PRIVATE_SETTINGS}
+    return settings
+
+
+def _constructor_arguments(model: torch.nn.Module) -> dict[str, Any] | None:
+    """Arguments for the constructor, from attributes with the names of its parameters; None if some are missing."""
+    parameters = inspect.signature(type(model)).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    kept = {p.name: value for p in named if isinstance(value := vars(model).get(p.name), int | float)}
+    needed = {p.name for p in named if p.default is p.empty}
+    return kept if needed <= set(kept) else None
+
+
+def _is_importable(cls: type) -> bool:
+    found: Any = sys.modules.get(cls.__module__) if cls.__module__ != "__main__" else None
+    for step in cls.__qualname__.split("."):
+        found = getattr(found, step, None)
+    return found is cls

@@ -1,0 +1,1 @@
+"""Proves an ONNX model against the eager model on recorded calls and at other sizes."""

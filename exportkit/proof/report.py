@@ -1,0 +1,168 @@
+"""The proof as a value: one row for each call, and a verdict."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from exportkit.divergence.located import Located
+from exportkit.errors import InvalidRequestError
+
+_SHOWN_PROBLEMS = 3
+LOCATE_HINT = "locate() names the module, line and node where the difference begins"
+
+Status = Literal["proven", "differs", "refused", "no call"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call, in eager mode and in onnxruntime.
+
+    Attributes:
+        kind: Whether the call was recorded, or has sizes that nobody had run, or went through all parts.
+        label: The recorded call's number, or what the sizes stand for.
+        sizes: Sizes of the variables.
+        status: ``proven``; ``differs``: another result; ``refused``: onnxruntime raised; ``no call``: the model
+            itself refuses these sizes, so there is nothing to prove.
+        absolute: Largest absolute difference over all outputs.
+        where: Output leaf and position of the difference, or the error.
+        eager_seconds: Duration of the model.
+        onnx_seconds: Duration of onnxruntime.
+        outputs: Largest absolute difference of each output, by its path.
+        locator: Looks for the module where a difference begins; None where there is none.
+    """
+
+    kind: Literal["recorded", "unseen", "assembled"]
+    label: str
+    sizes: Mapping[str, int]
+    status: Status
+    absolute: float = float("nan")
+    where: str = ""
+    eager_seconds: float = float("nan")
+    onnx_seconds: float = float("nan")
+    outputs: Mapping[str, float] = field(default_factory=dict)
+    locator: Callable[[torch.nn.Module | None], Located] | None = field(default=None, repr=False, compare=False)
+
+    def locate(self, model: torch.nn.Module | None = None) -> Located:
+        """Returns the module, line and node where this call begins to differ from the model.
+
+        Args:
+            model: The model in PyTorch; only needed for an export that was loaded from a folder.
+
+        Raises:
+            InvalidRequestError: if the call is proven, or went through several graphs.
+            RuntimeFailure: if onnxruntime refuses the graph.
+        """
+        if self.locator is None:
+            raise InvalidRequestError(
+                "There is no difference to locate.",
+                where=f"{self.kind} call {self.label}",
+                expected="a call of one graph that differs, or is refused",
+                got=f"{self.status}{', ' if self.where else ''}{self.where}",
+            )
+        return self.locator(model)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `OnnxModel.verify`. Prints as a table.
+
+    Attributes:
+        rows: A row for each call.
+        expected_unseen: How many unseen combinations of sizes must be proven.
+        findings: What a person should know, such as constants that are baked in.
+        parts: Reports of the parts that feed the model, by name.
+    """
+
+    rows: tuple[Row, ...]
+    expected_unseen: int
+    findings: tuple[str, ...] = ()
+    parts: Mapping[str, Report] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every recorded call is proven, and no unseen one is wrong, and enough of these are proven."""
+        return not self.problems()
+
+    def problems(self) -> tuple[str, ...]:
+        """Returns what stands against a proof, a sentence each."""
+        wrong = [row for row in self.rows if row.status in ("differs", "refused")]
+        found = [f"{row.kind} call {row.label}: {row.status}, {row.where}" for row in wrong]
+        recorded = [row for row in self.rows if row.kind == "recorded"]
+        found += [f"recorded call {r.label}: {r.where}" for r in recorded if r.status == "no call"]
+        if not recorded:
+            found.append("no recorded call was checked")
+        proven = sum(row.status == "proven" for row in self.rows if row.kind == "unseen")
+        if proven < self.expected_unseen:
+            found.append(f"only {proven} of {self.expected_unseen} unseen combinations of sizes could be proven")
+        found += [f"{name}: {problem}" for name, part in self.parts.items() for problem in part.problems()]
+        return tuple(found)
+
+    def locate(self, model: torch.nn.Module | None = None) -> Located | None:
+        """Returns the module, line and node where the first call that is not proven begins to differ, or None.
+
+        Args:
+            model: The model in PyTorch; only needed for an export that was loaded from a folder.
+
+        Raises:
+            RuntimeFailure: if onnxruntime refuses the graph.
+        """
+        row = self._to_locate()
+        if row is not None:
+            return row.locate(model)
+        return next((found for part in self.parts.values() if (found := part.locate()) is not None), None)
+
+    def _to_locate(self) -> Row | None:
+        return next((row for row in self.rows if row.locator is not None), None)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON text; what was not measured is null."""
+        return json.dumps(self._data(), indent=1, allow_nan=False)
+
+    def _data(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "problems": list(self.problems()),
+            "rows": [{key: _plain(value) for key, value in vars(row).items() if key != "locator"} for row in self.rows],
+            "findings": list(self.findings),
+            "parts": {name: part._data() for name, part in self.parts.items()},
+        }
+
+    def __str__(self) -> str:
+        parts = [line for name, part in self.parts.items() for line in (name, *part.lines(), "")]
+        return "\n".join([*parts, *self.lines(), self.verdict()])
+
+    def lines(self) -> list[str]:
+        """Returns the table of the calls and the findings, without the parts and the verdict."""
+        header = ("call", "sizes", "result", "max difference", "where")
+        rows = [header, *(_cells(row) for row in self.rows)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        hints = [LOCATE_HINT] if self._to_locate() is not None else []
+        return lines + [f"note: {text}" for text in (*self.findings, *hints)]
+
+    def verdict(self) -> str:
+        """Returns ``proven``, or ``NOT PROVEN`` and the first reasons."""
+        problems = self.problems()
+        if not problems:
+            return "proven"
+        more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+        return "NOT PROVEN: " + "; ".join(problems[:_SHOWN_PROBLEMS]) + more
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return {key: _plain(part) for key, part in value.items()} if isinstance(value, Mapping) else value
+
+
+def _cells(row: Row) -> tuple[str, str, str, str, str]:
+    sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
+    absolute = "" if row.absolute != row.absolute else f"{row.absolute:.1e}"
+    return f"{row.kind} {row.label}", sizes, row.status, absolute, row.where

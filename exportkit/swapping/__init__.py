@@ -1,0 +1,1 @@
+"""Replaces classes of a model by classes of the user."""

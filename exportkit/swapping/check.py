@@ -1,0 +1,147 @@
+"""Proof that a replacement computes the same. In come two modules and inputs; out come the differences by output."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit.errors import InvalidTypeError, PatchError
+from exportkit.rewrites.slots import ClassOf, replaced_slots
+from exportkit.swapping.forwards import require_same_forward
+from exportkit.swapping.rebuild import is_rebuilt, rebuilt
+from exportkit.trees import flatten
+
+
+@dataclass(frozen=True)
+class CheckedOutput:
+    """One output of both: its path, and the largest absolute difference (0 for equal constants)."""
+
+    path: str
+    difference: float
+
+
+@dataclass(frozen=True)
+class PatchCheck:
+    """The outputs that were compared; all are equal within the tolerance."""
+
+    rows: tuple[CheckedOutput, ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest absolute difference of all."""
+        return max((row.difference for row in self.rows), default=0.0)
+
+    def __str__(self) -> str:
+        return f"equal: {len(self.rows)} outputs, largest difference {self.largest:.3g}"
+
+
+def check_patch(
+    original: torch.nn.Module,
+    patched: torch.nn.Module | type[torch.nn.Module],
+    inputs: Any,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> PatchCheck:
+    """Returns the differences between two modules in eager mode, all of them within the tolerance.
+
+    Both get copies of the inputs and the same random numbers. Buffers are afterwards as they were.
+
+    Args:
+        original: The module as it is.
+        patched: Another module, or a class that is to replace that of ``original``.
+        inputs: Arguments: a tuple, a dict by name, or a single tensor.
+        rtol: Relative tolerance; if both are None, those of `torch.testing.assert_close` for the dtype.
+        atol: Absolute tolerance.
+
+    Raises:
+        PatchError: if an output differs, or one of the two has outputs of another structure or forward.
+        InvalidTypeError: if something is no module.
+
+    Example:
+        >>> class Same(torch.nn.Linear):
+        ...     def forward(self, input):
+        ...         return input @ self.weight.T + self.bias
+        >>> check_patch(torch.nn.Linear(4, 2), Same, torch.ones(3, 4)).largest < 1e-5
+        True
+    """
+    if not isinstance(original, torch.nn.Module):
+        raise InvalidTypeError("Only modules can be checked.", expected="torch.nn.Module", got=type(original).__name__)
+    expected = _run(original, inputs)
+    if isinstance(patched, type):
+        require_same_forward(type(original), patched)
+        with _standing_in(original, patched) as stand_in:
+            got = _run(stand_in, inputs)
+    else:
+        got = _run(patched, inputs)
+    return PatchCheck(_compared(type(original).__name__, flatten(expected), flatten(got), rtol, atol))
+
+
+@contextlib.contextmanager
+def _standing_in(original: torch.nn.Module, patched: type[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    if is_rebuilt(patched):
+        yield rebuilt(original, patched)
+        return
+    with replaced_slots([(ClassOf(original), patched)]):
+        yield original
+
+
+def _run(module: Callable[..., Any], inputs: Any) -> Any:
+    copies = flatten(inputs).map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf).build()
+    args = () if isinstance(copies, Mapping) else copies if isinstance(copies, tuple) else (copies,)
+    kwargs = copies if isinstance(copies, Mapping) else {}
+    with _buffers_kept(module), torch.random.fork_rng(), torch.no_grad():
+        return flatten(module(*args, **kwargs)).map(_detached).build()
+
+
+def _detached(leaf: Any) -> Any:
+    """A copy: the output may be a buffer, which is put back."""
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: Any) -> Iterator[None]:
+    buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+def _compared(name: str, expected: Any, got: Any, rtol: float | None, atol: float | None) -> tuple[CheckedOutput, ...]:
+    if set(expected.paths) != set(got.paths):
+        raise PatchError(
+            f"The replacement of {name} returns something of another structure.",
+            expected=", ".join(expected.paths),
+            got=", ".join(got.paths),
+        )
+    values = dict(zip(got.paths, got.leaves, strict=True))
+    return tuple(
+        CheckedOutput(path, _difference(name, path, leaf, values[path], rtol, atol))
+        for path, leaf in zip(expected.paths, expected.leaves, strict=True)
+    )
+
+
+def _difference(name: str, path: str, expected: Any, got: Any, rtol: float | None, atol: float | None) -> float:
+    if not isinstance(expected, torch.Tensor) or not isinstance(got, torch.Tensor):
+        if type(expected) is not type(got) or expected != got:
+            raise PatchError(
+                f"The replacement of {name} returns another value.", where=path, expected=expected, got=got
+            )
+        return 0.0
+    try:
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, equal_nan=True)
+    except AssertionError as error:
+        raise PatchError(
+            f"The replacement of {name} computes something else.",
+            where=path or "the output",
+            got=" ".join(str(error).split()),
+        ) from error
+    both = (got.to(torch.float64) - expected.to(torch.float64)).abs() if got.numel() else torch.zeros(1)
+    return float(both.nan_to_num(0.0).max())

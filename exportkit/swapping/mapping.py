@@ -1,0 +1,200 @@
+"""The registry of replacements. In come names of classes, or regular expressions for them; out comes the class for one.
+
+A key that is a name (``LlamaMLP``) means classes of exactly that name, and one with dots, which begins with the Python
+module (``torch.nn.modules.linear.Linear``), a single class. Any other key is a regular expression that is searched for
+in the name; if it has an escaped dot, in the name with dots. Beside them are the rewrites that exportkit itself has.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit.errors import InvalidRequestError, InvalidTypeError
+from exportkit.rewrites.rules import BUILT_IN, Rule
+
+Key = str | re.Pattern[str]
+
+_lock = threading.Lock()
+_entries: dict[Key, Entry] = {}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered replacement; ``pattern`` is None for a key that is a name."""
+
+    key: Key
+    replacement: type[torch.nn.Module]
+    pattern: re.Pattern[str] | None
+
+    @property
+    def text(self) -> str:
+        """The key as text."""
+        return self.key if isinstance(self.key, str) else self.key.pattern
+
+    def means(self, name: str, qualified: str) -> bool:
+        """Returns whether it is for a class of that name, ``qualified`` with its module."""
+        if self.pattern is None:
+            return self.key in (name, qualified)
+        return self.pattern.search(qualified if r"\." in self.pattern.pattern else name) is not None
+
+
+def register_patch_mapping(mapping: Mapping[Key, type[torch.nn.Module]], overwrite: bool = False) -> None:
+    """Registers replacements of module classes, all of them or none; `apply_patches` puts them in force.
+
+    Args:
+        mapping: Replacement by key: the name of a class, its name with its module, or a regular expression. Names come
+            before expressions, and those in the order of registration.
+        overwrite: Whether a key that is registered already gets a new replacement.
+
+    Raises:
+        InvalidTypeError: for a replacement that is no subclass of ``torch.nn.Module``.
+        InvalidRequestError: for a key that is registered already, or that does not compile.
+
+    Example:
+        >>> class QuietLinear(torch.nn.Linear):
+        ...     pass
+        >>> register_patch_mapping({"^Linear$": QuietLinear})
+        >>> unregister_patch_mapping(["^Linear$"])
+    """
+    entries = {key: _entry(key, replacement) for key, replacement in mapping.items()}
+    with _lock:
+        taken = [entry.text for key, entry in entries.items() if key in _entries]
+        if taken and not overwrite:
+            raise InvalidRequestError(
+                f"A replacement is registered already for {', '.join(map(repr, taken))}.",
+                hint="pass overwrite=True to replace it.",
+            )
+        _entries.update(entries)
+
+
+def unregister_patch_mapping(keys: Iterable[Key]) -> None:
+    """Takes replacements out of the registry, all of them or none.
+
+    Args:
+        keys: Keys as they were registered.
+
+    Raises:
+        InvalidRequestError: for a key that is not registered.
+    """
+    keys = [keys] if isinstance(keys, str | re.Pattern) else list(keys)
+    with _lock:
+        for key in keys:
+            if key not in _entries:
+                names = [entry.text for entry in _entries.values()]
+                raise InvalidRequestError(
+                    f"Cannot unregister {key!r}: not found in monkey patch mapping cache.",
+                    hint=f"nearest: {', '.join(difflib.get_close_matches(str(key), names)) or 'nothing similar'}.",
+                )
+        for key in keys:
+            _entries.pop(key, None)
+
+
+def get_patch_mapping(built_in: bool = False) -> dict[Key, Any]:
+    """Returns a copy of the registry: replacement by key.
+
+    Args:
+        built_in: Whether to add exportkit's own rewrites by their names, which are no classes: `exportkit.export`
+            chooses among them, and `apply_patches` takes their names.
+
+    Example:
+        >>> "experts as batched matrix products" in get_patch_mapping(built_in=True)
+        True
+    """
+    with _lock:
+        registered = {key: entry.replacement for key, entry in _entries.items()}
+    return {**registered, **BUILT_IN} if built_in else registered
+
+
+def built_in_rules(names: Iterable[str]) -> list[Rule]:
+    """Returns exportkit's own rewrites of these names, which work outside of an export.
+
+    Raises:
+        InvalidRequestError: for a name that none has, or whose rewrite needs the call that an export traces.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if name not in BUILT_IN:
+            near = difflib.get_close_matches(name, BUILT_IN, cutoff=0.3)
+            raise InvalidRequestError(
+                f"There is no built-in rewrite {name!r}.",
+                hint=f"nearest: {'; '.join(near) or 'nothing similar'}. get_patch_mapping(built_in=True) lists all.",
+            )
+        if BUILT_IN[name].adapt is not None:
+            raise InvalidRequestError(
+                f"The rewrite {name!r} changes the arguments of a trace, so it is in force in export() only."
+            )
+    return [BUILT_IN[name] for name in names]
+
+
+def clear_patch_mapping() -> None:
+    """Takes all replacements out of the registry."""
+    with _lock:
+        _entries.clear()
+
+
+def entries() -> list[Entry]:
+    """Returns what is registered: names before expressions."""
+    with _lock:
+        return sorted(_entries.values(), key=lambda entry: entry.pattern is not None)
+
+
+def entry_for(entries: Sequence[Entry], cls: type, name: str | None = None) -> Entry | None:
+    """Returns the first entry that means a class, or the name that it has somewhere, or None.
+
+    What replaces others is never replaced itself, whatever its name.
+    """
+    if any(entry.replacement is cls for entry in entries):
+        return None
+    names = {cls.__name__, name or cls.__name__}
+    qualified = qualified_name(cls)
+    return next((entry for entry in entries if any(entry.means(one, qualified) for one in names)), None)
+
+
+def qualified_name(cls: type) -> str:
+    """Returns the name of a class with its module."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _entry(key: Any, replacement: Any) -> Entry:
+    text = key.pattern if isinstance(key, re.Pattern) else key
+    if not isinstance(text, str) or not text:
+        raise InvalidTypeError("A key of the patch mapping is no name.", expected="str", got=repr(key))
+    if not isinstance(replacement, type) or not issubclass(replacement, torch.nn.Module):
+        raise InvalidTypeError(
+            f"The replacement of {text!r} must be a subclass of nn.Module.",
+            got=repr(replacement),
+            hint="to build replacements by a function, give the class a classmethod `from_module(original)`.",
+        )
+    if isinstance(key, re.Pattern):
+        return Entry(key, replacement, key)
+    if all(part.isidentifier() or part == "<locals>" for part in key.split(".")):
+        return Entry(key, replacement, None)
+    return Entry(key, replacement, _compiled(key))
+
+
+def _compiled(key: str) -> re.Pattern[str]:
+    try:
+        return re.compile(key)
+    except re.error as error:
+        names = difflib.get_close_matches(re.sub(r"\W", "", key), _names_of_modules(), n=3, cutoff=0.5)
+        raise InvalidRequestError(
+            f"The key {key!r} is no name of a class, and no regular expression: {error}.",
+            hint=f"nearest classes: {', '.join(names) or 'nothing similar'}.",
+        ) from error
+
+
+def _names_of_modules() -> set[str]:
+    """Names of all module classes that are loaded."""
+    names, classes = set(), [torch.nn.Module]
+    while classes:
+        cls = classes.pop()
+        names.add(cls.__name__)
+        classes += cls.__subclasses__()
+    return names

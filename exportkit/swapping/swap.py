@@ -1,0 +1,252 @@
+"""Registered replacements in force: in the modules of one model, or in the Python modules that classes come from.
+
+In comes the registry, and a model or nothing; out comes a report of what was swapped where. Everything is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from exportkit.errors import InvalidRequestError, InvalidTypeError, PatchError
+from exportkit.rewrites.attributes import is_open, original_attribute, replaced_attributes
+from exportkit.rewrites.rules import applied
+from exportkit.rewrites.slots import ChildOf, ClassOf, Slot, original_class, original_in, replaced_slots
+from exportkit.swapping.forwards import require_same_forward
+from exportkit.swapping.mapping import Entry, built_in_rules, entries, entry_for, qualified_name
+from exportkit.swapping.rebuild import is_rebuilt, rebuilt
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One replacement in force.
+
+    Attributes:
+        where: Path of the module in the model, or the dotted name that stands for the class.
+        original: The class as it was.
+        replacement: The class in its place.
+        key: The key of the registry that matched.
+        how: "class" if a live module got another class, "rebuilt" if it was rebuilt by the replacement's
+            ``from_module``, "name" if a name of a Python module got another class.
+    """
+
+    where: str
+    original: type
+    replacement: type
+    key: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {qualified_name(self.original)} -> {qualified_name(self.replacement)} ({self.how})"
+
+
+@dataclass(frozen=True)
+class AppliedPatches:
+    """What was swapped where.
+
+    Attributes:
+        swaps: The replacements in force.
+        unused: Keys of the registry that matched nothing.
+        built_in: Names of exportkit's own rewrites that are in force.
+    """
+
+    swaps: tuple[Swap, ...]
+    unused: tuple[str, ...]
+    built_in: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.swaps)
+
+    def __str__(self) -> str:
+        in_force = [*map(str, self.swaps), *(f"built-in: {name}" for name in self.built_in)]
+        return "\n".join([*(in_force or ["nothing was swapped"]), *(f"unused: {key}" for key in self.unused)])
+
+
+@contextlib.contextmanager
+def apply_patches(model: torch.nn.Module | None = None, built_in: Iterable[str] = ()) -> Iterator[AppliedPatches]:
+    """Puts the registered replacements in force for the time of a ``with`` block, and says what was swapped where.
+
+    With a model, its live modules become instances of the replacements, with the weights and attributes they have:
+    their ``__init__`` does not run. If a replacement has a classmethod ``from_module(original)``, what that returns
+    takes the module's place instead; weights of the same name and shape are those of the original. Without a model, the
+    classes are replaced wherever a loaded Python module has them, for models that are built in the block.
+
+    Blocks may be nested, overlap in threads, and be left in any order.
+
+    Args:
+        model: The model whose modules to swap.
+        built_in: Names of exportkit's own rewrites to put in force as well, see `get_patch_mapping`; for a model that
+            is traced without `exportkit.export`, which chooses them by itself.
+
+    Raises:
+        PatchError: if a replacement cannot take its place; nothing was changed then.
+        InvalidTypeError: if the model is no module.
+        InvalidRequestError: if there is no such rewrite, or no model that it is for.
+
+    Example:
+        >>> class Doubled(torch.nn.Linear):
+        ...     def forward(self, input):
+        ...         return 2 * super().forward(input)
+        >>> register_patch_mapping({"torch.nn.modules.linear.Linear": Doubled})
+        >>> with apply_patches(torch.nn.Sequential(torch.nn.Linear(4, 2))) as applied:
+        ...     print([swap.where for swap in applied.swaps])
+        ['0']
+        >>> clear_patch_mapping()
+    """
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise InvalidTypeError("Only modules have patches.", expected="torch.nn.Module", got=type(model).__name__)
+    rules = built_in_rules(built_in)
+    if rules and model is None:
+        raise InvalidRequestError("A built-in rewrite needs the model that it is for.", expected="apply_patches(model)")
+    registered = entries()
+    names = tuple(rule.name for rule in rules)
+    if not registered and model is None:
+        yield AppliedPatches((), ())
+    elif model is None:
+        with _in_python_modules(registered) as swaps:
+            yield _report(swaps, registered, ())
+    else:
+        slots, swaps = _in_model(model, registered) if registered else ([], [])
+        with replaced_slots(slots), applied(rules, model):
+            yield _report(swaps, registered, names)
+
+
+def swaps_in_force(model: torch.nn.Module) -> list[tuple[type, type, int]]:
+    """Returns which classes of a model's live modules are replaced now: the class, that in its place, how many."""
+    found = Counter(
+        (original_class(before), type(model.get_submodule(path))) for path, before in _modules_as_they_were(model)
+    )
+    return [(*classes, count) for classes, count in found.items() if classes[0] is not classes[1]]
+
+
+def _report(swaps: Sequence[Swap], registered: Sequence[Entry], built_in: tuple[str, ...]) -> AppliedPatches:
+    used = {swap.key for swap in swaps}
+    return AppliedPatches(tuple(swaps), tuple(entry.text for entry in registered if entry.text not in used), built_in)
+
+
+def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list[tuple[Slot, Any]], list[Swap]]:
+    """What to put where; nothing is changed yet."""
+    slots: list[tuple[Slot, Any]] = []
+    swaps = []
+    chosen: dict[type, Entry | None] = {}
+    for path, module in _modules_as_they_were(model):
+        original = original_class(module)
+        if original not in chosen:
+            chosen[original] = _chosen(original, registered)
+        entry = chosen[original]
+        if entry is None:
+            continue
+        if "forward" in vars(module):
+            raise PatchError(
+                f"{path or 'the model'} cannot be swapped: it has a forward of its own, which hides that of its class.",
+                hint="leave the context that replaced it first.",
+            )
+        how = "rebuilt" if is_rebuilt(entry.replacement) else "class"
+        slots += _rebuilt(model, module, entry) if how == "rebuilt" else [(ClassOf(module), entry.replacement)]
+        swaps.append(Swap(path, original, entry.replacement, entry.text, how))
+    return slots, swaps
+
+
+def _modules_as_they_were(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules by path; in place of one that another block rebuilt, the original."""
+    for path, module in model.named_modules():
+        if path and is_rebuilt(type(module)):
+            yield path, original_in(_place(model, path))
+        else:
+            yield path, module
+
+
+def _place(model: torch.nn.Module, path: str) -> ChildOf:
+    parent, _, name = path.rpartition(".")
+    return ChildOf(model.get_submodule(parent), name)
+
+
+def _places(model: torch.nn.Module) -> list[ChildOf]:
+    """All that hold a module inside the model, each once."""
+    paths = (path for path, _ in model.named_modules(remove_duplicate=False) if path)
+    return list(dict.fromkeys(_place(model, path) for path in paths))
+
+
+def _chosen(original: type, registered: Sequence[Entry]) -> Entry | None:
+    entry = entry_for(registered, original)
+    if entry is None:
+        return None
+    require_same_forward(original, entry.replacement)
+    return entry
+
+
+def _rebuilt(model: torch.nn.Module, module: torch.nn.Module, entry: Entry) -> list[tuple[Slot, torch.nn.Module]]:
+    """A new module for every place that holds the original one."""
+    places = [place for place in _places(model) if original_in(place) is module]
+    if not places:
+        raise PatchError(
+            f"{qualified_name(type(module))} cannot be rebuilt: it is the model itself, which nothing holds.",
+            hint="apply the patches to a module that has it as a child.",
+        )
+    now = places[0].read()
+    if now is not module and type(now) is entry.replacement:  # another block rebuilt it already
+        return [(place, now) for place in places]
+    new = rebuilt(module, entry.replacement)
+    return [(place, new) for place in places]
+
+
+@contextlib.contextmanager
+def _in_python_modules(registered: Sequence[Entry]) -> Iterator[list[Swap]]:
+    found = _names_to_replace(registered)
+    swaps = [
+        Swap(f"{module.__name__}.{name}", original, entry.replacement, entry.text, "name")
+        for module, name, original, entry in found
+    ]
+    for swap in swaps:
+        if swap.key == qualified_name(swap.original):  # other keys may mean classes that nobody is going to use
+            require_same_forward(swap.original, swap.replacement, abstract=True)
+    with contextlib.ExitStack() as stack:
+        if found:
+            stack.callback(_put_back_copies, found, _holders({entry.replacement for entry in registered}))
+        for module, name, _, entry in found:
+            stack.enter_context(replaced_attributes(module, {name: entry.replacement}))  # type: ignore[arg-type]
+        yield swaps
+
+
+def _names_to_replace(registered: Sequence[Entry]) -> list[tuple[ModuleType, str, type, Entry]]:
+    found = []
+    chosen: dict[tuple[str, type], Entry | None] = {}
+    for module, name, _ in _module_classes():
+        original = original_attribute(module, name)
+        if (name, original) not in chosen:
+            chosen[name, original] = entry_for(registered, original, name)
+        entry = chosen[name, original]
+        if entry is not None:
+            found.append((module, name, original, entry))
+    return found
+
+
+def _holders(replacements: set[type]) -> set[tuple[str, str]]:
+    """The names that stand for a replacement now."""
+    return {(module.__name__, name) for module, name, value in _module_classes() if value in replacements}
+
+
+def _module_classes() -> Iterator[tuple[ModuleType, str, type]]:
+    """Yields each name of a loaded Python module that stands for a module class now."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                # type(value), as lazy objects that pretend to be something are not to be woken
+                if issubclass(type(value), type) and torch.nn.Module in value.__mro__:
+                    yield module, name, value
+
+
+def _put_back_copies(found: Sequence[tuple[ModuleType, str, type, Entry]], before: set[tuple[str, str]]) -> None:
+    """Names that took a replacement while it was in force (an import, a lazy module) get the class it stood for."""
+    originals = {(name, entry.replacement): original for _, name, original, entry in found}
+    for module, name, value in _module_classes():
+        original = originals.get((name, value))
+        if original is not None and (module.__name__, name) not in before and not is_open(module, name):
+            setattr(module, name, original)

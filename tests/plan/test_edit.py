@@ -1,0 +1,161 @@
+"""Edits, explanations and the JSON form of a plan."""
+
+import pytest
+
+from exportkit.errors import PlanError
+from exportkit.plan.edit import with_sizes_of
+from exportkit.plan.infer import infer_plan
+from exportkit.plan.plan import Plan
+from exportkit.plan.table import CallTable, Leaf
+
+
+def leaf(path, *shapes, dtype="float32", growing=None):
+    return Leaf(path, path.split(".", maxsplit=1)[0], dtype, shapes, growing)
+
+
+@pytest.fixture
+def plan():
+    """What generate gives: a prompt of 7 tokens, then two of one token, with a cache of two layers."""
+    cache = None, (1, 2, 7, 8), (1, 2, 8, 8)
+    table = CallTable(
+        (
+            leaf("input_ids", (1, 7), (1, 1), (1, 1), dtype="int64"),
+            leaf("attention_mask", (1, 7), (1, 8), (1, 9), dtype="int64"),
+            leaf("past.layers[0].keys", *cache, growing=2),
+            leaf("past.layers[1].keys", *cache, growing=2),
+        ),
+        (((1, 1, 99),),) * 3,
+    )
+    return infer_plan(table)
+
+
+def sizes_of(plan):
+    return {leaf.path: tuple(map(str, leaf.sizes)) for leaf in plan.leaves}
+
+
+def test_a_plan_of_some_calls_takes_over_what_varies_among_all(plan):
+    table = CallTable(
+        (leaf("input_ids", (1, 7), dtype="int64"), leaf("attention_mask", (1, 7), dtype="int64")), (((1, 1, 99),),)
+    )
+    prompt = with_sizes_of(infer_plan(table), plan)
+    assert sizes_of(prompt) == {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "sequence")}
+    assert prompt.variable("sequence").seen == (7,)
+    assert prompt.variable("sequence").role == "sequence"
+
+
+def test_a_plan_that_says_all_already_is_left_as_it_is(plan):
+    assert with_sizes_of(plan, plan) == plan
+
+
+def test_rename_reaches_expressions(plan):
+    renamed = plan.rename("past_sequence", "stored")
+    assert sizes_of(renamed)["attention_mask"] == ("batch", "stored + sequence")
+    assert [v.name for v in renamed.variables] == ["sequence", "stored", "batch"]
+    assert sizes_of(plan)["attention_mask"] == ("batch", "past_sequence + sequence")
+
+
+def test_a_variable_with_one_size_can_be_static(plan):
+    assert sizes_of(plan.static("batch"))["attention_mask"] == ("1", "past_sequence + sequence")
+    assert plan.static("batch").with_role("batch") is None
+
+
+def test_a_static_part_of_a_sum_becomes_a_constant(plan):
+    from dataclasses import replace
+
+    one = replace(
+        plan, variables=tuple(replace(v, seen=(1, 1, 1)) if v.name == "sequence" else v for v in plan.variables)
+    )
+    assert sizes_of(one.static("sequence"))["attention_mask"] == ("batch", "past_sequence + 1")
+
+
+def test_one_axis_can_be_static_in_all_leaves_of_a_container(plan):
+    edited = plan.static("past", 0)
+    assert [sizes[0] for path, sizes in sizes_of(edited).items() if path.startswith("past")] == ["1", "1"]
+    assert sizes_of(edited)["input_ids"][0] == "batch"
+
+
+def test_dynamic_gives_a_static_axis_a_variable(plan):
+    edited = plan.dynamic("past", 1, "heads")
+    assert sizes_of(edited)["past.layers[1].keys"] == ("batch", "heads", "past_sequence", "8")
+    assert edited.variable("heads").seen == (None, 2, 2)
+
+
+def test_split_and_tie_undo_each_other(plan):
+    apart = plan.split("batch", "past")
+    assert sizes_of(apart)["past.layers[0].keys"][0] == "batch_2"
+    assert sizes_of(apart)["input_ids"][0] == "batch"
+    assert sizes_of(apart.tie("batch", "batch_2")) == sizes_of(plan)
+
+
+def test_a_range_is_kept(plan):
+    limited = plan.range("sequence", 1, 16)
+    assert (limited.variable("sequence").minimum, limited.variable("sequence").maximum) == (1, 16)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda p: p.static("sequence"), "seen with several sizes.\n  got: 7, 1, 1"),
+        (lambda p: p.static("input_ids", 1), "Axis 1 of input_ids cannot be static"),
+        (lambda p: p.static("input_ids", 2), "input_ids has no axis 2.\n  expected: 0 to 1"),
+        (lambda p: p.static("nobody"), "no variable 'nobody'.\n  expected: sequence, past_sequence, batch"),
+        (lambda p: p.dynamic("input_ids", 1), "varies already.\n  got: sequence"),
+        (lambda p: p.dynamic("nobody", 1), "no input 'nobody'"),
+        (lambda p: p.dynamic("past", 1, "batch"), "has a variable 'batch' already"),
+        (lambda p: p.split("batch", "nobody"), "none of them"),
+        (lambda p: p.split("past_sequence", "past"), "all of them"),
+        (
+            lambda p: p.tie("sequence", "past_sequence"),
+            "where: call 0\n  expected: sequence = past_sequence\n  got: 7 and 0",
+        ),
+        (lambda p: p.range("sequence", 2), "leaves out sizes that were recorded"),
+        (lambda p: p.range("sequence", 9, 3), "no range"),
+        (lambda p: p.rename("batch", "sequence"), "plan.tie('sequence', 'batch')"),
+        (lambda p: p.rename("batch", "2 b"), "no name for a variable"),
+    ],
+)
+def test_edits_that_the_calls_contradict_are_refused_with_a_reason(plan, edit, message):
+    with pytest.raises(PlanError) as caught:
+        edit(plan)
+    assert message in str(caught.value)
+
+
+def test_explanations_are_sentences(plan):
+    assert plan.explain("input_ids", 1) == (
+        "Axis 1 of input_ids is the variable sequence. It was 7, 1, 1 in the calls. Evidence: sizes 7, 1, 1. "
+        "Part of the size of axis 1 of attention_mask."
+    )
+    assert plan.explain("attention_mask", 1) == (
+        "Axis 1 of attention_mask is past_sequence + sequence. It was 7, 8, 9 in the calls, "
+        "where past_sequence was 0, 7, 8 and sequence was 7, 1, 1."
+    )
+    assert plan.explain("past", 3) == (
+        "Axis 3 of past.layers[0].keys is static, 8. It was 8 in every call that had it (2 of 3)."
+    )
+    assert plan.range("past_sequence", 0, 99).explain("past", 2) == (
+        "Axis 2 of past.layers[0].keys is the variable past_sequence. It was 0, 7, 8 in the calls. "
+        "Evidence: length of the cache: 0, 7, 8. Shared with axis 2 of past.layers[1].keys. "
+        "Part of the size of axis 1 of attention_mask. Allowed are 0 to 99."
+    )
+
+
+def test_a_plan_survives_json(plan):
+    from dataclasses import replace
+
+    edited = replace(plan.range("sequence", 1, 16), structure={"a": ("input_ids", [None, {"k": "attention_mask"}])})
+    assert Plan.from_json(edited.to_json()) == edited
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no JSON"),
+        ("[]", "got: list"),
+        ('{"format": "exportkit-plan", "version": 99}', "exportkit-plan 99"),
+        ('{"format": "exportkit-plan", "version": 1, "leaves": [{}]}', "damaged"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text, message):
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(text)
+    assert message in str(caught.value)

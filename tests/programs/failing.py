@@ -1,0 +1,203 @@
+"""Models that cannot be exported, each for one reason; they import torch alone.
+
+A plain ``int`` would be kept symbolic: see exportkit.rewrites.symbolic_lengths.
+"""
+
+import builtins
+import dataclasses
+
+import torch
+
+
+class Positive(torch.nn.Module):
+    """Decides by a value."""
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return x * 2
+        return x - 1
+
+
+class Branch(torch.nn.Module):
+    """Decides by a value, in its second layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6), Positive()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Count(torch.nn.Module):
+    """Makes a number of a tensor on one line, and decides by it on another."""
+
+    def forward(self, x, lengths):
+        longest = lengths.max().item()
+        return x * 2 if longest > 3 else x
+
+
+class Items(torch.nn.Module):
+    """Makes numbers of a tensor of free length."""
+
+    def forward(self, x, lengths):
+        return torch.cat([x[:length] for length in lengths.tolist()])
+
+
+class Fixed(torch.nn.Module):
+    """Makes a number of a size, in a submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, data):
+        return self.scale(data["x"])
+
+
+class Scale(torch.nn.Module):
+    def forward(self, x):
+        return x * builtins.int(x.shape[1])
+
+
+class Loop(torch.nn.Module):
+    """Loops over tokens."""
+
+    def forward(self, x):
+        state = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = state * 0.5 + x[:, step]
+        return state
+
+
+class Folded(torch.nn.Module):
+    """Has a constant shape in it."""
+
+    def forward(self, x):
+        return x.view(3, -1) if torch.compiler.is_exporting() else x.flatten(1)
+
+
+@dataclasses.dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor | None = None
+
+
+class TakesBoth(torch.nn.Module):
+    """Takes a dataclass and a model output, and makes a number of the batch."""
+
+    def forward(self, pair, states):
+        count = builtins.int(pair.first.shape[0]) if torch.compiler.is_exporting() else 1
+        return (pair.first + states.last_hidden_state) * count
+
+
+class Raises(torch.nn.Module):
+    """Raises while it is traced."""
+
+    def forward(self, x):
+        if torch.compiler.is_exporting():
+            raise ValueError("not this way")
+        return x
+
+
+class Numpy(torch.nn.Module):
+    """Leaves torch for NumPy."""
+
+    def forward(self, x):
+        return x + torch.from_numpy(x.numpy() * 2)
+
+
+class Bessel(torch.nn.Module):
+    def forward(self, x):
+        return torch.special.bessel_j0(x) + 1
+
+
+class Untranslated(torch.nn.Module):
+    """Uses an operator that ONNX does not have, in its second layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 6), Bessel())
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Box:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Boxed(torch.nn.Module):
+    """Returns an object that nothing describes."""
+
+    def forward(self, x):
+        return Box(x * 2)
+
+
+class Doubled(torch.nn.Module):
+    """Decides by how two sizes are related."""
+
+    def forward(self, a, b):
+        if a.shape[1] * 2 == b.shape[1]:
+            return a.sum() + b.sum()
+        return a.sum() - b.sum()
+
+
+class Short(torch.nn.Module):
+    """Decides by a size."""
+
+    def forward(self, x):
+        if x.shape[1] < 9:
+            return x.sum(1)
+        return x.sum(1) * 2
+
+
+class Odd(torch.nn.Module):
+    """Decides by whether a size is odd."""
+
+    def forward(self, x):
+        return x.sum(1) if x.shape[1] % 2 else x.sum(1) * 2
+
+
+class EvenTable(torch.nn.Module):
+    """Makes another table where a size is even."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Buffer(torch.ones(6))
+
+    def forward(self, x):
+        if x.shape[1] % 2 == 0:
+            self.table = torch.nn.Buffer(self.table * 2)
+        return x + self.table
+
+
+class Table(torch.nn.Module):
+    """Has so many positions, and no more."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = torch.nn.Parameter(torch.randn(16, 6))
+
+    def forward(self, x):
+        return x + self.positions[: x.shape[1]]
+
+
+class Grown(torch.nn.Module):
+    """Makes its table of positions longer where it is too short, as models with sinusoidal positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.longest = torch.nn.Buffer(self.positions(16)), 16
+
+    @staticmethod
+    def positions(length):
+        return torch.arange(length).float()[:, None] / 16
+
+    def forward(self, x):
+        if x.shape[1] > self.longest:
+            self.table, self.longest = torch.nn.Buffer(self.positions(x.shape[1])), x.shape[1]
+        return x + self.table[: x.shape[1]]

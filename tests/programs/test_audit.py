@@ -1,0 +1,206 @@
+"""What a program takes for granted about sizes is read back: less than the plan promises is an error."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import exportkit
+from exportkit.errors import ExportError
+from exportkit.programs.audit import audit_sizes
+from tests.models import tiny_llama
+from tests.programs import failing
+
+# What the audit finds; other findings are the plan's own.
+KINDS = {"limit", "fixed branch", "ignored input", "unchanged output", "lost output"}
+
+
+def observed(model, *calls):
+    observer = exportkit.InputObserver()
+    with observer(model.eval(), store_n_calls=len(calls)):
+        for call in calls:
+            model(**call)
+    return observer
+
+
+def rows(*shapes):
+    return [{"x": torch.randn(*shape)} for shape in shapes]
+
+
+def findings(exported):
+    return {finding.kind: finding.text for finding in exported.plan.findings if finding.kind in KINDS}
+
+
+def golden(error):
+    text = str(error)
+    return re.sub(r"\S*failing\.py:\d+", "failing.py:N", text)
+
+
+@pytest.fixture
+def linear():
+    """A linear layer with batch 2 and 3, and what was exported."""
+    model = torch.nn.Linear(6, 2)
+    return model, exportkit.export(model, observed(model, *({"input": call["x"]} for call in rows((2, 6), (3, 6)))))
+
+
+def with_program(exported, program):
+    return replace(exported, captured=replace(exported.captured, program=program))
+
+
+def test_a_batch_of_one_and_two_only_is_an_error(linear):
+    model, exported = linear
+    batch = torch.export.Dim("batch", min=1, max=2)
+    narrow = torch.export.export(model, (), kwargs={"input": torch.ones(2, 6)}, dynamic_shapes={"input": {0: batch}})
+    with pytest.raises(ExportError) as caught:
+        audit_sizes(with_program(exported, narrow))
+    assert golden(caught.value) == (
+        "The exported graph serves less than the plan promises: axis 0 of input (batch) is limited.\n"
+        "  where: axis 0 of input\n"
+        "  expected: 3 too, as in recorded call 1, which the model itself accepts\n"
+        "  got: the graph takes at most 2\n"
+        '  hint: change this line, or promise less: export(model, observer.plan().range("batch", ...)).'
+    )
+
+
+def test_an_axis_that_became_static_unseen_is_an_error(linear):
+    model, exported = linear
+    static = torch.export.export(model, (), kwargs={"input": torch.ones(3, 6)})
+    with pytest.raises(ExportError, match="the graph takes only 3"):
+        audit_sizes(with_program(exported, static))
+
+
+def test_sizes_that_the_trace_ties_and_the_plan_does_not_are_an_error():
+    shapes = [((2, 4, 6), (2, 9, 6)), ((2, 5, 6), (2, 10, 6))]
+    calls = [{"a": torch.randn(a), "b": torch.randn(b)} for a, b in shapes]
+    model = failing.Doubled()
+    with pytest.raises(ExportError) as caught:
+        exportkit.export(model, observed(model, *calls))
+    assert golden(caught.value) == (
+        "The exported graph serves less than the plan promises: axis 1 of b (b_axis_1) is limited.\n"
+        "  where: failing.py:N\n"
+        "         if a.shape[1] * 2 == b.shape[1]:\n"
+        "  expected: 9 too, as in recorded call 0, which the model itself accepts\n"
+        "  got: the graph takes only 2*a_axis_1\n"
+        "  hint: change this line so that it does not decide by how these sizes are related."
+    )
+
+
+def test_a_limit_that_the_model_does_not_have_is_an_error():
+    model = failing.Short()
+    with pytest.raises(ExportError) as caught:
+        exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
+    text = golden(caught.value)
+    assert "the graph takes at most 8" in text
+    assert "where: failing.py:N\n         if x.shape[1] < 9:" in text
+    assert 'observer.plan().range("x_axis_1", ...)' in text
+
+
+def test_a_limit_that_the_plan_has_too_is_fine():
+    model = failing.Short()
+    plan = observed(model, *rows((2, 5, 6), (3, 7, 6))).plan().range("x_axis_1", 1, 8)
+    assert not findings(exportkit.export(model, plan))
+
+
+class Rest(torch.nn.Module):
+    """Projects what is left of ten rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.randn(2, 10, 6))
+        self.linear = torch.nn.Linear(6, 4)
+
+    def forward(self, x):
+        used = x.shape[0]
+        return self.linear(self.rows.narrow(1, used, 10 - used))
+
+
+def test_a_limit_that_torch_has_since_it_takes_no_size_for_less_than_two_is_fine(tmp_path):
+    model = Rest()
+    exported = exportkit.export(model, observed(model, *rows((5, 9), (9, 9))))
+    (limited,) = exported.program.range_constraints.values()
+    assert limited.upper == 8
+    x = torch.randn(9, 9)
+    torch.testing.assert_close(exported.to_onnx(tmp_path / "model.onnx")(x), model(x))
+
+
+def test_a_limit_of_the_model_itself_is_a_finding():
+    model = failing.Table()
+    exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
+    assert findings(exported) == {
+        "limit": "axis 1 of x (x_axis_1): the graph takes at most 16; the model itself refuses more (x_axis_1 19)."
+    }
+
+
+def test_a_table_that_the_model_makes_longer_is_a_finding_and_stays_as_it_was(tmp_path):
+    model = failing.Grown()
+    table = model.table
+    exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
+    assert findings(exported) == {
+        "limit": "axis 1 of x (x_axis_1): the graph takes at most 16; the model itself makes another table for more "
+        "(x_axis_1 19)."
+    }
+    assert model.table is table
+    assert model.longest == 16
+    assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
+    assert model.table is table
+
+
+def test_a_decision_by_size_that_other_sizes_take_otherwise_is_a_finding():
+    model = failing.Odd()
+    exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
+    text = findings(exported)["fixed branch"]
+    assert "(return x.sum(1) if x.shape[1] % 2 else x.sum(1) * 2)" in text
+    assert "taken for Mod(x_axis_1, 2) != 0; " in text
+    assert "decides otherwise" in text
+
+
+def test_such_a_decision_is_a_finding_also_where_the_model_makes_another_table():
+    model = failing.EvenTable()
+    exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
+    assert "taken for Mod(x_axis_1, 2) != 0; " in findings(exported)["fixed branch"]
+    assert model.table.tolist() == [1] * 6
+
+
+class Passes(torch.nn.Module):
+    """Ignores an input, and returns two others as they are."""
+
+    def forward(self, x, y, z, unused):
+        return {"sum": x + 1, "same": y, "part": z[:, :2], "clone": z * 1}
+
+
+def test_ignored_inputs_and_unchanged_outputs_are_findings():
+    calls = [{name: torch.randn(n, 6) for name in ("x", "y", "z", "unused")} for n in (2, 3)]
+    model = Passes()
+    assert findings(exportkit.export(model, observed(model, *calls))) == {
+        "ignored input": "the model does not use it, so no input of the graph: unused.",
+        "unchanged output": "output part is a view of input z; the graph returns a copy.",
+    }
+    texts = [finding.text for finding in exportkit.export(model, observed(model, *calls)).plan.findings]
+    assert "output same is the same as input y; the graph returns a copy." in texts
+
+
+class Box:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Mixed(torch.nn.Module):
+    def forward(self, x):
+        return {"x": x + 1, "box": Box(x)}
+
+
+def test_an_output_out_of_reach_among_others_is_a_finding():
+    model = Mixed()
+    exported = exportkit.export(model, observed(model, *rows((2, 6), (3, 6))))
+    assert findings(exported) == {
+        "lost output": "An object of class Box holds tensors that cannot be inputs or outputs of a graph. "
+        "The graph returns the others."
+    }
+
+
+def test_a_decoder_gives_nothing_to_report():
+    model, observer = tiny_llama(), exportkit.InputObserver()
+    with observer(model):
+        model.generate(torch.randint(3, 50, (2, 5)), max_new_tokens=4, do_sample=False)
+    assert not findings(exportkit.export(model, observer))

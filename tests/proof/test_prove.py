@@ -1,0 +1,167 @@
+"""The proof: what it finds, and what it says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import exportkit
+from exportkit.proof.report import Report, Row
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 4)
+
+    def forward(self, x, bias=None):
+        y = self.linear(x)
+        return y if bias is None else y + bias
+
+
+class Memorising(torch.nn.Module):
+    """A Python branch on a size, which a trace freezes: right at some sizes, wrong at others."""
+
+    def forward(self, x):
+        return x * 2 if x.shape[1] >= 5 else x * 3
+
+
+def exported(model, calls, path):
+    observer = exportkit.InputObserver()
+    with observer(model, store_n_calls=len(calls)):
+        for call in calls:
+            model(*call)
+    return exportkit.export(model, observer).to_onnx(path)
+
+
+@pytest.fixture
+def onnx_model(tmp_path):
+    return exported(Net(), [(torch.randn(2, 6),), (torch.randn(3, 6),)], tmp_path / "model.onnx")
+
+
+def test_recorded_calls_and_unseen_sizes_are_proven(onnx_model):
+    report = onnx_model.verify()
+    assert report.ok
+    assert [row.status for row in report.rows] == ["proven"] * 5
+    assert {row.sizes["batch"] for row in report.rows if row.kind == "unseen"} >= {1}
+    assert max(row.absolute for row in report.rows) < 1e-5
+
+
+def test_recorded_calls_alone_can_be_checked(onnx_model):
+    report = onnx_model.verify(unseen=False)
+    assert report.ok
+    assert {row.kind for row in report.rows} == {"recorded"}
+
+
+def test_weights_that_changed_are_found_and_located(onnx_model):
+    with torch.no_grad():
+        onnx_model.exported.model.linear.weight[2] += 1
+    report = onnx_model.verify()
+    assert not report.ok
+    unseen = [row for row in report.rows if row.kind == "unseen"]
+    assert {row.status for row in unseen} == {"differs"}
+    assert all(row.where.startswith("output: ") and row.where.endswith(", 2]") for row in unseen)
+    assert "NOT PROVEN" in str(report)
+
+
+def test_a_branch_frozen_by_the_trace_is_found_at_unseen_sizes(tmp_path):
+    onnx_model = exported(Memorising(), [(torch.randn(2, 6),), (torch.randn(3, 9),)], tmp_path / "model.onnx")
+    report = onnx_model.verify()
+    assert all(row.status == "proven" for row in report.rows if row.kind == "recorded")
+    assert any(row.status != "proven" for row in report.rows if row.kind == "unseen")
+    assert not report.ok
+
+
+def test_a_graph_that_refuses_a_size_is_no_proof(onnx_model, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise exportkit.ExportkitError("refused")
+
+    monkeypatch.setattr(onnx_model.session, "run", refuse)
+    report = onnx_model.verify()
+    assert not report.ok
+    assert {row.status for row in report.rows} == {"refused"}
+
+
+def test_sizes_that_the_model_itself_refuses_are_no_proof_and_no_failure(onnx_model):
+    def small_only(x, bias=None):
+        if len(x) > 3:
+            raise ValueError("too many rows")
+        return torch.nn.functional.linear(x, weight, offset)
+
+    model = onnx_model.exported.model
+    weight, offset = model.linear.weight, model.linear.bias
+    model.forward = small_only
+    report = onnx_model.verify()
+    assert "no call" in {row.status for row in report.rows}
+    assert any("too many rows" in row.where for row in report.rows)
+
+
+def test_the_models_own_padding_is_no_difference(tmp_path):
+    class Masked(torch.nn.Module):
+        """Computes anything where the mask is 0."""
+
+        def forward(self, x, attention_mask):
+            noise = torch.arange(x.shape[1]).float()[None, :, None] * 0 + self.noise
+            return torch.where(attention_mask[..., None] == 1, x * 2, noise)
+
+    model = Masked()
+    model.noise = torch.tensor(1.0)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    calls = [(torch.randn(2, 5, 6), mask), (torch.randn(2, 4, 6), mask[:, :4])]
+    onnx_model = exported(model, calls, tmp_path / "model.onnx")
+    model.noise = torch.tensor(5.0)
+    assert onnx_model.verify().ok
+
+
+def row(kind="recorded", status="proven", **changes):
+    return replace(Row(kind, "0", {"batch": 2}, status, 1e-7), **changes)
+
+
+def test_a_report_prints_as_a_table():
+    report = Report(
+        (row(), row("unseen", "differs", label="longer", absolute=0.5, where="logits: 1 became 2")), 1, ("n",)
+    )
+    assert str(report) == (
+        "call           sizes    result   max difference  where\n"
+        "-------------  -------  -------  --------------  ------------------\n"
+        "recorded 0     batch 2  proven   1.0e-07\n"
+        "unseen longer  batch 2  differs  5.0e-01         logits: 1 became 2\n"
+        "note: n\n"
+        "NOT PROVEN: unseen call longer: differs, logits: 1 became 2; "
+        "only 0 of 1 unseen combinations of sizes could be proven"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected_unseen", "ok"),
+    [
+        ((row(),), 0, True),
+        ((), 0, False),
+        ((row(), row("unseen")), 1, True),
+        ((row(), row("unseen", "no call")), 1, False),
+        ((row(), row("unseen"), row("unseen", "no call")), 1, True),
+        ((row(), row("unseen"), row("unseen", "differs")), 1, False),
+        ((row(status="refused"), row("unseen")), 1, False),
+    ],
+)
+def test_ok_means_every_call_is_proven_and_enough_unseen_ones(rows, expected_unseen, ok):
+    assert Report(rows, expected_unseen).ok is ok
+
+
+class Gather(torch.nn.Module):
+    """Takes rows by their index, as graph networks do."""
+
+    def forward(self, rows, index):
+        return rows[index] * 2
+
+
+def test_recorded_indices_are_made_smaller_where_rows_are_fewer(tmp_path):
+    calls = [(torch.randn(n, 3), torch.full((m,), n - 1)) for n, m in ((9, 4), (12, 6), (10, 3))]
+    report = exported(Gather(), calls, tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+    assert min(row.sizes[row_variable(report)] for row in report.rows if row.kind == "unseen") < 9
+
+
+def row_variable(report):
+    """The variable that was 9 in the first call."""
+    return next(name for name, size in report.rows[0].sizes.items() if size == 9)
