@@ -15,8 +15,7 @@ from exportkit.divergence.locate import locate_divergence
 from exportkit.errors import ExportkitError
 from exportkit.folder.folder import load_folder as load
 from exportkit.module_outputs.context import capture
-from exportkit.module_outputs.decorate import capture_outputs
-from exportkit.module_outputs.defaults import merge_with_config_defaults
+from exportkit.module_outputs.decorate import capture_outputs, merge_with_config_defaults
 from exportkit.module_outputs.specs import OutputRecorder
 from exportkit.module_traces.debugger import model_addition_debugger_context
 from exportkit.module_traces.record import trace_model

@@ -1,7 +1,9 @@
-"""Hooks on the modules to record, for as long as they are wanted. In come matches; out come records of calls.
+"""Collects what modules return, by hooks that are in place while a capture is open.
 
-The hooks know their collector, and ask whose call the running code belongs to: two captures of one model, in two
-threads or one inside the other, do not see each other's values.
+Every hook knows its collector and asks which call the running code belongs to, so two captures of one model, in two
+threads or nested, do not see each other's values. Where attention weights are captured, attention is computed eagerly:
+fused attention never has the weights. The implementation is read from a config that layers and threads share, and the
+mask depends on it, so the config answers "eager" to the calls that capture weights and its own value to all others.
 """
 
 from __future__ import annotations
@@ -11,26 +13,24 @@ import functools
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from exportkit import _torch_compat
 from exportkit.module_outputs import scope
-from exportkit.module_outputs.attention import eager_attention
 from exportkit.module_outputs.record import Record, Selection, first_input, pick
 from exportkit.module_outputs.specs import FIRST_INPUT_KEY, Match
+from exportkit.rewrites.attributes import replaced_attributes
 
+EAGER = "eager"
+ATTRIBUTE = "_attn_implementation"
 
-class Frame:
-    """One call (or everything outside of calls) in one thread or task, and those that it starts."""
-
-    def __init__(self, collector: Collector, record: Record, handled: BaseException | None = None) -> None:
-        self.collector: Collector | None = collector
-        self.record: Record | None = record
-        self.handled = handled  # what was being handled when the call began
-        self.depth = 0
+_lock = threading.Lock()
+_properties: dict[type, property] = {}
+_switched: Counter[int] = Counter()  # configs (by id) of the collectors that are entered
 
 
 class Collector:
@@ -73,11 +73,11 @@ class Collector:
     def __enter__(self) -> Collector:
         with contextlib.ExitStack() as stack:
             stack.enter_context(scope.carried_into_threads())
-            stack.enter_context(eager_attention(self))
+            stack.enter_context(_eager_attention(self))
             for match in self.matches:
                 for handle in _hooked(self, match):
                     stack.callback(handle.remove)
-            stack.callback(_close, scope.push(Frame(self, self.outside)))
+            stack.callback(_close, scope.push(scope.Frame(self, self.outside)))
             self._undo = stack.pop_all()
         return self
 
@@ -85,7 +85,7 @@ class Collector:
         self._undo.close()
         self.matches = ()
 
-    def own_frame(self) -> Frame | None:
+    def own_frame(self) -> scope.Frame | None:
         """Returns the innermost frame of this collector that the running code belongs to."""
         frames = scope.frames()
         if frames and frames[-1].collector is self:  # as nearly always
@@ -103,7 +103,8 @@ class Collector:
             if scope.frames() is None:
                 self._unclaimed.add(match.target.key)
             return None
-        return frame.record
+        record: Record | None = frame.record
+        return record
 
     @property
     def has_unclaimed(self) -> bool:
@@ -122,10 +123,11 @@ class Collector:
             )
 
 
-def _close(frame: Frame) -> Record | None:
+def _close(frame: scope.Frame) -> Record | None:
     """Ends a frame: threads and tasks that still hold it keep nothing else alive. Returns its record."""
     scope.pop(frame)
-    record, frame.record, frame.collector = frame.record, None, None
+    record: Record | None = frame.record
+    frame.record = frame.collector = None
     if record is not None:
         record.finish()
     return record
@@ -201,7 +203,7 @@ class Calls:
         record = collector.compiled = collector.new_record()
         with self._lock:
             self._records.append(record)
-        scope.push(Frame(collector, record, sys.exception()))
+        scope.push(scope.Frame(collector, record, sys.exception()))
 
     def _end(self, *_call: Any) -> None:
         collector = self._collector
@@ -221,3 +223,114 @@ class Calls:
             record.require_values()
             if collector.has_unclaimed:
                 collector.warn_of_unclaimed(record.values())
+
+
+def fused_configs(model: torch.nn.Module, matches: Sequence[Match]) -> list[Any]:
+    """Returns the configs that must say "eager" for the matched modules to return attention weights.
+
+    These are the configs of the modules, of what is inside them, and of what they are inside of, which makes the mask.
+    """
+    wanted = [match for match in matches if _wants_weights(match)]
+    around = dict.fromkeys(path for match in wanted for path in _paths_around(match.path))
+    modules: dict[torch.nn.Module, Any] = dict.fromkeys(map(model.get_submodule, around))
+    for match in wanted:
+        modules |= _torch_compat.paths_of_modules(match.module)
+    configs: dict[int, Any] = {}
+    for module in modules:
+        config = vars(module).get("config")  # most have none, which getattr takes long to say
+        configs[id(config)] = config
+    return [
+        config for config in configs.values() if _torch_compat.attention_implementation(config) not in (None, EAGER)
+    ]
+
+
+def _paths_around(path: str) -> Iterator[str]:
+    """The paths of the modules that a module is inside of, the model first."""
+    yield ""
+    for end, letter in enumerate(path):
+        if letter == ".":
+            yield path[:end]
+
+
+@contextlib.contextmanager
+def _eager_attention(collector: Collector) -> Iterator[None]:
+    """Lets the configs say "eager" to calls that the collector records."""
+    configs = fused_configs(collector.model, collector.matches)
+    with contextlib.ExitStack() as stack:
+        for config in configs:
+            stack.enter_context(_answering(config))
+        collector.eager = frozenset(map(id, configs))
+        yield
+
+
+def _wants_weights(match: Match) -> bool:
+    names = f"{match.target.key} {type(match.module).__name__}".lower()
+    return "attention" in names and match.target.recorder.index != 0
+
+
+@contextlib.contextmanager
+def _answering(config: Any) -> Iterator[None]:
+    found = _torch_compat.attention_property(config)
+    with _counted(config):
+        if found is None:
+            with _plain_attribute(config):
+                yield
+        else:
+            with _lock:
+                switching = _switching(*found)
+            with replaced_attributes(found[0], {ATTRIBUTE: switching}):
+                yield
+
+
+@contextlib.contextmanager
+def _counted(config: Any) -> Iterator[None]:
+    with _lock:
+        _switched[id(config)] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _switched[id(config)] -= 1
+            if not _switched[id(config)]:
+                del _switched[id(config)]
+
+
+def _switching(cls: type, current: property) -> property:
+    """The property that answers by who asks; one for each class, however many captures are open."""
+    if _properties.get(cls) is current:
+        return current
+    read, write = current.fget, current.fset
+
+    def answer(config: Any) -> Any:
+        return EAGER if _asked_by_capture(config) else read(config)  # type: ignore[misc]
+
+    _properties[cls] = property(answer, write)
+    return _properties[cls]
+
+
+def _asked_by_capture(config: Any) -> bool:
+    if torch.compiler.is_dynamo_compiling():
+        return _switched.get(id(config), 0) > 0
+    collectors = [frame.collector for frame in scope.frames() or ()]
+    return any(id(config) in collector.eager for collector in collectors if collector is not None)
+
+
+_plain: dict[int, tuple[Any, int]] = {}  # what a config said, and how many captures are open
+
+
+@contextlib.contextmanager
+def _plain_attribute(config: Any) -> Iterator[None]:
+    """Changes the attribute for everybody: such a config has nothing to ask by."""
+    with _lock:
+        before, users = _plain.get(id(config), (getattr(config, ATTRIBUTE), 0))
+        _plain[id(config)] = (before, users + 1)
+        setattr(config, ATTRIBUTE, EAGER)
+    try:
+        yield
+    finally:
+        with _lock:
+            before, users = _plain.pop(id(config))
+            if users > 1:
+                _plain[id(config)] = (before, users - 1)
+            else:
+                setattr(config, ATTRIBUTE, before)

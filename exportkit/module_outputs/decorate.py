@@ -1,20 +1,26 @@
-"""``output_<key>`` arguments for a module. In comes its forward; out comes one that also returns what is asked for.
+"""Decorators for ``forward``: ``output_<key>`` arguments for captured values, and defaults from the config.
 
-What can be asked for is declared on the class, as ``_can_record_outputs``: specs by key.
+What can be asked for is declared on the class, as ``_can_record_outputs``: specs by key. The result keeps its type
+where that can hold more: dicts, the output classes of transformers and dataclasses. A tensor or a tuple becomes a named
+tuple of the outputs, then the captured values.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections import namedtuple
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from exportkit.errors import InvalidRequestError
-from exportkit.module_outputs.arguments import Parameters, setting
+import torch
+
+from exportkit.errors import CaptureError, InvalidRequestError
+from exportkit.module_outputs.context import run_captured
 from exportkit.module_outputs.record import Selection
-from exportkit.module_outputs.results import as_tuple, last_hidden_state, with_values
-from exportkit.module_outputs.run import run_captured
 from exportkit.module_outputs.specs import (
     FIRST_INPUT_KEY,
     Match,
@@ -28,6 +34,11 @@ from exportkit.module_outputs.specs import (
 
 _PREFIX = "output_"
 _IMPLIED = {"cross_attentions": "attentions"}
+NAMES = ("use_cache", "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio")
+_STRATEGIES = ("default", "full")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_LAST_STATES = ("vision_hidden_states", "last_hidden_state")
+_classes: dict[str, type] = {}
 
 
 def capture_outputs(func: Callable[..., Any] | None = None, *, tie_last_hidden_states: bool = True) -> Any:
@@ -160,3 +171,164 @@ def _selections(requested: Mapping[str, Any]) -> dict[str, Selection]:
     if value is None or isinstance(value, bool):
         return {}
     return {FIRST_INPUT_KEY: Selection([value] if isinstance(value, int) else value)}
+
+
+def merge_with_config_defaults(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that takes arguments which are None or missing from ``self.config``.
+
+    These are ``use_cache``, ``vision_feature_layer``, ``vision_feature_select_strategy`` and ``vision_aspect_ratio``.
+    What a call gives, by position or by name, is left as it is. A module without config runs as before. While it
+    trains with gradient checkpointing, ``use_cache`` is False.
+
+    Args:
+        func: The forward.
+
+    Raises:
+        InvalidRequestError: by the call, if ``vision_feature_select_strategy`` is neither "default" nor "full".
+    """
+    parameters = Parameters(func)
+    names = [name for name in NAMES if parameters.accepts(name)]
+
+    @functools.wraps(func)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self, "config", None)
+        for name in names:
+            given = parameters.given(name, args, kwargs)
+            value = _checked(self, name, setting(config, name) if given is None else given)
+            if value is not given:
+                args, kwargs = parameters.replaced(name, value, args, kwargs)
+        return func(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _checked(module: Any, name: str, value: Any) -> Any:
+    if name == "use_cache" and value and module.training and getattr(module, "gradient_checkpointing", False):
+        warnings.warn("A cache cannot be used with gradient checkpointing: use_cache is False.", stacklevel=3)
+        return False
+    if name == "vision_feature_select_strategy" and value is not None and value not in _STRATEGIES:
+        raise InvalidRequestError(
+            "There is no such way to select vision features.", where=name, expected=" or ".join(_STRATEGIES), got=value
+        )
+    return value
+
+
+class Parameters:
+    """The parameters of a method, without ``self``; of a decorated one, those of the method inside."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        parameters = list(inspect.signature(inspect.unwrap(method)).parameters.values())[1:]
+        self.names = frozenset(parameter.name for parameter in parameters)
+        self.takes_any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        self._positions = {
+            parameter.name: position for position, parameter in enumerate(parameters) if parameter.kind in _POSITIONAL
+        }
+
+    def accepts(self, name: str) -> bool:
+        """Returns whether the method can be called with that name."""
+        return name in self.names or self.takes_any_name
+
+    def given(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the value that a call gives, by position or by name, or None."""
+        position = self._positions.get(name, len(args))
+        return args[position] if position < len(args) else kwargs.get(name)
+
+    def replaced(
+        self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of a call with another value for that name, where the call has it."""
+        position = self._positions.get(name, len(args))
+        if position < len(args):
+            return (*args[:position], value, *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: value}
+
+
+def setting(config: Any, name: str, default: Any = None) -> Any:
+    """Returns what a config says, be it an object, a dict, or None."""
+    if isinstance(config, Mapping):
+        return config.get(name, default)
+    return getattr(config, name, default)
+
+
+def last_hidden_state(result: Any) -> Any:
+    """Returns what a result calls its last hidden state, or None."""
+    for name in _LAST_STATES:
+        value = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def with_values(result: Any, values: Mapping[str, tuple[Any, ...]]) -> Any:
+    """Returns a result with values added under their keys.
+
+    Raises:
+        CaptureError: if the result is of a type that nothing can be added to.
+    """
+    if not values:
+        return result
+    if type(result) is dict:
+        return {**result, **values}
+    if isinstance(result, MutableMapping):
+        for key, value in values.items():
+            result[key] = value
+        return result
+    if isinstance(result, torch.Tensor):
+        return _named({"output": result, **values})
+    if isinstance(result, list | tuple):
+        names = getattr(result, "_fields", None) or [f"output_{i}" for i in range(len(result))]
+        return _named({**dict(zip(names, result, strict=True)), **values})
+    if dataclasses.is_dataclass(result):
+        return _dataclass(result, values)
+    raise CaptureError(
+        "The captured values cannot be added to what the model returns.",
+        expected="a tensor, tuple, list, dict or dataclass",
+        got=type(result).__name__,
+        hint="use `with capture(model, ...)`, which leaves the result alone.",
+    )
+
+
+def as_tuple(result: Any) -> Any:
+    """Returns what a result holds as a plain tuple, without the Nones of dicts and dataclasses; a tensor as it is."""
+    if hasattr(result, "to_tuple"):
+        return result.to_tuple()
+    if isinstance(result, Mapping):
+        return tuple(value for value in result.values() if value is not None)
+    if isinstance(result, list | tuple):
+        return tuple(result)
+    if dataclasses.is_dataclass(result):
+        names = [field.name for field in dataclasses.fields(result)]
+        names += [name for name in getattr(result, "__dict__", {}) if name not in names]
+        found = [getattr(result, name) for name in names]
+        return tuple(value for value in found if value is not None)
+    return result
+
+
+def _dataclass(result: Any, values: Mapping[str, Any]) -> Any:
+    """A copy: the class may be frozen. Keys that are no field become attributes of the copy."""
+    fields = {field.name for field in dataclasses.fields(result) if field.init}
+    result = dataclasses.replace(result, **{key: value for key, value in values.items() if key in fields})
+    rest = {key: value for key, value in values.items() if key not in fields}
+    if rest and not hasattr(result, "__dict__"):
+        raise CaptureError(
+            f"{type(result).__name__} has no field for {', '.join(map(repr, rest))}.",
+            hint="add the field, with None as its default.",
+        )
+    result = copy.copy(result) if rest else result
+    for key, value in rest.items():
+        object.__setattr__(result, key, value)
+    return result
+
+
+def _named(values: Mapping[str, Any]) -> Any:
+    _prepare_class(*values)
+    return _classes[" ".join(values)](*values.values())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _prepare_class(*names: str) -> bool:
+    """Makes the class of a result, also while torch traces, which cannot follow this."""
+    key = " ".join(names)
+    if key not in _classes:
+        _classes[key] = namedtuple("CapturedOutput", names, rename=True)
+    return True

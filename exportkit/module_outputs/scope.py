@@ -1,7 +1,8 @@
-"""Whose call the running code belongs to. In comes the current thread or task; out come the captures open in it.
+"""Tracks which captured call the running code belongs to, across threads and asyncio tasks.
 
-Tasks inherit them with their context. Threads do not (before Python 3.14, which can), so while a capture is open,
-starting a thread and submitting work to a thread pool carry them over; afterwards both are as they were.
+Tasks inherit the open captures with their context. Threads do not (only Python 3.14 and later can pass a context on),
+so while a capture is open, starting a thread and submitting work to a thread pool carry it over. Both functions are
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -12,10 +13,24 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from exportkit.module_outputs.collector import Frame
+
+class Frame:
+    """One call of an observed model, or everything outside of calls, in one thread or task and those it starts.
+
+    Attributes:
+        collector: What collects in this call; None once the call has ended.
+        record: Takes what is collected; None once the call has ended.
+        handled: The exception that was being handled when the call began.
+        depth: How many calls of the model by itself are open inside this one.
+    """
+
+    def __init__(self, collector: Any, record: Any, handled: BaseException | None = None) -> None:
+        self.collector, self.record = collector, record
+        self.handled = handled
+        self.depth = 0
+
 
 _frames: ContextVar[tuple[Frame, ...] | None] = ContextVar("exportkit_capture", default=None)
 _started_in: weakref.WeakKeyDictionary[threading.Thread, tuple[Frame, ...]] = weakref.WeakKeyDictionary()

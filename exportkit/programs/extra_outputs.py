@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from exportkit.calls.observation import Observation
-from exportkit.module_outputs.run import with_captured
+from exportkit.module_outputs.context import with_captured
 from exportkit.running.eager import replayed
 
 RESULT = "result"

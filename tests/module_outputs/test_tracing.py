@@ -8,7 +8,7 @@ from torch import nn
 
 from exportkit import capture
 from exportkit.errors import CaptureError, InvalidRequestError
-from exportkit.module_outputs.run import with_captured
+from exportkit.module_outputs.context import with_captured
 from tests.module_outputs.models import InPlace, Layer, Stack, assert_same, states_of, traces
 
 

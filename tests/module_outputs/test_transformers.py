@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exportkit import OutputRecorder, capture, capture_outputs, merge_with_config_defaults
-from exportkit.module_outputs.run import with_captured
+from exportkit.module_outputs.context import with_captured
 from tests import models
 from tests.module_outputs.models import assert_same, traces
 
