@@ -1,5 +1,7 @@
 """Run a PyTorch model as always; exportkit works out what varies, exports it, and proves the result.
 
+The public names are imported when they are first used, so ``import exportkit`` itself costs next to nothing.
+
 Example:
     >>> import torch, exportkit
     >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
@@ -8,92 +10,74 @@ Example:
     >>> exported = exportkit.export(model, observer)
 """
 
-from exportkit.arguments.build import Arguments
-from exportkit.calls.observation import Call, Observation
-from exportkit.calls.observer import InputObserver
-from exportkit.divergence.locate import locate_divergence
-from exportkit.errors import ExportkitError
-from exportkit.folder.folder import load_folder as load
-from exportkit.module_outputs.context import capture
-from exportkit.module_outputs.decorate import capture_outputs, merge_with_config_defaults
-from exportkit.module_outputs.specs import OutputRecorder
-from exportkit.module_traces.debugger import model_addition_debugger_context
-from exportkit.module_traces.record import trace_model
-from exportkit.module_traces.trace import Trace
-from exportkit.onnx_files.onnx_model import OnnxModel
-from exportkit.onnx_files.onnx_programs import OnnxPrograms
-from exportkit.plan.expression import Expression
-from exportkit.plan.plan import Plan
-from exportkit.programs.exported import Exported
-from exportkit.programs.make import export
-from exportkit.programs.programs import ExportedPrograms
-from exportkit.proof.report import Report
-from exportkit.report.progress import show_progress
-from exportkit.skips import scan_skipped_tests
-from exportkit.swapping.check import check_patch
-from exportkit.swapping.mapping import (
-    clear_patch_mapping,
-    get_patch_mapping,
-    register_patch_mapping,
-    unregister_patch_mapping,
-)
-from exportkit.swapping.recorders import patch_output_recorders
-from exportkit.swapping.swap import apply_patches
-from exportkit.trees import (
-    make_dynamic_cache,
-    make_encoder_decoder_cache,
-    make_static_cache,
-    register_flattening_functions,
-    string_type,
-)
+import importlib as _importlib
 
 __version__ = "0.1.0"
 
-__all__ = [
+# The file that defines each public name; None for a name that is itself a module, one that can be called.
+# `__init__.pyi` says the same to type checkers, and a test compares the two.
+_DEFINED_IN = {
     # observe
-    "InputObserver",
-    "Observation",
-    "Call",
+    "InputObserver": "calls.observer",
+    "Observation": "calls.observation",
+    "Call": "calls.observation",
     # reason
-    "Plan",
-    "Expression",
+    "Plan": "plan.plan",
+    "Expression": "plan.expression",
     # build
-    "Arguments",
+    "Arguments": "arguments.build",
     # export and prove
-    "export",
-    "load",
-    "Exported",
-    "ExportedPrograms",
-    "OnnxModel",
-    "OnnxPrograms",
-    "Report",
-    "show_progress",
+    "export": None,
+    "load": "folder.folder:load_folder",
+    "Exported": "programs.exported",
+    "ExportedPrograms": "programs.programs",
+    "OnnxModel": "onnx_files.onnx_model",
+    "OnnxPrograms": "onnx_files.onnx_programs",
+    "Report": "proof.report",
+    "show_progress": "report.progress",
     # capture what modules return
-    "capture",
-    "capture_outputs",
-    "OutputRecorder",
-    "merge_with_config_defaults",
+    "capture": None,
+    "capture_outputs": "module_outputs.decorate",
+    "OutputRecorder": "module_outputs.specs",
+    "merge_with_config_defaults": "module_outputs.decorate",
     # record module calls
-    "trace_model",
-    "locate_divergence",
-    "model_addition_debugger_context",
-    "Trace",
+    "trace_model": "module_traces.record",
+    "locate_divergence": "divergence.locate",
+    "model_addition_debugger_context": "module_traces.debugger",
+    "Trace": "module_traces.trace",
     # replace classes
-    "register_patch_mapping",
-    "unregister_patch_mapping",
-    "get_patch_mapping",
-    "clear_patch_mapping",
-    "apply_patches",
-    "patch_output_recorders",
-    "check_patch",
+    "register_patch_mapping": "swapping.mapping",
+    "unregister_patch_mapping": "swapping.mapping",
+    "get_patch_mapping": "swapping.mapping",
+    "clear_patch_mapping": "swapping.mapping",
+    "apply_patches": "swapping.swap",
+    "patch_output_recorders": "swapping.recorders",
+    "check_patch": "swapping.check",
     # nested values and caches
-    "register_flattening_functions",
-    "make_dynamic_cache",
-    "make_static_cache",
-    "make_encoder_decoder_cache",
-    "string_type",
+    "register_flattening_functions": "trees.registry",
+    "make_dynamic_cache": "trees.make",
+    "make_static_cache": "trees.make",
+    "make_encoder_decoder_cache": "trees.make",
+    "string_type": "trees.text",
     # test suites
-    "scan_skipped_tests",
+    "scan_skipped_tests": "skips",
     # errors
-    "ExportkitError",
-]
+    "ExportkitError": "errors",
+}
+
+__all__ = list(_DEFINED_IN)  # the names are strings
+
+
+def __getattr__(name: str) -> object:
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    file = _DEFINED_IN[name]
+    if file is None:
+        return _importlib.import_module(f"{__name__}.{name}")
+    file, _, attribute = file.partition(":")
+    value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{file}"), attribute or name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

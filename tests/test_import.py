@@ -2,19 +2,25 @@
 
 import ast
 import graphlib
+import importlib
+import inspect
 import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import exportkit
+from exportkit.errors import ExportkitError
 
 ROOT = Path(exportkit.__file__).parent
 
 # In the order of the data flow: a room imports only rooms that stand before it, wherever the import statement stands.
 ROOMS = [
     "errors",
+    "_callable_module",
     "_torch_compat",
     "trees",
     "plan",
@@ -34,6 +40,9 @@ ROOMS = [
     "peers",
     "skips",
     "report",
+    "api",
+    "export",
+    "capture",
     "__init__",
     "examples",
     "commands",
@@ -118,27 +127,81 @@ def test_every_file_says_what_it_is_for():
         assert ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))), file
 
 
+# Slow to import: none of them before a model is exported, a folder is read, or a table is printed.
+SLOW = {
+    "jinja2", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "rich", "sympy", "torch._dynamo", "torch._inductor",
+    "transformers", "typer",
+}  # fmt: skip
+
+
+def _modules_after(*lines):
+    """The modules that are loaded in a new process after each of these lines, less those that torch loads."""
+    code = "import sys, torch\nbefore = set(sys.modules)\n"
+    code += "".join(f"{line}\nprint(*(set(sys.modules) - before))\n" for line in lines)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [set(line.split()) for line in result.stdout.splitlines()]
+
+
+def test_importing_the_package_imports_none_of_its_rooms():
+    (loaded,) = _modules_after("import exportkit")
+
+    assert {name for name in loaded if name.split(".")[0] != "importlib"} == {"exportkit"}
+
+
 def test_nothing_slow_is_imported_before_it_is_needed():
+    loaded = _modules_after(
+        "import exportkit; exportkit.InputObserver, exportkit.capture, exportkit.trace_model, exportkit.Plan",
+        "model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()\n"
+        "with observer(model):\n    model(torch.ones(3, 4))\n"
+        "observer.plan(), observer.infer_dynamic_shapes(), observer.infer_arguments(exportable=True)",
+    )
+
+    assert [names & SLOW for names in loaded] == [set(), set()]
+
+
+def test_version_and_help_need_no_torch():
     code = """
-import sys, torch, exportkit
-print(*sys.modules)
-model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
-with observer(model):
-    model(torch.ones(3, 4))
-observer.plan(), observer.infer_dynamic_shapes(), observer.infer_arguments(exportable=True)
+import contextlib, sys
+from exportkit.cli import main
+for option in ("--version", "--help"):
+    sys.argv = ["exportkit", option]
+    with contextlib.suppress(SystemExit):
+        main()
 print(*sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    after_import, after_planning = (set(line.split()) for line in result.stdout.splitlines())
-    slow = {"transformers", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "rich", "typer"}
+    *shown, modules = result.stdout.splitlines()
 
-    assert "torch" in after_import
-    assert not after_import & slow
-    assert not after_planning & slow
+    assert shown[0] == f"exportkit {exportkit.__version__}"
+    assert not {*modules.split()} & {"torch", "transformers", "onnx", "numpy"}
+
+
+@pytest.mark.parametrize("name", ["export", "capture"])
+def test_public_functions_that_are_modules_can_be_imported_and_called(name):
+    module = importlib.import_module(f"exportkit.{name}")
+
+    assert inspect.ismodule(module)
+    assert getattr(exportkit, name) is module
+    assert inspect.signature(module) == inspect.signature(getattr(module, name))
+    with pytest.raises(ExportkitError):
+        module(3, 4).__enter__()
+
+
+def test_the_stub_says_where_names_come_from():
+    stub = ast.parse((ROOT / "__init__.pyi").read_text(encoding="utf-8"))
+    imported = {
+        alias.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+    assert imported.keys() == set(exportkit.__all__)
+    for name, module in imported.items():
+        public = getattr(exportkit, name)
+        found = getattr(importlib.import_module(module), name)
+        assert found is getattr(public, "__wrapped__", public), name
 
 
 def test_every_module_can_be_imported():
-    names = [module.name for module in pkgutil.walk_packages([str(ROOT)], "exportkit.")]
+    names = sorted(set(MODULES) - {"exportkit"})
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
     subprocess.run([sys.executable, "-c", code, *reversed(names)], capture_output=True, text=True, check=True)
 
@@ -187,9 +250,9 @@ def test_public_names_are_these():
 
 
 def test_no_other_name_leaks():
-    stages = {module.name for module in pkgutil.iter_modules([str(ROOT)])}
+    rooms = {module.name for module in pkgutil.iter_modules([str(ROOT)])}
 
-    assert {name for name in vars(exportkit) if not name.startswith("__")} - stages <= set(exportkit.__all__)
+    assert {name for name in dir(exportkit) if not name.startswith("_")} - rooms <= set(exportkit.__all__)
 
 
 def test_public_names_are_documented():

@@ -1,0 +1,8 @@
+"""The module ``exportkit.export``, which is also the function: ``exportkit.export(model, observer)``."""
+
+from exportkit._callable_module import make_callable
+from exportkit.programs.make import export
+
+__all__ = ["export"]
+
+make_callable(__name__, export)
