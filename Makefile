@@ -74,6 +74,7 @@ gallery: $(STAMP)  ## Run every gallery example as a script
 	echo "Gallery examples that ran: $$count"
 
 bench: $(STAMP)  ## Run the benchmarks
+	@$(BIN)/python benchmarks/imports.py
 	@$(BIN)/python benchmarks/line.py
 	@$(BIN)/python benchmarks/observe.py
 	@$(BIN)/python benchmarks/capture.py

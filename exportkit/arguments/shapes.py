@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.pytree import registered_node
 from exportkit.trees import Tree, flatten, join, joined, opens_in_order
 
 
@@ -26,7 +26,7 @@ def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], Any]) -> Any:
         return spec_of(name) if tree.tensor_paths else None
     if opens_in_order(tree.cls):
         specs = list(map(spec_of, joined(name, tree.paths)))
-        return specs or (None if _torch_compat.registered_node(tree.cls) is None else specs)
+        return specs or (None if registered_node(tree.cls) is None else specs)
     marked: dict[int, Any] = {}
     for path, tensor in tree.tensors().items():
         marked.setdefault(id(tensor), spec_of(join(name, path)))
@@ -42,7 +42,7 @@ def _spec(value: Any, marked: Mapping[int, Any]) -> Any:
         return type(value)(*(_spec(item, marked) for item in value))
     if type(value) is dict:
         return {key: _spec(item, marked) for key, item in value.items()}
-    node = _torch_compat.registered_node(type(value))
+    node = registered_node(type(value))
     if node is not None:
         return [_spec(item, marked) for item in node.flatten(value)[0]]
     return [marked[id(tensor)] for tensor in flatten(value).tensors().values()] or None

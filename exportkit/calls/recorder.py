@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.tracing import is_capturing, is_tracing
 from exportkit.calls.memory import Memory, Share
 from exportkit.calls.observation import Call, Failure, Observation
 from exportkit.calls.seen import MOST_SHAPES, ShapeCounter
@@ -158,7 +158,7 @@ class Recorder:
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``method(*args, **kwargs)``, records what there is room for, and returns what it returned."""
-        if (self._is_full() and not self._counts_shapes) or _paused.on or _torch_compat.is_tracing():
+        if (self._is_full() and not self._counts_shapes) or _paused.on or is_tracing():
             return method(*args, **kwargs)
         begun = self._begin(args, kwargs)
         if begun is not None:
@@ -178,7 +178,7 @@ class Recorder:
         return begun
 
     def _take_place(self) -> int | None:
-        if self._is_full() or _torch_compat.is_capturing():
+        if self._is_full() or is_capturing():
             return None
         with self._lock:
             if self._is_full():

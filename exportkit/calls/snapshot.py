@@ -23,7 +23,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.memory import (
+    are_copy_on_write,
+    copies_on_write,
+    is_only_holder,
+    memory_address,
+    version_of,
+)
 from exportkit.calls.memory import Parts
 from exportkit.trees.outline import Outline, Taken
 from exportkit.trees.outlined import growing_tensors, located, outlined_tree
@@ -92,7 +98,7 @@ class Snapshot:
     def memory(self) -> Parts:
         """Returns the memory that the copies hold."""
         every = [copies if isinstance(copies, list) else [copies] for _, copies in self._pieces]
-        return [(_torch_compat.memory_address(copy), _bytes(copy)) for copies in every for copy in copies]
+        return [(memory_address(copy), _bytes(copy)) for copies in every for copy in copies]
 
 
 def _parts(piece: _Piece) -> Sequence[torch.Tensor]:
@@ -137,9 +143,7 @@ class Copying:
         """Returns the memory that the copies will hold."""
         tensors, shared = self._tensors, frozenset(self._shared)
         together = [(None, len(group) * _bytes(tensors[group[0]])) for group in self._together]
-        apart = [
-            (_torch_compat.memory_address(tensors[i]) if i in shared else None, _bytes(tensors[i])) for i in self._apart
-        ]
+        apart = [(memory_address(tensors[i]) if i in shared else None, _bytes(tensors[i])) for i in self._apart]
         return [*together, *apart]
 
     def snapshot(self) -> Snapshot:
@@ -152,7 +156,7 @@ class Copying:
         pieces = [self._copied_together(group) for group in self._together]
         if self._shared:
             originals = _at(self._shared, self._tensors)
-            pairs = zip(_torch_compat.copies_on_write(originals), originals, strict=True)
+            pairs = zip(copies_on_write(originals), originals, strict=True)
             pieces.append((self._shared, [_copied(original) if copy is None else copy for copy, original in pairs]))
         if len(self._shared) < len(self._apart):
             others = sorted(set(self._apart).difference(self._shared)) if self._shared else self._apart
@@ -172,7 +176,7 @@ class Copying:
         if list(map(type, tensors)).count(torch.Tensor) < len(tensors):
             plain = [i for i in self._large if type(self._tensors[i]) is torch.Tensor]
             tensors = _at(plain, self._tensors)
-        still_shared = _torch_compat.are_copy_on_write(tensors)
+        still_shared = are_copy_on_write(tensors)
         if all(still_shared):
             return plain
         growing = growing_tensors(self.outline)
@@ -181,11 +185,11 @@ class Copying:
 
     def _may_share(self, tensor: torch.Tensor, is_growing: bool) -> bool:
         if is_growing:
-            unwritten = tensor.is_inference() or not tensor._version  # a tensor of inference mode has no version
+            unwritten = not version_of(tensor)  # a tensor of inference mode has no version
         else:
             is_fresh = self._inputs is not None and id(tensor) not in self._inputs
-            unwritten = is_fresh and not tensor.is_inference() and not tensor._version
-        if not unwritten or not _is_ordinary(tensor) or not _torch_compat.is_only_holder(tensor):
+            unwritten = is_fresh and version_of(tensor) == 0
+        if not unwritten or not _is_ordinary(tensor) or not is_only_holder(tensor):
             return False
         return tensor.untyped_storage().nbytes() <= 1.1 * tensor.nbytes
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.export.graph_signature import InputKind
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.graph import schema_of
+from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.divergence.graph_run import GraphRun, Node, Scope
 from exportkit.errors import InvalidRequestError
 from exportkit.trees import registered_caches
@@ -57,7 +58,7 @@ def program_inputs(
     order = program.call_spec.in_spec.children()[1].context or [] if program.call_spec.in_spec else []
     ordered = {name: kwargs[name] for name in order if name in kwargs} if set(order) == set(kwargs) else dict(kwargs)
     with registered_caches():
-        leaves = _torch_compat.tree_leaves((tuple(args), ordered))
+        leaves = tree_leaves((tuple(args), ordered))
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     if len(leaves) != len(specs):
         raise InvalidRequestError(
@@ -101,7 +102,7 @@ def _copied(value: Any) -> Any:
 
 def _writes(graph: torch.fx.Graph) -> bool:
     """Whether a node changes a tensor in place, so that values must be copied before that happens."""
-    return any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in graph.nodes)
+    return any(getattr(schema_of(node.target), "is_mutable", False) for node in graph.nodes)
 
 
 def _outputs(program: torch.export.ExportedProgram) -> tuple[str, ...]:

@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.modules import paths_of_modules
+from exportkit._torch_compat.tracing import in_backward, is_tracing
+from exportkit._torch_compat.transformers import ATTENTION, attention_implementation, attention_property
 from exportkit.module_outputs import scope
 from exportkit.module_outputs.record import Record, Selection, first_input, pick
 from exportkit.module_outputs.specs import FIRST_INPUT_KEY, Match
 from exportkit.rewrites.attributes import replaced_attributes
 
 EAGER = "eager"
-ATTRIBUTE = "_attn_implementation"
 
 _lock = threading.Lock()
 _properties: dict[type, property] = {}
@@ -68,7 +69,7 @@ class Collector:
 
     def new_record(self) -> Record:
         """Returns a record for one call, which begins now."""
-        return Record(self.keys, self._selections, _torch_compat.is_tracing())
+        return Record(self.keys, self._selections, is_tracing())
 
     def __enter__(self) -> Collector:
         with contextlib.ExitStack() as stack:
@@ -96,7 +97,7 @@ class Collector:
         """Returns where values of the running code go, or None if they are none of this collector's business."""
         if torch.compiler.is_dynamo_compiling():
             return self.compiled
-        if _torch_compat.in_backward():  # checkpointed layers run again
+        if in_backward():  # checkpointed layers run again
             return None
         frame = self.own_frame()
         if frame is None:
@@ -234,14 +235,12 @@ def fused_configs(model: torch.nn.Module, matches: Sequence[Match]) -> list[Any]
     around = dict.fromkeys(path for match in wanted for path in _paths_around(match.path))
     modules: dict[torch.nn.Module, Any] = dict.fromkeys(map(model.get_submodule, around))
     for match in wanted:
-        modules |= _torch_compat.paths_of_modules(match.module)
+        modules |= paths_of_modules(match.module)
     configs: dict[int, Any] = {}
     for module in modules:
         config = vars(module).get("config")  # most have none, which getattr takes long to say
         configs[id(config)] = config
-    return [
-        config for config in configs.values() if _torch_compat.attention_implementation(config) not in (None, EAGER)
-    ]
+    return [config for config in configs.values() if attention_implementation(config) not in (None, EAGER)]
 
 
 def _paths_around(path: str) -> Iterator[str]:
@@ -270,7 +269,7 @@ def _wants_weights(match: Match) -> bool:
 
 @contextlib.contextmanager
 def _answering(config: Any) -> Iterator[None]:
-    found = _torch_compat.attention_property(config)
+    found = attention_property(config)
     with _counted(config):
         if found is None:
             with _plain_attribute(config):
@@ -278,7 +277,7 @@ def _answering(config: Any) -> Iterator[None]:
         else:
             with _lock:
                 switching = _switching(*found)
-            with replaced_attributes(found[0], {ATTRIBUTE: switching}):
+            with replaced_attributes(found[0], {ATTENTION: switching}):
                 yield
 
 
@@ -322,9 +321,9 @@ _plain: dict[int, tuple[Any, int]] = {}  # what a config said, and how many capt
 def _plain_attribute(config: Any) -> Iterator[None]:
     """Changes the attribute for everybody: such a config has nothing to ask by."""
     with _lock:
-        before, users = _plain.get(id(config), (getattr(config, ATTRIBUTE), 0))
+        before, users = _plain.get(id(config), (getattr(config, ATTENTION), 0))
         _plain[id(config)] = (before, users + 1)
-        setattr(config, ATTRIBUTE, EAGER)
+        setattr(config, ATTENTION, EAGER)
     try:
         yield
     finally:
@@ -333,4 +332,4 @@ def _plain_attribute(config: Any) -> Iterator[None]:
             if users > 1:
                 _plain[id(config)] = (before, users - 1)
             else:
-                setattr(config, ATTRIBUTE, before)
+                setattr(config, ATTENTION, before)

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.modules import put_hooks_in_trace, take_hooks_in_trace, uncompiled
+from exportkit._torch_compat.transformers import (
+    attention_implementation,
+    recordable_outputs,
+    set_attention_implementation,
+)
 from exportkit.errors import CaptureError, InvalidRequestError, InvalidTypeError
 from exportkit.module_outputs.collector import EAGER, Calls, Collector, begins_with_input, fused_configs
 from exportkit.module_outputs.record import Record, Selection, first_input, pick
@@ -85,7 +90,7 @@ def capture(model: torch.nn.Module, specs: Mapping[str, Any] | None = None) -> I
     if not isinstance(model, torch.nn.Module):
         raise InvalidTypeError("Only modules can be captured.", expected="torch.nn.Module", got=type(model).__name__)
     targets = targets_of(_specs_of(model) if specs is None else specs)
-    model = getattr(model, "_orig_mod", model)  # a compiled model has its hooks on the model itself
+    model = uncompiled(model)  # a compiled model has its hooks on the model itself
     matches = matches_of(model, targets)
     require_matches(model, targets, matches)
     keys = keys_of(targets)
@@ -99,7 +104,7 @@ def capture(model: torch.nn.Module, specs: Mapping[str, Any] | None = None) -> I
 
 
 def _specs_of(model: torch.nn.Module) -> Mapping[str, Any]:
-    declared: Mapping[str, Any] | None = getattr(model, "_can_record_outputs", None)
+    declared = recordable_outputs(model)
     if not declared:
         raise InvalidRequestError(
             f"{type(model).__name__} does not declare what can be captured.",
@@ -158,21 +163,21 @@ def _run_in_trace(
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
     """The same for dynamo, which traces one thread, and neither context variables nor registrations of hooks."""
     configs: list[tuple[Any, Any]] = [
-        (config, _torch_compat.attention_implementation(config)) for config in fused_configs(model, matches)
+        (config, attention_implementation(config)) for config in fused_configs(model, matches)
     ]
     for config, _ in configs:
-        _torch_compat.set_attention_implementation(config, EAGER)
+        set_attention_implementation(config, EAGER)
     tables = []
     for match in matches:
         before, after = _hooks_in_trace(record, match)
-        tables.append(_torch_compat.put_hooks_in_trace(match.module, before, after))
+        tables.append(put_hooks_in_trace(match.module, before, after))
     try:
         result = call()
     finally:
         for match, table in zip(reversed(matches), reversed(tables), strict=True):
-            _torch_compat.take_hooks_in_trace(match.module, table)
+            take_hooks_in_trace(match.module, table)
         for config, implementation in configs:
-            _torch_compat.set_attention_implementation(config, implementation)
+            set_attention_implementation(config, implementation)
     return result, record.values()
 
 

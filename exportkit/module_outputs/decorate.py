@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.tracing import constant_in_trace
+from exportkit._torch_compat.transformers import recordable_outputs
 from exportkit.errors import CaptureError, InvalidRequestError
 from exportkit.module_outputs.context import run_captured
 from exportkit.module_outputs.record import Selection
@@ -78,7 +80,7 @@ def capture_outputs(func: Callable[..., Any] | None = None, *, tie_last_hidden_s
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "config", None)
         return_dict = kwargs.pop("return_dict", setting(config, "return_dict", True))
-        targets = targets_of(getattr(self, "_can_record_outputs", None) or {})
+        targets = targets_of(recordable_outputs(self))
         requested = _requested(self, targets, args, kwargs, parameters)
         kwargs = {name: value for name, value in kwargs.items() if _is_passed_on(name, targets, parameters)}
         if requested:
@@ -143,7 +145,7 @@ def _refuse_undeclared(module: Any, keys: list[str], kwargs: Mapping[str, Any], 
 
 def _declared_inside(module: Any, key: str) -> bool:
     """Whether a module inside may be the one that the argument is meant for."""
-    return any(key in (getattr(inner, "_can_record_outputs", None) or {}) for inner in module.modules())
+    return any(key in recordable_outputs(inner) for inner in module.modules())
 
 
 def _is_passed_on(name: str, targets: list[Target], parameters: Parameters) -> bool:
@@ -325,7 +327,7 @@ def _named(values: Mapping[str, Any]) -> Any:
     return _classes[" ".join(values)](*values.values())
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_trace
 def _prepare_class(*names: str) -> bool:
     """Makes the class of a result, also while torch traces, which cannot follow this."""
     key = " ".join(names)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.memory import copies_on_write, memory_address, version_of
+from exportkit._torch_compat.tracing import is_tracing, is_transformed
 from exportkit.errors import CaptureError
 from exportkit.module_outputs.specs import Match
 
@@ -52,14 +53,14 @@ class _Entry:
     def unchanged(self) -> Any:
         if self.copy is None:
             return self.value
-        unchanged = self.version is not None and self.version == self.value._version and self._is_same()
+        unchanged = self.version is not None and self.version == version_of(self.value) and self._is_same()
         return self.value if unchanged else self.copy
 
     def _is_same(self) -> bool:
         """Whether it was not written behind the back of its version either, through ``data``."""
         if not self.shared or self.copy is None:
             return True
-        here, there = (_torch_compat.memory_address(tensor) for tensor in (self.value, self.copy))
+        here, there = (memory_address(tensor) for tensor in (self.value, self.copy))
         return (here is not None and here == there) or torch.equal(self.value, self.copy)
 
 
@@ -195,11 +196,10 @@ def _entry(value: Any, position: int, traced: bool | None = None) -> _Entry:
     thread = threading.get_ident()
     if not isinstance(value, torch.Tensor):
         return _Entry(value, position, thread)
-    if traced is None or _torch_compat.is_transformed():
-        traced = _torch_compat.is_tracing()
-    copy = None if traced else _torch_compat.copy_on_write(value)
-    version = None if value.is_inference() else value._version
-    return _Entry(value, position, thread, version, value.clone() if copy is None else copy, copy is not None)
+    if traced is None or is_transformed():
+        traced = is_tracing()
+    copy = None if traced else copies_on_write([value])[0]
+    return _Entry(value, position, thread, version_of(value), value.clone() if copy is None else copy, copy is not None)
 
 
 def _in_order(entries: list[_Entry]) -> list[_Entry]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.modules import paths_of_modules
 from exportkit.errors import InvalidRequestError, InvalidTypeError
 
 FIRST_INPUT_KEY = "hidden_states"  # its values begin with the input of the first module
@@ -93,7 +93,7 @@ def keys_of(targets: Iterable[Target]) -> list[str]:
 def matches_of(model: torch.nn.Module, targets: Iterable[Target]) -> list[Match]:
     """Returns the modules that the targets mean; each once for a key, however many paths lead to it."""
     found = []
-    for position, (module, names) in enumerate(_torch_compat.paths_of_modules(model).items()):
+    for position, (module, names) in enumerate(paths_of_modules(model).items()):
         keys: list[str] = []
         for target in targets:
             if _means(target, module, names) and target.key not in keys:

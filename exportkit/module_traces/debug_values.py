@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.memory import scientific_text
 from exportkit.errors import TraceError
 from exportkit.module_traces.forms import NAMES, dtype_of, form_of
 from exportkit.module_traces.records import TensorRecord
@@ -32,7 +32,7 @@ class TextValues:
     def __call__(self, record: TensorRecord, _module: str, _number: int, _steps: tuple[Any, ...]) -> dict[str, Any]:
         """Returns the description of a tensor."""
         tensor = _stored(self._trace, record)
-        value = [_unstored(record)] if tensor is None else _torch_compat.scientific_text(tensor).splitlines()
+        value = [_unstored(record)] if tensor is None else scientific_text(tensor).splitlines()
         return _described(record, tensor, value)
 
 
@@ -94,7 +94,7 @@ def _statistic(name: str, record: TensorRecord, tensor: torch.Tensor | None) -> 
     if found is None:
         value = getattr(record, name)
         found = torch.tensor(float("nan") if value is None else value, dtype=dtype_of(record.dtype))
-    text = _torch_compat.scientific_text(found)
+    text = scientific_text(found)
     return text if record.device == "cpu" else f"{text[:-1]}, device='{record.device}')"
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.memory import local_part, make_quantized, memory_of, sparse_parts
+from exportkit._torch_compat.tracing import apart_from_modes
 
 PIECE = 2**18  # bytes that are hashed and measured while they are in the cache of the processor
 _COPIED = 2**26  # bytes; what is larger, and must be copied to be read, is copied in parts
@@ -66,8 +67,8 @@ def form_of(tensor: torch.Tensor) -> Form:
     Raises:
         RuntimeError: or whatever torch raises, for a kind that it does not let one look into.
     """
-    local = getattr(tensor, "_local_tensor", None)  # of a tensor that is distributed, what is here
-    if isinstance(local, torch.Tensor):
+    local = local_part(tensor)
+    if local is not None:
         return form_of(local)
     if tensor.is_meta:
         return Form("none", {}, ())
@@ -76,7 +77,7 @@ def form_of(tensor: torch.Tensor) -> Form:
         parts = {str(number): part for number, part in enumerate(tensor.unbind())}
         return Form("nested", parts, tuple(parts.values()), {"layout": _name(tensor.layout)})
     if tensor.layout is torch.sparse_coo:
-        parts = {"indices": tensor._indices(), "values": tensor._values()}
+        parts = sparse_parts(tensor)
         details = {"shape": list(tensor.shape), "coalesced": tensor.is_coalesced()}
         return Form("sparse", parts, (parts["values"],), details)
     if tensor.layout in _COMPRESSED:
@@ -107,7 +108,7 @@ def _quantized(tensor: torch.Tensor) -> Form:
 def pieces_of(dense: torch.Tensor) -> Iterator[memoryview]:
     """Yields the bytes of a dense tensor in the order of its elements: pieces of `PIECE` bytes, and what is left."""
     if is_plain(dense):
-        memory = _torch_compat.memory_of(dense)
+        memory = memory_of(dense)
         if len(memory) <= PIECE:
             yield memory
         else:
@@ -119,7 +120,7 @@ def pieces_of(dense: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _copied(dense: torch.Tensor) -> torch.Tensor:
-    with _torch_compat.apart_from_modes():
+    with apart_from_modes():
         return dense.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
@@ -128,7 +129,7 @@ def _gathered(dense: torch.Tensor) -> Iterator[memoryview]:
     waiting = bytearray()
     for part in _slices(dense):
         copied = _copied(part)  # held while its memory is read
-        waiting += _torch_compat.memory_of(copied)
+        waiting += memory_of(copied)
         whole = len(waiting) // PIECE * PIECE
         if whole:
             done, waiting = waiting[:whole], waiting[whole:]
@@ -141,7 +142,7 @@ def _slices(dense: torch.Tensor) -> Iterator[torch.Tensor]:
     if dense.numel() * dense.itemsize <= _COPIED:
         yield dense
         return
-    with _torch_compat.apart_from_modes():
+    with apart_from_modes():
         length = dense.shape[0]
         parts = dense.unbind() if length < 2 else dense.split(-(-length // 2))
     for part in parts:
@@ -171,8 +172,8 @@ def as_tensor(entry: Mapping[str, Any], read: Callable[[int, int], Any]) -> torc
         return parts[""]
     if kind == "quantized":
         if "axis" in details:
-            return _torch_compat.make_quantized(parts[""], parts["scales"], parts["zero_points"], int(details["axis"]))
-        return _torch_compat.make_quantized(parts[""], float(details["scale"]), int(details["zero_point"]), None)
+            return make_quantized(parts[""], parts["scales"], parts["zero_points"], int(details["axis"]))
+        return make_quantized(parts[""], float(details["scale"]), int(details["zero_point"]), None)
     if kind == "nested":
         return torch.nested.nested_tensor(list(parts.values()), layout=_layout(details["layout"]))
     shape = tuple(map(int, details["shape"]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.memory import StorageRef, memory_state
 
 _FIRST_CLEANING = 4096  # tensors; then whenever there are twice as many as were alive the last time
 
@@ -26,7 +26,7 @@ class Known:
         key: Under which name its values were stored, or None.
     """
 
-    ref: _torch_compat.StorageRef
+    ref: StorageRef
     numbers: dict[tuple[int, ...], int]
     hash: str
     key: str | None = None
@@ -46,7 +46,7 @@ class KnownTensors:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized:
             return None
         extent = tensor.numel() if tensor.is_contiguous() else (tensor.shape, tensor.stride())
-        state = _torch_compat.memory_state(tensor)
+        state = memory_state(tensor)
         return state, tensor.storage_offset(), extent, tensor.dtype, tensor.is_neg(), tensor.is_conj()
 
     def find(self, place: Any) -> Known | None:
@@ -58,7 +58,7 @@ class KnownTensors:
         if len(self._known) >= self._clean_at:
             self._known = {p: known for p, known in self._known.items() if not known.ref.is_gone()}
             self._clean_at = max(_FIRST_CLEANING, 2 * len(self._known))
-        known = Known(_torch_compat.StorageRef(tensor), {_shape(tensor): number}, content_hash)
+        known = Known(StorageRef(tensor), {_shape(tensor): number}, content_hash)
         self._known[place] = known
         return known
 

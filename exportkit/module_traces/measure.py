@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import xxhash
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.memory import memory_of
+from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.module_traces.files import TraceFiles, encode, quoted
 from exportkit.module_traces.forms import Form, form_of, is_plain, pieces_of, stored_type
 from exportkit.module_traces.statistics import Accumulator, Statistics
@@ -77,7 +78,7 @@ def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> str:
         RuntimeError: or whatever torch raises, if it does not let one look into the tensor.
     """
     if _is_simple(tensor):
-        part = _store_part(tensor, [_torch_compat.memory_of(tensor)], files, key)
+        part = _store_part(tensor, [memory_of(tensor)], files, key)
         return f'"key":{quoted(key)},"kind":"dense","parts":{{"":{part}}},"details":{{}}'
     form, parts = _form(tensor), []
     for name, dense in form.parts.items():
@@ -104,7 +105,7 @@ def _is_simple(tensor: torch.Tensor) -> bool:
 def _form(tensor: torch.Tensor) -> Form:
     if _is_simple(tensor):
         return Form("dense", {"": tensor}, (tensor,))
-    with _torch_compat.apart_from_modes():
+    with apart_from_modes():
         return form_of(tensor)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from exportkit._torch_compat.modules import uncompiled
 from exportkit.errors import InvalidTypeError
 from exportkit.module_traces.recorder import Recorder
 from exportkit.module_traces.selection import Selection
@@ -64,7 +65,7 @@ def trace_model(
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidTypeError("Only modules can be traced.", expected="torch.nn.Module", got=type(model).__name__)
-    model = getattr(model, "_orig_mod", model)  # of a compiled model, which runs what was compiled
+    model = uncompiled(model)  # of a compiled model, which runs what was compiled
     selection = Selection(model, values, every)
     target = Path(tempfile.mkdtemp(prefix="exportkit-trace-") if folder is None else folder)
     with recording(model, target, selection) as trace:

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.modules import paths_of_modules
+from exportkit._torch_compat.tracing import in_backward, is_capturing, is_tracing
 from exportkit.module_outputs import scope
 from exportkit.module_traces.files import FORMAT, VERSION, TraceFiles, encode, quoted
 from exportkit.module_traces.known import KnownTensors
@@ -82,7 +83,7 @@ class Recorder:
         self._model_name = type(model).__name__
         self._selection = selection
         self._gradients = torch.no_grad if without_gradients else contextlib.nullcontext
-        self._files = TraceFiles(folder, _ROOM * len(_torch_compat.paths_of_modules(model)))
+        self._files = TraceFiles(folder, _ROOM * len(paths_of_modules(model)))
         self._lock = threading.RLock()
         self._busy: int | None = None  # the thread that is recording at this moment
         self._layouts, self._known = Layouts(), KnownTensors()
@@ -117,10 +118,10 @@ class Recorder:
         """Returns whether a call of the running code is none to record: of our own, traced, or run again."""
         if self._is_over or self._busy == threading.get_ident():
             return True
-        if _torch_compat.is_tracing() or torch.jit.is_tracing() or _torch_compat.is_capturing():
+        if is_tracing() or torch.jit.is_tracing() or is_capturing():
             self.note("Calls inside of torch.compile, torch.export, torch.func, or the capture of a graph are missing.")
             return True
-        return _torch_compat.in_backward()  # checkpointed layers run again
+        return in_backward()  # checkpointed layers run again
 
     def record(self, call: Callable[..., Any], around: Frame, frame: Frame, /, *args: Any, **kwargs: Any) -> Any:
         """Runs ``call(*args, **kwargs)``, records it as the call of a new frame, and returns what it returned."""

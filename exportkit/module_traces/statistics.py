@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.tracing import apart_from_modes
 
 _ROW = 512  # products of rows are added in single precision, rows in double precision
 _CANCELLED = 1e-3  # of the mean square: where less is left for the variance, it is computed again from deviations
@@ -164,7 +164,7 @@ def _absolute(parts: _Array) -> _Array:
 @functools.cache
 def _table(dtype: torch.dtype) -> _Array | None:
     """The 256 numbers of an 8-bit type, or None if torch does not convert it."""
-    with _torch_compat.apart_from_modes():
+    with apart_from_modes():
         try:
             return np.array(torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32).tolist(), np.float32)
         except (RuntimeError, NotImplementedError):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.modules import paths_of_modules
 from exportkit.module_outputs import scope
 from exportkit.module_traces.recorder import Frame, Recorder
 from exportkit.rewrites.attributes import original_attribute, replaced_attributes
@@ -39,7 +39,7 @@ _watching: dict[Recorder, _Watching] = {}
 @contextlib.contextmanager
 def watched(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
     """Lets calls of the modules of a model go through a recorder."""
-    paths = _torch_compat.paths_of_modules(model)
+    paths = paths_of_modules(model)
     watching = _Watching(paths, recorder)
     block = Frame(recorder)
     with contextlib.ExitStack() as stack:

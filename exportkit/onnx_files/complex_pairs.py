@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.graph import schema_of, with_graph_module
 
 _aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ def with_complex_as_pairs(program: torch.export.ExportedProgram) -> torch.export
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
             part.recompile()
-    return _torch_compat.with_graph_module(program, module)
+    return with_graph_module(program, module)
 
 
 def _nodes(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
@@ -68,7 +68,7 @@ def _is_complex(value: Any) -> bool:
 
 def _move_pairs(node: torch.fx.Node) -> None:
     """Lets the operator take and return pairs, as they are made before it, and made complex again after it."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     with node.graph.inserting_before(node):
         node.args = ()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.graph import schema_of, with_graph_module
 
 _UNTRANSLATED = (torch.ops.aten.erfinv.default, torch.ops.aten.special_ndtri.default)
 
@@ -32,7 +32,7 @@ def with_constants(program: torch.export.ExportedProgram) -> torch.export.Export
                     _put_number(module.graph, node, value)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return _torch_compat.with_graph_module(program, module)
+    return with_graph_module(program, module)
 
 
 def _given(program: torch.export.ExportedProgram, graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.Tensor]:
@@ -47,7 +47,7 @@ def _depends_on(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> bool:
     if not node.all_input_nodes or any(other not in known for other in node.all_input_nodes):
         return False
     target: Any = node.target
-    schema = getattr(target, "_schema", None)
+    schema = schema_of(target)
     writes = schema is None or (schema.is_mutable and target is not torch.ops.aten.detach_.default)
     return not writes and torch.Tag.nondeterministic_seeded not in target.tags
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.graph import with_graph_module
+from exportkit._torch_compat.onnx import exact_no_ops, quiet_onnx_export
+from exportkit._torch_compat.symbolic_shapes import stored_sizes
 from exportkit.errors import DestinationError, ExportError
 from exportkit.onnx_files.complex_pairs import with_complex_as_pairs
 from exportkit.onnx_files.constants import with_constants
@@ -109,19 +111,19 @@ def _translated(captured: Captured, opset: int | None, with_library: bool) -> to
     extra = library_translations() if with_library else None
     parameters = captured.program.parameters()
     with (
-        _torch_compat.quiet_onnx_export(),
+        quiet_onnx_export(),
         registered_caches(),
         without_gradients(parameters),
         operators_at_any_length(),
         contextlib.ExitStack() as stack,
     ):
-        for constant in _torch_compat.no_op_constants():  # else the epsilon of a norm may be left out
-            stack.enter_context(replaced_attributes(constant, {"_abs_tol": 0.0, "_rel_tol": 0.0}))
+        for constant, exact in exact_no_ops():  # else the epsilon of a norm may be left out
+            stack.enter_context(replaced_attributes(constant, exact))
         source = with_onnx_forms(with_complex_as_pairs(with_constants(without_assertions(captured.program))))
         if extra is None:
             return torch.onnx.export(source, (), verbose=False, opset_version=opset)
         stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
-        source = _torch_compat.with_graph_module(source, copy.deepcopy(source.graph_module))
+        source = with_graph_module(source, copy.deepcopy(source.graph_module))
         extra.fix_nodes(source.graph_module)
         program = torch.onnx.export(
             source, (), verbose=False, opset_version=opset, custom_translation_table=dict(extra.table)
@@ -182,7 +184,7 @@ def tensor_placeholders(program: torch.export.ExportedProgram) -> list[str]:
 
 def _axis_names(captured: Captured, plan: Plan) -> dict[str, str]:
     """What torch's symbols (``s27``) are in the plan; plain variables win over sums."""
-    sizes = _torch_compat.stored_sizes(captured.program)
+    sizes = stored_sizes(captured.program)
     names: dict[str, str] = {}
     found = [
         (symbol, size)

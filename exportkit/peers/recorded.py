@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.memory import copies_on_write
 from exportkit.arguments.build import Arguments, build_arguments, merged_trees
 from exportkit.arguments.table import call_table, growth_of, shapes_of, structure_of
 from exportkit.calls.observation import Call, Observation
@@ -114,7 +114,7 @@ def _protected(call: Call) -> dict[str, Tree]:
 def _own(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    (shared,) = _torch_compat.copies_on_write([leaf]) if leaf.numel() > _FEW_ELEMENTS else (None,)
+    (shared,) = copies_on_write([leaf]) if leaf.numel() > _FEW_ELEMENTS else (None,)
     return leaf.clone() if shared is None else shared
 
 

@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
-
-_ASSERTIONS = (
-    "_assert_scalar", "_assert_tensor_metadata", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
-)  # fmt: skip
+from exportkit._torch_compat.graph import is_assertion, schema_of, with_graph_module
 
 
 def without_assertions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -25,7 +21,7 @@ def without_assertions(program: torch.export.ExportedProgram) -> torch.export.Ex
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
             _erase_assertions(part)
-    return _torch_compat.with_graph_module(program, module)
+    return with_graph_module(program, module)
 
 
 def _erase_assertions(module: torch.fx.GraphModule) -> None:
@@ -44,11 +40,6 @@ def _erase_assertions(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
-def is_assertion(node: torch.fx.Node) -> bool:
-    """Returns whether a node only asserts something."""
-    return node.op == "call_function" and getattr(node.target, "_opname", None) in _ASSERTIONS
-
-
 def _is_removable(node: torch.fx.Node) -> bool:
     """Whether a node only computes, for nobody. What writes in place has no users either, and must stay.
 
@@ -56,5 +47,4 @@ def _is_removable(node: torch.fx.Node) -> bool:
     """
     if node.op != "call_function" or node.users or node.is_impure():
         return False
-    schema = getattr(node.target, "_schema", None)
-    return not getattr(schema, "is_mutable", False) and "sym_size" not in str(node.target)
+    return not getattr(schema_of(node.target), "is_mutable", False) and "sym_size" not in str(node.target)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.symbolic_shapes import ShapeGuard, input_axes, shape_guards
 from exportkit.arguments.build import build_arguments
 from exportkit.errors import ExportError
 from exportkit.onnx_files.translate import tensor_placeholders
@@ -67,10 +67,10 @@ class _Program:
 
     def __post_init__(self) -> None:
         program = self.exported.program
-        traced = _torch_compat.input_axes(program)
+        traced = input_axes(program)
         nodes = zip(tensor_placeholders(program), self.exported.captured.input_paths, strict=True)
         self.axes = {(path, axis): size for node, path in nodes for axis, size in enumerate(traced[node])}
-        self.guards = _torch_compat.shape_guards(program)
+        self.guards = shape_guards(program)
         plain = [(size, axis) for axis, size in self.axes.items() if isinstance(size, sympy.Symbol)]
         self.homes: dict[Any, Axis] = dict(reversed(plain))
 
@@ -112,7 +112,7 @@ class _Program:
         ]
         return bool(broken) and excess <= _SMALLEST and not any(map(is_model_code, broken))
 
-    def branches(self, promise: _Promise) -> Iterator[_torch_compat.ShapeGuard]:
+    def branches(self, promise: _Promise) -> Iterator[ShapeGuard]:
         """Yields decisions by size in the model's own code that come out differently for a promise."""
         values = self.symbols(promise)
         for guard in self.guards:
@@ -304,7 +304,7 @@ def _far_limits(program: _Program) -> list[Finding]:
     ]
 
 
-def _branch(guard: _torch_compat.ShapeGuard, promise: _Promise, program: _Program) -> Finding:
+def _branch(guard: ShapeGuard, promise: _Promise, program: _Program) -> Finding:
     place = Place(guard.file, guard.line)
     text = (
         f"the graph keeps what the model decides by size at {guard.file}:{guard.line} ({place.code}), taken for "

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.pytree import tree_leaves
+from exportkit._torch_compat.symbolic_shapes import source_names
+from exportkit._torch_compat.tracing import watched_symbols
 from exportkit.arguments.build import Arguments
 from exportkit.errors import ExportError
 from exportkit.plan.plan import Plan
@@ -145,7 +147,7 @@ def _fixed_axis(
     places = _Specializations(model)
     with registered_caches():
         paths = _paths_by_source(arguments)
-    with _torch_compat.watched_symbols(places.seen), contextlib.suppress(ExportError):
+    with watched_symbols(places.seen), contextlib.suppress(ExportError):
         trace()
     found = [places.fixed(paths[v["tensor"]], v["tensor"], int(v["axis"]), int(v["size"])) for v in violations]
     first = min(found, key=lambda item: item.order)
@@ -205,8 +207,8 @@ def _paths_by_source(arguments: Arguments) -> dict[str, str]:
         for name, value in values.items()
         for path, tensor in flatten(value).tensors().items()
     }
-    leaves = [leaf for value in values.values() for leaf in _torch_compat.tree_leaves(value)]
-    named: Mapping[str, Any] = dict(zip(_torch_compat.source_names(values), leaves, strict=True))
+    leaves = [leaf for value in values.values() for leaf in tree_leaves(value)]
+    named: Mapping[str, Any] = dict(zip(source_names(values), leaves, strict=True))
     return {source: paths[id(leaf)] for source, leaf in named.items() if isinstance(leaf, torch.Tensor)}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from exportkit._torch_compat.graph import schema_of
 from exportkit.errors import UnregisteredClassError
 from exportkit.onnx_files.translate import tensor_placeholders
 from exportkit.plan.plan import Finding
@@ -70,7 +71,7 @@ def _source(node: Any) -> tuple[Any, bool]:
     """The node whose memory a value shares, and whether through a view."""
     is_view = False
     while node.op == "call_function" and node.args:
-        operator = getattr(node.target, "_schema", None)
+        operator = schema_of(node.target)
         name = "" if operator is None else operator.name
         view = bool(getattr(node.target, "is_view", False))
         if not view and name not in ("aten::clone", "aten::alias", "aten::detach"):

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.graph import trace_module
+from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.arguments.build import Arguments
 from exportkit.arguments.shapes import nested_spec
 from exportkit.calls.recorder import recording_paused
@@ -212,14 +213,14 @@ def _input_order(flat: FlatSignature, kwargs: Mapping[str, Any]) -> tuple[str, .
     for name, value in kwargs.items():
         for path, tensor in flatten(value).tensors().items():
             paths[id(tensor)] = join(flat.parameters[name].path, path)
-    return tuple(paths[id(leaf)] for leaf in _torch_compat.tree_leaves(dict(kwargs)) if isinstance(leaf, torch.Tensor))
+    return tuple(paths[id(leaf)] for leaf in tree_leaves(dict(kwargs)) if isinstance(leaf, torch.Tensor))
 
 
 def _output_order(outputs: Any) -> tuple[str, ...]:
     paths: dict[int, list[str]] = {}
     for path, tensor in flatten(outputs).tensors().items():
         paths.setdefault(id(tensor), []).append(path)
-    leaves = _torch_compat.tree_leaves(outputs)
+    leaves = tree_leaves(outputs)
     return tuple(paths[id(leaf)].pop(0) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
@@ -255,7 +256,7 @@ def _forward_replaced(model: torch.nn.Module, forward: Callable[..., Any], param
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences warnings, and the partial graph that torch prints when a trace fails: the error says what is wrong."""
-    silent = replaced_attributes(_torch_compat.trace_module(), {"print": lambda *_, **__: None})
+    silent = replaced_attributes(trace_module(), {"print": lambda *_, **__: None})
     with warnings.catch_warnings(), silent:
         warnings.simplefilter("ignore")
         yield

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from exportkit._torch_compat.graph import is_assertion
 from exportkit.arguments.build import Arguments
 from exportkit.probing.missing import completed_call
 from exportkit.probing.simplify import as_simplified
-from exportkit.programs.assertions import is_assertion
 from exportkit.running.tolerances import outputs_close
 
 if TYPE_CHECKING:

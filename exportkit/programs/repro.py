@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.transformers import attention_implementation
 from exportkit.errors import DestinationError
 from exportkit.programs import standalone
 from exportkit.programs.failure import Attempt
@@ -146,7 +147,7 @@ def _model_spec(model: torch.nn.Module) -> dict[str, Any]:
         "cls": f"{cls.__module__}:{cls.__qualname__}" if _is_importable(cls) else None,
         "config": config,
         "config_cls": None if config is None else f"{type(model.config).__module__}:{type(model.config).__qualname__}",
-        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+        "attention": attention_implementation(getattr(model, "config", None)),
         "arguments": _constructor_arguments(model),
         "dtype": str(types.pop()).removeprefix("torch.") if len(types) == 1 else None,
         "training": model.training,

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.modules import buffer_table, parameter_table
+from exportkit._torch_compat.transformers import compute_buffers
 from exportkit.errors import DestinationError, InvalidRequestError
 
 
@@ -92,12 +93,13 @@ def _compute_buffers(model: torch.nn.Module, names: Iterable[str]) -> None:
         module = model.get_submodule(path)
         if any(not parameter.is_meta for parameter in module.parameters()):
             continue  # these values are the caller's
-        before = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-        module._buffers |= {name: _unset(buffer) for name, buffer in before.items()}
-        _torch_compat.compute_buffers(model, path)
+        buffers = buffer_table(module)
+        before = {name: buffer for name, buffer in buffers.items() if buffer is not None and buffer.is_meta}
+        buffers |= {name: _unset(buffer) for name, buffer in before.items()}
+        compute_buffers(model, path)
         for name, buffer in before.items():
-            if torch.equal(torch.nan_to_num(module._buffers[name]), torch.nan_to_num(_unset(buffer))):
-                module._buffers[name] = buffer
+            if torch.equal(torch.nan_to_num(buffers[name]), torch.nan_to_num(_unset(buffer))):
+                buffers[name] = buffer
 
 
 def _unset(like: torch.Tensor) -> torch.Tensor:
@@ -151,7 +153,8 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _set(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
-    table = module._parameters if attribute in module._parameters else module._buffers
+    parameters = parameter_table(module)
+    table = parameters if attribute in parameters else buffer_table(module)
     table[attribute] = value  # type: ignore[assignment]
 
 

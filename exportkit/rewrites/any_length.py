@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.graph import decomposition_attributes, recurrent_loops
 from exportkit.rewrites.attributes import replaced_attributes
 
 aten = torch.ops.aten
@@ -20,9 +20,9 @@ aten = torch.ops.aten
 @contextlib.contextmanager
 def operators_at_any_length() -> Iterator[None]:
     """Lets recurrent layers and ``max_pool1d`` have inputs of symbolic length, for the time of a ``with`` block."""
-    kernels = {**_torch_compat.recurrent_loops(), aten.max_pool1d.default: _max_pool1d}
+    kernels = {**recurrent_loops(), aten.max_pool1d.default: _max_pool1d}
     with contextlib.ExitStack() as stack:
-        for owner, attributes in _torch_compat.decomposition_attributes(kernels):
+        for owner, attributes in decomposition_attributes(kernels):
             stack.enter_context(replaced_attributes(owner, attributes))
         yield
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.modules import causal_mask_detection
 from exportkit.rewrites.attributes import replaced_attributes
 
 
@@ -25,7 +25,7 @@ def has_torch_transformer(model: torch.nn.Module, _arguments: Mapping[str, Any])
 @contextlib.contextmanager
 def masks_as_they_are(_model: torch.nn.Module) -> Iterator[None]:
     """Takes no mask for causal unless the caller says that it is."""
-    owner, name = _torch_compat.causal_mask_detection()
+    owner, name = causal_mask_detection()
 
     def detect(_mask: Any, is_causal: bool | None = None, _size: Any = None) -> bool:
         return is_causal is True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from exportkit._torch_compat import scan
+from exportkit._torch_compat.graph import scan
 
 
 def attend_in_chunks(

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.transformers import REDUCED_MASK
 from exportkit.rewrites.attributes import original_attribute, replaced_attributes
 
 STATES, MASK = "encoder_outputs", "attention_mask"
-_REDUCED = "_get_feature_vector_attention_mask"  # what encoders of audio make the mask of their states with
 
 
 def has_cross_cache(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
@@ -33,7 +33,9 @@ def masks_of_states(model: torch.nn.Module) -> Iterator[None]:
     """Lets encoders of audio take the mask that they are given for one of their states."""
     with contextlib.ExitStack() as stack:
         for cls in _classes_that_reduce(model):
-            stack.enter_context(replaced_attributes(cls, {_REDUCED: lambda _self, _length, mask, *_args, **_kw: mask}))
+            stack.enter_context(
+                replaced_attributes(cls, {REDUCED_MASK: lambda _self, _length, mask, *_args, **_kw: mask})
+            )
         yield
 
 
@@ -68,14 +70,14 @@ def _mask_of_states(model: torch.nn.Module, length: int, mask: torch.Tensor) -> 
     """The mask over all states, where an encoder of audio makes one of that over frames; else the mask itself."""
     for cls in _classes_that_reduce(model):
         module = next(module for module in model.modules() if isinstance(module, cls))
-        reduced: torch.Tensor = original_attribute(cls, _REDUCED)(module, length, mask)
+        reduced: torch.Tensor = original_attribute(cls, REDUCED_MASK)(module, length, mask)
         return reduced
     return mask
 
 
 def _classes_that_reduce(model: torch.nn.Module) -> list[type]:
     classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
-    return [cls for cls in classes if _REDUCED in vars(cls)]
+    return [cls for cls in classes if REDUCED_MASK in vars(cls)]
 
 
 def _states(arguments: Mapping[str, Any]) -> torch.Tensor | None:

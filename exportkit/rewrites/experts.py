@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.rewrites.slots import replaced_slots
 
 _EXPORTABLE = "batched_mm"
@@ -16,7 +17,7 @@ _EXPORTABLE = "batched_mm"
 
 def has_experts(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
     """Returns whether a module inside the model has experts whose implementation can be chosen."""
-    return any(_can_choose(module) for module in model.modules())
+    return any(can_choose_experts(module) for module in model.modules())
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,5 @@ class ExpertsOf:
 @contextlib.contextmanager
 def batched_experts(model: torch.nn.Module) -> Iterator[None]:
     """Chooses the exportable implementation of the experts, and the former one again afterwards."""
-    with replaced_slots([(ExpertsOf(module), _EXPORTABLE) for module in model.modules() if _can_choose(module)]):
+    with replaced_slots([(ExpertsOf(module), _EXPORTABLE) for module in model.modules() if can_choose_experts(module)]):
         yield
-
-
-def _can_choose(module: Any) -> bool:
-    return getattr(module, "_can_set_experts_implementation", bool)()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.symbolic_shapes import depends_on_values
 from exportkit.rewrites.attributes import replaced_attributes
 from exportkit.rewrites.functions import replaced_function
 
@@ -39,7 +39,7 @@ def check_unless_of_values(condition: Any, *args: Any, **kwargs: Any) -> None:
     """
     from transformers.utils import torch_compilable_check
 
-    if not (torch.compiler.is_exporting() and _torch_compat.depends_on_values(condition)):
+    if not (torch.compiler.is_exporting() and depends_on_values(condition)):
         torch_compilable_check(condition, *args, **kwargs)
 
 

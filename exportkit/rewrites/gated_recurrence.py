@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from exportkit._torch_compat import scan
+from exportkit._torch_compat.graph import scan
+from exportkit._torch_compat.transformers import RECURRENT_SCAN
 from exportkit.rewrites.attributes import replaced_attributes
 
 
@@ -31,7 +32,7 @@ def traced_gated_recurrence(model: torch.nn.Module) -> Iterator[None]:
         for block in {type(module) for module in _blocks(model)}:
             stack.enter_context(replaced_attributes(block, {"forward": _block_forward}))
         for unit in {type(module.rg_lru) for module in _blocks(model)}:
-            stack.enter_context(replaced_attributes(unit, {"_rnn_scan": _recurrence}))
+            stack.enter_context(replaced_attributes(unit, {RECURRENT_SCAN: _recurrence}))
         yield
 
 
@@ -39,7 +40,7 @@ def _blocks(model: torch.nn.Module) -> list[Any]:
     return [
         module
         for module in model.modules()
-        if "conv1d_state" in vars(module) and hasattr(getattr(module, "rg_lru", None), "_rnn_scan")
+        if "conv1d_state" in vars(module) and hasattr(getattr(module, "rg_lru", None), RECURRENT_SCAN)
     ]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.transformers import VISION_MODULES, interpolation_taps, vision_functions
 from exportkit.rewrites.attributes import replaced_attributes
 from exportkit.rewrites.packed_attention import has_grids
 
@@ -50,10 +50,10 @@ def grids_in_graph(model: torch.nn.Module) -> Iterator[None]:
 
 def _users(model: torch.nn.Module) -> list[tuple[Any, str, Any]]:
     """Modules of Python, name and replacement of each function in them that loops over grids."""
-    library = _torch_compat.vision_functions()
+    library = vision_functions()
     ours = {id(function): globals()[name] for name, function in library.items() if name in globals()}
     defined_in = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    modules = [sys.modules[name] for name in sorted({*defined_in, *_torch_compat.VISION_MODULES} & {*sys.modules})]
+    modules = [sys.modules[name] for name in sorted({*defined_in, *VISION_MODULES} & {*sys.modules})]
     return [(m, name, ours[id(value)]) for m in modules for name, value in list(vars(m).items()) if id(value) in ours]
 
 
@@ -185,7 +185,7 @@ def get_vision_interpolation_indices_and_weights(  # noqa: PLR0917 - as it is ca
         return given[0], given[1]
     rows = _rows_of(grid_thw)
     row, column = rows.place(spatial_merge_size)
-    taps = _torch_compat.interpolation_taps()
+    taps = interpolation_taps()
     along_rows, row_weights = taps(row, rows.height, num_grid_per_side, mode, align_corners, padding)
     along_columns, column_weights = taps(column, rows.width, num_grid_per_side, mode, align_corners, padding)
     indices = (along_rows[:, :, None] * num_grid_per_side + along_columns[:, None]).flatten(1)

@@ -13,11 +13,8 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.transformers import exporter_patches, exporter_translations
 from exportkit.rewrites.attributes import replaced_attributes
-
-# This one takes all images for equally large and is silently wrong where they are not: `packed_attention` replaces it.
-_LEFT_OUT = ("_patch_chunked_vision_attention",)
 
 
 @contextlib.contextmanager
@@ -25,9 +22,8 @@ def library_patches(_model: torch.nn.Module) -> Iterator[None]:
     """Puts transformers' patches in force, and takes them back without a trace; none if it has none."""
     with contextlib.ExitStack() as stack:
         for backend in ("dynamo", "onnx"):
-            for target, name, make in _torch_compat.exporter_patches(backend):
-                if getattr(make, "__name__", "") not in _LEFT_OUT:
-                    stack.enter_context(replaced_attributes(target, {name: make(getattr(target, name))}))
+            for target, name, make in exporter_patches(backend):
+                stack.enter_context(replaced_attributes(target, {name: make(getattr(target, name))}))
         yield
 
 
@@ -48,5 +44,5 @@ class LibraryTranslations:
 
 def library_translations() -> LibraryTranslations | None:
     """Returns transformers' translations, or None where it is not installed or has none."""
-    found = _torch_compat.exporter_translations()
+    found = exporter_translations()
     return None if found is None else LibraryTranslations(*found)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat import scan
+from exportkit._torch_compat.graph import scan
 from exportkit.rewrites.attributes import replaced_attributes
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit.rewrites.attributes import replaced_attributes
 from exportkit.rewrites.expert_loops import is_mask
 
@@ -70,7 +70,7 @@ def lists_of_one(_model: torch.nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced_attributes(torch.Tensor, {"__iter__": _iter, "__len__": _len, "split": _split}))
         stack.enter_context(replaced_attributes(torch, {"split": _torch_split}))
-        for cls in (torch.Tensor, *_torch_compat.traced_tensor_classes()):
+        for cls in (torch.Tensor, *traced_tensor_classes()):
             stack.enter_context(replaced_attributes(cls, {"tolist": _tolist_of(cls)}))
         yield
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.transformers import own_attention
 
 IMPLEMENTATION = "exportkit_flash_segments"  # transformers looks for "flash" in the name
 
@@ -39,7 +39,7 @@ def has_grids(arguments: Mapping[str, Any]) -> bool:
 def masked_segments(model: torch.nn.Module) -> Iterator[None]:
     """Lets packed attention be computed with a mask."""
     configs = {id(module.config): module.config for module in model.modules() if is_packed(module)}
-    with _torch_compat.own_attention(list(configs.values()), IMPLEMENTATION, attend_in_segments):
+    with own_attention(list(configs.values()), IMPLEMENTATION, attend_in_segments):
         yield
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.transformers import as_encoder_forward, own_attention
 from exportkit.rewrites.attributes import replaced_attributes
 from exportkit.rewrites.packed_attention import IMPLEMENTATION, attend_in_segments
 
@@ -33,9 +33,9 @@ def padded_images(model: torch.nn.Module) -> Iterator[None]:
     encoders = list(_encoders(model))
     with contextlib.ExitStack() as stack:
         for cls in {type(encoder) for encoder in encoders}:
-            stack.enter_context(replaced_attributes(cls, {"forward": _torch_compat.as_encoder_forward(encode)}))
+            stack.enter_context(replaced_attributes(cls, {"forward": as_encoder_forward(encode)}))
         configs = [encoder.config for encoder in encoders]
-        stack.enter_context(_torch_compat.own_attention(configs, IMPLEMENTATION, attend_in_segments))
+        stack.enter_context(own_attention(configs, IMPLEMENTATION, attend_in_segments))
         yield
 
 

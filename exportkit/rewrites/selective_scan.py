@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from exportkit._torch_compat import scan
+from exportkit._torch_compat.graph import scan
 from exportkit.rewrites.attributes import replaced_attributes
 from exportkit.rewrites.functions import has_function, replaced_function
 

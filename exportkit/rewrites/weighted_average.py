@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat import scan
+from exportkit._torch_compat.graph import scan
 from exportkit.rewrites.functions import has_function, replaced_function
 
 _FUNCTION = "rwkv_linear_attention"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.modules import buffer_table
 from exportkit.arguments.build import Arguments
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
@@ -89,7 +90,7 @@ def replaced_buffer(model: torch.nn.Module, method: str, arguments: Arguments) -
 @contextlib.contextmanager
 def _modules_kept(model: torch.nn.Module) -> Iterator[None]:
     """Puts back what a model replaces as it runs, attributes and buffers, and the values of batch statistics."""
-    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    tables = [table for module in model.modules() for table in (vars(module), buffer_table(module))]
     tables = [table for table in tables if isinstance(table, dict)]  # a scripted module shows its buffers otherwise
     before = [dict(table) for table in tables]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []

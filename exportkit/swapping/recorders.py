@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.transformers import RECORDABLE_OUTPUTS, recordable_outputs
 from exportkit.swapping.mapping import Entry, entries, entry_for
-
-DECLARATION = "_can_record_outputs"
 
 
 class _Declaration(dict[str, Any]):
@@ -66,23 +65,23 @@ def patch_output_recorders(model: torch.nn.Module) -> PatchedRecorders:
     registered = entries()
     declarations = []
     for module in model.modules() if registered else ():
-        declared = getattr(module, DECLARATION, None)
+        declared = recordable_outputs(module)
         if declared:
             changed = {key: _patched(spec, registered) for key, spec in declared.items()}
-            declaration = _Declaration(changed, vars(module).get(DECLARATION))
-            setattr(module, DECLARATION, declaration)
+            declaration = _Declaration(changed, vars(module).get(RECORDABLE_OUTPUTS))
+            setattr(module, RECORDABLE_OUTPUTS, declaration)
             declarations.append((module, declaration))
     return PatchedRecorders(declarations)
 
 
 def _drop_undone(module: torch.nn.Module) -> None:
-    current = vars(module).get(DECLARATION)
+    current = vars(module).get(RECORDABLE_OUTPUTS)
     while isinstance(current, _Declaration) and current.undone:
         current = current.before
         if current is None:
-            delattr(module, DECLARATION)
+            delattr(module, RECORDABLE_OUTPUTS)
         else:
-            setattr(module, DECLARATION, current)
+            setattr(module, RECORDABLE_OUTPUTS, current)
 
 
 def _patched(spec: Any, registered: Sequence[Entry]) -> Any:

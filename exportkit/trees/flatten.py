@@ -15,7 +15,7 @@ from typing import Any
 import optree
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.pytree import Registered, key_name, registered_node
 from exportkit.errors import UnregisteredClassError
 from exportkit.trees.objects import Growth, PathPart, is_cache_class, put_together, take_apart
 from exportkit.trees.tree import Tree, flattened_tree, join
@@ -40,7 +40,7 @@ class Opened:
         children: The children.
     """
 
-    node: _torch_compat.Registered
+    node: Registered
     context: Any
     names: tuple[str | int, ...]
     children: list[Any]
@@ -52,7 +52,7 @@ class Opened:
 
 def open_registered(value: Any) -> Opened | None:
     """Returns an object taken apart the way its class is registered with torch, or None if it is not."""
-    node = _torch_compat.registered_node(type(value))
+    node = registered_node(type(value))
     if node is None:
         return None
     children, context = node.flatten(value)
@@ -60,7 +60,7 @@ def open_registered(value: Any) -> Opened | None:
     if node.flatten_with_keys is None:
         return Opened(node, context, tuple(range(len(children))), children)
     # For the names alone: its context can be another one (dataclasses), which unflatten does not take.
-    names = tuple(_torch_compat.key_name(key) for key, _ in node.flatten_with_keys(value)[0])
+    names = tuple(key_name(key) for key, _ in node.flatten_with_keys(value)[0])
     return Opened(node, context, names, children)
 
 
@@ -137,7 +137,7 @@ def _flatten(value: Any) -> tuple[list[tuple[Any, ...]], list[Any], optree.PyTre
 def _can_open(cls: type) -> bool:
     if cls in _opened or issubclass(cls, torch.Tensor):
         return False
-    return is_cache_class(cls) or _torch_compat.registered_node(cls) is not None
+    return is_cache_class(cls) or registered_node(cls) is not None
 
 
 def _open(cls: type) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import optree
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.pytree import Registered, context_writer, registered_node
+from exportkit._torch_compat.transformers import cache_bases
 from exportkit.errors import ExportkitError, TreeError
 from exportkit.trees.lookup import class_name, find_class
 from exportkit.trees.objects import dump_part, is_cache_class, load_part, put_together, take_apart
@@ -117,7 +118,7 @@ class _Writer:
             return {"fields": class_name(cls), "items": self._all(value)}
         if is_cache_class(cls):
             return self._cache(value)
-        node = _torch_compat.registered_node(cls)
+        node = registered_node(cls)
         return _dump_leaf(value) if node is None else self._registered(value, node)
 
     def _all(self, values: Iterable[Any]) -> list[Any]:
@@ -130,10 +131,10 @@ class _Writer:
         self.tensors += tensors
         return data
 
-    def _registered(self, value: Any, node: _torch_compat.Registered) -> Any:
+    def _registered(self, value: Any, node: Registered) -> Any:
         children, context = node.flatten(value)
         data = {"registered": class_name(type(value)), "items": self._all(children)}
-        writer = _torch_compat.context_writer(type(value))
+        writer = context_writer(type(value))
         if writer is not None:
             return data | {"dumped": _dumped(writer.dump(context))}
         return data | {"context": _exact(context, f"What torch's pytree keeps of class {type(value).__name__}")}
@@ -232,7 +233,7 @@ class _Reader:
 
     def registered(self, name: str, data: Any) -> Any:
         node_class = find_class(name)
-        node = _torch_compat.registered_node(node_class)
+        node = registered_node(node_class)
         if node is None:
             raise TreeError(
                 f"Class {name.partition(':')[2]} is not registered with torch's pytree.",
@@ -252,7 +253,7 @@ class _Reader:
     def _context(self, cls: type, data: Any) -> Any:
         if "dumped" not in data:
             return self.load(data["context"])
-        writer = _torch_compat.context_writer(cls)
+        writer = context_writer(cls)
         if writer is None:
             raise TypeError("it was registered with functions that write and read its context, and is not now")
         return writer.load(json.loads(data["dumped"]))
@@ -299,4 +300,4 @@ def _check_part(data: Any) -> None:
 def _belongs_to_cache(cls: type) -> bool:
     if cls in (*_DEFAULTS, OrderedDict, defaultdict) or optree.is_namedtuple_class(cls):
         return True
-    return is_cache_class(cls) or issubclass(cls, _torch_compat.cache_bases())
+    return is_cache_class(cls) or issubclass(cls, cache_bases())

@@ -17,12 +17,9 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.transformers import DERIVED_CACHE_TENSORS, cache_bases
 from exportkit.errors import TreeError
 from exportkit.trees.lookup import find_class
-
-# Tensors that transformers derives from another attribute of the same layer: rebuilt, never an input of a graph.
-DERIVED = {"_sliding_window_tensor": "sliding_window"}
 
 # Values of these types cannot change, and most attributes of a cache are of one: they are passed over quickly.
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
@@ -91,7 +88,7 @@ def _is_cache_class(cls: Any) -> bool:
         return False  # without __dict__ there are no attributes to look into
     if cls.__module__.partition(".")[0] == "torch":
         return False
-    return issubclass(cls, _torch_compat.cache_bases()) or cls.__name__.endswith("Cache")
+    return issubclass(cls, cache_bases()) or cls.__name__.endswith("Cache")
 
 
 def take_apart(cache: Any) -> tuple[list[torch.Tensor], list[PathPart], Part]:
@@ -133,7 +130,7 @@ def is_opened_class(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_opened(cls: Any) -> bool:
-    return issubclass(cls, _torch_compat.cache_bases()) or is_cache_class(cls)
+    return issubclass(cls, cache_bases()) or is_cache_class(cls)
 
 
 def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
@@ -161,7 +158,7 @@ def _attributes(value: Any, path: str, visit: Any) -> Iterator[tuple[str, Any]]:
         if type(attribute) in ATOMS:
             yield name, attribute
             continue
-        if name in DERIVED:
+        if name in DERIVED_CACHE_TENSORS:
             continue
         if isinstance(attribute, types.MethodType) and attribute.__self__ is value:
             yield name, Method(attribute.__func__)
@@ -202,7 +199,7 @@ def _build_object(part: Part, build: Any) -> Any:
         elif isinstance(item, Unknown):
             keys = state.get("keys")
             state[name] = 0 if keys is None else keys.shape[-2]
-    for name, source in DERIVED.items():
+    for name, source in DERIVED_CACHE_TENSORS.items():
         if source in state:
             state[name] = torch.tensor(state[source], dtype=torch.long)
     value.__dict__.update(state)

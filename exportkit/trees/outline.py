@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from exportkit._torch_compat.transformers import DERIVED_CACHE_TENSORS
 from exportkit.trees.flatten import Opened, open_registered
-from exportkit.trees.objects import ATOMS, DERIVED, Method, is_cache_class, is_opened_class
+from exportkit.trees.objects import ATOMS, Method, is_cache_class, is_opened_class
 
 # Only plain containers are opened in this namespace, which optree does natively; the rest is opened below.
 NAMESPACE = "exportkit.outline"
@@ -230,7 +231,7 @@ class _Taker:
         marks, tensors = self.marks, self.tensors
         cls = type(value)
         marks.append(cls)
-        state = {name: attribute for name, attribute in vars(value).items() if name not in DERIVED}
+        state = {name: attribute for name, attribute in vars(value).items() if name not in DERIVED_CACHE_TENSORS}
         for name, attribute in state.items():
             if type(attribute) in ATOMS:
                 continue
@@ -278,7 +279,7 @@ class _Taker:
             return None
         found = []
         for position, (name, column) in enumerate(zip(names, columns, strict=True)):
-            if name in DERIVED:
+            if name in DERIVED_CACHE_TENSORS:
                 columns[position] = None
                 continue
             kind = type(column[0])

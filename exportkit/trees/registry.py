@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.pytree import deregister_node, register_node, registered_node
+from exportkit._torch_compat.transformers import cache_bases
 from exportkit.trees.objects import Part, dump_part, is_cache_class, load_part, put_together, take_apart
 
 
@@ -61,7 +62,7 @@ def registered_caches() -> Iterator[None]:
 def known_cache_classes() -> list[type]:
     """Returns the cache classes that are loaded: those of transformers, and ``...Cache`` classes of its models."""
     found: dict[type, None] = {}
-    bases = _torch_compat.cache_bases()
+    bases = cache_bases()
     if bases:
         found |= dict.fromkeys(_with_subclasses(bases[0]))
     for name, module in list(sys.modules.items()):
@@ -73,7 +74,7 @@ def known_cache_classes() -> list[type]:
 
 
 def _layer_classes() -> list[type]:
-    bases = _torch_compat.cache_bases()[1:]
+    bases = cache_bases()[1:]
     return list(dict.fromkeys(cls for base in bases for cls in _with_subclasses(base)))
 
 
@@ -88,7 +89,7 @@ def opens_in_order(cls: type) -> bool:
     """Returns whether ``cls`` is a cache that torch's pytree, if it knows it, opens into the leaves of a `Tree`."""
     if not is_cache_class(cls):
         return False
-    node = _torch_compat.registered_node(cls)
+    node = registered_node(cls)
     return node is None or node.flatten is _flatten
 
 
@@ -134,16 +135,16 @@ class _Shared:
 
 
 def _node(cls: type) -> contextlib.AbstractContextManager[None] | None:
-    return _registered(cls) if _torch_compat.registered_node(cls) is None else None
+    return _registered(cls) if registered_node(cls) is None else None
 
 
 @contextlib.contextmanager
 def _registered(cls: type) -> Iterator[None]:
-    _torch_compat.register_node(cls, _flatten, _unflatten, _keys, dump_part, load_part)
+    register_node(cls, _flatten, _unflatten, _keys, dump_part, load_part)
     yield
-    node = _torch_compat.registered_node(cls)
+    node = registered_node(cls)
     if node is not None and node.flatten is _flatten:  # and not somebody else's, who replaced ours meanwhile
-        _torch_compat.deregister_node(cls)
+        deregister_node(cls)
 
 
 def _safe_global(cls: type) -> contextlib.AbstractContextManager[None] | None:

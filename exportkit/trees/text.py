@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.pytree import registered_node
 from exportkit.trees.objects import is_cache_class
 
 # Numbers of the element types in ONNX's TensorProto.DataType (onnx.proto), which users of the peers read.
@@ -82,7 +82,7 @@ class _Describer:
         return f"{type(cache).__name__}({', '.join(f'{key}={self.describe(item)}' for key, item in fields.items())})"
 
     def _object(self, value: Any) -> str:
-        node = _torch_compat.registered_node(type(value))
+        node = registered_node(type(value))
         if node is None:
             return type(value).__name__
         return f"{type(value).__name__}({self._items(node.flatten(value)[0])})"

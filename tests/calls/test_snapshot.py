@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from exportkit import InputObserver, _torch_compat, make_dynamic_cache, make_static_cache
+from exportkit import InputObserver, make_dynamic_cache, make_static_cache
+from exportkit._torch_compat.memory import copies_on_write, is_only_holder, memory_address
 from exportkit.calls.snapshot import LARGE, Copying
 from exportkit.trees.outline import outline
 from tests.models import AddsInPlace, IdsDecoder, random_ids
@@ -37,15 +38,15 @@ def taken(value, inputs=None):
 
 
 def shares(snapshot, tensor):
-    return _torch_compat.memory_address(snapshot) == _torch_compat.memory_address(tensor)
+    return memory_address(snapshot) == memory_address(tensor)
 
 
 def address(tensor):
-    return _torch_compat.memory_address(tensor)
+    return memory_address(tensor)
 
 
 def lazy(tensor):
-    (copy,) = _torch_compat.copies_on_write([tensor])
+    (copy,) = copies_on_write([tensor])
     assert copy is not None
     return copy
 
@@ -139,7 +140,7 @@ def test_views_and_their_base_move_together():
 
 @pytest.mark.parametrize("kind", ["from_numpy", "frombuffer", "shared", "mmap"])
 def test_memory_that_torch_did_not_allocate_cannot_be_shared(kind, tmp_path):
-    assert _torch_compat.copies_on_write([_foreign(kind, tmp_path)]) == [None]
+    assert copies_on_write([_foreign(kind, tmp_path)]) == [None]
 
 
 def _foreign(kind, tmp_path):
@@ -153,11 +154,11 @@ def _foreign(kind, tmp_path):
 
 
 def test_who_holds_the_memory_is_known():
-    assert _torch_compat.is_only_holder(torch.ones(3))
+    assert is_only_holder(torch.ones(3))
     numpy, dlpack, base = torch.ones(3), torch.ones(3), torch.ones(3)
     kept = numpy.numpy(), torch.from_dlpack(dlpack), base[1:]
 
-    assert not any(map(_torch_compat.is_only_holder, [numpy, dlpack, base, kept[2]]))
+    assert not any(map(is_only_holder, [numpy, dlpack, base, kept[2]]))
 
 
 # What is shared, and what is copied

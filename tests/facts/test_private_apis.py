@@ -5,7 +5,18 @@ import pytest
 import sympy
 import torch
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.memory import StorageRef, memory_state, scientific_text
+from exportkit._torch_compat.modules import paths_of_modules, put_hooks_in_trace, take_hooks_in_trace
+from exportkit._torch_compat.pytree import deregister_node, key_name, register_node, registered_node, tree_leaves
+from exportkit._torch_compat.require import require
+from exportkit._torch_compat.symbolic_shapes import input_axes, shape_guards, source_names, stored_sizes
+from exportkit._torch_compat.tracing import apart_from_modes, in_backward, is_tracing, watched_symbols
+from exportkit._torch_compat.transformers import (
+    attention_implementation,
+    attention_property,
+    cache_bases,
+    set_attention_implementation,
+)
 from exportkit.errors import CompatibilityError
 
 
@@ -15,7 +26,7 @@ class Node:
 
 
 def _register(cls=Node):
-    _torch_compat.register_node(
+    register_node(
         cls,
         lambda node: (list(node.leaves), "context"),
         lambda leaves, _: cls(list(leaves)),
@@ -26,28 +37,28 @@ def _register(cls=Node):
 
 
 def test_class_is_registered_and_taken_back_everywhere():
-    assert _torch_compat.registered_node(Node) is None
+    assert registered_node(Node) is None
     _register()
-    node = _torch_compat.registered_node(Node)
+    node = registered_node(Node)
     leaves, structure = torch.utils._pytree.tree_flatten(Node([1, 2]))
 
     assert node.flatten(Node([1, 2])) == ([1, 2], "context")
     assert leaves == optree.tree_leaves(Node([1, 2]), namespace="torch") == [1, 2]
     assert torch.utils._pytree.treespec_loads(torch.utils._pytree.treespec_dumps(structure)) == structure
-    assert [_torch_compat.key_name(key) for key, _ in node.flatten_with_keys(Node([1, 2]))[0]] == ["leaf_0", "leaf_1"]
-    _torch_compat.deregister_node(Node)
-    assert _torch_compat.registered_node(Node) is None
+    assert [key_name(key) for key, _ in node.flatten_with_keys(Node([1, 2]))[0]] == ["leaf_0", "leaf_1"]
+    deregister_node(Node)
+    assert registered_node(Node) is None
     assert Node not in optree.register_pytree_node.get(namespace="torch")
     _register()
-    _torch_compat.deregister_node(Node)
+    deregister_node(Node)
 
 
 def test_class_that_somebody_took_out_of_optree_can_still_be_taken_back():
     _register()
     optree.unregister_pytree_node(Node, namespace="torch")
-    _torch_compat.deregister_node(Node)
+    deregister_node(Node)
 
-    assert _torch_compat.registered_node(Node) is None
+    assert registered_node(Node) is None
 
 
 @pytest.mark.parametrize(
@@ -60,11 +71,11 @@ def test_class_that_somebody_took_out_of_optree_can_still_be_taken_back():
     ],
 )
 def test_key_of_a_leaf_has_a_name(key, name):
-    assert _torch_compat.key_name(key) == name
+    assert key_name(key) == name
 
 
 def test_leaves_come_in_the_order_of_torch():
-    assert _torch_compat.tree_leaves({"b": [1, None], "a": (2,)}) == [1, None, 2]
+    assert tree_leaves({"b": [1, None], "a": (2,)}) == [1, None, 2]
 
 
 def test_tracing_is_noticed():
@@ -72,7 +83,7 @@ def test_tracing_is_noticed():
 
     class Looks(torch.nn.Module):
         def forward(self, x):
-            seen.append(_torch_compat.is_tracing())
+            seen.append(is_tracing())
             return x + 1
 
     model = Looks()
@@ -95,7 +106,7 @@ def test_sizes_of_a_program_are_read():
 
     dynamic = {0: torch.export.Dim.DYNAMIC}
     program = torch.export.export(Doubles(), (torch.ones(4, 3),), dynamic_shapes=(dynamic,))
-    sizes = _torch_compat.stored_sizes(program)
+    sizes = stored_sizes(program)
 
     rows, columns = sizes["x"]
     assert isinstance(rows, str)
@@ -116,7 +127,7 @@ _FREE = {"x": {0: torch.export.Dim.DYNAMIC}, "y": [{0: torch.export.Dim.DYNAMIC}
 
 def test_a_trace_tells_which_symbol_a_size_gets_and_what_becomes_of_it():
     messages = []
-    with _torch_compat.watched_symbols(lambda message, arguments: messages.append((message, arguments))):
+    with watched_symbols(lambda message, arguments: messages.append((message, arguments))):
         torch.export.export(Decides(), (), kwargs=_INPUTS, dynamic_shapes=_FREE)
     created = {str(a[2]): str(a[0]) for m, a in messages if m.startswith("create_symbol %s = %s for %s")}
     replaced = {str(a[0]): str(a[1]) for m, a in messages if m.startswith("set_replacement %s = %s")}
@@ -126,15 +137,15 @@ def test_a_trace_tells_which_symbol_a_size_gets_and_what_becomes_of_it():
 
 
 def test_the_names_that_messages_use_are_known():
-    assert _torch_compat.source_names(_INPUTS) == ["L['x']", "L['y'][0]"]
+    assert source_names(_INPUTS) == ["L['x']", "L['y'][0]"]
 
 
 def test_what_a_trace_took_for_granted_is_read_with_its_line():
     program = torch.export.export(Decides(), (), kwargs=_INPUTS, dynamic_shapes=_FREE)
-    (x, columns), (y,) = _torch_compat.input_axes(program).values()
+    (x, columns), (y,) = input_axes(program).values()
     assert columns == 2
     assert y == 2 * x
-    larger, related = _torch_compat.shape_guards(program)
+    larger, related = shape_guards(program)
     assert larger.asked == larger.left == (x > 3)
     assert related.left == sympy.true
     assert {guard.file for guard in (larger, related)} == {__file__}
@@ -143,7 +154,7 @@ def test_what_a_trace_took_for_granted_is_read_with_its_line():
 def test_base_classes_of_caches_are_found():
     from transformers import cache_utils
 
-    assert _torch_compat.cache_bases() == (
+    assert cache_bases() == (
         cache_utils.Cache,
         cache_utils.CacheLayerMixin,
         cache_utils.LinearAttentionCacheLayerMixin,
@@ -153,7 +164,7 @@ def test_base_classes_of_caches_are_found():
 
 def test_private_api_that_is_gone_is_named_with_the_version():
     with pytest.raises(CompatibilityError, match=r"torch\.utils\._pytree\.not_there is gone") as raised:
-        _torch_compat._require(torch.utils._pytree, "not_there", "torch 2.13")
+        require(torch.utils._pytree, "not_there", "torch 2.13")
     assert f"got: torch {torch.__version__}" in str(raised.value)
 
 
@@ -163,17 +174,17 @@ def test_a_backward_pass_is_recognised():
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            seen.append(_torch_compat.in_backward())
+            seen.append(in_backward())
             return x * 1
 
         @staticmethod
         def backward(ctx, gradient):
-            seen.append(_torch_compat.in_backward())
+            seen.append(in_backward())
             return gradient
 
     Function.apply(torch.ones(1, requires_grad=True)).backward()
 
-    assert [*seen, _torch_compat.in_backward()] == [False, True, False]
+    assert [*seen, in_backward()] == [False, True, False]
 
 
 def test_hooks_of_a_trace_enclose_those_of_a_module_and_leave_it_as_it_was():
@@ -182,13 +193,13 @@ def test_hooks_of_a_trace_enclose_those_of_a_module_and_leave_it_as_it_was():
     module.register_forward_pre_hook(lambda *_: order.append("own before"))
     module.register_forward_hook(lambda *_: order.append("own after"))
     before = list(vars(module).items())
-    tables = _torch_compat.put_hooks_in_trace(
+    tables = put_hooks_in_trace(
         module,
         lambda _module, args, kwargs: order.append("before"),
         lambda _module, args, kwargs, _: order.append("after"),
     )
     module(1)
-    _torch_compat.take_hooks_in_trace(module, tables)
+    take_hooks_in_trace(module, tables)
 
     assert order == ["before", "own before", "own after", "after"]
     assert all(vars(module)[name] is value for name, value in before)
@@ -198,13 +209,13 @@ def test_a_config_says_which_attention_is_computed_by_a_property():
     from transformers import LlamaConfig
 
     config = LlamaConfig(attn_implementation="sdpa")
-    cls, attribute = _torch_compat.attention_property(config)
-    assert _torch_compat.attention_implementation(config) == attribute.fget(config) == "sdpa"
+    cls, attribute = attention_property(config)
+    assert attention_implementation(config) == attribute.fget(config) == "sdpa"
     assert vars(cls)["_attn_implementation"] is attribute
-    _torch_compat.set_attention_implementation(config, "eager")
-    assert _torch_compat.attention_implementation(config) == "eager"
-    assert _torch_compat.attention_implementation(None) is None
-    assert _torch_compat.attention_property(None) is None
+    set_attention_implementation(config, "eager")
+    assert attention_implementation(config) == "eager"
+    assert attention_implementation(None) is None
+    assert attention_property(None) is None
 
 
 def test_paths_of_modules_are_those_of_torch():
@@ -214,31 +225,31 @@ def test_paths_of_modules_are_those_of_torch():
     expected = {}
     for path, module in model.named_modules(remove_duplicate=False):
         expected.setdefault(module, []).append(path)
-    assert _torch_compat.paths_of_modules(model) == expected
-    assert list(_torch_compat.paths_of_modules(model)) == list(expected)
+    assert paths_of_modules(model) == expected
+    assert list(paths_of_modules(model)) == list(expected)
 
 
 def test_memory_is_told_apart_without_being_held():
     x = torch.ones(3)
-    number, version = _torch_compat.memory_state(x)
-    assert _torch_compat.memory_state(x[1:]) == (number, version)
+    number, version = memory_state(x)
+    assert memory_state(x[1:]) == (number, version)
     x += 1
-    assert _torch_compat.memory_state(x) == (number, version + 1)
+    assert memory_state(x) == (number, version + 1)
     with torch.inference_mode():
-        assert _torch_compat.memory_state(torch.ones(3))[1] is None
-    ref = _torch_compat.StorageRef(x)
+        assert memory_state(torch.ones(3))[1] is None
+    ref = StorageRef(x)
     assert not ref.is_gone()
     del x
     assert ref.is_gone()
     others = [torch.ones(3) for _ in range(100)]
-    assert number not in [_torch_compat.memory_state(other)[0] for other in others]
+    assert number not in [memory_state(other)[0] for other in others]
 
 
 def test_modes_do_not_see_what_is_done_apart_from_them():
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter, torch.device("meta"), torch.autocast("cpu"):
-        with _torch_compat.apart_from_modes():
+        with apart_from_modes():
             product = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
         assert (product.device.type, product.dtype, product.requires_grad) == ("cpu", torch.float32, False)
     assert counter.get_total_flops() == 0
@@ -246,5 +257,5 @@ def test_modes_do_not_see_what_is_done_apart_from_them():
 
 def test_tensors_are_printed_in_scientific_notation_and_the_options_stay():
     x = torch.tensor([1000.5])
-    assert _torch_compat.scientific_text(x) == "tensor([1.0005e+03])"
+    assert scientific_text(x) == "tensor([1.0005e+03])"
     assert repr(x) == "tensor([1000.5000])"

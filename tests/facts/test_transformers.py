@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, cache_utils, monkey_patching
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.pytree import deregister_node
 from tests.models import IMAGE_TOKEN, random_ids, tiny_llama, tiny_llava, tiny_mamba, tiny_mistral, tiny_t5
 
 
@@ -58,7 +58,7 @@ def test_class_can_be_registered_once_only():
         with pytest.raises(ValueError, match="already registered as pytree node"):
             register()
     finally:
-        _torch_compat.deregister_node(Twice)
+        deregister_node(Twice)
 
 
 def test_optree_sees_registrations_of_torch_only_once_its_bridge_is_imported():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.memory import memory_of
 from exportkit.module_traces.forms import pieces_of
 from exportkit.module_traces.measure import measure
 
@@ -108,10 +108,10 @@ def test_statistics_of_complex_numbers_are_those_of_their_absolute_values():
 
 def test_memory_is_read_without_a_mark_on_the_tensor():
     x = torch.randn(10)
-    assert bytes(_torch_compat.memory_of(x[2:])) == x[2:].numpy().tobytes()
+    assert bytes(memory_of(x[2:])) == x[2:].numpy().tobytes()
     y = torch.randn(10)
-    _torch_compat.memory_of(y)
+    memory_of(y)
     assert y.untyped_storage().resizable()
     z = torch._lazy_clone(y)
-    assert bytes(_torch_compat.memory_of(z)) == bytes(_torch_compat.memory_of(y))
+    assert bytes(memory_of(z)) == bytes(memory_of(y))
     assert torch._C._is_cow_tensor(z)

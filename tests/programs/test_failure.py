@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import exportkit
-from exportkit import _torch_compat
+from exportkit._torch_compat.graph import trace_module
+from exportkit._torch_compat.tracing import watched_symbols
 from exportkit.errors import ExportError, UnregisteredClassError
 from tests.programs import failing
 
@@ -181,7 +182,7 @@ def test_to_look_for_the_cause_leaves_the_model_and_torchs_loggers_as_they_were(
 
 def test_messages_of_other_threads_are_not_taken():
     taken, logger = [], logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    with _torch_compat.watched_symbols(lambda message, arguments: taken.append((message, arguments))):
+    with watched_symbols(lambda message, arguments: taken.append((message, arguments))):
         thread = threading.Thread(target=logger.info, args=("create_symbol %s", "s1"))
         thread.start()
         thread.join()
@@ -224,4 +225,4 @@ def test_torch_prints_no_graph_of_its_own(capfd, tmp_path):
     with pytest.raises(ExportError):
         exportkit.export(model, observer)
     assert "def forward" not in "".join(capfd.readouterr())
-    assert "print" not in vars(_torch_compat.trace_module())
+    assert "print" not in vars(trace_module())

@@ -88,9 +88,9 @@ def test_lists_of_images_can_be_exported_by_torch_alone_while_their_rewrite_is_i
 
 
 def test_the_patches_of_the_library_are_put_in_force_and_taken_back():
-    from exportkit import _torch_compat
+    from exportkit._torch_compat.transformers import exporter_patches
 
-    targets = [target for target in _torch_compat.exporter_patches("onnx") if isinstance(target[0], type)]
+    targets = [target for target in exporter_patches("onnx") if isinstance(target[0], type)]
     before = [vars(owner).get(name) for owner, name, _ in targets]
     assert targets
     with apply_patches(mixtral(), built_in=[LIBRARY]):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.pytree import deregister_node
 from exportkit.errors import UnregisteredClassError
 from exportkit.trees import check_opened, flatten, join
 
@@ -194,7 +194,7 @@ def test_class_registered_with_torch_is_opened_by_its_own_names():
         assert type(tree.build()["inputs"]) is Inputs
         assert tree.build()["inputs"].mask is value.mask
     finally:
-        _torch_compat.deregister_node(Inputs)
+        deregister_node(Inputs)
 
 
 def test_class_registered_without_names_is_opened_by_position():
@@ -209,7 +209,7 @@ def test_class_registered_without_names_is_opened_by_position():
         assert tree.paths == ("[0]", "[1]")
         assert tree.build().items[0] == 1
     finally:
-        _torch_compat.deregister_node(Bag)
+        deregister_node(Bag)
 
 
 def test_class_registered_after_it_was_seen_is_opened_from_then_on():
@@ -224,7 +224,7 @@ def test_class_registered_after_it_was_seen_is_opened_from_then_on():
     try:
         assert flatten([value]).leaves == (value.x,)
     finally:
-        _torch_compat.deregister_node(Late)
+        deregister_node(Late)
 
 
 def test_class_whose_registration_was_taken_back_is_named():
@@ -234,7 +234,7 @@ def test_class_whose_registration_was_taken_back_is_named():
 
     torch.utils._pytree.register_pytree_node(Gone, lambda gone: ([gone.x], None), lambda leaves, _: Gone(*leaves))
     flatten(Gone(torch.ones(1)))
-    _torch_compat.deregister_node(Gone)
+    deregister_node(Gone)
 
     with pytest.raises(UnregisteredClassError, match=r"Class Gone was registered .* and no longer is"):
         flatten(Gone(torch.ones(1)))

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exportkit import _torch_compat
+from exportkit._torch_compat.pytree import deregister_node, registered_node
 from exportkit.errors import TreeError
 from exportkit.trees import flatten
 from exportkit.trees.json_form import Placeholder, dump_constant, dump_tree, load_value
@@ -61,8 +61,8 @@ def registered():
 
     yield register
     for cls in classes:
-        if _torch_compat.registered_node(cls) is not None:
-            _torch_compat.deregister_node(cls)
+        if registered_node(cls) is not None:
+            deregister_node(cls)
 
 
 def _register_box(register, context=lambda box: box.label):
@@ -218,7 +218,7 @@ def test_context_is_written_by_the_functions_that_the_class_was_registered_with(
     try:
         again = _through_text(Box(torch.ones(1), Fraction(3, 2)))
     finally:
-        _torch_compat.deregister_node(Box)
+        deregister_node(Box)
     assert again.label == Fraction(3, 2)
 
 
@@ -296,7 +296,7 @@ def test_class_with_the_name_of_another_is_refused_when_it_is_written():
 
 def test_class_that_is_not_registered_any_more_is_refused(registered):
     tree = flatten(_register_box(registered)(torch.ones(1), 0))
-    _torch_compat.deregister_node(Box)
+    deregister_node(Box)
     with pytest.raises(TreeError, match=r"opened in a way which cannot be written\.\n  expected: tensors at \[0\]"):
         dump_tree(tree)
 
@@ -338,7 +338,7 @@ def test_class_that_is_gone_is_named():
 
 def test_class_that_is_not_registered_here_is_named(registered):
     data = dump_tree(flatten(_register_box(registered)(torch.ones(1), 0)))
-    _torch_compat.deregister_node(Box)
+    deregister_node(Box)
     with pytest.raises(TreeError) as raised:
         load_value(data, [torch.ones(1)])
     assert str(raised.value) == (

@@ -1,0 +1,102 @@
+"""Graphs of torch.export and their operators: schemas, assertions, loops, decompositions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.require import require
+
+# Operators that check something at run time and compute nothing.
+_ASSERTIONS = (
+    "_assert_scalar", "_assert_tensor_metadata", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
+)  # fmt: skip
+
+
+def schema_of(target: Any) -> Any:
+    """Returns the schema of what a node calls, or None if it is not an operator of torch. Seen in torch 2.13."""
+    return getattr(target, "_schema", None)
+
+
+def is_assertion(node: torch.fx.Node) -> bool:
+    """Returns whether a node only asserts something. Seen in torch 2.13."""
+    return node.op == "call_function" and getattr(node.target, "_opname", None) in _ASSERTIONS
+
+
+def with_graph_module(
+    program: torch.export.ExportedProgram, module: torch.fx.GraphModule
+) -> torch.export.ExportedProgram:
+    """Returns the program with a different graph for the same inputs and outputs; weights are shared.
+
+    Seen in torch 2.13.
+    """
+    return torch.export.ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=program.graph_signature,
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=require(program, "verifiers", "torch 2.13"),
+    )
+
+
+def decomposition_attributes(kernels: Mapping[Any, Callable[..., Any]]) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the attributes to replace, each with its owner, so that a trace decomposes operators differently.
+
+    Eager results are not affected. Seen in torch 2.13.
+
+    Args:
+        kernels: For each composite operator, such as ``torch.ops.aten.max_pool1d.default``, the function that
+            computes it during a trace.
+    """
+    import torch._decomp
+
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    table = {**require(torch._decomp, "decomposition_table", "torch 2.13"), **kernels}
+    found: list[tuple[Any, dict[str, Any]]] = [(torch._decomp, {"decomposition_table": table})]
+    for operator, kernel in kernels.items():
+        known = require(operator, "py_kernels", "torch 2.13")
+        found.append((operator, {"py_kernels": {**known, key: kernel}, "_dispatch_cache": {}}))
+    return found
+
+
+def recurrent_loops() -> dict[Any, Callable[..., Any]]:
+    """Returns, by operator, torch's decompositions of recurrent layers into a loop operator. Seen in torch 2.13."""
+    import torch.export._patches as patches
+
+    aten = torch.ops.aten
+    return {
+        aten.lstm.input: require(patches, "lstm_while_loop_impl", "torch 2.13"),
+        aten.gru.input: require(patches, "gru_while_loop_impl", "torch 2.13"),
+    }
+
+
+def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -> tuple[Any, Any]:
+    """Returns the last state and the stacked outputs of a loop over the first axis. Seen in torch 2.13.
+
+    torch.onnx.export translates it to the ONNX operator Scan.
+
+    Args:
+        step: Maps the state and one slice of the inputs to the next state and one slice of the outputs.
+        state: The first state, a nested value of tensors with the shapes and dtypes that the step returns.
+        inputs: A nested value of tensors whose first axis is the loop.
+    """
+    import torch._higher_order_ops as operators
+
+    return require(operators, "scan", "torch 2.13")(step, state, inputs)  # type: ignore[no-any-return]
+
+
+def trace_module() -> ModuleType:
+    """Returns the module of torch.export that prints the graph of a failed trace to stderr. Seen in torch 2.13.
+
+    It has no ``print`` of its own: a function set under that name is called instead of Python's.
+    """
+    import torch.export._trace
+
+    return torch.export._trace

@@ -1,0 +1,79 @@
+"""torch.nn.Module: tables of parameters, buffers, submodules and hooks; compiled modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.require import require
+
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
+
+
+def parameter_table(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Returns the table in which a module keeps its own parameters. Seen in torch 2.13."""
+    return module._parameters
+
+
+def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Returns the table in which a module keeps its own buffers; a scripted module has no dict. Seen in torch 2.13."""
+    return module._buffers
+
+
+def uncompiled(model: Any) -> Any:
+    """Returns the module that ``torch.compile`` compiled, or the model itself. Seen in torch 2.13."""
+    return getattr(model, "_orig_mod", model)
+
+
+def paths_of_modules(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
+    """Returns all paths to each module inside a model, in the order of ``named_modules``. Seen in torch 2.13.
+
+    ``named_modules`` passes each module up through one generator per level, which takes three times as long.
+    """
+    paths = {model: [""]}
+
+    def walk(module: torch.nn.Module, prefix: str) -> None:
+        for name, child in module._modules.items():
+            if child is not None:
+                paths.setdefault(child, []).append(prefix + name)
+                if child._modules:
+                    walk(child, f"{prefix}{name}.")
+
+    walk(model, "")
+    return paths
+
+
+def put_hooks_in_trace(
+    module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> list[dict[int, Any]]:
+    """Gives a module two hooks while dynamo traces, and returns the tables for `take_hooks_in_trace`.
+
+    dynamo cannot trace the registration of hooks, but it can trace that the tables are replaced. The old tables are
+    read through ``vars``, so that the very same objects, which dynamo guards, are put back. Seen in torch 2.13.
+    """
+    tables = [vars(module)[name] for name in _HOOK_TABLES]
+    ours = (before, True, after, True)
+    for name, table, value in zip(_HOOK_TABLES, tables, ours, strict=True):
+        setattr(module, name, {-1: value, **table} if name == "_forward_pre_hooks" else {**table, -1: value})
+    return tables
+
+
+def take_hooks_in_trace(module: torch.nn.Module, tables: list[dict[int, Any]]) -> None:
+    """Puts back the tables that `put_hooks_in_trace` returned. Seen in torch 2.13."""
+    for name, table in zip(_HOOK_TABLES, tables, strict=True):
+        setattr(module, name, table)
+
+
+def causal_mask_detection() -> tuple[ModuleType, str]:
+    """Returns the function by which torch's Transformer detects a causal mask: its module and its name.
+
+    Seen in torch 2.13.
+    """
+    import torch.nn.modules.transformer as owner
+
+    name = "_detect_is_causal_mask"
+    require(owner, name, "torch 2.13")
+    return owner, name

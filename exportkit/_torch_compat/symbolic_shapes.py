@@ -1,0 +1,86 @@
+"""Symbolic sizes: what torch.export calls them, and the guards it recorded on them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from exportkit._torch_compat.require import require
+
+
+def symbol_name(size: Any) -> str | int:
+    """Returns the expression of a traced size, such as "s27 + s65", or the int itself. Seen in torch 2.13."""
+    return int(size) if isinstance(size, int) else str(size.node.expr)
+
+
+def stored_sizes(program: torch.export.ExportedProgram) -> dict[str, tuple[str | int, ...]]:
+    """Returns the traced shape of each graph value by node name. Seen in torch 2.13 (``node.meta["val"]``)."""
+    shapes = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            shapes[node.name] = tuple(symbol_name(size) for size in value.shape)
+    return shapes
+
+
+def source_names(values: Any) -> list[str]:
+    """Returns what torch.export's messages call the leaves of ``kwargs``, in torch's order. Seen in torch 2.13."""
+    import torch._export.non_strict_utils as module
+    import torch.utils._pytree as pytree
+
+    name_of = require(module, "key_path_to_source", "torch 2.13")
+    leaves = require(pytree, "tree_leaves_with_path", "torch 2.13")
+    names = {key: [str(name_of(path).name) for path, _ in leaves(value)] for key, value in values.items()}
+    return [name.replace("L['args']", f"L[{key!r}]", 1) for key, found in names.items() for name in found]
+
+
+def input_axes(program: torch.export.ExportedProgram) -> dict[str, tuple[Any, ...]]:
+    """Returns the traced sizes of each input by node name: ints, and sympy expressions. Seen in torch 2.13."""
+    sizes = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            sizes[node.name] = tuple(size if isinstance(size, int) else size.node.expr for size in value.shape)
+    return sizes
+
+
+class ShapeGuard(NamedTuple):
+    """A guard on sizes: sympy relations, and the line of code that caused it.
+
+    Attributes:
+        asked: The relation as the code asked for it.
+        left: The same relation after torch's replacements of sizes by other sizes.
+        file: File of the innermost line outside of torch's tracing code; empty if unknown.
+        line: Its number.
+    """
+
+    asked: Any
+    left: Any
+    file: str
+    line: int
+
+
+def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
+    """Returns the guards on sizes that torch recorded while it traced a program. Seen in torch 2.13."""
+    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    sizes: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    symbol = next((size for size in sizes if not isinstance(size, int)), None)
+    if symbol is None:
+        return []
+    environment = symbol.node.shape_env
+    found = []
+    for guard in require(environment, "guards", "torch 2.13"):
+        place = guard.sloc.framework_loc
+        file, line = (place.filename, place.lineno) if hasattr(place, "filename") else ("", 0)
+        found.append(ShapeGuard(guard.expr, guard.expr.xreplace(environment.replacements), file, line))
+    return found
+
+
+def depends_on_values(condition: Any) -> bool:
+    """Returns whether a traced condition depends on values of tensors, not on sizes alone. Seen in torch 2.13."""
+    from torch.fx.experimental import symbolic_shapes
+
+    if not isinstance(condition, torch.SymBool):
+        return isinstance(condition, torch.Tensor)
+    return bool(require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))

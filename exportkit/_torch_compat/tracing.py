@@ -1,0 +1,127 @@
+"""The state of the current thread: tracing, CUDA capture, backward passes, modes; and what a trace logs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from exportkit._torch_compat.require import require
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def is_tracing() -> bool:
+    """Returns whether the current thread runs inside torch.export, torch.compile, a fake mode or torch.func.
+
+    Seen in torch 2.13.
+    """
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return True
+    transform, count_modes, context, fake_mode = _tracing_questions()
+    if transform() is not None:
+        return True
+    if not count_modes() and context() is None:  # the usual case; detecting a fake mode is slow
+        return False
+    return fake_mode() is not None
+
+
+def is_transformed() -> bool:
+    """Returns whether the current thread runs inside torch.func. Seen in torch 2.13."""
+    return _tracing_questions()[0]() is not None
+
+
+@functools.cache
+def _tracing_questions() -> tuple[Callable[[], Any], ...]:
+    return (
+        require(torch._C._functorch, "peek_interpreter_stack", "torch 2.13"),
+        require(torch._C, "_len_torch_dispatch_stack", "torch 2.13"),
+        require(torch._guards, "TracingContext", "torch 2.13").try_get,
+        require(torch._guards, "detect_fake_mode", "torch 2.13"),
+    )
+
+
+def is_capturing() -> bool:
+    """Returns whether the current CUDA stream is being captured into a graph: copies made then have no values yet."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+_watching = threading.RLock()  # one at a time: the level of a logger is global to the process
+
+
+@contextlib.contextmanager
+def watched_symbols(seen: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Calls ``seen(message, arguments)`` whenever a trace in this thread gives a size a symbol or a value.
+
+    It is called while the trace runs, so that the stack shows the line of the model. Seen in torch 2.13, where ShapeEnv
+    logs ``create_symbol %s = %s for %s`` and ``set_replacement %s = %s``.
+    """
+    import logging
+
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    thread = threading.get_ident()
+    with _watching:
+        level, shown = logger.level, logger.getEffectiveLevel()
+
+        def watch(record: logging.LogRecord) -> bool:
+            if record.thread == thread and isinstance(record.args, tuple):
+                seen(str(record.msg), record.args)
+            return record.levelno >= shown  # what is watched only is not printed
+
+        logger.addFilter(watch)
+        logger.setLevel(min(shown, logging.INFO))
+        try:
+            yield
+        finally:
+            logger.removeFilter(watch)
+            logger.setLevel(level)
+
+
+def traced_tensor_classes() -> tuple[type, ...]:
+    """Returns the tensor classes with a ``tolist`` of their own that a trace uses. Seen in torch 2.13."""
+    from torch._subclasses import fake_tensor, functional_tensor
+
+    classes = (
+        require(fake_tensor, "FakeTensor", "torch 2.13"),
+        require(functional_tensor, "FunctionalTensor", "torch 2.13"),
+    )
+    return tuple(cls for cls in classes if "tolist" in vars(cls))
+
+
+def in_backward() -> bool:
+    """Returns whether the thread runs a backward pass, in which checkpointed layers run again. Seen in torch 2.13."""
+    return bool(_current_graph_task()() != -1)
+
+
+@functools.cache
+def _current_graph_task() -> Callable[[], int]:
+    found: Callable[[], int] = require(torch._C, "_current_graph_task_id", "torch 2.13")
+    return found
+
+
+@contextlib.contextmanager
+def apart_from_modes() -> Iterator[None]:
+    """Hides tensor operations from the modes of the caller: autograd, autocast, device and dispatch modes.
+
+    Seen in torch 2.13.
+    """
+    from torch.utils import _python_dispatch
+
+    without_dispatch = require(_python_dispatch, "_disable_current_modes", "torch 2.13")
+    without_function = require(torch._C, "DisableTorchFunction", "torch 2.13")
+    with without_dispatch(), without_function(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def constant_in_trace(function: Function) -> Function:
+    """Returns the function, marked as one that dynamo calls while it traces instead of following it.
+
+    ``torch.compiler.assume_constant_result`` sets the same mark, and imports all of ``torch._dynamo`` for it (2 s).
+    Seen in torch 2.13.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
