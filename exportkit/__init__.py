@@ -20,12 +20,10 @@ _DEFINED_IN = {
     # observe
     "InputObserver": "calls.observer",
     "Observation": "calls.observation",
-    "Call": "calls.observation",
+    "Call": "calls.call",
     # reason
     "Plan": "plan.plan",
     "Expression": "plan.expression",
-    # build
-    "Arguments": "arguments.build",
     # export and prove
     "export": None,
     "load": "folder.folder:load_folder",

@@ -1,7 +1,6 @@
 """The public names, for type checkers: see `__init__.py`, which imports them when they are first used."""
 
-from exportkit.arguments.build import Arguments as Arguments
-from exportkit.calls.observation import Call as Call
+from exportkit.calls.call import Call as Call
 from exportkit.calls.observation import Observation as Observation
 from exportkit.calls.observer import InputObserver as InputObserver
 from exportkit.divergence.locate import locate_divergence as locate_divergence

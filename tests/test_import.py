@@ -256,7 +256,6 @@ def test_every_module_can_be_imported():
 
 def test_public_names_are_these():
     assert sorted(exportkit.__all__) == [
-        "Arguments",
         "Call",
         "Exported",
         "ExportedPrograms",

@@ -1,57 +1,18 @@
-"""Builds arguments of a model from a plan: one merged call with all inputs that were ever seen, at wanted sizes."""
+"""Builds a call from a plan: one merged call with all inputs that were ever seen, at chosen sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from exportkit.arguments.tensors import integers_below, marked, padded, resize, with_tokens
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
 from exportkit.plan.placeholder import Blocks, needed_tokens, tokens_fit
 from exportkit.plan.plan import Plan
-from exportkit.trees import Tree, check_opened, join, set_stored_length
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Arguments of one call.
-
-    Attributes:
-        trees: Each argument's tree, in signature order.
-        observation: The calls they were made from.
-        stored: Number of tokens in the caches, or None to leave their counters as they were recorded.
-    """
-
-    trees: Mapping[str, Tree]
-    observation: Observation
-    stored: int | None = None
-
-    def values(self) -> dict[str, Any]:
-        """Returns the nested values by parameter; each time new containers and caches around the same tensors."""
-        return self._built(self.trees)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors by full path."""
-        return {join(name, p): t for name, tree in self.trees.items() for p, t in tree.tensors().items()}
-
-    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns ``args, kwargs`` with copies of the tensors, so that a model may change them in place."""
-        return self.observation.signature.unbind(self.copies())
-
-    def copies(self) -> dict[str, Any]:
-        """Returns the nested values by parameter, with copies of the tensors."""
-        return self._built({name: tree.map(_copied) for name, tree in self.trees.items()})
-
-    def _built(self, trees: Mapping[str, Tree]) -> dict[str, Any]:
-        values = {name: tree.build() for name, tree in trees.items()}
-        if self.stored is not None:
-            for value in values.values():
-                set_stored_length(value, self.stored)
-        return values
+from exportkit.trees import Tree, check_opened, join
 
 
 def merged_trees(observation: Observation) -> dict[str, Tree]:
@@ -81,8 +42,8 @@ def _has_any(tree: Tree) -> bool:
     return bool(tree.tensor_paths) or any(leaf is not None for leaf in tree.constants().values())
 
 
-def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, int]) -> Arguments:
-    """Returns arguments in which each leaf of the plan has the shape that the plan gives it for ``sizes``.
+def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int]) -> Call:
+    """Returns a call in which each leaf of the plan has the shape that the plan gives it for ``sizes``.
 
     Args:
         plan: The plan; inputs that it does not have are left out.
@@ -117,27 +78,18 @@ def build_arguments(plan: Plan, observation: Observation, sizes: Mapping[str, in
         for name, tree in merged_trees(observation).items()
     }
     past = plan.with_role("past")
-    return Arguments(trees, observation, None if past is None else sizes[past.name])
+    cached = None if past is None else sizes[past.name]
+    return Call(trees, observation.signature, cached_tokens=cached, sizes=dict(sizes))
 
 
-def with_integers_below(arguments: Arguments, limit: int) -> Arguments:
-    """Returns the arguments with integers that can be indices along an axis of that size."""
-    trees = {
-        name: tree.with_leaves({path: integers_below(tensor, limit) for path, tensor in tree.tensors().items()})
-        for name, tree in arguments.trees.items()
-    }
-    return replace(arguments, trees=trees)
+def with_integers_below(call: Call, limit: int) -> Call:
+    """Returns the call with integers that can be indices along an axis of that size."""
+    return call.with_tensors({path: integers_below(tensor, limit) for path, tensor in call.tensors().items()})
 
 
-def with_ones(arguments: Arguments, paths: Collection[str]) -> Arguments:
-    """Returns the arguments with ones in the tensors at these paths: masks that hide nothing."""
-    trees = {
-        name: tree.with_leaves(
-            {p: torch.ones_like(t) if join(name, p) in paths else t for p, t in tree.tensors().items()}
-        )
-        for name, tree in arguments.trees.items()
-    }
-    return replace(arguments, trees=trees)
+def with_ones(call: Call, paths: Collection[str]) -> Call:
+    """Returns the call with ones in the tensors at these paths: masks that hide nothing."""
+    return call.with_tensors({p: torch.ones_like(t) for p, t in call.tensors().items() if p in paths})
 
 
 def _relate_values(
@@ -157,11 +109,6 @@ def _counts(blocks: Blocks) -> list[tuple[int, int]]:
     return [(value, sum(n for v, n in blocks if v == value)) for value in dict.fromkeys(v for v, _ in blocks)]
 
 
-def recorded_call(observation: Observation, index: int) -> Arguments:
-    """Returns the arguments of a recorded call, as they were given."""
-    return Arguments(observation.calls[index].arguments, observation)
-
-
 def largest_tensors(observation: Observation) -> dict[str, torch.Tensor]:
     """Returns for each leaf the recorded tensor with the most elements, which shows most of what its values can be."""
     found: dict[str, torch.Tensor] = {}
@@ -170,7 +117,3 @@ def largest_tensors(observation: Observation) -> dict[str, torch.Tensor]:
             if path not in found or tensor.numel() > found[path].numel():
                 found[path] = tensor
     return found
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

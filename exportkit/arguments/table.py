@@ -10,7 +10,8 @@ import torch
 
 from exportkit.arguments.build import merged_trees
 from exportkit.arguments.shapes import nested_spec
-from exportkit.calls.observation import Call, Observation
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.calls.seen import SeenShapes
 from exportkit.plan.plan import Constant
 from exportkit.plan.table import CallTable, Leaf

@@ -1,73 +1,20 @@
-"""Calls as they were seen: a `Call` is one record of inputs, outputs and latency, an `Observation` holds many.
-
-In come the recorder's snapshots; out go frozen values that the later stages read. Nothing here knows what varies.
-"""
+"""The calls of one method as they were seen, and what went wrong while they were recorded."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
-
+from exportkit.calls.call import Call
 from exportkit.calls.seen import SeenShapes, merged_shapes
 from exportkit.calls.signature import Signature
 from exportkit.errors import NoCallsError, ObservationError
-from exportkit.trees import Tree, flatten, join, joined
+from exportkit.trees import Tree, flatten, join
 
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the observed method, with its own outputs and its own latency.
-
-    Attributes:
-        index: Number of the call among those that were stored, in the order in which they began.
-        arguments: What was given, by parameter in signature order; tensors are snapshots taken before the call.
-        named: Parameters that were given by name; the others were given by position.
-        outputs: What the method returned; tensors are snapshots taken right after the call.
-        latency: Duration of the method itself, in seconds.
-    """
-
-    index: int
-    arguments: Mapping[str, Tree]
-    named: frozenset[str]
-    outputs: Tree
-    latency: float
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the input tensors by full path, such as ``past_key_values.layers[0].keys``."""
-        return dict(self._tensors)
-
-    @functools.cached_property
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return self._by_path(lambda tree: tree.tensors().values())
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the input tensors by full path."""
-        return self._by_path(Tree.shapes)
-
-    def _by_path(self, values_of: Callable[[Tree], Iterable[Made]]) -> dict[str, Made]:
-        found: dict[str, Made] = {}
-        for name, tree in self.arguments.items():
-            found |= zip(joined(name, tree.tensor_paths), values_of(tree), strict=True)
-        return found
-
-    def constants(self) -> dict[str, Any]:
-        """Returns the inputs that are no tensors by full path, ``None`` included."""
-        return {join(name, p): c for name, tree in self.arguments.items() for p, c in tree.constants().items()}
-
-    def has(self, name: str) -> bool:
-        """Returns whether the argument has a leaf other than None in this call."""
-        return name in self.arguments and any(leaf is not None for leaf in self.arguments[name].leaves)
-
-    def values(self) -> dict[str, Any]:
-        """Returns the arguments as nested values that hold the snapshots themselves."""
-        return {name: tree.build() for name, tree in self.arguments.items()}
 
 
 @dataclass(frozen=True)

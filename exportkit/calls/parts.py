@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from exportkit.calls.observation import Call, Observation
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import Recorder
 from exportkit.calls.signature import Signature
 from exportkit.calls.standin import Place, attach

@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from exportkit._torch_compat.tracing import is_capturing, is_tracing
+from exportkit.calls.call import Call
 from exportkit.calls.memory import Memory, Share
-from exportkit.calls.observation import Call, Failure, Observation
+from exportkit.calls.observation import Failure, Observation
 from exportkit.calls.seen import MOST_SHAPES, ShapeCounter
 from exportkit.calls.signature import Signature
 from exportkit.calls.snapshot import Copying, Snapshot, shapes_of
@@ -153,7 +154,8 @@ class Recorder:
             given = self._signature.bind(args, kwargs)
             arguments = {name: outlined_tree(value, stored.inputs) for name, value in given.items()}
             named = frozenset(n for n in given if n in kwargs or n == self._signature.var_keyword)
-            self._calls[index] = Call(index, arguments, named, stored.outputs.tree(), stored.latency)
+            outputs = stored.outputs.tree()
+            self._calls[index] = Call(arguments, self._signature, named, outputs, index, stored.latency)
         return self._calls[index]
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,8 +22,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from exportkit.calls.call import Call
 from exportkit.calls.json_file import read_json_file
-from exportkit.calls.observation import Call, Failure, Observation
+from exportkit.calls.observation import Failure, Observation
 from exportkit.calls.seen import SeenShapes
 from exportkit.calls.signature import Signature
 from exportkit.calls.stored_tensors import JSON, TENSORS, KeptTensors, StoredTensors, damaged, opened_tensors
@@ -74,10 +75,11 @@ def load_observation(directory: str | os.PathLike[str]) -> Observation:
         foreign=ObservationError,
     )
     try:
+        signature = _load_signature(data["signature"])
         with opened_tensors(folder / TENSORS, data) as tensors:
-            calls = tuple(_load_call(number, call, tensors) for number, call in enumerate(data["calls"]))
+            calls = tuple(_load_call(number, call, signature, tensors) for number, call in enumerate(data["calls"]))
         return Observation(
-            signature=_load_signature(data["signature"]),
+            signature=signature,
             calls=calls,
             failures=tuple(Failure(**failure) for failure in data["failures"]),
             problems=tuple(data["problems"]),
@@ -193,10 +195,10 @@ def _write(target: Path, text: str, tensors: dict[str, torch.Tensor] | None, sta
         raise DestinationError("An observation cannot be written here.", where=str(target), got=error) from error
 
 
-def _load_call(number: int, data: Mapping[str, Any], tensors: StoredTensors) -> Call:
+def _load_call(number: int, data: Mapping[str, Any], signature: Signature, tensors: StoredTensors) -> Call:
     arguments = {name: _load_tree(_place(number, name), tree, tensors) for name, tree in data["arguments"].items()}
     outputs = _load_tree(_place(number), data["outputs"], tensors)
-    return Call(data["index"], arguments, frozenset(data["named"]), outputs, data["latency"])
+    return Call(arguments, signature, frozenset(data["named"]), outputs, data["index"], data["latency"])
 
 
 def _load_tree(place: str, data: Mapping[str, Any], tensors: StoredTensors) -> Tree:

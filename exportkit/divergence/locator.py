@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from exportkit.arguments.build import Arguments
+from exportkit.calls.call import Call
 from exportkit.divergence.locate import locate_divergence
 from exportkit.divergence.locate_outputs import locate_outputs
 from exportkit.divergence.located import Located
@@ -39,7 +39,7 @@ class Locator:
     """
 
     onnx_model: OnnxModel
-    arguments: Arguments
+    arguments: Call
     expected: Tensors
     compare: Callable[[Tensors, Tensors], Iterable[Difference]]
     wrong: Sequence[str]
@@ -57,13 +57,13 @@ class Locator:
         if model is None:
             found = self._by_outputs()
             return found if found.diverges else replace(found, stage=AROUND, reason=self._agreeing())
-        args, kwargs = self.arguments.call()
+        args, kwargs = self.arguments.args_kwargs()
         call = (tuple(args), dict(kwargs))
         found = locate_divergence(model, self.onnx_model, call, method=exported.method, wrong=self.wrong)
         return found if found.diverges else self._beside(model, found)
 
     def _by_outputs(self) -> Located:
-        args, kwargs = self.arguments.call()
+        args, kwargs = self.arguments.args_kwargs()
         onnx_model = self.onnx_model
         tensors = as_simplified(self.expected, onnx_model.exported.joined_outputs, ())
         wanted = {name: tensors[path] for name, path in onnx_model.file.outputs.items() if path in tensors}
@@ -75,7 +75,7 @@ class Locator:
         returned = flatten(run_eager(model, self.onnx_model.exported.method, self.arguments)).tensors()
         if any(difference.reason is not None for difference in self.compare(self.expected, returned)):
             return replace(found, stage=MODEL, reason=CHANGED)
-        args, kwargs = self.arguments.call()
+        args, kwargs = self.arguments.args_kwargs()
         results = self.onnx_model.session.run(self.onnx_model.feeds(*args, **kwargs))
         graph = dict(zip(self.onnx_model.file.outputs.values(), results, strict=True))
         known = as_simplified(returned, self.onnx_model.exported.joined_outputs, ())

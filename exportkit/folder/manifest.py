@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import recorded_call
-from exportkit.calls.observation import Call, Observation
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Edge
 from exportkit.errors import DestinationError
 from exportkit.folder.saved import Case, Saved
@@ -94,10 +94,11 @@ def load_program(folder: Path, data: Mapping[str, Any], digests: Mapping[Path, s
         digests: SHA-256 of each file of the folder.
     """
     place, path = inside(folder, data["home"]), inside(folder, data["file"])
-    plan = _load_plan(place)
+    plan, observation = _load_plan(place)
     parts = {name: load_program(folder, part, {}) for name, part in data["parts"].items()}
     saved = Saved(
         plan=plan,
+        observation=observation,
         fills=Fills(data["fills"], tuple(data["unproven"])),
         outputs=_load_structure(data),
         method=data["method"],
@@ -141,14 +142,13 @@ def damaged(file: Path, cause: object) -> DestinationError:
     )
 
 
-def _load_plan(place: Path) -> Plan:
+def _load_plan(place: Path) -> tuple[Plan, Observation]:
     plan = Plan.from_json((place / _PLAN).read_text("utf-8"))
     observation = Observation.load(place / _CALLS)
-    plan = replace(plan, calls=observation)
     if observation.has_values:
-        return plan
+        return plan, observation
     text = "the folder was saved without the values of the recorded calls, so there is nothing to compare with."
-    return plan.with_findings([Finding("no values", "", text)])
+    return plan.with_findings([Finding("no values", "", text)]), observation
 
 
 def _load_structure(data: Mapping[str, Any]) -> Tree:
@@ -183,7 +183,8 @@ def _call(case: Case, index: int) -> Call | None:
     if case.arguments is None or case.outputs is None:
         return None
     trees = {name: flatten(value) for name, value in case.arguments.values().items()}
-    return Call(index, trees, frozenset(trees), case.outputs, case.seconds)
+    signature = case.arguments.signature
+    return Call(trees, signature, frozenset(trees), case.outputs, index, case.seconds)
 
 
 def _bytes(call: Call) -> int:
@@ -201,8 +202,7 @@ def _case(item: Mapping[str, Any], observation: Observation) -> Case:
     if item["call"] is None:
         return Case(item["label"], item["sizes"], error=item["error"])
     call = observation.calls[item["call"]]
-    arguments = recorded_call(observation, item["call"])
-    return Case(item["label"], item["sizes"], arguments, call.outputs, call.latency)
+    return Case(item["label"], item["sizes"], call, call.outputs, call.latency)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

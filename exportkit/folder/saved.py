@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.arguments.build import Arguments, build_arguments, with_integers_below
+from exportkit.arguments.build import build_call, with_integers_below
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Edge
 from exportkit.errors import DestinationError
@@ -47,7 +48,7 @@ class Case:
 
     label: str
     sizes: Mapping[str, int]
-    arguments: Arguments | None = None
+    arguments: Call | None = None
     outputs: Tree | None = None
     seconds: float = float("nan")
     error: str = ""
@@ -58,7 +59,8 @@ class Saved:
     """An exported model without the model: what `Exported` says of it that outlives the process.
 
     Attributes:
-        plan: What varies, with the recorded calls.
+        plan: What varies.
+        observation: The recorded calls.
         fills: What stands for missing inputs.
         outputs: Structure of what the model returns; the values mean nothing.
         method: The exported method.
@@ -76,6 +78,7 @@ class Saved:
     """
 
     plan: Plan
+    observation: Observation
     fills: Fills
     outputs: Tree
     method: str
@@ -101,6 +104,7 @@ class Saved:
         """
         return cls(
             plan=exported.plan,
+            observation=exported.observation,
             fills=exported.fills,
             outputs=exported.outputs,
             method=exported.method,
@@ -118,12 +122,6 @@ class Saved:
 
     def __repr__(self) -> str:
         return f"Saved({self.observation.model_name}.{self.method}, {len(self.observation.calls)} calls)"
-
-    @property
-    def observation(self) -> Observation:
-        """The recorded calls."""
-        found: Observation = self.plan.calls
-        return found
 
     def baked_constants(self) -> dict[str, Any]:
         """Returns the Python values that are part of the graph, by path."""
@@ -173,7 +171,7 @@ def unseen_cases(exported: Exported | Saved) -> Iterator[Case]:
 def _case(exported: Exported, item: UnseenSizes) -> Case:
     """The case of these sizes. If the model refuses the recorded values, integers get smaller: they may be indices."""
     try:
-        built = build_arguments(exported.plan, exported.observation, item.sizes)
+        built = build_call(exported.plan, exported.observation, item.sizes)
         arguments = _without_stored(exported, built, item.sizes)
     except Exception as error:
         return _refused(item, error)
@@ -192,13 +190,13 @@ def _refused(item: UnseenSizes, error: Exception) -> Case:
     return Case(item.label, item.sizes, error=f"the model itself raises {type(error).__name__}: {reason}")
 
 
-def _run(exported: Exported, item: UnseenSizes, arguments: Arguments) -> Case:
+def _run(exported: Exported, item: UnseenSizes, arguments: Call) -> Case:
     started = time.perf_counter()
     returned, arguments = run_leniently(exported.plan, exported.model, exported.method, arguments)
     return Case(item.label, item.sizes, arguments, flatten(returned), time.perf_counter() - started)
 
 
-def _without_stored(exported: Exported, arguments: Arguments, sizes: Mapping[str, int]) -> Arguments:
+def _without_stored(exported: Exported, arguments: Call, sizes: Mapping[str, int]) -> Call:
     """The arguments with states of no tokens, where the cache is empty: those that were absent from such calls."""
     past = exported.plan.with_role("past")
     if past is None or sizes[past.name]:
@@ -206,10 +204,10 @@ def _without_stored(exported: Exported, arguments: Arguments, sizes: Mapping[str
     first = [index for index, size in enumerate(past.seen) if size == 0]
     absent = {leaf.path for leaf in exported.plan.leaves if first and all(leaf.shapes[i] is None for i in first)}
     trees = {}
-    for name, tree in arguments.trees.items():
+    for name, tree in arguments.arguments.items():
         found = {path: tensor for path, tensor in tree.tensors().items() if join(name, path) in absent}
         fills = exported.fills.values
         trees[name] = tree.with_leaves(
             {path: torch.full_like(tensor, fills.get(join(name, path), 0)) for path, tensor in found.items()}
         )
-    return replace(arguments, trees=trees)
+    return arguments.with_arguments(trees)

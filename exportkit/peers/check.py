@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from exportkit.calls.observation import Call, Observation
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError, ExportkitError, InvalidTypeError
 from exportkit.onnx_files.names import input_names
 from exportkit.onnx_files.onnx_model import OnnxModel

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.memory import copies_on_write
-from exportkit.arguments.build import Arguments, build_arguments, merged_trees
+from exportkit.arguments.build import build_call, merged_trees
 from exportkit.arguments.table import call_table, growth_of, shapes_of, structure_of
-from exportkit.calls.observation import Call, Observation
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError, PlanError, UnknownInputError
 from exportkit.plan.infer import infer_plan
 from exportkit.plan.plan import Plan
@@ -100,7 +101,12 @@ def recorded_arguments(
             own.setdefault(path, _empty(last[full], axes[full], growth.get(full)))
         completed[name] = tree.with_leaves(own)
     empty = all(0 in tensor.shape for tree in completed.values() for tensor in _past(tree))
-    return shaped(Arguments(completed, observation, 0 if empty else None), flat, as_args_kwargs)
+    return _shaped(
+        Call(completed, observation.signature, cached_tokens=0 if empty else None),
+        _any_named(observation),
+        flat,
+        as_args_kwargs,
+    )
 
 
 def _protected(call: Call) -> dict[str, Tree]:
@@ -126,9 +132,9 @@ def _past(tree: Tree) -> list[torch.Tensor]:
 def exportable_arguments(plan: Plan, observation: Observation, flat: bool = False, as_args_kwargs: bool = False) -> Any:
     """Returns arguments whose variable sizes are distinct and greater than 1, in the form of `recorded_arguments`."""
     observation.require_calls()
-    arguments = build_arguments(plan, observation, choose_sizes(plan))
-    trees = _without_caught_constants(arguments.trees, observation)
-    return shaped(Arguments(trees, observation), flat, as_args_kwargs)
+    call = build_call(plan, observation, choose_sizes(plan))
+    kept = Call(_without_caught_constants(call.arguments, observation), call.signature)
+    return _shaped(kept, _any_named(observation), flat, as_args_kwargs)
 
 
 def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str, list[int]]:
@@ -175,14 +181,12 @@ def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | N
     return sorted(axes)
 
 
-def shaped(arguments: Arguments, flat: bool, as_args_kwargs: bool) -> Any:
-    """Returns arguments as a list of tensors, as ``(args, kwargs)``, as a tuple, or as a dict."""
+def _shaped(call: Call, any_named: bool, flat: bool, as_args_kwargs: bool) -> Any:
+    """A call as a list of tensors, as ``(args, kwargs)``, as a tuple, or as a dict."""
     if flat:
-        return list(arguments.tensors().values())
-    signature, values = arguments.observation.signature, arguments.values()
-    any_named = _any_named(arguments.observation)
-    named = None if any_named else ()
-    args, kwargs = signature.unbind(values, named)
+        return list(call.tensors().values())
+    signature = call.signature
+    args, kwargs = signature.unbind(call.values(), None if any_named else ())
     if as_args_kwargs:
         return args, kwargs
     if args and kwargs:
@@ -372,7 +376,7 @@ def _check_consistent(observation: Observation) -> None:
                 _raise_lengths(observation, name, lengths[name], count, call.index)
 
 
-def _raise_lengths(observation: Observation, name: str, before: int, count: int, index: int) -> None:
+def _raise_lengths(observation: Observation, name: str, before: int, count: int, index: int | None) -> None:
     named = any(name in call.named for call in observation.calls)
     position = observation.signature.names.index(name)
     raise PlanError(

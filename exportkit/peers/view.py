@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from exportkit.calls.observation import Call, Observation
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.trees import string_type
 
 

@@ -115,7 +115,6 @@ class Plan:
         echoes: Outputs that are inputs handed back: name of the output to path of the input.
         structure: How the leaves are nested in each argument: lists, tuples and dicts with the path of a leaf, or None
             for a constant, in the form that torch's dynamic shapes have. A cache is the list of its leaves.
-        calls: The recorded calls that the plan was made from, for the stages that need their values.
     """
 
     leaves: tuple[PlannedLeaf, ...]
@@ -129,7 +128,6 @@ class Plan:
     structure: Mapping[str, Any] = field(default_factory=dict)
     grids: tuple[Grids, ...] = ()
     markers: tuple[Marker, ...] = ()
-    calls: Any = field(default=None, compare=False, repr=False)
 
     @cached_property
     def by_path(self) -> Mapping[str, PlannedLeaf]:

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from exportkit.arguments.build import Arguments, build_arguments, with_ones
+from exportkit.arguments.build import build_call, with_ones
 from exportkit.arguments.table import call_table
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ExportkitError
 from exportkit.plan.plan import Plan
@@ -28,10 +29,10 @@ class AskedModel:
         """The shapes of all calls."""
         return call_table(self.observation)
 
-    def outputs(self, arguments: Arguments) -> dict[str, torch.Tensor] | None:
-        """Returns the tensors that the model returns by path, or None if it refuses the arguments."""
+    def outputs(self, call: Call) -> dict[str, torch.Tensor] | None:
+        """Returns the tensors that the model returns by path, or None if it raises."""
         try:
-            return flatten(run_eager(self._model, self._method, arguments)).tensors()
+            return flatten(run_eager(self._model, self._method, call)).tensors()
         except Exception:
             return None
 
@@ -44,10 +45,10 @@ class AskedModel:
             ones: Paths of masks that shall hide nothing.
         """
         try:
-            arguments = build_arguments(plan, self.observation, choose_sizes(plan) if sizes is None else sizes)
+            call = build_call(plan, self.observation, choose_sizes(plan) if sizes is None else sizes)
         except ExportkitError:
             return False
-        return self.outputs(with_ones(arguments, ones) if ones else arguments) is not None
+        return self.outputs(with_ones(call, ones) if ones else call) is not None
 
     def accepts_lengths(self, plan: Plan) -> bool:
         """Returns whether the model also accepts more new tokens than recorded: it may cut a mask that is too long."""

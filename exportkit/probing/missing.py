@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import Arguments, merged_trees
+from exportkit.arguments.build import merged_trees
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
@@ -114,7 +115,7 @@ def fill_missing(plan: Plan, given: Mapping[str, torch.Tensor], fills: Mapping[s
     }
 
 
-def completed_call(plan: Plan, observation: Observation, index: int, fills: Mapping[str, float]) -> Arguments:
+def completed_call(plan: Plan, observation: Observation, index: int, fills: Mapping[str, float]) -> Call:
     """Returns the arguments of a recorded call with its missing inputs filled."""
     call = observation.calls[index]
     missing = fill_missing(plan, call.tensors(), fills)
@@ -126,14 +127,14 @@ def completed_call(plan: Plan, observation: Observation, index: int, fills: Mapp
         trees[name] = tree.with_leaves(leaves)
     past = plan.with_role("past")
     sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in call.tensors().items()})
-    return Arguments(trees, observation, None if past is None else sizes[past.name])
+    return Call(trees, call.signature, cached_tokens=None if past is None else sizes[past.name])
 
 
 def find_fills(plan: Plan, observation: Observation, model: torch.nn.Module, method: str) -> Fills:
     """Returns what missing inputs must be filled with, so that the model returns what it returned without them."""
     optional = [leaf.path for leaf in plan.leaves if leaf.is_optional]
     ones = {leaf.path: 1 for leaf in plan.leaves if leaf.restored}
-    calls = [call.index for call in observation.calls if any(path not in call.tensors() for path in optional)]
+    calls = [i for i, call in enumerate(observation.calls) if any(path not in call.tensors() for path in optional)]
     if not calls:
         return Fills(ones)
     tried, short = _with_short_calls(plan, observation, calls, model, method)
@@ -148,7 +149,7 @@ def find_fills(plan: Plan, observation: Observation, model: torch.nn.Module, met
     return Fills({**best, **ones}, tuple(index for index in fewest if index in calls))
 
 
-def run_leniently(plan: Plan, model: torch.nn.Module, method: str, arguments: Arguments) -> tuple[Any, Arguments]:
+def run_leniently(plan: Plan, model: torch.nn.Module, method: str, call: Call) -> tuple[Any, Call]:
     """Returns what the model returns, and for which arguments: without those of no elements, if it refuses these.
 
     Eager mode has no image where it is given none, and may fail for an image of no rows; in a graph that is the same.
@@ -157,7 +158,7 @@ def run_leniently(plan: Plan, model: torch.nn.Module, method: str, arguments: Ar
         plan: Says which inputs may be left out.
         model: The model.
         method: The method.
-        arguments: Its arguments.
+        call: The call.
 
     Raises:
         Exception: whatever the model raises for both.
@@ -165,16 +166,16 @@ def run_leniently(plan: Plan, model: torch.nn.Module, method: str, arguments: Ar
     optional = {leaf.path for leaf in plan.leaves if leaf.is_optional and leaf.growing is None}
     empty = {
         name
-        for name, tree in arguments.trees.items()
+        for name, tree in call.arguments.items()
         if (tensors := tree.tensors())
         and all(tensor.numel() == 0 and join(name, path) in optional for path, tensor in tensors.items())
     }
     try:
-        return run_eager(model, method, arguments), arguments
+        return run_eager(model, method, call), call
     except Exception:
         if not empty:
             raise
-    fewer = replace(arguments, trees={name: tree for name, tree in arguments.trees.items() if name not in empty})
+    fewer = call.with_arguments({name: tree for name, tree in call.arguments.items() if name not in empty})
     return run_eager(model, method, fewer), fewer
 
 
@@ -194,7 +195,7 @@ def _with_short_calls(
             for name, tree in call.arguments.items()
         }
         with contextlib.suppress(Exception):  # a model that refuses so few tokens is not asked
-            outputs = flatten(run_eager(model, method, Arguments(trees, observation)))
+            outputs = flatten(run_eager(model, method, call.with_arguments(trees)))
             short.append(replace(call, arguments=trees, outputs=outputs))
     count = len(observation.calls)
     return replace(observation, calls=(*observation.calls, *short)), [*range(count, count + len(short))]

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from exportkit.arguments.build import Arguments, recorded_call
 from exportkit.arguments.tensors import marked, with_tokens
 from exportkit.plan.infer import with_grids, with_rows
 from exportkit.plan.placeholder import Grids, Marker, Placeholder, needed_tokens, tokens_fit
 from exportkit.plan.plan import Plan
 from exportkit.probing.ask import AskedModel
-from exportkit.trees import join
 
 _MOST_TRIALS = 24  # groups of inputs and tokens that are tried, an eager run or two each
 _TOKENS_RANK = 2
@@ -90,9 +88,8 @@ def _is_product(tensors: Mapping[str, torch.Tensor], grid: str, rows: str) -> bo
 
 
 def _refuses_a_row_less(asked: AskedModel, path: str) -> bool:
-    index = next(call.index for call in asked.observation.calls if path in call.tensors())
-    recorded = recorded_call(asked.observation, index)
-    return asked.outputs(_changed(recorded, {path: recorded.tensors()[path][:-1]})) is None
+    call = next(call for call in asked.observation.calls if path in call.tensors())
+    return asked.outputs(call.with_tensors({path: call.tensors()[path][:-1]})) is None
 
 
 def _candidates(asked: AskedModel, grids: Sequence[Grids]) -> Iterator[list[Placeholder]]:
@@ -149,14 +146,13 @@ def _markers(asked: AskedModel, placeholder: Placeholder) -> Iterator[Marker]:
 def _confirmed(asked: AskedModel, tried: ValueRelations) -> bool:
     """Whether the model refuses the rows of an image more or less, and accepts them with tokens that stand for them."""
     first = tried.placeholders[0]
-    indices = [call.index for call in asked.observation.calls if first.rows in call.tensors()]
-    for index, change in itertools.product(indices, (1, -1)):
-        recorded = recorded_call(asked.observation, index)
-        changed = _with_images(recorded.tensors(), tried, change)
-        related = None if changed is None else _related(recorded.tensors(), changed, tried)
+    calls = [call for call in asked.observation.calls if first.rows in call.tensors()]
+    for call, change in itertools.product(calls, (1, -1)):
+        changed = _with_images(call.tensors(), tried, change)
+        related = None if changed is None else _related(call.tensors(), changed, tried)
         if changed is not None and related is not None:
-            refused = asked.outputs(_changed(recorded, changed)) is None
-            return refused and asked.outputs(_changed(recorded, {**changed, **related})) is not None
+            refused = asked.outputs(call.with_tensors(changed)) is None
+            return refused and asked.outputs(call.with_tensors({**changed, **related})) is not None
     return False
 
 
@@ -197,13 +193,3 @@ def _related(
     ids = with_tokens(tensors[first.tokens], [first.value], blocks)
     marks = {m.path: marked(tensors[m.path], ids, m) for m in tried.markers if m.path in tensors}
     return {first.tokens: ids, **marks}
-
-
-def _changed(recorded: Arguments, tensors: Mapping[str, torch.Tensor]) -> Arguments:
-    trees = {
-        name: tree.with_leaves(
-            {path: tensors[full] for path in tree.tensors() if (full := join(name, path)) in tensors}
-        )
-        for name, tree in recorded.trees.items()
-    }
-    return Arguments(trees, recorded.observation)

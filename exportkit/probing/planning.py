@@ -1,8 +1,8 @@
-"""From calls to a plan: infers from the seen sizes, lets the model confirm the rest, adds what a person should know."""
+"""From recorded calls to a plan: sizes suggest it, the model confirms it, and findings say what a person should know."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -16,7 +16,40 @@ from exportkit.probing.simplify import simplify_calls
 from exportkit.running.eager import replayed
 
 
-def plan_calls(observation: Observation, model: torch.nn.Module | None = None, method: str = "forward") -> Plan:
+@dataclass(frozen=True, eq=False)
+class BoundPlan(Plan):
+    """A plan together with the calls it was made from: what `InputObserver.plan` returns and `exportkit.export` takes.
+
+    It prints, compares and is edited like any `Plan`; an edited one is bound to the same calls.
+
+    Attributes:
+        observation: The calls, in the form that the plan describes: without tensors that the model never reads, with a
+            list of tensors as one, and with an attention mask that was added.
+    """
+
+    observation: Observation = field(kw_only=True, repr=False)
+
+    @classmethod
+    def of(cls, plan: Plan, observation: Observation) -> BoundPlan:
+        """Returns a plan bound to the calls it was made from."""
+        return cls(**_data(plan), observation=observation)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan by itself, which is plain data."""
+        return Plan(**_data(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and _data(self) == _data(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a plan itself, which holds dictionaries
+
+
+def _data(plan: Plan) -> dict[str, object]:
+    return {each.name: getattr(plan, each.name) for each in fields(Plan)}
+
+
+def plan_calls(observation: Observation, model: torch.nn.Module | None = None, method: str = "forward") -> BoundPlan:
     """Returns the plan for the recorded calls.
 
     Args:
@@ -30,7 +63,6 @@ def plan_calls(observation: Observation, model: torch.nn.Module | None = None, m
         simple = simplify_calls(replayed(observation, model, method), model, method)
         plan, observation = probe_plan(simple.observation, model, method)
         plan = replace(plan, joined=simple.joined, unused=simple.unused, echoes=simple.echoes)
-    restored = observation.restored
-    leaves = tuple(replace(leaf, restored=leaf.argument in restored) for leaf in plan.leaves)
-    plan = replace(plan, leaves=leaves, calls=observation, structure=structure_of(observation))
-    return plan.with_findings(audit(plan, observation))
+    leaves = tuple(replace(leaf, restored=leaf.argument in observation.restored) for leaf in plan.leaves)
+    plan = replace(plan, leaves=leaves, structure=structure_of(observation))
+    return BoundPlan.of(plan.with_findings(audit(plan, observation)), observation)

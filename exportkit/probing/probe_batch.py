@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from exportkit.arguments.build import Arguments, largest_tensors, merged_trees, recorded_call
+from exportkit.arguments.build import largest_tensors, merged_trees
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.plan.expression import Expression
 from exportkit.plan.infer import without_guess
@@ -131,27 +132,27 @@ def _rows_repeat(asked: AskedModel, choice: Choice) -> bool:
     """
     counts = [len(call.tensors()) for call in asked.observation.calls]
     fullest = counts.index(max(counts))
-    if not _rows_repeat_in(asked, recorded_call(asked.observation, 0), choice):
+    if not _rows_repeat_in(asked, asked.observation.calls[0], choice):
         return False
     return not fullest or any(
-        _rows_repeat_in(asked, arguments, choice)
-        for arguments in (recorded_call(asked.observation, fullest), _largest_call(asked.observation))
+        _rows_repeat_in(asked, call, choice)
+        for call in (asked.observation.calls[fullest], _largest_call(asked.observation))
     )
 
 
-def _largest_call(observation: Observation) -> Arguments:
+def _largest_call(observation: Observation) -> Call:
     """All inputs that were ever given, each as in the call where it was largest."""
     largest = largest_tensors(observation)
     trees = {
         name: tree.with_leaves({path: largest[join(name, path)] for path in tree.tensors()})
         for name, tree in merged_trees(observation).items()
     }
-    return Arguments(trees, observation)
+    return Call(trees, observation.signature)
 
 
-def _rows_repeat_in(asked: AskedModel, recorded: Arguments, choice: Choice) -> bool:
-    doubled = {name: _doubled(name, tree, choice) for name, tree in recorded.trees.items()}
-    before, after = asked.outputs(recorded), asked.outputs(Arguments(doubled, asked.observation))
+def _rows_repeat_in(asked: AskedModel, call: Call, choice: Choice) -> bool:
+    doubled = {name: _doubled(name, tree, choice) for name, tree in call.arguments.items()}
+    before, after = asked.outputs(call), asked.outputs(call.with_arguments(doubled))
     if before is None or after is None:
         return False
     lists = lists_of_many([before, after])  # a tensor for each image: more rows, more of them

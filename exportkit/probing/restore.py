@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from exportkit.arguments.build import Arguments, recorded_call
 from exportkit.arguments.tensors import padded
 from exportkit.calls.observation import Observation
 from exportkit.plan.plan import Finding, Plan
@@ -78,7 +77,7 @@ def _has_state(observation: Observation) -> bool:
 
 
 def _same_with_mask(asked: AskedModel, masked: Observation, index: int) -> bool:
-    outputs = asked.outputs(recorded_call(masked, index))
+    outputs = asked.outputs(masked.calls[index])
     return outputs is not None and outputs_close(masked.calls[index].outputs.tensors(), outputs)
 
 
@@ -89,7 +88,7 @@ def _hides(asked: AskedModel, masked: Observation, index: int) -> bool:
     """
     call = masked.calls[index]
     mask = call.arguments[MASK].map(lambda leaf: padded(leaf.clone()))
-    outputs = asked.outputs(Arguments({**call.arguments, MASK: mask}, masked))
+    outputs = asked.outputs(call.with_arguments({**call.arguments, MASK: mask}))
     return outputs is not None and not outputs_close(call.outputs.tensors(), outputs)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import Arguments
-from exportkit.calls.observation import Call, Observation
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.calls.seen import SeenShapes
 from exportkit.probing.ask import AskedModel
 from exportkit.probing.echoes import find_echoes, first_step
@@ -169,7 +169,7 @@ def _is_unread(asked: AskedModel, path: str) -> bool:
 
 
 def _same(asked: AskedModel, call: Call, change: Callable[[torch.Tensor], torch.Tensor | None], path: str) -> bool:
-    outputs = asked.outputs(Arguments(_with_leaf(call, path, change(call.tensors()[path])), asked.observation))
+    outputs = asked.outputs(call.with_tensors({path: change(call.tensors()[path])}))
     return outputs is not None and _returns(call, outputs)
 
 
@@ -195,22 +195,12 @@ def _other_values(tensor: torch.Tensor) -> torch.Tensor:
     return ~tensor if tensor.dtype is torch.bool else tensor + 1
 
 
-def _with_leaf(call: Call, path: str, leaf: torch.Tensor | None) -> dict[str, Tree]:
-    return {
-        name: tree.with_leaves({inner: leaf for inner in tree.tensors() if join(name, inner) == path})
-        for name, tree in call.arguments.items()
-    }
-
-
 def _without(observation: Observation, paths: Sequence[str]) -> Observation:
     if not paths:
         return observation
     calls = []
     for call in observation.calls:
-        arguments: dict[str, Tree] = dict(call.arguments)
-        for path in paths:
-            arguments = _with_leaf(replace(call, arguments=arguments), path, None)
-        calls.append(replace(call, arguments=arguments))
+        calls.append(replace(call, arguments=call.with_tensors(dict.fromkeys(paths)).arguments))
     return replace(observation, calls=tuple(calls), further=tuple(_seen(s, (), paths) for s in observation.further))
 
 
@@ -240,7 +230,7 @@ def _same_as_one(asked: AskedModel, call: Call, parent: str) -> bool:
     if len(members) == 1 and len(whole) < 2:
         return False
     other = [whole] if len(members) > 1 else [whole[:1], whole[1:]]
-    outputs = asked.outputs(Arguments(_with_list(call, parent, other), asked.observation))
+    outputs = asked.outputs(call.with_arguments(_with_list(call, parent, other)))
     return outputs is not None and _returns(call, outputs)
 
 

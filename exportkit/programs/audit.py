@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 
 from exportkit._torch_compat.symbolic_shapes import ShapeGuard, input_axes, shape_guards
-from exportkit.arguments.build import build_arguments
+from exportkit.arguments.build import build_call
 from exportkit.errors import ExportError
 from exportkit.onnx_files.translate import tensor_placeholders
 from exportkit.plan.plan import Finding, Plan
@@ -248,7 +248,7 @@ def _why_refused(exported: Exported, promise: _Promise, known: dict[str, str]) -
     """Why the model itself does not run at these sizes as it is; nothing if it does."""
     if promise.label not in known:
         try:
-            arguments = build_arguments(exported.plan, exported.observation, promise.sizes)
+            arguments = build_call(exported.plan, exported.observation, promise.sizes)
             buffer = replaced_buffer(exported.model, exported.method, arguments)
             known[promise.label] = f"the model itself makes another {buffer} for more" if buffer else ""
         except Exception:  # whatever the model raises: it refuses these sizes

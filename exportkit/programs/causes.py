@@ -18,7 +18,7 @@ import torch
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit._torch_compat.symbolic_shapes import source_names
 from exportkit._torch_compat.tracing import watched_symbols
-from exportkit.arguments.build import Arguments
+from exportkit.calls.call import Call
 from exportkit.errors import ExportError
 from exportkit.plan.plan import Plan
 from exportkit.programs.flat import FlatSignature
@@ -67,7 +67,7 @@ class _Fixed:
 
 
 def cause_of_trace(
-    error: BaseException, model: torch.nn.Module, plan: Plan, arguments: Arguments, trace: Callable[[], Any]
+    error: BaseException, model: torch.nn.Module, plan: Plan, arguments: Call, trace: Callable[[], Any]
 ) -> Cause:
     """Returns why torch.export failed.
 
@@ -141,7 +141,7 @@ def _fixed_axis(
     violations: list[re.Match[str]],
     model: torch.nn.Module,
     plan: Plan,
-    arguments: Arguments,
+    arguments: Call,
     trace: Callable[[], Any],
 ) -> Cause:
     places = _Specializations(model)
@@ -198,7 +198,7 @@ def _raised(error: BaseException, model: torch.nn.Module) -> Cause:
     )
 
 
-def _paths_by_source(arguments: Arguments) -> dict[str, str]:
+def _paths_by_source(arguments: Call) -> dict[str, str]:
     """Path of a leaf by what torch calls it, ``L['data']['x']``."""
     flat = FlatSignature.of(arguments)
     values = {name: parameter.tree.build() for name, parameter in flat.parameters.items()}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from exportkit.arguments.build import build_arguments
+from exportkit.arguments.build import build_call
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Edge
 from exportkit.errors import ExportError
@@ -19,6 +19,7 @@ from exportkit.onnx_files.onnx_model import OnnxModel
 from exportkit.onnx_files.translate import OnnxFile, check_destination, translate
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import Fills
+from exportkit.probing.planning import BoundPlan
 from exportkit.programs.failure import Attempt, explained
 from exportkit.programs.module_state import WithState
 from exportkit.programs.program import Captured
@@ -35,6 +36,7 @@ class Exported:
     Attributes:
         captured: The traced program and the paths behind its inputs and outputs.
         plan: What varies.
+        observation: The recorded calls.
         sizes: Sizes of the variables that the export used.
         fills: What stands for missing inputs.
         outputs: Structure of what the model returns.
@@ -49,6 +51,7 @@ class Exported:
 
     captured: Captured
     plan: Plan
+    observation: Observation
     sizes: Mapping[str, int]
     fills: Fills
     outputs: Tree
@@ -69,12 +72,6 @@ class Exported:
     def program(self) -> torch.export.ExportedProgram:
         """The ExportedProgram; call its ``module()`` like the model, without the Python constants."""
         return self.captured.program
-
-    @property
-    def observation(self) -> Observation:
-        """The recorded calls."""
-        found: Observation = self.plan.calls
-        return found
 
     @property
     def stateful(self) -> bool:
@@ -132,11 +129,12 @@ class Exported:
         if LIBRARY_PATCHES.name in self.captured.rules:
             return None
         try:
-            again = traced(self.model, self.method, self.plan, self.seconds, [LIBRARY_PATCHES])
+            plan = BoundPlan.of(self.plan, self.observation)
+            again = traced(self.model, self.method, plan, self.seconds, [LIBRARY_PATCHES])
         except ExportError:
             return None
-        plan = again.plan.with_findings(rule_findings(again))
-        return replace(again, plan=plan, parts=self.parts, edges=self.edges)
+        found = again.plan.with_findings(rule_findings(again))
+        return replace(again, plan=found, parts=self.parts, edges=self.edges)
 
     def attempt(self, onnx: bool = False) -> Attempt:
         """Returns what was traced, to look for the cause of a failure.
@@ -144,7 +142,7 @@ class Exported:
         Args:
             onnx: Whether it is about the translation to ONNX.
         """
-        arguments = build_arguments(self.plan, self.observation, self.sizes)
+        arguments = build_call(self.plan, self.observation, self.sizes)
         return Attempt(self.model, self.method, self.plan, arguments, self.captured.rules, onnx=onnx)
 
     def repro(self, directory: str | os.PathLike[str]) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import Arguments
+from exportkit.calls.call import Call
 from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.plan import Plan
 from exportkit.programs.causes import Cause, cause_of_trace, cause_of_translation
@@ -42,7 +42,7 @@ class Attempt:
     model: torch.nn.Module
     method: str
     plan: Plan
-    arguments: Arguments
+    arguments: Call
     rules: tuple[str, ...] = ()
     trace: Callable[[], Any] | None = None
     onnx: bool = False

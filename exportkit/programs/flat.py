@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exportkit.arguments.build import Arguments
+from exportkit.calls.call import Call
 from exportkit.calls.signature import Signature
 from exportkit.trees import Tree, flatten
 
@@ -41,14 +41,14 @@ class FlatSignature:
     fixed: Mapping[str, Any]
 
     @classmethod
-    def of(cls, arguments: Arguments) -> FlatSignature:
+    def of(cls, arguments: Call) -> FlatSignature:
         """Returns the flat signature for the arguments."""
-        signature = arguments.observation.signature
+        signature = arguments.signature
         found: dict[str, Parameter] = {}
-        for argument, tree in arguments.trees.items():
+        for argument, tree in arguments.arguments.items():
             for key, part in _parts(signature, argument, tree).items():
                 if part.tensors():
-                    taken = set(found) | set(arguments.trees) - {argument}
+                    taken = set(found) | set(arguments.arguments) - {argument}
                     found[_name(argument, key, taken)] = Parameter(_path(argument, key), part, argument, key)
         return cls(signature, found, arguments.values())
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import Arguments, build_arguments, recorded_call
-from exportkit.calls.observation import Call
+from exportkit.arguments.build import build_call
+from exportkit.calls.call import Call
 from exportkit.errors import ExportError
 from exportkit.folder.genai import window_limits
 from exportkit.probing.planning import plan_calls
@@ -33,7 +33,7 @@ def with_full_caches(exported: Exported) -> Exported:
     """
     calls = [_full_call(exported, index) for index in range(len(exported.observation.calls))]
     for sizes in _sizes_around_windows(exported):
-        arguments = build_arguments(exported.plan, exported.observation, sizes)
+        arguments = build_call(exported.plan, exported.observation, sizes)
         _rerun(exported, arguments, flatten(run_eager(exported.model, exported.method, arguments)), f"sizes {sizes}")
     observation = replace(exported.observation, calls=tuple(calls), further=())
     return one_graph(exported.model, exported.method, plan_calls(observation, exported.model, exported.method))
@@ -41,15 +41,14 @@ def with_full_caches(exported: Exported) -> Exported:
 
 def _full_call(exported: Exported, index: int) -> Call:
     call = exported.observation.calls[index]
-    arguments = recorded_call(exported.observation, index)
-    trees, outputs = _rerun(exported, arguments, call.outputs, f"recorded call {index}")
+    trees, outputs = _rerun(exported, call, call.outputs, f"recorded call {index}")
     return replace(call, arguments=trees, outputs=outputs)
 
 
-def _rerun(exported: Exported, arguments: Arguments, expected: Tree, where: str) -> tuple[Mapping[str, Tree], Tree]:
+def _rerun(exported: Exported, arguments: Call, expected: Tree, where: str) -> tuple[Mapping[str, Tree], Tree]:
     """Arguments with full caches and what the model returns for them, once that is seen to be the same."""
     trees = {name: flatten(_full(value)) for name, value in arguments.values().items()}
-    full = Arguments(trees, arguments.observation)
+    full = Call(trees, arguments.signature)
     outputs = flatten(run_eager(exported.model, exported.method, full))
     if not outputs_close(expected.tensors(), _cut(outputs, expected)):
         raise ExportError(

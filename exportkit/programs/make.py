@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import Arguments, build_arguments
+from exportkit.arguments.build import build_call
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.observer import InputObserver
 from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
 from exportkit.plan.plan import Finding, Plan
 from exportkit.plan.sizes import choose_sizes
 from exportkit.probing.missing import find_fills
-from exportkit.probing.planning import plan_calls
+from exportkit.probing.planning import BoundPlan, plan_calls
 from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
 from exportkit.programs.audit import audit_sizes, fixed_branches
 from exportkit.programs.effects import audit_effects
@@ -102,10 +103,10 @@ def export(
         return one_graph(model, method, plan)
     subject, calls = _subject(model, _observed(observer_or_plan), outputs or {})
 
-    def plan_of(some: Observation) -> Plan:
+    def plan_of(some: Observation) -> BoundPlan:
         return plan_calls(some, subject if probe else None, some.method_name)
 
-    def export_of(plan: Plan) -> Exported:
+    def export_of(plan: BoundPlan) -> Exported:
         return one_graph(subject, calls.method_name, plan)
 
     exported = _one_graph_or_several(calls, plan_of, export_of)
@@ -113,7 +114,7 @@ def export(
 
 
 def _one_graph_or_several(
-    observation: Observation, plan_of: Callable[[Observation], Plan], export_of: Callable[[Plan], Exported]
+    observation: Observation, plan_of: Callable[[Observation], BoundPlan], export_of: Callable[[BoundPlan], Exported]
 ) -> Exported | ExportedPrograms:
     """One graph for all calls; where that fails, a program for each cluster of them, if each is proven."""
     seconds: dict[str, float] = {}
@@ -131,7 +132,7 @@ def _one_graph_or_several(
     return (split_export(observation, why, plan_of, export_of) if why else None) or exported
 
 
-def one_graph(model: torch.nn.Module, method: str, plan: Plan) -> Exported:
+def one_graph(model: torch.nn.Module, method: str, plan: BoundPlan) -> Exported:
     """Returns the model traced for a plan, with what a person should know of it.
 
     Args:
@@ -181,7 +182,7 @@ def _part(module: torch.nn.Module, observation: Observation, probe: bool) -> Exp
 
 
 def traced(
-    model: torch.nn.Module, method: str, plan: Plan, seconds: dict[str, float], first: Sequence[Rule] = ()
+    model: torch.nn.Module, method: str, plan: BoundPlan, seconds: dict[str, float], first: Sequence[Rule] = ()
 ) -> Exported:
     """Returns the model traced for a plan, and audited.
 
@@ -197,26 +198,28 @@ def traced(
         ExportError: if torch cannot trace the model, or its program serves less than the plan.
     """
     with stage("arguments", seconds):
-        rules = [*first, *matching_rules(model, build_arguments(plan, plan.calls, choose_sizes(plan)).values())]
+        rules = [*first, *matching_rules(model, build_call(plan, plan.observation, choose_sizes(plan)).values())]
         rules += [FEATURE_ROWS] if plan.placeholders else []
         partly_cached = any(rule.adapt is not None for rule in rules)
         sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
-        arguments = build_arguments(plan, plan.calls, sizes)
+        arguments = build_call(plan, plan.observation, sizes)
         with ListingNoted(sizes) as listing:
             outputs = flatten(_eager_outputs(model, method, arguments, rules))
         rules += [LISTS_OF_ONE] if listing.found else []
         rules += [_rule_for_experts(model, method, arguments, rules)] if listing.of_places else []
-        returned = [outputs.tensors(), *(call.outputs.tensors() for call in plan.calls.calls)]
+        returned = [outputs.tensors(), *(call.outputs.tensors() for call in plan.observation.calls)]
         joined = lists_of_many(returned)
         member_rows = rows_of_members(returned, joined)
         outputs = with_joined_lists(outputs, joined)
-        fills = find_fills(plan, plan.calls, model, method)
+        fills = find_fills(plan, plan.observation, model, method)
     about = TRACE_PER_MODULE * sum(1 for _ in model.modules())
 
     def attempt(with_rules: Sequence[Rule]) -> Exported:
         captured = capture_somehow(model, method, plan, arguments, outputs, with_rules, joined)
-        exported = Exported(captured, plan, sizes, fills, outputs, model, method, joined, member_rows, seconds)
-        return replace(exported, plan=plan.with_findings([*audit_sizes(exported), *audit_effects(exported)]))
+        exported = Exported(
+            captured, plan.plan, plan.observation, sizes, fills, outputs, model, method, joined, member_rows, seconds
+        )
+        return replace(exported, plan=plan.plan.with_findings([*audit_sizes(exported), *audit_effects(exported)]))
 
     with stage("export", seconds, about):
         return _with_lengths_kept(attempt, rules)
@@ -234,7 +237,7 @@ def _with_lengths_kept(attempt: Callable[[Sequence[Rule]], Exported], rules: Seq
     return again if len(fixed_branches(again.plan)) < len(fixed_branches(exported.plan)) else exported
 
 
-def _without_extended(plan: Plan) -> Plan | None:
+def _without_extended(plan: BoundPlan) -> BoundPlan | None:
     """The plan in which lengths that no recorded call varied are static; None where there are none.
 
     The model accepts other lengths in eager mode, and tracing it may still fix them, for instance in a Python loop.
@@ -250,17 +253,17 @@ def _without_extended(plan: Plan) -> Plan | None:
 
 def _with_outputs_of_plan(
     model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]
-) -> tuple[torch.nn.Module, Plan, str]:
+) -> tuple[torch.nn.Module, BoundPlan, str]:
     """The model and the plan, with what is captured of its modules in its result, and the method."""
-    if plan.calls is None:
+    if not isinstance(plan, BoundPlan):
         raise PlanError(
             "This plan does not know the calls it was made from.",
             hint="pass the observer, or a plan that observer.plan() returned.",
         )
     if not outputs:
-        return model, plan, plan.calls.method_name
-    model, observation = with_outputs(model, plan.calls.method_name, plan.calls, outputs)
-    return model, replace(plan, calls=observation), observation.method_name
+        return model, plan, plan.observation.method_name
+    model, observation = with_outputs(model, plan.observation.method_name, plan.observation, outputs)
+    return model, BoundPlan.of(plan, observation), observation.method_name
 
 
 def _observed(source: Any) -> Observation:
@@ -288,8 +291,8 @@ def _subject(
     return with_module_state(model, observation.method_name, observation) or (model, observation)
 
 
-def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments, rules: Sequence[Rule]) -> Any:
-    names = arguments.observation.signature.names
+def _eager_outputs(model: torch.nn.Module, method: str, arguments: Call, rules: Sequence[Rule]) -> Any:
+    names = arguments.signature.names
     adapting = [rule for rule in rules if rule.adapt is not None]
 
     def around(values: dict[str, Any], call: Callable[[Mapping[str, Any]], Any]) -> Any:
@@ -309,7 +312,7 @@ def _eager_outputs(model: torch.nn.Module, method: str, arguments: Arguments, ru
         ) from error
 
 
-def _rule_for_experts(model: torch.nn.Module, method: str, arguments: Arguments, rules: Sequence[Rule]) -> Rule:
+def _rule_for_experts(model: torch.nn.Module, method: str, arguments: Call, rules: Sequence[Rule]) -> Rule:
     """How loops over experts go over all of them: the model itself says whether the last place stands for none."""
     try:
         with applied([ALL_EXPERTS], model):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import Arguments
-from exportkit.calls.observation import Call, Observation
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.calls.signature import Signature
 from exportkit.running.eager import run_eager
 from exportkit.running.tolerances import outputs_close
@@ -114,7 +114,7 @@ def _replaced(
         after.update({name: getattr(*place) for name, place in holders.items()})
 
     try:
-        run_eager(model, method, Arguments(observation.calls[0].arguments, observation), around)
+        run_eager(model, method, observation.calls[0], around)
         return {n: places[n] for n in places if after[n] is not before[n] or not torch.equal(after[n], values[n])}
     except Exception:
         return {}
@@ -139,11 +139,12 @@ def _made_again(
         arguments |= {} if before is None else {STATE: flatten(dict(before))}
         arguments |= {n: t for n, t in call.arguments.items() if n not in arguments}
         try:
-            outputs = run_eager(model, "forward", Arguments(arguments, observation))
+            given = replace(call, arguments=arguments, signature=observation.signature)
+            outputs = run_eager(model, "forward", given)
         except Exception:
             continue
         tree = flatten(outputs).map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
         got = tree.tensors()
         if outputs_close(expected, {path: got[path] for path in got if path in expected}):
-            return replace(call, arguments=arguments, outputs=tree), tree.build()[STATE]
+            return replace(given, outputs=tree), tree.build()[STATE]
     return None

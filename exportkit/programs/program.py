@@ -16,8 +16,8 @@ import torch
 
 from exportkit._torch_compat.graph import trace_module
 from exportkit._torch_compat.pytree import tree_leaves
-from exportkit.arguments.build import Arguments
 from exportkit.arguments.shapes import nested_spec
+from exportkit.calls.call import Call
 from exportkit.calls.recorder import recording_paused
 from exportkit.calls.signature import Signature
 from exportkit.errors import ExportError
@@ -64,7 +64,7 @@ def capture_somehow(  # noqa: PLR0917 - what `capture` takes
     model: torch.nn.Module,
     method: str,
     plan: Plan,
-    arguments: Arguments,
+    arguments: Call,
     outputs: Tree,
     rules: Sequence[Rule],
     joined: Sequence[str] = (),
@@ -103,7 +103,7 @@ def capture(  # noqa: PLR0917 - one call, seen from all sides
     model: torch.nn.Module,
     method: str,
     plan: Plan,
-    arguments: Arguments,
+    arguments: Call,
     outputs: Tree,
     rules: Sequence[Rule] = (),
     joined: Sequence[str] = (),
@@ -116,7 +116,7 @@ def capture(  # noqa: PLR0917 - one call, seen from all sides
         model: The model.
         method: The method to trace.
         plan: Says which axes are dynamic.
-        arguments: Arguments at distinct sizes greater than 1.
+        arguments: A call at distinct sizes greater than 1.
         outputs: What the model returned for them in eager mode; used for its structure.
         rules: Rewrites to trace with.
         joined: Paths of lists that the program returns as a list of one, their concatenation; so they are in outputs.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exportkit._torch_compat.graph import is_assertion
-from exportkit.arguments.build import Arguments
+from exportkit.calls.call import Call
 from exportkit.probing.missing import completed_call
 from exportkit.probing.simplify import as_simplified
 from exportkit.running.tolerances import outputs_close
@@ -32,12 +32,12 @@ def unlike_the_model(exported: Exported, calls: Iterable[int]) -> list[int]:
     return [index for index in calls if not _returns_the_same(exported, index)]
 
 
-def returns(exported: Exported, arguments: Arguments, expected: Mapping[str, torch.Tensor]) -> bool:
+def returns(exported: Exported, arguments: Call, expected: Mapping[str, torch.Tensor]) -> bool:
     """Returns whether the program returns for some arguments what the model returned.
 
     Args:
         exported: The export.
-        arguments: Arguments with all inputs of the program.
+        arguments: A call with all inputs of the program.
         expected: What the model returned, by path.
     """
     try:

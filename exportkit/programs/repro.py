@@ -108,10 +108,10 @@ def _past(attempt: Attempt) -> tuple[str, int] | None:
 
 
 def _argument_specs(attempt: Attempt) -> dict[str, Any]:
-    signature = attempt.arguments.observation.signature
+    signature = attempt.arguments.signature
     kinds = dict.fromkeys(signature.positional_only, "positional")
     kinds |= {signature.var_positional or "": "args", signature.var_keyword or "": "kwargs"}
-    if signature.var_positional in attempt.arguments.trees:  # what stands before *args is given by position
+    if signature.var_positional in attempt.arguments.arguments:  # what stands before *args is given by position
         kinds = dict.fromkeys(signature.names[: signature.names.index(signature.var_positional)], "positional") | kinds
     return {
         name: {
@@ -119,7 +119,7 @@ def _argument_specs(attempt: Attempt) -> dict[str, Any]:
             "layout": dump_tree(tree.map(_without_text)),
             "paths": [join(name, path) for path in tree.tensors()],
         }
-        for name, tree in attempt.arguments.trees.items()
+        for name, tree in attempt.arguments.arguments.items()
     }
 
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from exportkit.arguments.build import build_arguments
+from exportkit.arguments.build import build_call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.edit import with_sizes_of
-from exportkit.plan.plan import Plan, PlannedLeaf
+from exportkit.plan.plan import PlannedLeaf
 from exportkit.probing.audit import one_size
+from exportkit.probing.planning import BoundPlan
 from exportkit.programs.clusters import Cluster, Landmarks, clusters_of
 from exportkit.programs.exported import Exported
 from exportkit.programs.failure import in_one_line
@@ -26,8 +27,8 @@ from exportkit.trees import flatten
 
 _MOST_PROGRAMS = 6  # more clusters than these are no kinds of calls
 
-PlanOf = Callable[[Observation], Plan]
-ExportOf = Callable[[Plan], Exported]
+PlanOf = Callable[[Observation], BoundPlan]
+ExportOf = Callable[[BoundPlan], Exported]
 
 
 def wrong_on_a_cluster(exported: Exported, observation: Observation) -> str:
@@ -77,9 +78,9 @@ def split_export(
     return ExportedPrograms(programs, Split(reason, landmarks, kinds, {c.name: c.calls for c in clusters}))
 
 
-def _proven(plans: Iterator[Plan], first: str | None, export_of: ExportOf) -> Exported | None:
+def _proven(plans: Iterator[BoundPlan], first: str | None, export_of: ExportOf) -> Exported | None:
     """The export of the first plan with which it can be proven."""
-    tried: list[Plan] = []
+    tried: list[BoundPlan] = []
     untraceable: list[tuple[PlannedLeaf, ...]] = []
     try:
         for plan in plans:
@@ -98,7 +99,7 @@ def _proven(plans: Iterator[Plan], first: str | None, export_of: ExportOf) -> Ex
     return None
 
 
-def _plans(cluster: Cluster, landmarks: Landmarks, whole: Plan | None, plan_of: PlanOf) -> Iterator[Plan]:
+def _plans(cluster: Cluster, landmarks: Landmarks, whole: BoundPlan | None, plan_of: PlanOf) -> Iterator[BoundPlan]:
     """Yields plans for a cluster: for all sizes that the model may take, for its kind of calls, for the sizes seen.
 
     The last ones are without inputs that no call had: with a filled cache a model may take a mask for something else.
@@ -112,13 +113,13 @@ def _plans(cluster: Cluster, landmarks: Landmarks, whole: Plan | None, plan_of: 
         yield from _limited(plan_of(cluster.observation.without(restored)), cluster, landmarks)
 
 
-def _limited(plan: Plan, cluster: Cluster, landmarks: Landmarks) -> Iterator[Plan]:
+def _limited(plan: BoundPlan, cluster: Cluster, landmarks: Landmarks) -> Iterator[BoundPlan]:
     yield plan
     yield _filled(plan)
     yield _of_that_kind(_filled(plan), cluster, landmarks)
 
 
-def _refound(plan: Plan) -> Plan:
+def _refound(plan: BoundPlan) -> BoundPlan:
     """The plan with findings about sizes that are still so."""
     findings = [finding for finding in plan.findings if finding.kind not in ("one call", "one size")]
     return replace(plan, findings=(*findings, *one_size(plan)))
@@ -131,7 +132,7 @@ def _differs_for_one(exported: Exported, first: str | None) -> bool:
         if size.variable is None or plan.variable(size.variable).minimum > 1:
             continue
         try:
-            arguments = build_arguments(plan, exported.observation, {**exported.sizes, size.variable: 1})
+            arguments = build_call(plan, exported.observation, {**exported.sizes, size.variable: 1})
             outputs = flatten(run_eager(exported.model, exported.method, arguments)).tensors()
         except Exception:  # whatever the model raises: it refuses one token, as it may have no room for an image
             continue
@@ -140,7 +141,7 @@ def _differs_for_one(exported: Exported, first: str | None) -> bool:
     return False
 
 
-def _filled(plan: Plan) -> Plan:
+def _filled(plan: BoundPlan) -> BoundPlan:
     """The plan limited to caches that hold something, as those of its calls do."""
     for leaf in plan.leaves:
         name = None if leaf.growing is None else leaf.sizes[leaf.growing].variable
@@ -148,7 +149,7 @@ def _filled(plan: Plan) -> Plan:
     return plan
 
 
-def _of_that_kind(plan: Plan, cluster: Cluster, landmarks: Landmarks) -> Plan:
+def _of_that_kind(plan: BoundPlan, cluster: Cluster, landmarks: Landmarks) -> BoundPlan:
     """The plan limited to one token, or to several, as the calls of a cluster have."""
     first = None if landmarks.first is None else plan.by_path.get(landmarks.first)
     for axis, size in enumerate(() if first is None else first.sizes):
@@ -157,7 +158,7 @@ def _of_that_kind(plan: Plan, cluster: Cluster, landmarks: Landmarks) -> Plan:
     return plan
 
 
-def _at_least(plan: Plan, name: str, minimum: int) -> Plan:
+def _at_least(plan: BoundPlan, name: str, minimum: int) -> BoundPlan:
     variable = plan.variable(name)
     smallest = min(size for size in variable.seen if size is not None)
     return plan.range(name, max(variable.minimum, min(minimum, smallest)), variable.maximum)

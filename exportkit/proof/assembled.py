@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import Arguments, recorded_call
+from exportkit.calls.call import Call
 from exportkit.onnx_files.onnx_model import OnnxModel
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.report import Row
 from exportkit.trees import Tree, join
 
-RowOf = Callable[[Row, Arguments, Mapping[str, torch.Tensor], float, Callable[[], Any]], Row]
+RowOf = Callable[[Row, Call, Mapping[str, torch.Tensor], float, Callable[[], Any]], Row]
 
 
 def assembled_rows(onnx_model: OnnxModel, row_of: RowOf) -> Iterator[Row]:
@@ -37,25 +37,24 @@ def assembled_rows(onnx_model: OnnxModel, row_of: RowOf) -> Iterator[Row]:
             index = next((c.index for c in exported.observation.calls if _was_given(c.tensors(), made)), None)
             if index is None:
                 continue
-            whole = recorded_call(exported.observation, index)
-            values = _without(whole, set(made)) | recorded_call(part.exported.observation, fed).copies()
+            whole = exported.observation.calls[index]
+            values = _without(whole, set(made)) | call.copies()
             row = Row("assembled", f"{index} from {name} {fed}", {}, "proven")
-            recorded = exported.observation.calls[index]
-            yield row_of(row, whole, recorded.outputs.tensors(), recorded.latency, lambda v=values: onnx_model(**v))
+            yield row_of(row, whole, whole.outputs.tensors(), whole.latency, lambda v=values: onnx_model(**v))
 
 
 def _was_given(given: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]) -> bool:
     return bool(made) and all(path in given and torch.equal(given[path], tensor) for path, tensor in made.items())
 
 
-def _without(arguments: Arguments, made: set[str]) -> dict[str, Any]:
+def _without(arguments: Call, made: set[str]) -> dict[str, Any]:
     """The arguments by name, but for those that hold nothing else than what a part made."""
     values = arguments.copies()
-    caught = arguments.observation.signature.var_keyword
+    caught = arguments.signature.var_keyword
     kept = {
         name: value
         for name, value in values.items()
-        if name != caught and not _is_made(name, arguments.trees[name], made)
+        if name != caught and not _is_made(name, arguments.arguments[name], made)
     }
     return kept | dict(values.get(caught, {}) if caught else {})
 

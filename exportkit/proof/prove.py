@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import Arguments, recorded_call
+from exportkit.calls.call import Call
 from exportkit.divergence.locator import Locator
 from exportkit.errors import ExportkitError
 from exportkit.folder.saved import Case, Saved, check_files, unseen_cases
@@ -71,7 +71,7 @@ def verify_programs(programs: OnnxPrograms, unseen: bool = True) -> Report:
     for name, program in programs.programs.items():
         observation = program.exported.observation
         for index, number in enumerate(programs.split.calls[name] if observation.has_values else ()):
-            args, kwargs = recorded_call(observation, index).call()
+            args, kwargs = observation.calls[index].args_kwargs()
             row = _recorded_row(program, index, lambda args=args, kwargs=kwargs: programs(*args, **kwargs))
             rows.append((number, replace(row, label=f"{number} ({name})")))
     return Report(
@@ -84,8 +84,7 @@ def _recorded_row(onnx_model: OnnxModel, index: int, run: Callable[[], Any] | No
     call = exported.observation.calls[index]
     shapes = {path: tuple(tensor.shape) for path, tensor in call.tensors().items()}
     row = Row("recorded", str(index), solve_sizes(exported.plan, shapes), "proven")
-    arguments = recorded_call(exported.observation, index)
-    return _row(onnx_model, row, arguments, call.outputs.tensors(), call.latency, run)
+    return _row(onnx_model, row, call, call.outputs.tensors(), call.latency, run)
 
 
 def _unseen_row(onnx_model: OnnxModel, case: Case) -> Row:
@@ -97,7 +96,7 @@ def _unseen_row(onnx_model: OnnxModel, case: Case) -> Row:
     return _stepwise_row(onnx_model, row, case.arguments) if row.status == "differs" else row
 
 
-def _stepwise_row(onnx_model: OnnxModel, row: Row, arguments: Arguments) -> Row:
+def _stepwise_row(onnx_model: OnnxModel, row: Row, arguments: Call) -> Row:
     """The row of a call with several new tokens with the model run token by token, if the graph equals that."""
     exported = onnx_model.exported
     if not isinstance(exported, Exported):
@@ -115,12 +114,12 @@ def _stepwise_row(onnx_model: OnnxModel, row: Row, arguments: Arguments) -> Row:
 def _row(
     onnx_model: OnnxModel,
     row: Row,
-    arguments: Arguments,
+    arguments: Call,
     expected: Mapping[str, torch.Tensor],
     eager_seconds: float,
     run: Callable[[], Any] | None = None,
 ) -> Row:
-    args, kwargs = arguments.call()
+    args, kwargs = arguments.args_kwargs()
     compare = functools.partial(compare_outputs, onnx_model, arguments)
     locator = functools.partial(Locator, onnx_model, arguments, expected, compare)
     started = time.perf_counter()
@@ -146,7 +145,7 @@ def _row(
 
 
 def compare_outputs(
-    onnx_model: OnnxModel, arguments: Arguments, expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]
+    onnx_model: OnnxModel, arguments: Call, expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]
 ) -> Iterator[Difference]:
     """Yields one difference for each output leaf; positions that the call's attention mask hides are left out."""
     mask = find_mask(arguments.tensors())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import Arguments
+from exportkit.calls.call import Call
 from exportkit.onnx_files.onnx_model import OnnxModel
 from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
@@ -20,7 +20,7 @@ from exportkit.trees import flatten, join
 
 
 def stepwise_outputs(
-    onnx_model: OnnxModel, arguments: Arguments, sizes: Mapping[str, int]
+    onnx_model: OnnxModel, arguments: Call, sizes: Mapping[str, int]
 ) -> dict[str, torch.Tensor] | None:
     """Returns what the model returns for the new tokens one by one, by path, or None if it has no state to go on from.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.modules import buffer_table
-from exportkit.arguments.build import Arguments
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
 from exportkit.trees import flatten
@@ -19,7 +19,7 @@ from exportkit.trees import flatten
 Around = Callable[[dict[str, Any], Callable[[Mapping[str, Any]], Any]], Any]
 
 
-def run_eager(model: torch.nn.Module, method: str, arguments: Arguments, around: Around | None = None) -> Any:
+def run_eager(model: torch.nn.Module, method: str, arguments: Call, around: Around | None = None) -> Any:
     """Returns what ``model.<method>`` returns for copies of the arguments.
 
     Args:
@@ -34,7 +34,7 @@ def run_eager(model: torch.nn.Module, method: str, arguments: Arguments, around:
     target = model if method == "forward" else getattr(model, method)
 
     def call(values: Mapping[str, Any]) -> Any:
-        args, kwargs = arguments.observation.signature.unbind(values)
+        args, kwargs = arguments.signature.unbind(values)
         return target(*args, **kwargs)
 
     values = arguments.copies()
@@ -54,7 +54,7 @@ def replayed(observation: Observation, model: torch.nn.Module, method: str) -> O
     calls = []
     for call in observation.calls:
         try:
-            outputs = flatten(run_eager(model, method, Arguments(call.arguments, observation)))
+            outputs = flatten(run_eager(model, method, call))
         except Exception:
             calls.append(call)
             continue
@@ -62,7 +62,7 @@ def replayed(observation: Observation, model: torch.nn.Module, method: str) -> O
     return replace(observation, calls=tuple(calls), has_values=True)
 
 
-def replaced_buffer(model: torch.nn.Module, method: str, arguments: Arguments) -> str | None:
+def replaced_buffer(model: torch.nn.Module, method: str, arguments: Call) -> str | None:
     """Returns the name of a buffer that the model replaces by another one for these arguments; None if there is none.
 
     An example is a table of positions that is made longer when it is needed. A graph has the one that it was traced

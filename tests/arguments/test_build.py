@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import exportkit
-from exportkit.arguments.build import build_arguments
+from exportkit.arguments.build import build_call
 from exportkit.plan.sizes import choose_sizes
 
 
@@ -46,7 +46,7 @@ def test_arguments_satisfy_the_plan_at_distinct_sizes(tables):
     observer = observed(tables)
     plan = observer.plan(probe=False)
     chosen = choose_sizes(plan)
-    tensors = build_arguments(plan, observer.observation, chosen).tensors()
+    tensors = build_call(plan, observer.observation, chosen).tensors()
     shapes = plan.shapes(chosen)
     assert {path: tuple(tensor.shape) for path, tensor in tensors.items()} == shapes
     dynamic = {str(size): size.evaluate(chosen) for leaf in plan.leaves for size in leaf.sizes if not size.is_static}
@@ -74,7 +74,7 @@ def test_counters_of_windows_follow_the_length_of_the_cache():
         model.generate(torch.randint(3, 60, (1, 9)), max_new_tokens=3, do_sample=False, pad_token_id=0)
     plan = observer.plan()
     chosen = {**choose_sizes(plan), "past_sequence": 4}
-    cache = build_arguments(plan, plan.calls, chosen).values()["past_key_values"]
+    cache = build_call(plan, plan.observation, chosen).values()["past_key_values"]
     assert cache.get_seq_length() == 4
     assert cache.layers[0].keys.shape[2] == 4
 
@@ -82,8 +82,8 @@ def test_counters_of_windows_follow_the_length_of_the_cache():
 def test_arguments_can_be_changed_by_the_model_without_changing_the_recorded_calls():
     observer = observed([[(2, 3), (4, 3)]])
     plan = observer.plan(probe=False)
-    arguments = build_arguments(plan, observer.observation, {"batch": 2})
-    _, kwargs = arguments.call()
+    arguments = build_call(plan, observer.observation, {"batch": 2})
+    _, kwargs = arguments.args_kwargs()
     kwargs["x0"].add_(1)
     assert not bool(arguments.tensors()["tensors.x0"].any())
     assert not bool(observer.observation.calls[0].tensors()["tensors.x0"].any())

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import exportkit
-from exportkit.arguments.build import build_arguments
+from exportkit.arguments.build import build_call
 from exportkit.arguments.tensors import with_tokens
 from exportkit.errors import ArgumentError
 from exportkit.plan.placeholder import Placeholder, needed_tokens, tokens_fit
@@ -40,7 +40,7 @@ def test_the_rows_are_a_variable_of_their_own(plan):
 
 def test_built_arguments_have_as_many_placeholders_as_rows(plan):
     sizes = {variable.name: 3 for variable in plan.variables} | {"feature_rows": 5}
-    tensors = build_arguments(plan, plan.calls, sizes).tensors()
+    tensors = build_call(plan, plan.observation, sizes).tensors()
     assert tensors[ROWS].shape[0] == 5
     assert int((tensors["tokens"] == 7).sum()) == 5
 
@@ -48,7 +48,7 @@ def test_built_arguments_have_as_many_placeholders_as_rows(plan):
 def test_more_rows_than_tokens_are_an_error(plan):
     sizes = {variable.name: 2 for variable in plan.variables} | {"feature_rows": 4}
     with pytest.raises(ArgumentError) as error:
-        build_arguments(plan, plan.calls, sizes)
+        build_call(plan, plan.observation, sizes)
     assert str(error.value) == (
         "The token ids have no room for their placeholders.\n"
         "  where: tokens\n"

@@ -39,13 +39,16 @@ def _takes(x, side=Side.LEFT, /, *args, scale=float("inf"), made_by=len, **kwarg
     """Has a parameter of each kind."""
 
 
+SIGNATURE = Signature(("x",), None, None, {}, frozenset())
+
+
 def _observation(*values, outputs=None):
     """Returns an observation of a method with the one input x, which was given these values."""
     calls = [
-        Call(index, {"x": flatten(value)}, frozenset({"x"}), flatten(outputs), 0.5)
+        Call({"x": flatten(value)}, SIGNATURE, frozenset({"x"}), flatten(outputs), index, 0.5)
         for index, value in enumerate(values)
     ]
-    return Observation(Signature(("x",), None, None, {}, frozenset()), tuple(calls))
+    return Observation(SIGNATURE, tuple(calls))
 
 
 def _given(observation, index=0):
