@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from exportkit.divergence.graph_run import GraphRun, Node
-from exportkit.module_traces.distance import unit_of
 from exportkit.module_traces.judge import PEAK, ROUNDING
+from exportkit.running.compare import unit_of
 
 EQUAL = "it chooses among equal values: torch leaves open which of them top-k takes, ONNX takes the first"
 CLOSE = "it chooses among values that are equal up to rounding"
@@ -35,7 +35,7 @@ def reason_of_choice(run: GraphRun, node: Node, expected: torch.Tensor, got: tor
     if apart == 0:
         return EQUAL
     scale = values.to(torch.float64).square().mean().sqrt().item()
-    return CLOSE if apart <= PEAK * ROUNDING * unit_of(str(values.dtype)) * scale else None
+    return CLOSE if apart <= PEAK * ROUNDING * unit_of(values.dtype) * scale else None
 
 
 def _axis(values: torch.Tensor, indices: torch.Tensor) -> int | None:

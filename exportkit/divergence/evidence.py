@@ -16,12 +16,12 @@ from exportkit.divergence.choices import reason_of_choice
 from exportkit.divergence.graph_run import GraphRun, Inside, Node
 from exportkit.divergence.located import Located, Stage, Suspect
 from exportkit.divergence.on_graph import OnGraph
-from exportkit.module_traces.distance import distance, located
 from exportkit.module_traces.judge import JUMP
 from exportkit.module_traces.records import ModuleCall
 from exportkit.module_traces.steps import Compared, Step
 from exportkit.module_traces.trace import Trace
 from exportkit.module_traces.visible import Padding
+from exportkit.running.compare import distance, position_of_largest
 
 _SUSPECTS = 5
 
@@ -116,7 +116,7 @@ class Evidence:
         if name not in self.run.values:
             return None
         tensor = self._expected(step)
-        return located(tensor, self.run.values[name], self.visible(tensor))
+        return position_of_largest(tensor, self.run.values[name], self.visible(tensor))
 
     def _reason(self, step: Step, name: str, node: Node | None) -> str:
         if node is None or name not in node.outputs:

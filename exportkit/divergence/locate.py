@@ -23,8 +23,9 @@ from exportkit.divergence.on_graph import OnGraph, compare_with_graph
 from exportkit.divergence.translate_again import error_of_translation
 from exportkit.divergence.weights import changed_weight
 from exportkit.errors import InvalidRequestError, InvalidTypeError, RuntimeFailure
-from exportkit.module_traces.distance import distance
 from exportkit.module_traces.judge import JUMP
+from exportkit.running.compare import distance
+from exportkit.running.session import Session
 from exportkit.trees import join
 
 EXPORT, BEFORE, AFTER, RUNTIME = "torch.export", "ONNX before optimisation", "ONNX after optimisation", "onnxruntime"
@@ -116,7 +117,7 @@ class _Search:
         return self._of_onnx()
 
     def _of_onnx(self) -> Located:
-        from exportkit.divergence.onnx_run import graph_inputs, nodes_of, read_onnx, run_onnx, run_session, session_of
+        from exportkit.divergence.onnx_run import graph_inputs, nodes_of, read_onnx, run_onnx
 
         proto, folder = read_onnx(self._parts.onnx)
         feeds = self._calling.feeds(graph_inputs(proto))
@@ -129,7 +130,7 @@ class _Search:
         self._check_paths(found)
         after = _stage(AFTER, found)
         if after.outcome == "agrees":
-            results = run_session(session_of(proto.SerializeToString(), folder), feeds)
+            results = Session(proto.SerializeToString(), folder).run(feeds)
             return self._of_runtime(run, found, after, results)
         return self._first_of(run, found, after, (proto, folder))
 

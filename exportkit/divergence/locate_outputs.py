@@ -13,10 +13,11 @@ import torch
 
 from exportkit.divergence.graph_run import Node
 from exportkit.divergence.located import Located, Stage
-from exportkit.divergence.onnx_run import nodes_of, read_onnx, run_session, session_of
-from exportkit.module_traces.distance import distance, unit_of
+from exportkit.divergence.onnx_run import nodes_of, read_onnx
 from exportkit.module_traces.judge import JUMP, ROUNDING
 from exportkit.module_traces.visible import Padding
+from exportkit.running.compare import distance, unit_of
+from exportkit.running.session import Session
 
 NAME = "ONNX or onnxruntime"
 _SHOWN = 4
@@ -42,7 +43,7 @@ def locate_outputs(
         RuntimeFailure: if onnxruntime refuses it.
     """
     proto, folder = read_onnx(graph)
-    results = run_session(session_of(proto.SerializeToString(), folder), inputs)
+    results = Session(proto.SerializeToString(), folder).run(inputs)
     visible = Padding.of_tensors(inputs.items())
     errors = {name: distance(tensor, results[name], visible(tensor)).rms for name, tensor in expected.items()}
     close = {name for name, error in errors.items() if error <= JUMP * ROUNDING * unit_of(str(expected[name].dtype))}

@@ -77,7 +77,7 @@ class Locator:
             return replace(found, stage=MODEL, reason=CHANGED)
         args, kwargs = self.arguments.args_kwargs()
         results = self.onnx_model.session.run(self.onnx_model.feeds(*args, **kwargs))
-        graph = dict(zip(self.onnx_model.file.outputs.values(), results, strict=True))
+        graph = {self.onnx_model.file.outputs[name]: tensor for name, tensor in results.items()}
         known = as_simplified(returned, self.onnx_model.exported.joined_outputs, ())
         wrong = [d for d in self.compare(known, graph) if d.reason is not None and d.path in self.wrong]
         if wrong:

@@ -16,11 +16,11 @@ from typing import Literal, Protocol
 import torch
 
 from exportkit.divergence.graph_run import GraphRun, Inside
-from exportkit.module_traces.distance import Distance, distance, is_reordered, unit_of
 from exportkit.module_traces.first_step import first_step, is_known, judged
 from exportkit.module_traces.records import ModuleCall, TensorRecord
 from exportkit.module_traces.steps import Compared, Leaf, Step
 from exportkit.module_traces.trace import Trace
+from exportkit.running.compare import Distance, distance, is_reordered, unit_of
 
 # A value this close to a tensor of the model is that tensor, whatever the rounding.
 _CLOSE = 1e-3

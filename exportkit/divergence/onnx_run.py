@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exportkit.divergence.graph_run import GraphRun, Node, Scope
-from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
+from exportkit.errors import InvalidRequestError, InvalidTypeError
+from exportkit.running.session import Session
 
 if TYPE_CHECKING:
     import onnx
@@ -25,8 +26,6 @@ _PREFIX = "pkg.torch.onnx."
 _NO_TENSOR = ("Sequence", "SplitToSequence", "Optional")
 # What torch writes in place of a module for nodes that it made itself.
 _NO_MODULE = "_empty_nn_module_stack"
-_FOLDER = "session.model_external_initializers_file_folder_path"
-_BFLOAT16 = 16  # TensorProto.BFLOAT16
 
 
 def read_onnx(source: Any) -> tuple[onnx.ModelProto, Path | None]:
@@ -73,71 +72,15 @@ def run_onnx(model: onnx.ModelProto, folder: Path | None, inputs: Mapping[str, t
     for name in wanted:
         model.graph.output.add().name = name
     try:
-        session = session_of(model.SerializeToString(), folder, optimised=False)
+        session = Session(model.SerializeToString(), folder, optimised=False)
     finally:
         del model.graph.output[len(outputs) :]
-    return GraphRun(nodes, {**inputs, **run_session(session, inputs)}, tuple(inputs), outputs)
+    return GraphRun(nodes, {**inputs, **session.run(inputs)}, tuple(inputs), outputs)
 
 
 def nodes_of(model: onnx.ModelProto) -> Iterable[Node]:
     """Returns the nodes of an ONNX model, with the modules that they come from."""
     return _nodes(model.graph)
-
-
-def session_of(model: bytes, folder: Path | None, optimised: bool = True) -> Any:
-    """Returns an onnxruntime session.
-
-    Args:
-        model: The serialised model.
-        folder: Where its external weights are, if it has any.
-        optimised: Whether onnxruntime may rewrite the graph.
-
-    Raises:
-        MissingPackageError: if onnxruntime is not installed.
-        RuntimeFailure: if it cannot load the model.
-    """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingPackageError(
-            "onnxruntime is not installed, so an ONNX model cannot be run.", hint='pip install "exportkit[runtime]"'
-        ) from error
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what fails is raised, not printed
-    options.intra_op_num_threads = torch.get_num_threads()
-    if folder is not None:
-        options.add_session_config_entry(_FOLDER, str(folder))
-    if not optimised:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.add_session_config_entry("session.disable_prepacking", "1")  # for one run it is not worth its time
-    try:
-        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise RuntimeFailure("onnxruntime cannot load the model.", got=_first_line(error)) from error
-
-
-def run_session(session: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the outputs by name.
-
-    Args:
-        session: The session.
-        inputs: Tensors by name of the graph's input; others than those are left out.
-
-    Raises:
-        InvalidRequestError: if an input is missing.
-        RuntimeFailure: if onnxruntime refuses the call.
-    """
-    names = [value.name for value in session.get_inputs()]
-    missing = [name for name in names if name not in inputs]
-    if missing:
-        raise InvalidRequestError("The ONNX model needs another input.", where=missing[0], got=", ".join(inputs))
-    outputs = [value.name for value in session.get_outputs()]
-    try:
-        results = session.run_with_ort_values(outputs, {name: _to_runtime(inputs[name]) for name in names})
-    except Exception as error:
-        shapes = ", ".join(f"{name} {tuple(inputs[name].shape)}" for name in names)
-        raise RuntimeFailure("onnxruntime refused the call.", where=shapes, got=_first_line(error)) from error
-    return {name: _to_torch(value) for name, value in zip(outputs, results, strict=True)}
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterable[Node]:
@@ -175,27 +118,8 @@ def _tensors(graph: onnx.GraphProto, outputs: set[str]) -> list[str]:
     return [name for node in nodes for name in node.output if name and name not in outputs]
 
 
-def _to_runtime(tensor: torch.Tensor) -> Any:
-    import onnxruntime
-
-    plain = tensor.detach().cpu().contiguous()
-    if plain.dtype is torch.bfloat16:
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(plain.view(torch.uint16).numpy(), _BFLOAT16)
-    return onnxruntime.OrtValue.ortvalue_from_numpy(plain.numpy())
-
-
-def _to_torch(value: Any) -> torch.Tensor:
-    if value.data_type() == "tensor(bfloat16)":
-        return torch.utils.dlpack.from_dlpack(value).clone()
-    return torch.from_numpy(value.numpy())
-
-
 def _named(source: Any) -> str:
     return str(source) if isinstance(source, str | Path) else "serialised model"
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:500]
 
 
 def graph_inputs(model: onnx.ModelProto) -> Sequence[str]:

@@ -12,9 +12,8 @@ from exportkit._torch_compat.graph import schema_of
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.divergence.graph_run import GraphRun, Node, Scope
 from exportkit.errors import InvalidRequestError
+from exportkit.running.program import run_nodes, state_of
 from exportkit.trees import registered_caches
-
-_STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
 
 
 def run_program(program: torch.export.ExportedProgram, inputs: Mapping[str, Any]) -> GraphRun:
@@ -28,18 +27,26 @@ def run_program(program: torch.export.ExportedProgram, inputs: Mapping[str, Any]
         InvalidRequestError: if an input that the program uses is missing.
     """
     graph = program.graph_module.graph
-    given = {**state_of(program), **inputs}
+    given = {name: _copied(value) for name, value in {**state_of(program), **inputs}.items()}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     missing = [node.name for node in placeholders if node.name not in given and node.users]
     if missing:
         raise InvalidRequestError(
             "The program needs an input that was not given.", where=missing[0], got=", ".join(inputs) or "nothing"
         )
-    recorder = _Recorder(program.graph_module, copies=_writes(graph))
-    with torch.no_grad():
-        recorder.run(*(_copied(given.get(node.name)) for node in placeholders), enable_io_processing=False)
+    copies = _writes(graph)
+    values: dict[str, torch.Tensor] = {}
+    numbers: dict[str, Any] = {}
+
+    def keep(node: torch.fx.Node, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            values[node.name] = value.clone() if copies else value
+        elif isinstance(value, bool | int | float):
+            numbers[node.name] = value
+
+    run_nodes(program, given, keep)
     nodes = tuple(_node(node) for node in graph.nodes if node.op in ("call_function", "call_module", "get_attr"))
-    return GraphRun(nodes, recorder.values, tuple(inputs), _outputs(program), recorder.numbers)
+    return GraphRun(nodes, values, tuple(inputs), _outputs(program), numbers)
 
 
 def program_inputs(
@@ -66,30 +73,6 @@ def program_inputs(
             hint="give the arguments that the program was traced with, with other values.",
         )  # fmt: skip
     return {spec.arg.name: leaf for spec, leaf in zip(specs, leaves, strict=True)}
-
-
-class _Recorder(torch.fx.Interpreter):
-    """Runs a graph, and keeps the tensors that its nodes return."""
-
-    def __init__(self, module: torch.fx.GraphModule, copies: bool) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.values: dict[str, torch.Tensor] = {}
-        self.numbers: dict[str, Any] = {}
-        self._copies = copies
-
-    def run_node(self, node: torch.fx.Node) -> Any:
-        result = super().run_node(node)
-        if isinstance(result, torch.Tensor):
-            self.values[node.name] = result.clone() if self._copies else result
-        elif isinstance(result, bool | int | float):
-            self.numbers[node.name] = result
-        return result
-
-
-def state_of(program: torch.export.ExportedProgram) -> dict[str, Any]:
-    """Returns parameters, buffers and constants by name of the node that stands for each."""
-    known: dict[str, Any] = {**program.state_dict, **program.constants}
-    return {spec.arg.name: known[spec.target] for spec in program.graph_signature.input_specs if spec.kind in _STATE}
 
 
 def _copied(value: Any) -> Any:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from exportkit.divergence.graph_run import GraphRun, Inside
-from exportkit.divergence.onnx_run import read_onnx, run_session, session_of
-from exportkit.module_traces.distance import distance
+from exportkit.divergence.onnx_run import read_onnx
+from exportkit.running.compare import distance
+from exportkit.running.session import Session
 
 
 def error_of_translation(program: torch.export.ExportedProgram, run: GraphRun, inside: Inside) -> float:
@@ -37,9 +38,8 @@ def error_of_translation(program: torch.export.ExportedProgram, run: GraphRun, i
         translated = torch.onnx.export(part, (), verbose=False, optimize=False)
     proto, folder = read_onnx(translated)
     names = [value.name for value in proto.graph.input]
-    results = run_session(
-        session_of(proto.SerializeToString(), folder, optimised=False), dict(zip(names, inputs.values(), strict=True))
-    )
+    session = Session(proto.SerializeToString(), folder, optimised=False)
+    results = session.run(dict(zip(names, inputs.values(), strict=True)))
     expected = [run.values[name] for name in inside.leaving if name in run.values]
     return max((distance(a, b).rms for a, b in zip(expected, results.values(), strict=True)), default=math.nan)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from exportkit.divergence.graph_run import Inside
-from exportkit.divergence.program_run import state_of
+from exportkit.running.program import state_of
 
 if TYPE_CHECKING:
     import onnx

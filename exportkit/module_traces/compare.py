@@ -15,20 +15,13 @@ import torch
 from exportkit.errors import InvalidRequestError
 from exportkit.module_traces.align import Pair, align_calls
 from exportkit.module_traces.comparison import Comparison, ModuleRow, TensorRow
-from exportkit.module_traces.distance import (
-    TF32_UNIT,
-    Distance,
-    distance,
-    distance_of_statistics,
-    located,
-    same_content,
-    unit_of,
-)
+from exportkit.module_traces.distance import distance_of_statistics, same_content
 from exportkit.module_traces.judge import judge
 from exportkit.module_traces.records import ModuleCall, TensorRecord
 from exportkit.module_traces.steps import Compared, Leaf, Step
 from exportkit.module_traces.trace import Trace
 from exportkit.module_traces.visible import Padding
+from exportkit.running.compare import TF32_UNIT, Distance, distance, position_of_largest, unit_of
 
 _Matched = list[tuple[TensorRecord, TensorRecord]]
 
@@ -115,7 +108,7 @@ class _Comparing:
             return None
         one = self._first.tensor(a)
         call = next(call for call in self._first.calls if call.index == step.call)
-        return located(one, self._second.tensor(b), self._visible(call, one))
+        return position_of_largest(one, self._second.tensor(b), self._visible(call, one))
 
     def _notes(self) -> Any:
         for name, trace in (("first", self._first), ("second", self._second)):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from exportkit.module_traces.distance import Distance
+from exportkit.running.compare import Distance
 
 Verdict = Literal["equal", "close", "carried", "unknown", "differs"]
 

@@ -11,6 +11,7 @@ import torch
 
 from exportkit.module_traces.records import ModuleCall
 from exportkit.module_traces.trace import Trace
+from exportkit.running.compare import visible_tail
 
 
 class Padding:
@@ -61,8 +62,4 @@ class Padding:
         if shape[0] == batch * length:  # all tokens in one axis
             return mask.reshape(-1, *(1 for _ in shape[1:]))
         axis = 2 if len(shape) == 4 and shape[2] <= length and shape[1] != length else 1
-        size = shape[axis]
-        if not 1 < size <= length:
-            return None
-        tail = mask[:, length - size :]
-        return tail.reshape(batch, *(size if i == axis else 1 for i in range(1, len(shape))))
+        return visible_tail(mask, axis, shape) if 1 < shape[axis] <= length else None

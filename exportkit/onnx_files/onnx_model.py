@@ -11,11 +11,12 @@ import torch
 
 from exportkit.calls.signature import Signature
 from exportkit.errors import ArgumentError, UnregisteredClassError
-from exportkit.onnx_files.translate import OnnxFile, tensor_placeholders
+from exportkit.onnx_files.translate import OnnxFile
 from exportkit.plan.plan import Plan
 from exportkit.probing.echoes import value_at
 from exportkit.probing.missing import dependent_outputs, fill_missing, solve_sizes
 from exportkit.probing.simplify import as_simplified, with_split_lists
+from exportkit.running.program import tensor_placeholders
 from exportkit.running.session import Session
 from exportkit.trees import Tree, flatten, join, set_stored_length
 
@@ -77,7 +78,7 @@ class OnnxModel:
         given = self._given(args, kwargs)
         feeds = self._completed(given)
         results = self.session.run(feeds)
-        returned: dict[str, torch.Tensor | None] = dict(zip(self.file.outputs.values(), results, strict=True))
+        returned: dict[str, torch.Tensor | None] = {self.file.outputs[name]: t for name, t in results.items()}
         absent = [path for path, source in self._dependent.items() if source not in given and path in returned]
         outputs = self._with_echoes(self.structured({**returned, **dict.fromkeys(absent)}), args, kwargs, given)
         return self._counted(outputs, {self.file.inputs[name]: tensor for name, tensor in feeds.items()})

@@ -28,6 +28,7 @@ from exportkit.rewrites.any_length import operators_at_any_length
 from exportkit.rewrites.attributes import replaced_attributes
 from exportkit.rewrites.library_patches import library_translations
 from exportkit.rewrites.rules import LIBRARY_PATCHES, applied
+from exportkit.running.program import tensor_placeholders
 from exportkit.trees import registered_caches
 
 if TYPE_CHECKING:
@@ -169,17 +170,6 @@ def _name_values(graph: onnx_ir.Graph, captured: Captured) -> tuple[dict[str, st
     for value, name in zip(graph.outputs, outputs, strict=True):
         value.name = name
     return inputs, outputs
-
-
-def tensor_placeholders(program: torch.export.ExportedProgram) -> list[str]:
-    """Returns the names of the nodes that stand for the inputs which are tensors, in order."""
-    specs = program.graph_signature.input_specs
-    return [
-        spec.arg.name
-        for spec in specs
-        if spec.kind is torch.export.graph_signature.InputKind.USER_INPUT
-        and isinstance(spec.arg, torch.export.graph_signature.TensorArgument)
-    ]
 
 
 def _axis_names(captured: Captured, plan: Plan) -> dict[str, str]:

@@ -24,7 +24,7 @@ from exportkit.onnx_files.onnx_programs import OnnxPrograms
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import fill_missing
 from exportkit.probing.planning import plan_calls
-from exportkit.running.compare import find_mask, visible_by_shape
+from exportkit.running.compare import compare_tensors, find_mask, visible_by_shape
 from exportkit.running.session import Session
 
 
@@ -102,7 +102,7 @@ def _paths_of_inputs(session: Session, observation: Observation) -> dict[str, st
     """Leaf path by name of the graph's input: by exportkit's names, by torch's (``x_a_0``), else by order."""
     paths = observation.tensor_paths()
     by_name = dict(zip(input_names(paths), paths, strict=True)) | {_torch_name(path): path for path in paths}
-    names = list(session.inputs)
+    names = session.inputs
     if all(name in by_name for name in names):
         return {name: by_name[name] for name in names}
     if len(names) == len(paths):
@@ -141,7 +141,7 @@ def _attempt(
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     started = time.perf_counter()
     try:
-        outputs = session.run(feeds)
+        outputs = list(session.run(feeds).values())
     except ExportkitError as error:
         return {"SUCCESS": False, "error": str(error), "ort_duration": time.perf_counter() - started}, []
     duration = time.perf_counter() - started
@@ -171,8 +171,8 @@ def _verdict(
         error = _mismatch(a, b)
         if a is None or error:
             return {"SUCCESS": False, "error": error}
-        far, share = _distance(a, b, tolerance.rtol, visible_by_shape(mask, tuple(a.shape)))
-        absolute, relative = max(absolute, far), max(relative, share)
+        found = compare_tensors("", a, b, visible_by_shape(mask, tuple(a.shape)), offset=tolerance.rtol)
+        absolute, relative = max(absolute, found.absolute), max(relative, found.relative)
     success = absolute <= tolerance.atol and relative <= tolerance.rtol
     return {"SUCCESS": success, "error": "", "abs": absolute, "rel": relative}
 
@@ -185,22 +185,6 @@ def _mismatch(expected: torch.Tensor | None, got: torch.Tensor) -> str:
     if expected.dtype != got.dtype:
         return f"not the same type: {expected.dtype} and {got.dtype}"
     return ""
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor, rtol: float, visible: torch.Tensor | None) -> tuple[float, float]:
-    """Largest absolute and relative difference; equal values, NaN on both sides, and padding are 0 apart."""
-    if a.numel() == 0:
-        return 0.0, 0.0
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.detach().cpu().to(wide), b.detach().cpu().to(wide)
-    same = (a == b) | (a.isnan() & b.isnan())
-    if visible is not None:
-        same = same | ~visible.cpu()
-    far = torch.where(same, 0.0, (a - b).abs())
-    far = torch.where(far.isnan(), torch.inf, far)  # NaN or an infinity on one side only
-    share = torch.where(same, 0.0, far / (a.abs() + rtol))
-    share = torch.where(share.isnan(), torch.inf, share)
-    return far.max().item(), share.max().item()
 
 
 def _tracked(calls: Sequence[Call], progress_bar: bool) -> Iterable[Call]:

@@ -1,4 +1,4 @@
-"""From recorded calls to a plan: sizes suggest it, the model confirms it, and findings say what a person should know."""
+"""From recorded calls to a plan: sizes suggest it, running the model confirms it, and findings say the rest."""
 
 from __future__ import annotations
 

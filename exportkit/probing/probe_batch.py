@@ -22,7 +22,7 @@ from exportkit.plan.plan import Finding, Plan, Variable
 from exportkit.plan.table import AxisKey, CallTable, known
 from exportkit.probing.ask import AskedModel
 from exportkit.probing.simplify import as_simplified, lists_of_many
-from exportkit.running.tolerances import close
+from exportkit.running.compare import close
 from exportkit.trees import Tree, join
 
 _MOST_CHOICES = 32  # ways to choose the batch axes that are tried, an eager run or two each

@@ -16,7 +16,7 @@ from exportkit.calls.observation import Observation
 from exportkit.plan.plan import Finding, Plan
 from exportkit.probing.ask import AskedModel
 from exportkit.probing.missing import solve_sizes
-from exportkit.running.tolerances import outputs_close
+from exportkit.running.compare import outputs_close
 from exportkit.trees import flatten, is_cache_class, stored_length
 
 MASK = "attention_mask"

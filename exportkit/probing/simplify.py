@@ -20,8 +20,8 @@ from exportkit.calls.observation import Observation
 from exportkit.calls.seen import SeenShapes
 from exportkit.probing.ask import AskedModel
 from exportkit.probing.echoes import find_echoes, first_step
+from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed
-from exportkit.running.tolerances import outputs_close
 from exportkit.trees import Tree, is_cache_class, join, with_list
 
 _MEMBER = re.compile(r"^(?P<list>.+)\[(?P<index>\d+)\]$")
@@ -176,7 +176,7 @@ def _same(asked: AskedModel, call: Call, change: Callable[[torch.Tensor], torch.
 def _returns(call: Call, outputs: Mapping[str, torch.Tensor]) -> bool:
     """Whether outputs are those of a call, echoes left out."""
     expected = call.outputs.tensors()
-    return outputs_close(expected, {path: tensor for path, tensor in outputs.items() if path in expected})
+    return outputs_close(expected, outputs)
 
 
 def _without_echoes(observation: Observation, echoes: Mapping[str, str]) -> Observation:

@@ -17,12 +17,12 @@ import sympy
 from exportkit._torch_compat.symbolic_shapes import ShapeGuard, input_axes, shape_guards
 from exportkit.arguments.build import build_call
 from exportkit.errors import ExportError
-from exportkit.onnx_files.translate import tensor_placeholders
 from exportkit.plan.plan import Finding, Plan
 from exportkit.plan.sizes import unseen_sizes
 from exportkit.probing.missing import solve_sizes
 from exportkit.programs.places import Place, is_model_code
 from exportkit.running.eager import replaced_buffer
+from exportkit.running.program import tensor_placeholders
 
 if TYPE_CHECKING:
     from exportkit.programs.exported import Exported

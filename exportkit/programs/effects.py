@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from exportkit._torch_compat.graph import schema_of
 from exportkit.errors import UnregisteredClassError
-from exportkit.onnx_files.translate import tensor_placeholders
 from exportkit.plan.plan import Finding
+from exportkit.running.program import tensor_placeholders
 from exportkit.trees import check_opened
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from exportkit.folder.genai import window_limits
 from exportkit.probing.planning import plan_calls
 from exportkit.programs.exported import Exported
 from exportkit.programs.make import one_graph
+from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager
-from exportkit.running.tolerances import outputs_close
 from exportkit.trees import Tree, flatten, is_cache_class, make_dynamic_cache
 
 

@@ -24,7 +24,7 @@ from exportkit.programs.stages import stage
 from exportkit.proof.assembled import assembled_rows
 from exportkit.proof.report import Report, Row
 from exportkit.proof.stepwise import stepwise_outputs
-from exportkit.running.compare import Difference, compare_tensors, find_mask, visible_positions, visible_tail
+from exportkit.running.compare import Difference, compare_outputs, find_mask, visible_positions, visible_tail
 from exportkit.trees import flatten
 
 _ENOUGH_UNSEEN = 3
@@ -120,7 +120,7 @@ def _row(
     run: Callable[[], Any] | None = None,
 ) -> Row:
     args, kwargs = arguments.args_kwargs()
-    compare = functools.partial(compare_outputs, onnx_model, arguments)
+    compare = functools.partial(_differences, onnx_model, arguments)
     locator = functools.partial(Locator, onnx_model, arguments, expected, compare)
     started = time.perf_counter()
     try:
@@ -144,27 +144,25 @@ def _row(
     )
 
 
-def compare_outputs(
+def _differences(
     onnx_model: OnnxModel, arguments: Call, expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]
 ) -> Iterator[Difference]:
-    """Yields one difference for each output leaf; positions that the call's attention mask hides are left out."""
+    """Returns one difference for each output leaf; positions that the call's attention mask hides are left out."""
     mask = find_mask(arguments.tensors())
     plan, axes = onnx_model.exported.plan, onnx_model.file.output_axes
     names = tuple(map(str, plan.by_path[mask[0]].sizes)) if mask and mask[0] in plan.by_path else ()
     caches = onnx_model.exported.outputs.growing if mask and _covers_past(plan, mask[0]) else {}
     joined = onnx_model.exported.joined_outputs
     expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
-    for path in [*expected, *(path for path in got if path not in expected)]:
-        if path not in got or path not in expected:
-            yield Difference(path, "only the model returns it" if path in expected else "only the graph returns it")
-            continue
-        visible = None
-        if mask is not None and names:
-            shape = tuple(expected[path].shape)
-            visible = visible_positions(mask[1], names, axes.get(path, ()), shape)
-            if path in caches:  # also where a window has cut it, so that its length has no name
-                visible = visible_tail(mask[1], caches[path].axis, shape)
-        yield compare_tensors(path, expected[path], got[path], visible)
+
+    def visible(path: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        if mask is None or not names:
+            return None
+        if path in caches:  # also where a window has cut it, so that its length has no name
+            return visible_tail(mask[1], caches[path].axis, tuple(tensor.shape))
+        return visible_positions(mask[1], names, axes.get(path, ()), tuple(tensor.shape))
+
+    return compare_outputs(expected, got, visible, exactly=True)
 
 
 def _covers_past(plan: Plan, path: str) -> bool:

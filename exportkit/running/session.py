@@ -1,4 +1,4 @@
-"""One onnxruntime session: torch tensors in, torch tensors out, every element type that both sides know."""
+"""Runs ONNX models: the only place that opens onnxruntime sessions, and moves tensors between them and torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.errors import InvalidTypeError, MissingPackageError, RuntimeFailure
+from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
 
 if TYPE_CHECKING:
     import onnxruntime
 
-_TYPES = {
-    "tensor(float)": torch.float32,
-    "tensor(double)": torch.float64,
-    "tensor(float16)": torch.float16,
-    "tensor(bfloat16)": torch.bfloat16,
-    "tensor(int8)": torch.int8,
-    "tensor(int16)": torch.int16,
-    "tensor(int32)": torch.int32,
-    "tensor(int64)": torch.int64,
-    "tensor(uint8)": torch.uint8,
-    "tensor(uint16)": torch.uint16,
-    "tensor(uint32)": torch.uint32,
-    "tensor(uint64)": torch.uint64,
-    "tensor(bool)": torch.bool,
-}
+# What both torch and onnxruntime compute with.
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+)  # fmt: skip
 _BFLOAT16 = 16  # TensorProto.BFLOAT16
+_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def require_onnxruntime() -> Any:
@@ -48,18 +40,32 @@ def require_onnxruntime() -> Any:
 
 
 class Session:
-    """Runs one ONNX model on the CPU.
+    """One ONNX model, run on the CPU.
 
     Args:
         model: Path of a file, or a serialised ModelProto.
-        threads: Number of threads; 0 lets onnxruntime choose.
+        folder: Where the external weights of a serialised model are, if it has any.
+        optimised: Whether onnxruntime may rewrite the graph.
+
+    Attributes:
+        inputs: Names of the graph's inputs.
+        shapes: Shape of each input by name, with the names of dynamic axes.
+        outputs: Names of the graph's outputs.
+
+    Raises:
+        MissingPackageError: if onnxruntime is not installed.
+        RuntimeFailure: if it cannot load the model.
     """
 
-    def __init__(self, model: str | Path | bytes, threads: int = 0) -> None:
-        runtime = require_onnxruntime()
+    def __init__(self, model: str | Path | bytes, folder: Path | None = None, optimised: bool = True) -> None:
+        self._runtime = runtime = require_onnxruntime()
         options = runtime.SessionOptions()
         options.log_severity_level = 4  # what fails is raised, not printed
-        options.intra_op_num_threads = threads
+        if folder is not None:
+            options.add_session_config_entry(_FOLDER, str(folder))
+        if not optimised:
+            options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.add_session_config_entry("session.disable_prepacking", "1")  # not worth its time for a single run
         source = model if isinstance(model, bytes) else str(model)
         try:
             self._session: onnxruntime.InferenceSession = runtime.InferenceSession(
@@ -68,52 +74,59 @@ class Session:
         except Exception as error:
             raise RuntimeFailure(
                 "onnxruntime cannot load the model.",
-                where="serialised model" if isinstance(model, bytes) else str(model),
+                where="serialised model" if isinstance(source, bytes) else source,
                 got=_first_line(error),
             ) from error
-        self.inputs = {value.name: _TYPES.get(value.type, value.type) for value in self._session.get_inputs()}
-        self.shapes = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
-        self.outputs = [value.name for value in self._session.get_outputs()]
-        self._output_types = [_TYPES.get(value.type) for value in self._session.get_outputs()]
+        self.shapes: dict[str, tuple[str | int, ...]] = {}
+        for value in self._session.get_inputs():
+            self.shapes[value.name] = tuple(value.shape)
+        self.inputs = list(self.shapes)
+        self.outputs: list[str] = [value.name for value in self._session.get_outputs()]
 
-    def run(self, feeds: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the outputs in order.
+    def run(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the outputs by name, in order.
 
         Args:
-            feeds: Tensors by name of the graph's input.
+            feeds: Tensors by name of the graph's input; names that the graph does not have are ignored.
 
         Raises:
+            InvalidRequestError: if an input is missing.
+            InvalidTypeError: if onnxruntime has no counterpart of a dtype.
             RuntimeFailure: if onnxruntime refuses the call.
         """
-        values = {name: _to_runtime(name, tensor) for name, tensor in feeds.items()}
+        values = {}
+        for name in self.inputs:
+            if name not in feeds:
+                raise InvalidRequestError(
+                    "An input of the ONNX model is missing.", where=name, got=", ".join(feeds) or "no tensor"
+                )
+            tensor = feeds[name].detach().cpu().contiguous()
+            if tensor.dtype is torch.bfloat16:
+                values[name] = self._runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(
+                    tensor.view(torch.uint16).numpy(), _BFLOAT16
+                )
+            elif tensor.dtype in _DTYPES:
+                values[name] = self._runtime.OrtValue.ortvalue_from_numpy(tensor.numpy())
+            else:
+                raise InvalidTypeError(
+                    "This dtype has no counterpart in onnxruntime.",
+                    where=name,
+                    expected=", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES),
+                    got=str(tensor.dtype).removeprefix("torch."),
+                    hint="convert the input, for instance with .view(torch.uint8) or .to(torch.float32).",
+                )
         try:
             results = self._session.run_with_ort_values(self.outputs, values)
         except Exception as error:
-            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in feeds.items())
+            shapes = ", ".join(f"{name} {tuple(feeds[name].shape)}" for name in self.inputs)
             raise RuntimeFailure("onnxruntime refused the call.", where=shapes, got=_first_line(error)) from error
-        return [_to_torch(value, dtype) for value, dtype in zip(results, self._output_types, strict=True)]
-
-
-def _to_runtime(name: str, tensor: torch.Tensor) -> Any:
-    runtime = require_onnxruntime()
-    plain = tensor.detach().cpu().contiguous()
-    if plain.dtype is torch.bfloat16:
-        return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(plain.view(torch.uint16).numpy(), _BFLOAT16)
-    if plain.dtype not in _TYPES.values():
-        raise InvalidTypeError(
-            "This element type has no counterpart in onnxruntime.",
-            where=name,
-            expected=", ".join(str(dtype).removeprefix("torch.") for dtype in _TYPES.values()),
-            got=str(plain.dtype).removeprefix("torch."),
-            hint="convert the input, for instance with .view(torch.uint8) or .to(torch.float32).",
-        )
-    return runtime.OrtValue.ortvalue_from_numpy(plain.numpy())
-
-
-def _to_torch(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    if dtype is torch.bfloat16:
-        return torch.from_dlpack(value).clone()
-    return torch.from_numpy(value.numpy())
+        outputs = {}
+        for name, value in zip(self.outputs, results, strict=True):
+            is_bfloat16 = value.data_type() == "tensor(bfloat16)"  # which numpy does not have
+            outputs[name] = (
+                torch.utils.dlpack.from_dlpack(value).clone() if is_bfloat16 else torch.from_numpy(value.numpy())
+            )
+        return outputs
 
 
 def _first_line(error: Exception) -> str:

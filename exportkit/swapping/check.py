@@ -11,6 +11,7 @@ import torch
 
 from exportkit.errors import InvalidTypeError, PatchError
 from exportkit.rewrites.slots import ClassOf, replaced_slots
+from exportkit.running.compare import compare_tensors, tolerances
 from exportkit.swapping.forwards import require_same_forward
 from exportkit.swapping.rebuild import is_rebuilt, rebuilt
 from exportkit.trees import flatten
@@ -135,13 +136,12 @@ def _difference(name: str, path: str, expected: Any, got: Any, rtol: float | Non
                 f"The replacement of {name} returns another value.", where=path, expected=expected, got=got
             )
         return 0.0
-    try:
-        torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, equal_nan=True)
-    except AssertionError as error:
-        raise PatchError(
-            f"The replacement of {name} computes something else.",
-            where=path or "the output",
-            got=" ".join(str(error).split()),
-        ) from error
-    both = (got.to(torch.float64) - expected.to(torch.float64)).abs() if got.numel() else torch.zeros(1)
-    return float(both.nan_to_num(0.0).max())
+    usual = tolerances(expected.dtype, same_kernels=True)
+    tolerance = usual[0] if rtol is None else rtol, usual[1] if atol is None else atol
+    found = compare_tensors(path, expected, got, tolerance=tolerance)
+    reason = found.reason
+    if expected.device != got.device or expected.layout != got.layout:
+        reason = f"{got.layout} on {got.device} instead of {expected.layout} on {expected.device}"
+    if reason is not None:
+        raise PatchError(f"The replacement of {name} computes something else.", where=path or "the output", got=reason)
+    return found.absolute

@@ -35,7 +35,7 @@ def test_equal_enough(expected, got):
         (torch.tensor([3]), torch.tensor([4]), "3 became 4 at [0]"),
         (torch.tensor([True]), torch.tensor([False]), "1 became 0 at [0]"),
         (torch.zeros(2, 3), torch.zeros(2, 4), "shape (2, 4) instead of (2, 3)"),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "type float64 instead of float32"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "dtype float64 instead of float32"),
     ],
 )
 def test_different_and_where(expected, got, reason):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exportkit import trace_model
-from exportkit.module_traces.distance import distance, located, unit_of
+from exportkit.running.compare import distance, position_of_largest, unit_of
 from tests.module_traces.models import KINDS, MORE_KINDS, Wraps, made
 
 
@@ -17,7 +17,7 @@ def test_it_is_relative_to_the_scale_of_the_first():
 
     assert found.rms == pytest.approx(0.5)
     assert found.largest == 2.0
-    assert located(a, a * 1.5) == (1,)
+    assert position_of_largest(a, a * 1.5) == (1,)
 
 
 def test_equal_tensors_are_exact_and_rounded_ones_are_not():

@@ -1,0 +1,111 @@
+"""Runs exported programs in torch, node by node, on the sizes they were traced with and on any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
+
+from exportkit._torch_compat.graph import is_assertion
+from exportkit.calls.call import Call
+
+_VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+_STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
+
+
+class ProgramRunner:
+    """An exported program that takes calls of its model.
+
+    Args:
+        program: The program.
+        input_paths: Leaf path of each tensor that it takes, in order.
+        output_paths: Leaf path of each tensor that it returns, in order.
+    """
+
+    def __init__(
+        self, program: torch.export.ExportedProgram, input_paths: Sequence[str], output_paths: Sequence[str]
+    ) -> None:
+        self._program, self._input_paths, self._output_paths = program, input_paths, output_paths
+
+    def __call__(self, call: Call, /) -> dict[str, torch.Tensor]:
+        """Returns the outputs for copies of the tensors of a call, by path.
+
+        Raises:
+            Exception: whatever an operator raises for sizes that the trace did not foresee.
+        """
+        tensors, signature = call.tensors(), self._program.graph_signature
+        names = zip(tensor_placeholders(self._program), self._input_paths, strict=True)
+        inputs: dict[str, Any] = {name: tensors[path].clone() for name, path in names}
+        for spec in signature.input_specs:
+            if isinstance(spec.arg, ConstantArgument):
+                inputs[spec.arg.name] = spec.arg.value
+        results = run_nodes(self._program, inputs)
+        returned = [
+            result
+            for result, spec in zip(results, signature.output_specs, strict=True)
+            if spec.kind is OutputKind.USER_OUTPUT and isinstance(result, torch.Tensor)
+        ]
+        return dict(zip(self._output_paths, returned, strict=True))
+
+
+def run_nodes(
+    program: torch.export.ExportedProgram,
+    inputs: Mapping[str, Any],
+    keep: Callable[[torch.fx.Node, Any], None] | None = None,
+) -> Sequence[Any]:
+    """Returns what a program returns, without running its assertions.
+
+    Args:
+        program: The program.
+        inputs: Values by name of the node that stands for the input; None for one that is not there.
+        keep: Is given each node and its value, before the next node runs.
+    """
+    known = {**state_of(program), **inputs}
+    values = [known.get(node.name) for node in program.graph.nodes if node.op == "placeholder"]
+    with torch.no_grad():
+        results: Sequence[Any] = _Interpreter(program.graph_module, keep).run(*values, enable_io_processing=False)
+    return results
+
+
+def tensor_placeholders(program: torch.export.ExportedProgram) -> list[str]:
+    """Returns the names of the nodes that stand for the inputs which are tensors, in order."""
+    return [
+        spec.arg.name
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument)
+    ]
+
+
+def state_of(program: torch.export.ExportedProgram) -> dict[str, Any]:
+    """Returns parameters, buffers and constants by name of the node that stands for each."""
+    known: dict[str, Any] = {**program.state_dict, **program.constants}
+    return {spec.arg.name: known[spec.target] for spec in program.graph_signature.input_specs if spec.kind in _STATE}
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Runs a graph at sizes at which a view may have to be a copy, or have no elements."""
+
+    def __init__(self, module: torch.fx.GraphModule, keep: Callable[[torch.fx.Node, Any], None] | None) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._keep = keep
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Returns the value of a node."""
+        if is_assertion(n):
+            return None
+        if str(n.target) in _VIEWS:
+            source, shape = self.fetch_args_kwargs_from_env(n)[0]
+            if source.numel() == 0:  # a size of -1 is open: it is the traced one, if that is a number
+                traced = n.meta["val"].shape
+                shape = [
+                    size if size != -1 else known if isinstance(known, int) else 0
+                    for size, known in zip(shape, traced, strict=True)
+                ]
+            result = source.reshape(shape)
+        else:
+            result = super().run_node(n)
+        if self._keep is not None:
+            self._keep(n, result)
+        return result
