@@ -1,9 +1,9 @@
-"""What capturing and patching cost: prints a table, writes ``results/capture.json``. Run it: `make bench`.
+"""The cost of capturing and swapping. Prints a table and writes ``results/capture.json``; part of `make bench`.
 
-The model is a Llama with 12 layers of size 512, called with 128 tokens; all variants of a case compute the same
-attention, in one interleaved run. Times are medians of CPU time on one thread. The allocator keeps memory that was
-freed (as it does once a large tensor was): otherwise what is measured is how the system hands out pages for values that
-live longer, whoever keeps them.
+The model is a Llama with 12 layers of size 512, called with 128 tokens. All variants of a case compute the same
+attention, in one interleaved run. Times are medians of CPU time on one thread. The allocator is set to keep freed
+memory, as it does after a large tensor was freed; otherwise, the measurement would mostly show how the system provides
+pages for values that are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPECS = {"hidden_states": LlamaDecoderLayer, "attentions": "self_attn"}
 
 
 class OtherMLP(LlamaMLP):
-    """Computes the same."""
+    """Computes the same as the original class."""
 
 
 decorated = capture_outputs(LlamaForCausalLM.forward)
@@ -67,7 +67,7 @@ def captured(model: Any) -> Figure:
 
 
 def nothing_active(model: Any) -> Figure:
-    """Both forwards of one model: other weights in other places would differ by more."""
+    """Both forwards run on the same model; two models in different memory would differ by more."""
     ids = torch.randint(1000, (1, TOKENS))
 
     def call(forward: Callable[..., object]) -> Callable[[], object]:
@@ -90,7 +90,7 @@ def swapped(model: Any) -> Figure:
 
 
 def nothing_matched() -> Figure:
-    """Both look through all loaded modules for a class that is not there."""
+    """Both search all loaded modules for a class that does not exist."""
     mapping: dict[Any, type[torch.nn.Module]] = {"NoSuchClass": OtherMLP}
     register_patch_mapping(mapping)
     theirs.register_patch_mapping(mapping)

@@ -1,8 +1,8 @@
-"""The cost of exporting: prints a table, writes ``results/export.json``. Run it: `make bench`.
+"""The cost of exporting. Prints a table and writes ``results/export.json``; part of `make bench`.
 
-Three comparisons, each in one run with its two sides in turn: one captured program for both formats against two
-captures; the whole way to ONNX against ``transformers.exporters`` (which makes two graphs, prefill and decode); and the
-peak memory of an export with its file against the size of the weights, each in a process of its own.
+There are three comparisons, each of which alternates between its two sides in a single run: one traced program for both
+formats and two traces; the whole export to ONNX and ``transformers.exporters``, which writes two graphs, prefill and
+decode; and the peak memory of an export including its file and the size of the weights, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def one_capture() -> Figure:
-    """A program and an ONNX file from one capture, against one capture for each."""
+    """A program and an ONNX file from one trace, compared with one trace for each."""
     model, observer = observed(layers=12, hidden=64)
 
     def once() -> None:
@@ -65,7 +65,7 @@ def one_capture() -> Figure:
 
 
 def against_transformers() -> Figure:
-    """From the model to ONNX files that serve prefill and decode, nothing proven on either side."""
+    """From the model to ONNX files that serve prefill and decode, without a proof on either side."""
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
     from transformers.exporters.utils import decompose_prefill_decode
 
@@ -110,8 +110,8 @@ def cpu(step: Callable[[], None]) -> float:
 
 
 def memory(how: str) -> dict[str, float]:
-    """MiB of the weights, peak before they were there, and peak of the export of the model and its folder."""
-    import transformers  # noqa: F401  # its memory is not that of the export
+    """MiB of the weights, the peak before they were loaded, and the peak of exporting and saving the model."""
+    import transformers  # noqa: F401  # so that its memory does not count for the export
 
     with tempfile.TemporaryDirectory() as folder:
         saved(how, Path(folder) / "small", layers=1, hidden=32)

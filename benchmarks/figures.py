@@ -1,4 +1,4 @@
-"""Figures of the benchmarks: what was measured, and what is to be reached. Prints them as a table, and writes JSON."""
+"""The figures of the benchmarks with their targets, printed as a table and written as JSON."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Figure:
 
     Attributes:
         case: What was measured.
-        values: What each variant took, by its name.
-        unit: Unit of these.
-        value: What the target is about: a ratio of two of them, or one of them.
+        values: What each variant took, by name.
+        unit: The unit of the values.
+        value: What the target applies to: one of the values, or a ratio of two.
         target: At most this is wanted; infinite where nothing is.
         noise: By what part of the target two measurements of the same thing differ.
     """

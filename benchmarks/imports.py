@@ -1,6 +1,6 @@
-"""The cost of importing exportkit and of starting its command line, in new processes. Run it: `make bench`.
+"""The cost of importing exportkit and of starting its command line, in new processes; part of `make bench`.
 
-Each round starts one process for every variant, in turn, so that a slow hour of the machine meets all of them; the
+Each round starts one process for every variant, in turn, so that a slow phase of the machine affects all of them. The
 figures are medians of wall-clock time. The first round warms up the file cache and does not count.
 """
 

@@ -1,7 +1,7 @@
-"""The cost of the line from observing to the proof: prints tables, writes ``results/line.json``. Run it: `make bench`.
+"""The cost of all stages. Prints tables and writes ``results/line.json``; part of `make bench`.
 
-Observing is measured against ``torch.onnx.InputObserver`` in one interleaved run, as ratios: absolute times say more
-about the machine than about the code. Stages are in wall-clock seconds, one run each.
+Recording is compared with ``torch.onnx.InputObserver`` in one interleaved run and given as ratios, because absolute
+times say more about the machine than about the code. Stages are in wall-clock seconds, from one run each.
 """
 
 from __future__ import annotations

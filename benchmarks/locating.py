@@ -1,7 +1,7 @@
-"""What it costs to compare two traces, and to locate a fault in an exported model. `trace.py` runs both.
+"""The cost of comparing two traces, and of locating a fault in an exported model. `trace.py` runs both.
 
-The model is that of `trace.py`. Traces are compared where all tensors differ; the fault to locate is one weight of the
-sixth layer's attention in the ONNX model, times 1.02.
+The model is the one in `trace.py`. The compared traces differ in all tensors. The fault to locate is one weight in the
+attention of the sixth layer of the ONNX model, multiplied by 1.02.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAULTY = "model.layers.5.self_attn.o_proj"
 
 
 def comparing_milliseconds(model: Any, ids: torch.Tensor) -> dict[str, float]:
-    """Median CPU time of comparing two traces with all values, read anew each time: equal ones, and with a fault."""
+    """Median CPU time of comparing two traces with all values, loaded each time: equal traces, and one with a fault."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / name for name in ("right", "same", "wrong")}
         for name, path in paths.items():
@@ -43,7 +43,7 @@ def comparing_milliseconds(model: Any, ids: torch.Tensor) -> dict[str, float]:
 
 
 def locating_seconds(model: Any, ids: torch.Tensor) -> dict[str, float]:
-    """Median CPU time of locating nothing, and a fault, in the ONNX model with its program at hand."""
+    """Median CPU time of locating in the ONNX model, with its program: without and with a fault."""
     observer = exportkit.InputObserver()
     with observer(model), torch.no_grad():
         for tokens in (ids, ids[:, :-3]):
@@ -62,7 +62,7 @@ def locating_seconds(model: Any, ids: torch.Tensor) -> dict[str, float]:
 
 
 def scale_weight(path: Path) -> None:
-    """Changes the weight of the faulty module, in the file with the weights."""
+    """Changes the weight of the faulty module in the weights file."""
     proto = onnx.load(path, load_external_data=False)
     weights = {value.name: value for value in proto.graph.initializer}
     node = next(node for node in proto.graph.node if node.op_type == "MatMul" and any(
@@ -77,7 +77,7 @@ def scale_weight(path: Path) -> None:
 
 
 def median_seconds(step: Callable[[], object]) -> float:
-    """CPU time of this process, all threads, that a step takes."""
+    """CPU time of a step, over all threads of this process."""
     step()
     samples = []
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Measuring tools shared by the benchmarks: interleaved CPU times, peak memory, and what they were measured on."""
+"""Measuring tools of the benchmarks: interleaved CPU times, peak memory, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class Timing:
 
 
 def interleaved(blocks: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 5) -> dict[str, Timing]:
-    """Runs the blocks in turn, again and again, and returns the CPU time of each.
+    """Runs the blocks in turn, repeatedly, and returns the CPU time of each.
 
-    Neighbours in time see the same machine, so their ratio is steadier than either figure. Each block begins alike:
-    what the one before it left behind is cleared away before, and not at its expense.
+    Measurements that are close in time see the machine in the same state, so their ratio is more stable than either
+    figure. Every block starts in the same state: what the block before it left behind is cleaned up outside of the
+    measurement.
 
     Args:
         blocks: Functions by name; each returns the CPU seconds that one call took in it.
@@ -54,10 +55,10 @@ def interleaved(blocks: Mapping[str, Callable[[], float]], rounds: int, warm_up:
 
 
 def _clear_away() -> None:
-    """Lets the garbage collector and the allocator finish what they have put off.
+    """Lets the garbage collector and the allocator finish their pending work.
 
-    Some observers leave their tensors behind in cycles of references, and malloc sorts what was freed when it is next
-    asked for more than a few hundred bytes: 26 to 52 µs after a block of torch's observer with 80 layers.
+    Some observers leave tensors behind in reference cycles, and malloc sorts freed memory when more than a few hundred
+    bytes are requested next: 26 to 52 µs after a block of torch's observer with 80 layers.
     """
     gc.collect()
     for size in (1_000, 10_000, 100_000):
@@ -65,7 +66,7 @@ def _clear_away() -> None:
 
 
 def cpu_seconds(step: Callable[[], object], calls: int) -> float:
-    """Returns the CPU time of one call of ``step``, from that of ``calls`` of them in a row."""
+    """Returns the CPU time of one call of ``step``, averaged over ``calls`` calls."""
     started = time.thread_time()
     for _ in range(calls):
         step()
@@ -73,13 +74,13 @@ def cpu_seconds(step: Callable[[], object], calls: int) -> float:
 
 
 def empty_processor_caches(mib: int = 64) -> None:
-    """Writes to as much memory as the caches of a processor hold, so that what comes next finds nothing in them."""
+    """Writes as much memory as the processor caches hold, so that the next step starts with cold caches."""
     bytearray(mib * 2**20).translate(_INVERTED)
 
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """Keeps the garbage collector from running by itself, and from looking at what exists already."""
+    """Disables the garbage collector, and excludes existing objects from later collections."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -91,9 +92,9 @@ def collector_off() -> Iterator[None]:
 
 
 def peak_mib() -> float:
-    """Returns the largest memory that this process had resident, in MiB, since its start or `forget_peak`.
+    """Returns the peak resident memory of this process in MiB, since its start or since `forget_peak`.
 
-    Not what ``getrusage`` says on Linux: that begins with the peak of the process that started this one.
+    On Linux, ``getrusage`` would start with the peak of the parent process.
     """
     if _STATUS.exists():
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
@@ -103,13 +104,13 @@ def peak_mib() -> float:
 
 
 def forget_peak() -> None:
-    """Begins anew to look for the peak, where the system allows it: on Linux."""
+    """Resets the peak, if the system supports it, as Linux does."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def environment() -> dict[str, object]:
-    """Returns versions, platform and date, without which figures mean nothing."""
+    """Returns the versions, platform and date that the figures were measured with."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(),

@@ -1,7 +1,7 @@
-"""What observing costs in time and memory: prints a table, writes ``results/observe.json``. Run it: `make bench`.
+"""The cost of recording in time and memory. Prints a table and writes ``results/observe.json``; part of `make bench`.
 
-Each figure is a ratio to ``torch.onnx.InputObserver`` in the same interleaved run (and to yobx, where it is installed),
-with the target beside it. Times are medians of CPU time; memory is measured in a fresh process for each observer.
+Each figure is a ratio to ``torch.onnx.InputObserver`` in the same interleaved run, with its target; yobx is included if
+it is installed. Times are medians of CPU time. Memory is measured in a new process for each observer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def observers() -> dict[str, Callable[[], Any]]:
-    """Returns those that are compared; yobx where it is installed."""
+    """Returns the observers to compare; yobx is included if it is installed."""
     found: dict[str, Callable[[], Any]] = dict(OBSERVERS)
     if importlib.util.find_spec("yobx") is not None:
         from yobx.torch import InputObserver
@@ -64,7 +64,7 @@ def observers() -> dict[str, Callable[[], Any]]:
 
 
 def cache_arguments(layers: int, mib: float) -> dict[str, Any]:
-    """Returns token ids and a cache of so many layers, of that size altogether."""
+    """Returns token ids and a cache with the given number of layers and total size."""
     tokens = max(1, round(mib * MIB / (layers * 2 * 8 * 128 * 4)))
     shape = (1, 8, tokens, 128) if mib else (1, 2, 4, 8)
     pairs = [(torch.rand(shape), torch.rand(shape)) for _ in range(layers)]
@@ -93,9 +93,9 @@ def _stored(
     target: float = math.inf,
     before: Literal["nothing", "a call", "emptying"] = "nothing",
 ) -> Figure:
-    """What is added to a stored call; ``before`` each block of calls nothing is done, or something that is not timed.
+    """The time that recording adds to a stored call. ``before`` names what runs before each block, untimed.
 
-    The first call of a block finds the caches of the processor full of what another observer did.
+    Without it, the first call of a block finds the processor caches filled by another observer.
     """
 
     def block() -> float:
@@ -121,7 +121,7 @@ def _stored(
 
 
 def growing_cache() -> Figure:
-    """As when tokens are generated: each call is given other tensors than the one before."""
+    """Each call gets different tensors from the previous one, as during generation."""
     model, filled = GrowsCache(), cache_arguments(LAYERS, 40)
 
     def block(make: Callable[[], Any] | None) -> float:
@@ -139,7 +139,7 @@ def growing_cache() -> Figure:
 
 
 def large_cache() -> Figure:
-    """A process for each sample, as in the first call of a program: copies find no memory that was used before."""
+    """A process for each sample, as in the first call of a program: copies cannot reuse freed memory."""
     samples: dict[str, list[float]] = {name: [] for name in observers()}
     for _ in range(PROCESSES):
         for name, values in samples.items():
@@ -162,7 +162,7 @@ def print_large_cache(name: str) -> None:
 
 
 def after_the_budget() -> list[Figure]:
-    """Both modes as multiples of an unobserved call: torch's observer is shown for comparison."""
+    """Both modes as multiples of an unobserved call; torch's observer is shown for comparison."""
     model, arguments, calls = TwoTensors(), {"x": torch.ones(2, 3), "y": torch.ones(2, 3)}, 500
 
     def observed(make: Callable[[], Any], **options: Any) -> float:
@@ -185,7 +185,7 @@ def after_the_budget() -> list[Figure]:
 
 
 def inference() -> list[Figure]:
-    """The first question after the calls, so that all that is put off while they run is paid here."""
+    """The first question after the calls, which includes everything that was deferred while they ran."""
     small = [cache_arguments(LAYERS, 0) for _ in range(3)]
     large = [cache_arguments(2, 960) for _ in range(2)]
     first = _inferred(f"infer_dynamic_shapes, {LAYERS} layers, 3 calls", small, 20, 1 / 10)
@@ -208,7 +208,7 @@ def _inferred(case: str, calls: list[dict[str, Any]], rounds: int, target: float
 
 
 def depth() -> Figure:
-    """The ratio is that of a value nested 32 deep to a flat one with as many tensors."""
+    """The ratio of a value nested 32 levels deep to a flat value with the same number of tensors."""
     model, leaves, calls = TakesNested(), 64, 10
     values = {1: _nested(1, leaves), 32: _nested(32, leaves)}
 
@@ -239,13 +239,13 @@ def _nested(levels: int, leaves: int) -> dict[str, Any]:
 
 
 def memory() -> Figure:
-    """Resident memory after 3 calls of a growing cache, divided by the size of all different tensors recorded."""
+    """Resident memory after 3 calls with a growing cache, divided by the size of all distinct recorded tensors."""
     held = {name: in_process("--held-by", name) for name in observers()}
     return Figure("memory held after 3 calls, 960 MiB cache, to payload", held, "times", held["exportkit"], 1.1)
 
 
 def in_process(task: str, name: str) -> float:
-    """Returns the number that a fresh process prints."""
+    """Returns the number that a new process prints."""
     output = subprocess.run([sys.executable, __file__, task, name], check=True, capture_output=True, text=True)
     return float(output.stdout.split()[-1])
 

@@ -1,4 +1,4 @@
-"""What observing costs per call, against ``torch.onnx.InputObserver`` in one interleaved run."""
+"""The cost of recording a call, compared with ``torch.onnx.InputObserver`` in one interleaved run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class ReturnsCache(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its arguments, which hold so many tensors.
+    """A model, its arguments, and the number of tensors in them.
 
-    One sample is ``calls`` calls in a row, all of them stored; or none of them, where the budget is ``spent`` before.
+    One sample consists of ``calls`` calls in a row. All of them are stored or, if the budget is ``spent``, none.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Overhead:
-    """CPU microseconds of one call: unobserved, and observed by either."""
+    """CPU microseconds of one call: unobserved, and with each observer."""
 
     case: str
     plain: Timing
@@ -57,7 +57,7 @@ class Overhead:
 
     @property
     def ratio(self) -> float:
-        """What exportkit adds to a call, divided by what torch's observer adds."""
+        """The time that exportkit adds to a call, divided by the time that torch's observer adds."""
         return (self.exportkit.median - self.plain.median) / (self.torch.median - self.plain.median)
 
     def as_json(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def cases() -> list[Case]:
 
 
 def measure_observing() -> list[Overhead]:
-    """Measures the cases; torch's observer needs the cache class registered, ours runs under the same terms."""
+    """Measures the cases. torch's observer needs the cache classes registered, so they are registered for both."""
     with exportkit.register_flattening_functions(patch_transformers=True), torch.no_grad():
         return [_overhead(case) for case in cases()]
 
@@ -94,7 +94,7 @@ def _run(case: Case) -> float:
 
 
 def _observed(case: Case, observer: Any) -> float:
-    """A new observer for each sample: what it holds must not weigh on the next one."""
+    """Uses a new observer for each sample, so that recorded tensors do not affect the next one."""
     with observer(case.model, store_n_calls=case.spent or case.calls):
         for _ in range(case.spent):
             case.model(**case.arguments)

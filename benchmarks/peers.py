@@ -1,7 +1,7 @@
-"""What three tools make of the same models: prints a table, writes ``results/peers.json``. Run it: `make peers`.
+"""Three tools export the same models. Prints a table and writes ``results/peers.json``. Run it with `make peers`.
 
-Each tool gets a tiny model the way its documentation says, once with batch 1 and once with batch 2, and nothing else by
-hand. Its graphs then run in onnxruntime: on the recorded sizes, and with batch 3 at lengths that it has not seen. A
+Each tool gets a tiny model as its documentation describes, once with batch 1 and once with batch 2, and nothing else by
+hand. Its graphs then run in onnxruntime, at the recorded sizes, and with batch 3 at lengths that were not recorded. A
 result counts if every output is within 1e-4 of eager PyTorch.
 """
 
@@ -100,13 +100,13 @@ MODELS = {
 
 
 def looped(model: Any) -> Any:
-    """Marks a model that is not driven by ``generate``, which passes an empty cache first; the loop passes none."""
+    """Marks a model that runs in a loop, which passes no cache first; ``generate`` passes an empty one."""
     model.looped = True
     return model
 
 
 def inputs(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Token ids with one position of padding, which keeps ``generate`` from dropping the mask."""
+    """Token ids with one position of padding, so that ``generate`` does not drop the mask."""
     ids, mask = torch.randint(3, 99, (batch, length)), torch.ones(batch, length, dtype=torch.int64)
     position = 0 if type(model).__name__.startswith("Llama") else -1
     ids[0, position] = mask[0, position] = 0
@@ -129,7 +129,7 @@ def drive(model: Any, batch: int, length: int = 7) -> None:
 
 
 def with_torch(model: Any, batch: int, _folder: str) -> str:
-    """torch.onnx.InputObserver: its arguments and shapes into torch.onnx.export, its own comparison."""
+    """torch.onnx.InputObserver: its arguments and shapes are passed to torch.onnx.export; its own comparison."""
     observer, later = torch.onnx.InputObserver(), torch.onnx.InputObserver()
     with exportkit.register_flattening_functions():  # without it the observer raises at the first cache
         with observer(model):

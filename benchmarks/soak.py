@@ -1,6 +1,6 @@
-"""Eight threads call one observed module for minutes: each record must pair its own inputs and outputs.
+"""Eight threads call one observed module for minutes. Each record must pair the inputs and outputs of the same call.
 
-Run it: ``python benchmarks/soak.py --minutes 10``. It fails with an AssertionError, or prints what it checked.
+Run it: ``python benchmarks/soak.py --minutes 10``. It raises an AssertionError, or prints what was checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARED = torch.arange(2.0**19)  # large enough to be shared by copy-on-write, an
 
 
 class Doubles(torch.nn.Module):
-    """Returns twice its input, which it changes in place; fails now and then, before or after the change."""
+    """Doubles its input in place and returns it; sometimes fails, before or after the change."""
 
     def forward(self, x: torch.Tensor, data: dict[str, Any]) -> dict[str, Any]:
         if data["fails"] == "before":
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def soak(shapes: Any, store_n_calls: int, max_bytes: int | None) -> Counter[str]:
-    """Observes one module for a while, and checks what was recorded."""
+    """Observes one module for some time, and checks the records."""
     model, observer = Doubles(), exportkit.InputObserver()
     before, returned = dict(vars(model)), [0] * THREADS
     with observer(model, store_n_calls=store_n_calls, shapes=shapes, max_bytes=max_bytes):
@@ -84,7 +84,7 @@ def call_often(model: torch.nn.Module, number: int, returned: list[int]) -> None
 
 
 def check(observation: Observation) -> None:
-    """Checks that outputs are those of the inputs beside them, as they were before the call."""
+    """Checks that the outputs of each record belong to its inputs, as they were before the call."""
     assert not [problem for problem in observation.problems if "max_bytes" not in problem], observation.problems[:3]
     for call in observation.calls:
         inputs, outputs = call.tensors(), call.outputs.tensors()

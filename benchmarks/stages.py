@@ -1,4 +1,4 @@
-"""How long each stage takes on small models, from observing to the proof, and how much memory the process needed."""
+"""The duration of each stage on small models, from recording to the proof, and the peak memory of the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = ("observe", "plan", "arguments", "export", "onnx", "verify")
 
 @dataclass(frozen=True)
 class Demo:
-    """A model, and a run of it as a user would run it."""
+    """A model, and a run of it as a user would write it."""
 
     name: str
     model: torch.nn.Module
@@ -53,7 +53,7 @@ class Nested(torch.nn.Module):
 
 
 def linear() -> Demo:
-    """The first export of a process: it pays for what torch and onnxscript import."""
+    """The first export in a process, which includes what torch and onnxscript import."""
 
     def use(model: torch.nn.Module) -> None:
         for rows in (3, 5):

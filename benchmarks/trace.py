@@ -1,8 +1,8 @@
-"""What recording a trace costs: prints a table, writes ``results/trace.json``. Run it: `make bench`.
+"""The cost of recording a trace. Prints a table and writes ``results/trace.json``; part of `make bench`.
 
-The model is a Llama with 12 layers of size 512, called with 128 tokens; all variants of a case run in turn, and each
-writes into a folder of its own, over what it wrote before. Times are medians of CPU time on one thread; what
-transformers' debugger takes is beside them. As in capture.py, the allocator keeps memory that was freed.
+The model is a Llama with 12 layers of size 512, called with 128 tokens. All variants of a case run in turn, and each
+overwrites a folder of its own. Times are medians of CPU time on one thread, next to those of the debugger in
+transformers. As in capture.py, the allocator keeps freed memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def one_call() -> tuple[Any, Any]:
-    """The model, and the tokens that it is called with."""
+    """The model, and the tokens for its calls."""
     torch.manual_seed(0)
     torch.zeros(LARGE)
     config = LlamaConfig(
@@ -52,9 +52,9 @@ def one_call() -> tuple[Any, Any]:
 
 
 def recorded(model: Any, ids: Any) -> list[Figure]:
-    """Times of one call: all values stored, statistics only, and both kinds of transformers' files.
+    """Times of one call: with all values, with statistics only, and with both kinds of transformers' files.
 
-    Where values are stored, statistics are computed when they are asked for; how long that takes is a row of its own.
+    If values are stored, statistics are computed on request; the time that this takes has a row of its own.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -77,7 +77,7 @@ def recorded(model: Any, ids: Any) -> list[Figure]:
 
 
 def ask(folder: Path) -> None:
-    """Reads a trace, and asks for all statistics."""
+    """Loads a trace, and computes all statistics."""
     calls = Trace.load(folder).calls
     assert all(record.hash for call in calls for record in (*call.inputs, *call.outputs))
 
@@ -97,7 +97,7 @@ def stored(model: Any, ids: Any) -> list[Figure]:
 
 
 def memory(_model: Any, _ids: Any) -> list[Figure]:
-    """Memory that a trace takes at most, in a process of its own."""
+    """The peak memory of a trace, in a process of its own."""
     output = subprocess.run([sys.executable, __file__, "--memory"], capture_output=True, text=True, check=True).stdout
     peak = json.loads(output)
     extra = peak["exportkit"] - peak["bare"]
@@ -105,7 +105,7 @@ def memory(_model: Any, _ids: Any) -> list[Figure]:
 
 
 def peaks() -> dict[str, float]:
-    """Peak memory of this process in MiB, of bare calls and of traced ones."""
+    """Peak memory of this process in MiB, for plain calls and for traced calls."""
     model, ids = one_call()
     found = {}
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:

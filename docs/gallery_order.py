@@ -1,6 +1,6 @@
-"""The order of the gallery: in comes the name of an example, out comes its place."""
+"""The order of the examples in the gallery."""
 
-# What a new user asks first comes first; what is not named here comes last, by name.
+# In the order in which a new user needs them; all others follow by name.
 _FIRST = (
     "first_export",
     "unrecorded_batch",
@@ -17,6 +17,6 @@ _FIRST = (
 
 
 def place(filename: str) -> tuple[int, str]:
-    """Returns what examples are sorted by."""
+    """Returns the key that examples are sorted by."""
     name = filename.removeprefix("plot_").removesuffix(".py")
     return (_FIRST.index(name) if name in _FIRST else len(_FIRST)), name

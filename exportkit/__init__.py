@@ -41,7 +41,7 @@ _DEFINED_IN = {
     # record module calls
     "trace_model": "module_traces.record",
     "locate_divergence": "divergence.locate",
-    "model_addition_debugger_context": "module_traces.debugger",
+    "model_addition_debugger_context": "peers.debugger",
     "Trace": "module_traces.trace",
     # replace classes
     "register_patch_mapping": "swapping.mapping",

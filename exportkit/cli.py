@@ -1,7 +1,4 @@
-"""The command line: the commands and their examples; what each does is in ``exportkit.commands``.
-
-Ctrl-C exits with 130, which typer sees to.
-"""
+"""The ``exportkit`` command: it registers the functions of ``exportkit.commands``. Ctrl-C exits with 130."""
 
 from __future__ import annotations
 
@@ -10,11 +7,8 @@ from typing import Annotated
 import typer
 
 import exportkit
-from exportkit.commands.demo import demo
-from exportkit.commands.export import export
-from exportkit.commands.report import report
-from exportkit.commands.traces import compare, trace
-from exportkit.commands.verify import verify
+from exportkit.commands.export import demo, export
+from exportkit.commands.inspect import compare, report, trace, verify
 from exportkit.skips.command import scan_skips
 
 app = typer.Typer(
@@ -37,7 +31,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="Start with: exportkit demo. Exit codes: 0 well, 1 not proven, 2 wrong use. "
+    epilog="Exit codes: 0 success, 1 not proven, 2 invalid usage. Start with: exportkit demo. "
     "Each command has an example: exportkit COMMAND --help"
 )
 def _common(
@@ -45,7 +39,7 @@ def _common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Observe a PyTorch model while it runs, export it to ONNX, and prove the result in onnxruntime."""
+    """Record the calls of a PyTorch model, export it to ONNX, and prove the result in onnxruntime."""
 
 
 app.command(epilog="Example:  exportkit demo --out demo_models")(demo)

@@ -2,7 +2,7 @@
 An encoder-decoder model in two graphs
 ======================================
 
-How does a sentence become another one, without PyTorch's model and without running the encoder again for each token?
+How can an encoder-decoder model generate without PyTorch, and without running the encoder again for each token?
 """
 
 from tempfile import TemporaryDirectory
@@ -26,8 +26,8 @@ def sentences(*lengths):
 
 
 # %%
-# ``generate`` runs the encoder once, by itself. ``parts="auto"`` records it too, and it becomes a graph of its own. The
-# decoder is one graph: the first call projects what the encoder returned, later calls find that in the cache.
+# ``generate`` runs the encoder once, before the decoder. ``parts="auto"`` records the encoder too, and it becomes a
+# graph of its own. The decoder is one graph: the first call projects the encoder states, later calls use the cache.
 
 with observer(model, parts="auto"):
     model.generate(**sentences(7, 5), max_new_tokens=4, **options)
@@ -38,7 +38,7 @@ print("parts:", {name: list(part.session.shapes) for name, part in onnx_model.pa
 print("proof:", onnx_model.verify().verdict())
 
 # %%
-# The loop: the encoder once, then the decoder with its cache. Inputs have other lengths and batches than observed.
+# The loop runs the encoder once, then the decoder with its cache. Lengths and batches differ from the recorded ones.
 
 
 def greedy(inputs, count):

@@ -2,7 +2,7 @@
 Find the broken layer
 =====================
 
-A port of a model gives other numbers than the original. Which layer is it?
+A port of a model returns different values from the original. Which layer is wrong?
 """
 
 import torch
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from exportkit import trace_model
 
 # %%
-# The original, and a port with a mistake: the heads of one projection in the third layer are in another order.
+# The original, and a port with a mistake: in the third layer, the heads of one projection are in the wrong order.
 
 torch.manual_seed(0)
 config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, vocab_size=99)
@@ -25,7 +25,7 @@ with torch.no_grad():
     print("largest difference of the logits:", (original(ids).logits - port(ids).logits).abs().max().item())
 
 # %%
-# Both runs are recorded, and compared. Every layer after the broken one returns something else; one of them adds it.
+# Both runs are recorded and compared. All later layers return different values as well, but only one adds an error.
 
 with torch.no_grad(), trace_model(original, values="all") as right:
     original(ids)
@@ -35,7 +35,7 @@ comparison = right.compare(wrong)
 print(comparison)
 
 # %%
-# The same model in bfloat16 is another run, too, and only rounds otherwise.
+# A run of the same model in bfloat16 differs only by rounding.
 
 with torch.no_grad(), trace_model(original.to(torch.bfloat16), values="all") as rounded:
     original(ids)

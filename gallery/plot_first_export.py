@@ -2,7 +2,7 @@
 From a few calls to a proven ONNX file
 ======================================
 
-What varied between the calls of a model, and does its exported graph serve sizes that nobody has run?
+What varies between the calls of a model, and does the exported graph serve sizes that were never recorded?
 """
 
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ import exportkit
 from exportkit import InputObserver, string_type
 
 # %%
-# An axis whose size changed between the calls is dynamic. The first axis of ``y`` was 1 each time: it stays static.
+# An axis whose size changes between calls is dynamic. The first axis of ``y`` was 1 in every call, so it is static.
 
 
 class AddModel(torch.nn.Module):
@@ -30,8 +30,8 @@ print(observer.num_obs(), "calls:", observer.infer_dynamic_shapes())
 print("arguments:", string_type(observer.infer_arguments(), with_shape=True))
 
 # %%
-# Now a real model: a tiny Llama generates with batch 1. The mask has one 0, padding on the left, because ``generate``
-# drops a mask of ones. The plan says what varies and why; the model itself has confirmed what the batch is.
+# Now a language model: a tiny Llama generates with batch 1. The mask has a 0 for padding on the left, because
+# ``generate`` drops a mask of ones. The plan says what varies and why. The batch was found by running the model.
 
 torch.manual_seed(0)
 config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)
@@ -42,7 +42,7 @@ with observer(model):
 print(observer.plan())
 
 # %%
-# The graph runs in onnxruntime against the model: a row for each recorded call, and for sizes that nobody has run.
+# onnxruntime is compared with the model: one row for each recorded call, and rows for sizes that were never recorded.
 
 with TemporaryDirectory() as folder:
     onnx_model = exportkit.export(model, observer).to_onnx(f"{folder}/llama.onnx")

@@ -12,16 +12,16 @@ import torch
 import exportkit
 
 # %%
-# Change the import. These calls have the same names, and the same meaning, in all three packages:
+# Change the import. These functions have the same name and the same meaning in all three packages:
 #
 # - ``with observer(model):``, ``infer_dynamic_shapes``, ``infer_arguments``, ``check_discrepancies``, ``num_obs``,
 #   ``remove_inputs``, ``value_if_missing``.
 #
-# What takes the place of the rest:
+# Replacements for the rest:
 #
 # - ``torch.onnx.export(model, ...)`` or yobx's ``to_onnx``: ``exportkit.export(model, observer).to_onnx(path)``.
-# - ``register_flattening_functions`` of yobx: nothing, unless you call ``torch.export`` yourself. The name is the same.
-# - The patches that yobx applies around an export: nothing. What a trace needs is chosen by itself, and reported.
+# - ``register_flattening_functions`` of yobx: only needed if you call ``torch.export`` yourself. The name is the same.
+# - The patches that yobx applies around an export: not needed. exportkit selects its rewrites itself, and reports them.
 
 
 class Attention(torch.nn.Module):
@@ -42,7 +42,7 @@ for observer in (theirs, ours):
     print(exportkit.string_type(observer.infer_arguments(), with_shape=True))
 
 # %%
-# These arguments have batch 1, so torch.export cannot use them. Those with ``exportable=True`` have sizes that it can.
+# These arguments have batch 1, so torch.export cannot use them. With ``exportable=True``, their sizes can be exported.
 
 shapes = ours.infer_dynamic_shapes(set_batch_dimension_for=True)
 for arguments in (ours.infer_arguments(), ours.infer_arguments(exportable=True)):
@@ -53,7 +53,7 @@ for arguments in (ours.infer_arguments(), ours.infer_arguments(exportable=True))
         print(*[line for line in str(error).splitlines() if "specialized" in line], sep="\n")
 
 # %%
-# Or leave it to ``export``, which also proves the graph.
+# ``export`` does all of this, and ``verify`` proves the graph.
 
 with TemporaryDirectory() as folder:
     print(exportkit.export(model, ours).to_onnx(f"{folder}/model.onnx").verify())

@@ -2,7 +2,7 @@
 Generate in onnxruntime-genai
 =============================
 
-How does a language model run in a runtime that has the whole loop of generation, without Python code for it?
+How does a language model run in onnxruntime-genai, which contains the generation loop, without Python code for it?
 """
 
 import json
@@ -24,7 +24,7 @@ with observer(model):
     model.generate(torch.randint(3, 99, (1, 7)), max_new_tokens=4, do_sample=False)
 
 # %%
-# The folder of a causal language model has what the runtime looks for. With a tokenizer, save it there, too.
+# The folder of a causal language model contains what the runtime needs. If there is a tokenizer, save it there as well.
 
 folder = TemporaryDirectory()
 onnx_model = exportkit.export(model, observer).save(folder.name, runtime="genai")
@@ -33,7 +33,7 @@ print(sorted(path.name for path in Path(folder.name).iterdir()))
 print(json.loads(Path(folder.name, "genai_config.json").read_text())["model"]["decoder"]["inputs"])
 
 # %%
-# The runtime keeps the cache and chooses the tokens: here greedily, for two prompts at once.
+# The runtime manages the cache and selects the tokens, here greedily and for two prompts at once.
 
 runtime = onnxruntime_genai.Model(folder.name)
 parameters = onnxruntime_genai.GeneratorParams(runtime)
@@ -46,7 +46,7 @@ while not generator.is_done():
 got = torch.tensor(np.stack([generator.get_sequence(row) for row in range(2)]))
 
 # %%
-# PyTorch's own loop gives the same tokens.
+# ``generate`` in PyTorch returns the same tokens.
 
 expected = model.generate(prompts, min_new_tokens=12, max_new_tokens=12, do_sample=False)
 print("equal to generate:", torch.equal(got.long(), expected))

@@ -2,7 +2,7 @@
 Hidden states and attentions of any model
 =========================================
 
-What do the layers of a model return, without a change to its code?
+What do the layers of a model return, and how can I see it without changing its code?
 """
 
 import re
@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from exportkit import apply_patches, capture, clear_patch_mapping, register_patch_mapping
 
 # %%
-# The model computes fused attention, which has no weights. While it is captured, it computes the eager one.
+# The model uses fused attention, which does not compute weights. While it is captured, it uses eager attention.
 
 torch.manual_seed(0)
 config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=99)
@@ -31,14 +31,14 @@ for key, values in captured.items():
 print("weights sum to one:", all(torch.allclose(value.sum(-1), torch.ones(1)) for value in captured["attentions"]))
 
 # %%
-# Each call has values of its own: here one for the prompt and one for each new token.
+# Each call has its own values: here one call for the prompt, and one for each new token.
 
 with capture(model, {"attentions": "self_attn"}) as captured:
     model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
 print([tuple(call["attentions"][0].shape) for call in captured.calls])
 
 # %%
-# What if the second layer did nothing? Its class is replaced for a while, its weights stay where they are.
+# What if the second layer did nothing? Its class is replaced inside the block, and its weights stay in place.
 
 
 class Skipped(LlamaDecoderLayer):

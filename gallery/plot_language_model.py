@@ -18,8 +18,8 @@ model, observer = LlamaForCausalLM(config).eval(), exportkit.InputObserver()
 options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 # %%
-# One short ``generate`` is observed, with a single prompt. It calls the model once with the prompt, and then with one
-# token at a time and a cache that grows.
+# One short ``generate`` is recorded, with a single prompt. It calls the model once with the prompt, and then with one
+# token at a time and a growing cache.
 
 with observer(model):
     model.generate(torch.randint(3, 99, (1, 7)), max_new_tokens=4, **options)
@@ -27,7 +27,7 @@ for call in observer.observation.calls:
     print({path: tuple(tensor.shape) for path, tensor in list(call.tensors().items())[:3]})
 
 # %%
-# The graph has a past of any length, also none. Each output of the cache goes back in as an input.
+# The graph accepts a past of any length, including none. The outputs for the cache are the inputs of the next call.
 
 folder = TemporaryDirectory()
 onnx_model = exportkit.export(model, observer).to_onnx(f"{folder.name}/llama.onnx")
@@ -35,8 +35,8 @@ print(*onnx_model.session.shapes.items(), sep="\n")
 print("proof:", onnx_model.verify().verdict())
 
 # %%
-# Three prompts of different lengths, padded on the left: nothing like that was observed. The loop below is greedy
-# decoding without PyTorch's model. Called like the model, ``onnx_model`` returns what the model returns.
+# Three prompts of different lengths, padded on the left: nothing like this was recorded. The loop below decodes
+# greedily without the PyTorch model. ``onnx_model`` is called like the model, and returns what the model returns.
 
 
 def greedy(ids, mask, count):

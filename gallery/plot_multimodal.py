@@ -2,7 +2,7 @@
 A multimodal model in two graphs, called as one
 ===============================================
 
-How do pixels and a prompt become tokens without PyTorch's model?
+How does a multimodal model generate from pixels and a prompt, without the PyTorch model?
 """
 
 from tempfile import TemporaryDirectory
@@ -22,13 +22,13 @@ options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 def prompt(batch, words):
     ids = torch.randint(3, 90, (batch, 1 + 4 + words))
-    ids[:, 1:5] = 98  # stands for four rows of features, one image
+    ids[:, 1:5] = 98  # placeholders for four rows of features, which is one image
     return {"input_ids": ids, "pixel_values": torch.randn(batch, 3, 32, 32)}
 
 
 # %%
-# ``generate`` runs the image encoder first and hands its features to ``forward``. With ``parts="auto"`` the observer
-# sees that, and records both. Each becomes a graph of its own; the proof covers both, and the two together.
+# ``generate`` first runs the image encoder, and passes its features to ``forward``. With ``parts="auto"``, the observer
+# records both. Each becomes a graph of its own. The proof covers each graph, and both together.
 
 folder, observer = TemporaryDirectory(), exportkit.InputObserver()
 with observer(model, parts="auto"):
@@ -37,7 +37,7 @@ onnx_model = exportkit.export(model, observer).to_onnx(f"{folder.name}/llava.onn
 print(onnx_model.verify())
 
 # %%
-# The loop: pixels go in with the prompt, then each new token with the cache.
+# The loop passes pixels together with the prompt, then each new token with the cache.
 
 
 def greedy(inputs, count):

@@ -2,7 +2,7 @@
 A model of your own with nested inputs
 ======================================
 
-What if the inputs are dicts, lists and dataclasses, and the result is nested, too?
+What if the inputs are dicts, lists and dataclasses, and the outputs are nested as well?
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Graph:
     edges: torch.Tensor  # (2, edges), indices of nodes
 
 
-# Lists, tuples, dicts and named tuples are known. A dataclass is registered once, before the model runs.
+# Lists, tuples, dicts and named tuples are built in. A dataclass is registered once, before the model runs.
 torch.export.register_dataclass(Graph, serialized_type_name="Graph")
 
 
@@ -41,7 +41,7 @@ def inputs(nodes, edges, asked):
 
 
 # %%
-# Three calls, the last one with weights. Each axis is known by the path of its tensor.
+# There are three calls, the last one with weights. Tensors are identified by their paths.
 
 model, observer = Messages().eval(), exportkit.InputObserver()
 with observer(model):
@@ -51,7 +51,7 @@ with observer(model):
 print(observer.plan())
 
 # %%
-# The graph is called like the model, and returns the same structure. It serves calls with weights and without.
+# The graph is called like the model, and returns the same structure. It serves calls with and without weights.
 
 with TemporaryDirectory() as folder:
     onnx_model = exportkit.export(model, observer).to_onnx(f"{folder}/messages.onnx")

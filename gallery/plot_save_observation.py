@@ -1,8 +1,8 @@
 """
-Save what was observed, export elsewhere
+Record on one machine, export on another
 ========================================
 
-The inputs are on one machine, and I want to export on another, perhaps without handing over any values. How?
+How can I export on a machine that does not have the inputs, perhaps without passing on any values?
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def build():
 
 
 # %%
-# Here the model runs on real inputs. What is saved is JSON and safetensors: with values, or shapes and types only.
+# Here the model runs on real inputs. The recorded calls are saved as JSON and safetensors, with or without values.
 
 folder, model, observer = TemporaryDirectory(), build(), exportkit.InputObserver()
 with observer(model):
@@ -42,8 +42,8 @@ for name, values in (("with_values", True), ("shapes_only", False)):
 del model, observer
 
 # %%
-# Elsewhere there is the code of the model, and no inputs. Values that were not saved are made up. The proof compares
-# with what this model returns for them.
+# The other machine has the code of the model, but no inputs. Values that were not saved are made up, and the proof
+# compares the graph with what the model returns for them.
 
 for name in ("with_values", "shapes_only"):
     observation = exportkit.Observation.load(f"{folder.name}/{name}")

@@ -2,7 +2,7 @@
 Which tests do my models skip, and why?
 =======================================
 
-A small suite is laid out like that of transformers: shared tests, and a folder for each model.
+The small suite in this example has the layout of transformers: shared tests, and a folder for each model.
 """
 
 from pathlib import Path
@@ -40,13 +40,13 @@ for model, body in {
     write(f"models/{model}/test_modeling_{model}.py", head + test)
 
 # %%
-# No test is run or imported: the files are parsed and followed. The most skipped tests come first.
+# No test runs, and nothing is imported: the files are parsed. The most skipped tests come first.
 
 scan = scan_skipped_tests(root)
 print("\n".join(str(row) for row in scan.rows))
 
 # %%
-# The same as JSON. ``scan.to_html()`` is a page to sort and filter, ``scan.save(folder)`` writes the files.
+# The same as JSON. ``scan.to_html()`` returns a page to sort and filter, and ``scan.save(folder)`` writes the files.
 
 print(scan.to_json()["test_attentions"])
 

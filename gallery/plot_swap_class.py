@@ -2,7 +2,7 @@
 Swap a class that cannot be exported
 ====================================
 
-One class of my model cannot be traced, and I may not edit it. How do I export all the same, and prove it?
+A class in my model cannot be traced, and I cannot edit it. How do I still export the model and prove the result?
 """
 
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ import exportkit
 from exportkit import apply_patches, check_patch, register_patch_mapping, unregister_patch_mapping
 
 
-class Gate(torch.nn.Module):  # code of somebody else: it decides in Python, row by row
+class Gate(torch.nn.Module):  # third-party code that decides in Python, row by row
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(16))
@@ -33,7 +33,7 @@ except exportkit.ExportkitError as error:
     print(error)
 
 # %%
-# A class that computes the same and can be traced. ``check_patch`` runs both on the same inputs.
+# This class computes the same and can be traced. ``check_patch`` runs both classes on the same inputs.
 
 
 class TraceableGate(Gate):
@@ -44,7 +44,7 @@ class TraceableGate(Gate):
 print(check_patch(model[1], TraceableGate, torch.randn(50, 16)))
 
 # %%
-# In the block the live modules are of that class, with the weights that they have. The export says so.
+# Inside the block, the modules of the model have this class and keep their weights. The export reports it.
 
 register_patch_mapping({"Gate": TraceableGate})
 with apply_patches(model) as applied:
@@ -53,7 +53,7 @@ with apply_patches(model) as applied:
 unregister_patch_mapping(["Gate"])
 
 # %%
-# The proof compares with the model as it is again: with the class of somebody else.
+# After the block, the model has its original class again, and the proof compares with that.
 
 with TemporaryDirectory() as folder:
     print(exported.to_onnx(f"{folder}/gates.onnx").verify())

@@ -1,8 +1,8 @@
 """
-A batch that nobody recorded
-============================
+A batch that was never recorded
+===============================
 
-All my calls had batch 1. How can a graph be exported that serves any batch, and how do I know that it is right?
+All my calls had batch 1. How do I export a graph that serves any batch, and how do I know that it is right?
 """
 
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ import exportkit
 
 
 class Scores(torch.nn.Module):
-    """Scores a text; ``table`` is shared by all rows, and also has 1 as its first size."""
+    """Scores a text. ``table`` is shared by all rows, and its first axis has size 1 too."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ with observer(model):
         model(*call)
 
 # %%
-# With a recorded call and a dynamic batch, torch.export fails: an axis of size 1 is specialised.
+# With a recorded call and a dynamic batch, torch.export fails, because it specialises axes of size 1.
 
 length = torch.export.Dim("length")
 try:
@@ -40,8 +40,8 @@ except Exception as error:
     print(type(error).__name__, "-", next(line.strip() for line in str(error).splitlines() if "batch" in line)[:110])
 
 # %%
-# exportkit asks the model: where the rows of inputs are repeated, do those of the outputs repeat? So the first axis of
-# ``ids`` is the batch, and that of ``table`` is not, although both were always 1.
+# exportkit runs the model with repeated rows: if the outputs repeat too, the axis is the batch. The first axis of
+# ``ids`` is the batch and the first axis of ``table`` is not, although both were always 1.
 
 plan = observer.plan()
 print(plan)
@@ -49,7 +49,7 @@ print(plan.explain("ids", 0))
 print(plan.explain("table", 0))
 
 # %%
-# The export has sizes of its own, all different and greater than 1. The proof has batches that nobody has run.
+# The export uses sizes of its own, all different and greater than 1. The proof has batches that were never recorded.
 
 exported = exportkit.export(model, observer)
 print("exported with", dict(exported.sizes))

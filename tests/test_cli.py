@@ -1,4 +1,4 @@
-"""The command line: what it prints and writes, its exit codes, and what it says of wrong input."""
+"""The command line: what it prints and writes, its exit codes, and its messages about invalid input."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import exportkit
 from exportkit import cli
 from exportkit.errors import ExportError
-from exportkit.examples import Case
+from exportkit.examples.run import ExampleRun
 from exportkit.proof.report import Row
 from tests import models
 
@@ -61,7 +61,7 @@ class TestHelp:
         assert len(lines) <= 24
         assert max(map(len, lines)) <= 80
         assert all(f"\n  {command} " in result.stdout for command in COMMANDS)
-        assert "Exit codes: 0 well, 1 not proven, 2 wrong use." in result.stdout
+        assert "Exit codes: 0 success, 1 not proven, 2 invalid usage." in result.stdout
 
     @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
     def test_shells_complete_commands(self, shell):
@@ -269,19 +269,19 @@ class TestWrongInput:
         (tmp_path / "file").touch()
         self.check(run("export", bert, "--out", tmp_path / "file" / below), str(tmp_path / "file"))
 
-    def test_an_output_folder_that_cannot_be_made(self, bert):
+    def test_an_output_folder_that_cannot_be_created(self, bert):
         self.check(run("export", bert, "--out", "/proc/exportkit"), "/proc/exportkit")
 
     def test_the_output_folder_of_the_demo(self, tmp_path):
         (tmp_path / "file").touch()
-        self.check(run("demo", "--out", tmp_path / "file"), "output folder cannot be made")
+        self.check(run("demo", "--out", tmp_path / "file"), "output folder cannot be created")
 
     def test_an_output_folder_with_other_files(self, bert, tmp_path):
         (tmp_path / "notes.txt").write_text("mine")
         self.check(run("export", bert, "--out", tmp_path), "not written over other files", "got: notes.txt")
 
-    def test_a_folder_that_no_page_can_be_made_of(self, tmp_path):
-        self.check(run("report", tmp_path), "nothing here that a page can be made of", "got: an empty folder")
+    def test_a_folder_without_anything_to_report_on(self, tmp_path):
+        self.check(run("report", tmp_path), "This folder holds nothing to report on.", "got: an empty folder")
         self.check(run("report", tmp_path / "none"), "got: nothing")
 
     def test_a_damaged_folder(self, tmp_path):
@@ -315,7 +315,7 @@ class TestWrongInput:
         def interrupted(_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("exportkit.examples.checkpoint.load_case", interrupted)
+        monkeypatch.setattr("exportkit.examples.checkpoint.load_checkpoint", interrupted)
         result = run("export", "model", "--out", tmp_path)
         assert result.exit_code == 130
         assert result.stdout == ""
@@ -333,13 +333,13 @@ class TestDemo:
         assert max(map(len, table.splitlines())) <= 80
         assert len(lines) == len(list(tmp_path.glob("*.onnx"))) == 3
 
-    def test_a_model_that_fails_leaves_the_others_their_turn(self, monkeypatch):
-        def cases():
+    def test_the_other_models_run_when_one_fails(self, monkeypatch):
+        def examples():
             model = models.Classifier().eval()
-            yield Case("idle", "never called", model, lambda: None)
-            yield Case("busy", "two batches", model, lambda: [model(torch.ones(n, 6)) for n in (2, 4)])
+            yield ExampleRun("idle", "never called", model, lambda: None)
+            yield ExampleRun("busy", "two batches", model, lambda: [model(torch.ones(n, 6)) for n in (2, 4)])
 
-        monkeypatch.setattr("exportkit.examples.demo.demo_cases", cases)
+        monkeypatch.setattr("exportkit.examples.demo.demo_runs", examples)
         result = run("demo")
         assert (result.exit_code, last_line(result)) == (1, "not proven: idle")
         assert "idle (never called): No inputs were captured." in result.stdout
@@ -347,8 +347,8 @@ class TestDemo:
 
     def test_json_is_one_document(self, monkeypatch):
         model = models.Classifier().eval()
-        case = Case("busy", "one batch", model, lambda: model(torch.ones(2, 6)))
-        monkeypatch.setattr("exportkit.examples.demo.demo_cases", lambda: [case])
+        example = ExampleRun("busy", "one batch", model, lambda: model(torch.ones(2, 6)))
+        monkeypatch.setattr("exportkit.examples.demo.demo_runs", lambda: [example])
         result = run("demo", "--json")
         found = json.loads(result.stdout)
         assert (result.exit_code, found["ok"]) == (0, True)
@@ -357,8 +357,8 @@ class TestDemo:
     @pytest.mark.usefixtures("differs")
     def test_a_difference_exits_with_1(self, monkeypatch):
         model = models.Classifier().eval()
-        case = Case("busy", "one batch", model, lambda: model(torch.ones(2, 6)))
-        monkeypatch.setattr("exportkit.examples.demo.demo_cases", lambda: [case])
+        example = ExampleRun("busy", "one batch", model, lambda: model(torch.ones(2, 6)))
+        monkeypatch.setattr("exportkit.examples.demo.demo_runs", lambda: [example])
         result = run("demo")
         assert (result.exit_code, last_line(result)) == (1, "not proven: busy")
         assert "busy (one batch): recorded call 0: differs, logits: 0.5 off" in result.stdout

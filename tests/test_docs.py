@@ -1,4 +1,4 @@
-"""The documentation: its examples run, every error has an entry with cause and cure, gallery examples are short."""
+"""The documentation: its examples run, public names and errors have entries, and gallery examples are short."""
 
 import doctest
 import importlib
@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.rst") if ">>> " in path.read_text())
 SOURCES = sorted(path for path in (ROOT / "exportkit").rglob("*.py") if ">>> " in path.read_text())
 GENERATED = "sg_execution_times"  # a page that a build leaves behind
-FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL | doctest.DONT_ACCEPT_TRUE_FOR_1  # those of sphinx
+FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL | doctest.DONT_ACCEPT_TRUE_FOR_1  # as in sphinx
 
 
 def failures(tests):
-    """What the examples print that they should not; nothing if all is as written."""
+    """The failures of examples as text; empty if all of them print what they should."""
     assert any(test.examples for test in tests)
     said = []
     runner = doctest.DocTestRunner(optionflags=FLAGS)
@@ -48,6 +48,11 @@ def test_examples_of_docstrings_print_what_they_say(path, monkeypatch, tmp_path)
     assert failures(doctest.DocTestFinder(exclude_empty=True).find(module, name, globs=names)) == ""
 
 
+def test_every_public_name_has_an_entry():
+    entries = re.findall(r"^\.\. auto\w+:: (\w+)$", (ROOT / "docs" / "api.rst").read_text(), flags=re.MULTILINE)
+    assert sorted(entries) == sorted(set(exportkit.__all__) - {"ExportkitError"})
+
+
 def test_every_error_has_an_entry_with_its_cause_and_its_cure():
     entries = re.split(r"^``(\w+)``.*\n", (ROOT / "docs" / "errors.rst").read_text(), flags=re.MULTILINE)
     texts = {}
@@ -60,7 +65,7 @@ def test_every_error_has_an_entry_with_its_cause_and_its_cure():
     assert [name for name, text in texts.items() if "*Cause" not in text or "*Cure:*" not in text] == []
 
 
-def test_every_page_is_in_the_table_of_contents():
+def test_every_page_is_in_a_table_of_contents():
     listed = re.findall(r"^   ([\w/]+)$", (ROOT / "docs" / "index.rst").read_text(), flags=re.MULTILINE)
     assert {path.stem for path in (ROOT / "docs").glob("*.rst")} - {"index", GENERATED} <= set(listed)
 

@@ -1,5 +1,5 @@
-"""The commands of ``exportkit``: each takes options, calls the stages, and prints what came of it.
+"""The commands of ``exportkit``: they parse options, call the public functions, and print the result.
 
-Results go to stdout, progress and errors to stderr. The exit code is 0 if all is well, 1 if a result is not proven, and
-2 for wrong use.
+Results go to stdout, progress and errors to stderr. The exit code is 0 for success, 1 if a result is not proven, and 2
+for invalid usage.
 """

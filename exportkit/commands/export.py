@@ -1,53 +1,138 @@
-"""``exportkit export``: a local transformers checkpoint becomes a folder that runs elsewhere, or one ONNX file."""
+"""``exportkit export`` and ``exportkit demo``: they take a model from a run to a proven ONNX file."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from exportkit.commands.run import Run
+import exportkit
 from exportkit.commands.shared import (
     BAD_INPUT,
     NOT_PROVEN,
     AsJson,
     Debug,
     exit_on_error,
-    made_folder,
+    make_folder,
     print_json,
     progress,
     quiet_libraries,
+    stderr,
+    stdout,
 )
-from exportkit.folder.folder import REPORT_JSON, REPORT_TEXT, check_folder
-from exportkit.onnx_files.onnx_model import OnnxModel
-from exportkit.onnx_files.onnx_programs import OnnxPrograms
-from exportkit.onnx_files.translate import check_destination
-from exportkit.running.session import require_onnxruntime
+from exportkit.errors import ExportkitError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from exportkit.examples.run import ExampleRun
+
+
+class Pipeline:
+    """An example on its way from the run to the proof, with the duration of each stage.
+
+    Attributes:
+        example: The model and its run.
+        seconds: How long each stage took.
+        observer: The observer that recorded the run.
+        exported: The exported model.
+        onnx_model: The ONNX model.
+        report: The proof; None before `verify`.
+        error: Why the example failed; None if it did not.
+    """
+
+    def __init__(self, example: ExampleRun) -> None:
+        self.example = example
+        self.seconds: dict[str, float] = {}
+        self.observer: exportkit.InputObserver
+        self.exported: exportkit.Exported
+        self.onnx_model: exportkit.OnnxModel
+        self.report: exportkit.Report | None = None
+        self.error: ExportkitError | None = None
+
+    def observe(self) -> None:
+        """Runs the model and records its calls."""
+        with self._stage("observe"):
+            self.observer = self.example.observe()
+        for problem in self.observer.observation.problems:
+            stderr.print(f"warning: a call could not be recorded: {problem}", style="yellow", markup=False)
+
+    def export(self) -> None:
+        """Exports the model."""
+        with self._stage("export"):
+            self.exported = exportkit.export(self.example.model, self.observer)
+
+    def write(self, path: Path, opset: int | None = None) -> None:
+        """Writes an ONNX file."""
+        with self._stage("ONNX"):
+            self.onnx_model = self.exported.to_onnx(path, opset)
+
+    def verify(self) -> None:
+        """Proves the ONNX file."""
+        with self._stage("verify"):
+            self.report = self.onnx_model.verify()
+
+    def save(self, folder: Path, opset: int | None, verify: bool) -> None:
+        """Writes a folder that can be loaded without the model, with its proof."""
+        with self._stage("save"):
+            self.onnx_model = self.exported.save(folder, opset=opset, verify=verify)
+
+    def problem(self) -> str:
+        """Returns why the example is not proven; empty if it is."""
+        if self.error is not None:
+            return str(self.error).splitlines()[0]
+        return "; ".join(self.report.problems()) if self.report is not None else "not verified"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the result as JSON data."""
+        return {
+            "model": self.example.name,
+            "observed": self.example.description,
+            "ok": not self.problem(),
+            "error": None if self.error is None else str(self.error),
+            "seconds": self.seconds,
+            "report": None if self.report is None else json.loads(self.report.to_json()),
+        }
+
+    @contextlib.contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        with progress(f"{self.example.name}: {name}"):
+            yield
+        self.seconds[name] = time.perf_counter() - started
 
 
 def export(
     model_dir: Annotated[Path, typer.Argument(help="Folder with config.json and *.safetensors.", metavar="MODEL_DIR")],
     out: Annotated[
         Path,
-        typer.Option(help="A new or empty folder; or a file that ends in .onnx.", metavar="OUT", show_default=False),
+        typer.Option(help="A new or empty folder, or a file that ends in .onnx.", metavar="OUT", show_default=False),
     ],
-    opset: Annotated[int | None, typer.Option(min=18, help="ONNX opset; torch's choice if not given.")] = None,
+    opset: Annotated[int | None, typer.Option(min=18, help="ONNX opset; the default is torch's choice.")] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Export without a proof.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Export a local transformers checkpoint to ONNX, and prove it.
 
-    The model first runs the way its task runs it, which shows what varies: a text model generates, or reads padded
-    batches; an image or audio model gets noise. Weights are loaded as float32, and nothing is downloaded.
+    The model first runs in the way that is usual for its task, which shows what varies: a text model generates or
+    reads padded batches, an image or audio model gets noise. Weights are loaded as float32. Nothing is downloaded.
 
-    A folder has all that `exportkit verify` and `exportkit report` read; a file that ends in .onnx is the graph alone.
+    If OUT is a folder, it holds everything that `exportkit verify` and `exportkit report` need. If OUT ends in .onnx,
+    only the graph and its weights are written.
 
-    Exits with 0 if the result is proven, 1 if it is not, 2 for wrong use.
+    Exits with 0 if the result is proven, 1 if it is not, 2 for invalid usage.
     """
-    from exportkit.examples.checkpoint import load_case
+    from exportkit.examples.checkpoint import load_checkpoint
+    from exportkit.folder.folder import check_folder
+    from exportkit.onnx_files.translate import check_destination
+    from exportkit.running.session import require_onnxruntime
 
     to_file = out.suffix == ".onnx"
     with quiet_libraries():
@@ -56,40 +141,124 @@ def export(
                 require_onnxruntime()
             check_destination(out) if to_file else check_folder(out)
             with progress(f"loading {model_dir}"):
-                run = Run(load_case(model_dir))
-            run.observe()
-            made_folder(out.parent if to_file else out)
+                pipeline = Pipeline(load_checkpoint(model_dir))
+            pipeline.observe()
+            make_folder(out.parent if to_file else out)
         with exit_on_error(NOT_PROVEN, debug, as_json):
-            run.export()
-            text, report = (_write_file if to_file else _save_folder)(run, out, opset, not no_verify)
+            pipeline.export()
+            text, report = (_write_file if to_file else _save_folder)(pipeline, out, opset, not no_verify)
+    ok, plan = no_verify or report["ok"], pipeline.exported.plan
     if as_json:
-        plan = json.loads(run.exported.plan.to_json())
-        print_json({**run.to_json(), "ok": no_verify or report["ok"], "out": str(out), "plan": plan, "report": report})
+        found = {"ok": ok, "out": str(out), "plan": json.loads(plan.to_json()), "report": report}
+        print_json({**pipeline.to_json(), **found})
     else:
-        typer.echo(f"{run.case.name}, {run.case.observed}\n\n{run.exported.plan}\n")
-        files = _files(run.onnx_model) if to_file else str(out)
-        typer.echo(f"{files}: {run.onnx_model.size / 1e6:.1f} MB; {run.durations()}\n")
+        typer.echo(f"{pipeline.example.name}, {pipeline.example.description}\n\n{plan}\n")
+        graphs = getattr(pipeline.onnx_model, "programs", {"": pipeline.onnx_model}).values()
+        files = ", ".join(str(graph.path) for graph in graphs) if to_file else str(out)
+        durations = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in pipeline.seconds.items())
+        typer.echo(f"{files}: {pipeline.onnx_model.size / 1e6:.1f} MB; {durations}\n")
         typer.echo(text)  # its last line is the verdict
-    raise typer.Exit(0 if no_verify or report["ok"] else NOT_PROVEN)
+    raise typer.Exit(0 if ok else NOT_PROVEN)
 
 
-def _files(onnx_model: OnnxModel | OnnxPrograms) -> str:
-    graphs = onnx_model.programs.values() if isinstance(onnx_model, OnnxPrograms) else [onnx_model]
-    return ", ".join(str(graph.path) for graph in graphs)
-
-
-def _write_file(run: Run, file: Path, opset: int | None, verify: bool) -> tuple[str, Any]:
-    """Writes the graph alone; returns its proof as text and as data."""
-    run.write(file, opset)
+def _write_file(pipeline: Pipeline, file: Path, opset: int | None, verify: bool) -> tuple[str, Any]:
+    """Writes only the graph; returns its proof as text and as data."""
+    pipeline.write(file, opset)
     if not verify:
         return "not verified", None
-    run.verify()
-    return str(run.report), run.to_json()["report"]
+    pipeline.verify()
+    return str(pipeline.report), pipeline.to_json()["report"]
 
 
-def _save_folder(run: Run, folder: Path, opset: int | None, verify: bool) -> tuple[str, Any]:
-    """Writes the folder; returns the proof that is in it, as text and as data."""
-    run.save(folder, opset, verify)
+def _save_folder(pipeline: Pipeline, folder: Path, opset: int | None, verify: bool) -> tuple[str, Any]:
+    """Writes the folder; returns the proof that it holds, as text and as data."""
+    from exportkit.folder.folder import REPORT_JSON, REPORT_TEXT
+
+    pipeline.save(folder, opset, verify)
     if not verify:
         return "not verified", None
     return (folder / REPORT_TEXT).read_text("utf-8").rstrip(), json.loads((folder / REPORT_JSON).read_text("utf-8"))
+
+
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(help="Keep the ONNX files in this folder.", metavar="DIR", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take three tiny models from a few calls to proven ONNX files.
+
+    The models are a decoder, an encoder, and a module with nested inputs. Their weights are random, so nothing is
+    downloaded. The demo takes about half a minute.
+
+    Exits with 0 if all models are proven, 1 if one is not, 2 for invalid usage.
+    """
+    from exportkit.examples.demo import demo_runs
+    from exportkit.running.session import require_onnxruntime
+
+    with quiet_libraries(), tempfile.TemporaryDirectory() as temporary:
+        with exit_on_error(BAD_INPUT):
+            require_onnxruntime()
+            folder = Path(temporary) if out is None else make_folder(out)
+        pipelines = [Pipeline(example) for example in demo_runs()]
+        for pipeline in pipelines:
+            try:
+                pipeline.observe()
+                pipeline.export()
+                pipeline.write(folder / f"{pipeline.example.name.replace(' ', '_')}.onnx")
+                pipeline.verify()
+            except ExportkitError as error:
+                pipeline.error = error  # the other models still run
+    unproven = [pipeline.example.name for pipeline in pipelines if pipeline.problem()]
+    if as_json:
+        print_json({"ok": not unproven, "models": [pipeline.to_json() for pipeline in pipelines]})
+    else:
+        _print_demo(pipelines, out, unproven)
+    raise typer.Exit(NOT_PROVEN if unproven else 0)
+
+
+def _print_demo(pipelines: Sequence[Pipeline], out: Path | None, unproven: Sequence[str]) -> None:
+    first, *_ = pipelines
+    if first.error is None:
+        typer.echo(f"What exportkit found out about the {first.example.name}:\n\n{first.exported.plan}\n")
+    stdout.print(_demo_table(pipelines), "")
+    for pipeline in pipelines:
+        typer.echo(f"{pipeline.example.name} ({pipeline.example.description}): {pipeline.problem() or 'proven'}")
+    if out is not None:
+        typer.echo(f"the ONNX files are in {out}")
+    typer.echo(f"not proven: {', '.join(unproven)}" if unproven else "all proven")
+
+
+def _demo_table(pipelines: Sequence[Pipeline]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_lines=True, padding=0)
+    table.add_column("model", max_width=6)  # two words on two lines: the table fits into 80 columns
+    for title in ("observed calls", "graph inputs", "variables", "recorded proven", "unseen proven", "max difference"):
+        table.add_column(title.replace(" ", "\n"), no_wrap=True)
+    table.add_column("seconds", no_wrap=True)
+    for pipeline in pipelines:
+        seconds = "\n".join(f"{stage:7} {duration:.1f}" for stage, duration in pipeline.seconds.items())
+        table.add_row(pipeline.example.name, *_demo_cells(pipeline), seconds)
+    return table
+
+
+def _demo_cells(pipeline: Pipeline) -> tuple[str, ...]:
+    report = pipeline.report
+    if report is None:
+        return ("-",) * 6
+    return (
+        str(pipeline.observer.num_obs()),
+        str(len(pipeline.onnx_model.file.inputs)),
+        "\n".join(variable.name for variable in pipeline.exported.plan.variables),
+        _proven_rows(report, "recorded"),
+        _proven_rows(report, "unseen"),
+        f"{max((row.absolute for row in report.rows if row.absolute >= 0), default=0.0):.0e}",
+    )
+
+
+def _proven_rows(report: exportkit.Report, kind: Literal["recorded", "unseen"]) -> str:
+    """How many calls are proven out of those that the model itself accepts, such as "3 of 4"."""
+    rows = [row for row in report.rows if row.kind == kind and row.status != "no call"]
+    return f"{sum(row.status == 'proven' for row in rows)} of {len(rows)}"

@@ -1,4 +1,4 @@
-"""What all commands share: options, exit codes, and how results, progress and errors are shown."""
+"""What the commands share: options, exit codes, and how results, progress and errors are printed."""
 
 from __future__ import annotations
 
@@ -15,43 +15,42 @@ import typer
 from rich.console import Console
 
 from exportkit.errors import DestinationError, ExportkitError
-from exportkit.report.progress import show_progress
 
 NOT_PROVEN, BAD_INPUT = 1, 2
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 stdout, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
 def print_json(data: Any) -> None:
-    """Prints one JSON document; infinities and NaN, which JSON does not have, as text."""
+    """Prints one JSON document. Infinities and NaN, which JSON does not have, become strings."""
     finite = json.loads(json.dumps(data), parse_constant=str)
     typer.echo(json.dumps(finite, indent=1, ensure_ascii=False, allow_nan=False))
 
 
-def made_folder(folder: Path) -> Path:
-    """Returns the folder, made if it is missing.
+def make_folder(folder: Path) -> Path:
+    """Creates a folder if it does not exist, and returns it.
 
     Raises:
-        DestinationError: if it cannot be made.
+        DestinationError: if it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DestinationError("The output folder cannot be made.", where=str(folder), got=error.strerror) from error
+        raise DestinationError("The output folder cannot be created.", where=str(folder), got=error.strerror) from error
     return folder
 
 
 @contextlib.contextmanager
 def exit_on_error(code: int, debug: bool = False, as_json: bool = False) -> Iterator[None]:
-    """Prints an error of exportkit as a message, without a traceback, and exits.
+    """Prints an exportkit error as a message, without a traceback, and exits.
 
     Args:
         code: The exit code.
-        debug: Show the traceback too.
-        as_json: A result that is not proven is a JSON document.
+        debug: Whether to show the traceback as well.
+        as_json: Whether a result that is not proven is printed as a JSON document.
     """
     try:
         yield
@@ -66,7 +65,9 @@ def exit_on_error(code: int, debug: bool = False, as_json: bool = False) -> Iter
 
 
 def progress(text: str) -> contextlib.AbstractContextManager[None]:
-    """Shows what goes on, with the stages of an export."""
+    """Shows a text and the stages of an export on stderr while the block runs."""
+    from exportkit.report.progress import show_progress
+
     return show_progress(text, stderr)
 
 

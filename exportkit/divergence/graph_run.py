@@ -1,7 +1,4 @@
-"""A graph and the values of one run of it, whatever runs it.
-
-In come nodes with what torch says of their origin; out go the values that enter and leave each module of the model.
-"""
+"""Holds the nodes of a graph and the values of one run, and finds which values enter and leave each module."""
 
 from __future__ import annotations
 
@@ -17,18 +14,19 @@ from typing import Any
 import torch
 
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+(?:\n(?P<code>[^\n]*))?')
-_OTHERS = (Path(torch.__file__).parent, Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"]))
+_TORCH, _EXPORTKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
+_STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _LONGEST_LINE = 100
 
 
 @dataclass(frozen=True)
-class Scope:
+class NodeScope:
     """A module that a node belongs to.
 
     Attributes:
         path: Its path in the model.
         class_name: Its class.
-        call: What tells its calls apart; the same for all of them where the graph does not tell.
+        call: Tells its calls apart; the same for all of them if the graph does not.
     """
 
     path: str
@@ -37,23 +35,23 @@ class Scope:
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """A node of a graph.
 
     Attributes:
-        name: Its name; that of its first value, where it has none.
+        name: Its name; the name of its first value if it has none.
         operator: What it computes.
-        scopes: The modules that it belongs to, outermost first; empty where that is not known.
+        scopes: The modules that it belongs to, outermost first; empty if these are not known.
         inputs: Names of the values that it takes.
-        outputs: Names of the values that it makes.
+        outputs: Names of the values that it returns.
         stack: The stack trace of the code that it comes from.
-        torch_operator: What the node of the program that it comes from computes, such as ``aten.mul.Tensor``.
-        ends: Whether it makes what that node returns, and not a value on the way to it.
+        torch_operator: The operator of the program's node that it was translated from, such as ``aten.mul.Tensor``.
+        ends: Whether it returns what that node returns, and not an intermediate value.
     """
 
     name: str
     operator: str
-    scopes: tuple[Scope, ...]
+    scopes: tuple[NodeScope, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     stack: str = ""
@@ -72,28 +70,28 @@ class GraphRun:
 
     Attributes:
         nodes: The nodes in an order in which they can run.
-        values: Tensors by name; not all values need be there.
+        values: Tensors by name; some may be missing.
         inputs: Names of the graph's inputs.
         outputs: Names of the graph's outputs, in order.
-        numbers: Values that are no tensors, such as sizes, by name.
+        numbers: Values that are not tensors, such as sizes, by name.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     values: Mapping[str, torch.Tensor]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    _calls: dict[tuple[str, int], tuple[Inside, ...]] = field(default_factory=dict, init=False, repr=False)
+    _calls: dict[tuple[str, int], tuple[ModuleNodes, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
-    def makers(self) -> Mapping[str, Node]:
-        """The node that makes each value."""
+    def makers(self) -> Mapping[str, GraphNode]:
+        """The node that computes each value."""
         return {name: node for node in self.nodes for name in node.outputs}
 
     @functools.cached_property
-    def _nodes_of(self) -> Mapping[str, Mapping[str, list[Node]]]:
-        """The nodes of each module, by its path and by what tells its calls apart."""
-        found: dict[str, dict[str, list[Node]]] = defaultdict(lambda: defaultdict(list))
+    def _nodes_of(self) -> Mapping[str, Mapping[str, list[GraphNode]]]:
+        """The nodes of each module, by its path and by its calls."""
+        found: dict[str, dict[str, list[GraphNode]]] = defaultdict(lambda: defaultdict(list))
         for node in self.nodes:
             for scope in node.scopes:
                 found[scope.path][scope.call].append(node)
@@ -112,8 +110,8 @@ class GraphRun:
         """Paths of the modules that nodes belong to."""
         return frozenset(self._nodes_of)
 
-    def calls_of(self, path: str, count: int) -> tuple[Inside, ...]:
-        """Returns what is inside of a module, for each of its calls; nothing if they cannot be told apart.
+    def calls_of(self, path: str, count: int) -> tuple[ModuleNodes, ...]:
+        """Returns the nodes of a module for each of its calls; nothing if the calls cannot be told apart.
 
         Args:
             path: Path of the module.
@@ -123,29 +121,29 @@ class GraphRun:
             parts = list(self._nodes_of.get(path, {}).values())
             if len(parts) == 1 and count > 1:
                 parts = _told_apart(parts[0], path, count)
-            insides = (_inside(nodes, self._users, set(self.outputs)) for nodes in parts)
-            self._calls[path, count] = tuple(insides) if len(parts) == count else ()
+            found = (_module_nodes(nodes, self._users, set(self.outputs)) for nodes in parts)
+            self._calls[path, count] = tuple(found) if len(parts) == count else ()
         return self._calls[path, count]
 
 
 @dataclass(frozen=True)
-class Inside:
-    """The part of a graph that is inside of a module.
+class ModuleNodes:
+    """The nodes of a graph that a call of a module consists of.
 
     Attributes:
-        nodes: Its nodes.
-        entering: Values that it takes from outside, in the order in which it takes them first.
-        leaving: Values that it makes and that are used outside.
+        nodes: The nodes.
+        entering: Values that they take from outside, in the order in which they take them first.
+        leaving: Values that they compute and that are used outside.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     entering: tuple[str, ...]
     leaving: tuple[str, ...]
 
 
-def _told_apart(nodes: list[Node], path: str, count: int) -> list[list[Node]]:
-    """The nodes of a module by its calls, where the graph does not tell: a module inside of it begins anew in each."""
-    runs: dict[str, list[Node]] = defaultdict(list)  # the nodes that begin a run of nodes of the same innermost module
+def _told_apart(nodes: list[GraphNode], path: str, count: int) -> list[list[GraphNode]]:
+    """The nodes of a module by its calls, where the graph does not tell: a module inside it begins anew in each."""
+    runs: dict[str, list[GraphNode]] = defaultdict(list)  # the nodes with which runs of an innermost module begin
     before = ""
     for node in nodes:
         inner = node.scopes[-1].path
@@ -157,7 +155,7 @@ def _told_apart(nodes: list[Node], path: str, count: int) -> list[list[Node]]:
         each, rest = divmod(len(nodes), count)
         return [nodes[i * each : (i + 1) * each] for i in range(count)] if each and not rest else [nodes]
     turns = {id(node): turn for starts in beginnings for turn, node in enumerate(starts)}
-    parts: list[list[Node]] = [[] for _ in range(count)]
+    parts: list[list[GraphNode]] = [[] for _ in range(count)]
     turn = 0
     for node in nodes:
         turn = max(turn, turns.get(id(node), turn))
@@ -165,17 +163,17 @@ def _told_apart(nodes: list[Node], path: str, count: int) -> list[list[Node]]:
     return parts
 
 
-def _inside(nodes: list[Node], users: Mapping[str, list[int]], outputs: set[str]) -> Inside:
+def _module_nodes(nodes: list[GraphNode], users: Mapping[str, list[int]], outputs: set[str]) -> ModuleNodes:
     own = {id(node) for node in nodes}
     made = {name: None for node in nodes for name in node.outputs}
     entering = {name: None for node in nodes for name in node.inputs if name not in made}
     leaving = [name for name in made if name in outputs or any(user not in own for user in users[name])]
-    return Inside(tuple(nodes), tuple(entering), tuple(leaving))
+    return ModuleNodes(tuple(nodes), tuple(entering), tuple(leaving))
 
 
 @functools.cache
 def source_line(stack: str) -> str:
-    """Returns the innermost line of a stack trace that is the model's own, or "" if there is none."""
+    """Returns the innermost line of a stack trace that is in the model's own code, or "" if there is none."""
     lines = [match for match in _STACK_LINE.finditer(stack) if _is_own(match["file"])]
     if not lines:
         return ""
@@ -188,6 +186,6 @@ def _is_own(file: str) -> bool:
     if not file or (file.startswith("<") and not file.startswith(("<stdin>", "<ipython", "<python-input", "<doctest"))):
         return False
     path = Path(file)
-    if path.parts[:1] == ("torch",) or any(path.is_relative_to(folder) for folder in _OTHERS[:2]):
+    if path.parts[:1] == ("torch",) or path.is_relative_to(_TORCH) or path.is_relative_to(_EXPORTKIT):
         return False
-    return not path.is_relative_to(_OTHERS[2]) or "site-packages" in file or "dist-packages" in file
+    return not path.is_relative_to(_STANDARD_LIBRARY) or "site-packages" in file or "dist-packages" in file

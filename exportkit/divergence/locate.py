@@ -1,36 +1,41 @@
-"""Finds where a graph begins to differ from its model: in come a model, its graph and inputs; out goes a `Located`.
+"""Locates where a graph begins to differ from its model: `locate_divergence`.
 
-The model runs once in eager mode, and the graph once with its values in between as outputs. The stages are looked at
-from the end: only where the ONNX model differs is the program that it comes from run as well.
+The model runs once in eager mode, and the graph once with its intermediate values as outputs. The stages are examined
+from the last one backwards: only where the ONNX model differs is the program that it was translated from run as well.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from exportkit.divergence.calling import Calling
-from exportkit.divergence.evidence import Evidence
-from exportkit.divergence.graph_run import GraphRun, Node
-from exportkit.divergence.located import Located, Stage
-from exportkit.divergence.on_graph import OnGraph, compare_with_graph
-from exportkit.divergence.translate_again import error_of_translation
-from exportkit.divergence.weights import changed_weight
+from exportkit.divergence.diagnosis import Diagnosis, changed_weight, error_of_translation
+from exportkit.divergence.graph_run import GraphNode, GraphRun
+from exportkit.divergence.match_values import MatchedCalls, match_values
+from exportkit.divergence.onnx_run import graph_inputs, nodes_of, read_onnx, run_onnx
+from exportkit.divergence.program_run import program_inputs, run_program
+from exportkit.divergence.result import Divergence, Stage
 from exportkit.errors import InvalidRequestError, InvalidTypeError, RuntimeFailure
-from exportkit.module_traces.judge import JUMP
+from exportkit.module_traces.attribution import JUMP
+from exportkit.module_traces.record import trace_model
+from exportkit.module_traces.tensor_pairs import Padding
+from exportkit.onnx_files.onnx_model import OnnxModel
+from exportkit.programs.exported import Exported
 from exportkit.running.compare import distance
 from exportkit.running.session import Session
-from exportkit.trees import join
+from exportkit.trees import flatten, join
 
 EXPORT, BEFORE, AFTER, RUNTIME = "torch.export", "ONNX before optimisation", "ONNX after optimisation", "onnxruntime"
 _NODE_IN_MESSAGE = re.compile(r"running \w+ node[.] Name:'([^']+)'")
-# Optimised and not, results may be this many rounding errors apart before it is looked at more closely.
+# Results with and without optimisation may be this many rounding errors apart before all values are matched again.
 _OPTIMISED = 16
 
 
@@ -43,7 +48,7 @@ def locate_divergence(
     before: Any = None,
     method: str = "forward",
     wrong: Iterable[str] = (),
-) -> Located:
+) -> Divergence:
     """Returns the first stage of an export that differs from the model, and the module, line and node where it begins.
 
     Args:
@@ -54,11 +59,11 @@ def locate_divergence(
         before: The ONNX model before optimisation, as ``torch.onnx.export(..., optimize=False)`` returns it. Without
             it, the module that differs is translated once more by itself.
         method: The exported method.
-        wrong: Paths of outputs that are known to be wrong, such as ``logits``. Others are taken for wrong where half of
-            their digits are.
+        wrong: Paths of outputs that are known to be wrong, such as ``logits``. Other outputs are taken for wrong if
+            half of their digits are.
 
     Raises:
-        InvalidTypeError: if ``graph`` is nothing that can be run.
+        InvalidTypeError: if ``graph`` cannot be run.
         InvalidRequestError: if the inputs do not fit it.
         RuntimeFailure: if onnxruntime refuses the ONNX model or the inputs.
 
@@ -70,153 +75,237 @@ def locate_divergence(
         >>> print(locate_divergence(model, program, torch.ones(3, 4)).headline())
         No stage diverges.
     """
-    parts = _parts(graph, program)
     known = frozenset(join("outputs", path) for path in wrong)
-    return _Search(Calling(model, method, inputs, parts.owner, parts.constants), parts, before, known).result()
-
-
-_Source = tuple[Any, Path | None]
+    return _Search(model, method, inputs, _graphs_of(graph, program), before, known).result()
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What there is of an export: an ONNX model and what it is fed, a program, or both."""
+class _Graphs:
+    """The graphs of an export: an ONNX model, the program that it was translated from, or both.
+
+    Attributes:
+        onnx: The ONNX model.
+        program: The program.
+        onnx_model: The ONNX model, if it knows what its graphs are fed for a call.
+        constants: Python values that are part of the graphs, by path.
+    """
 
     onnx: Any
     program: torch.export.ExportedProgram | None
-    owner: Any
-    constants: Mapping[str, Any]
+    onnx_model: OnnxModel | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _parts(graph: Any, program: torch.export.ExportedProgram | None) -> _Parts:
+def _graphs_of(graph: Any, program: torch.export.ExportedProgram | None) -> _Graphs:
+    if not isinstance(program, torch.export.ExportedProgram | None):
+        raise InvalidTypeError("Not a program.", expected="an ExportedProgram", got=type(program).__name__)
     if isinstance(graph, torch.export.ExportedProgram):
-        return _Parts(None, graph, None, {})
-    exported = getattr(graph, "exported", graph)
-    known = program or getattr(exported, "program", None) or getattr(graph, "exported_program", None)
-    if not isinstance(known, torch.export.ExportedProgram | None):
-        raise InvalidTypeError("This is no program.", expected="an ExportedProgram", got=type(known).__name__)
-    source = getattr(graph, "path", None) if hasattr(graph, "feeds") else graph
-    if source is graph and hasattr(graph, "program"):
-        source = None
-    constants = exported.baked_constants() if hasattr(exported, "baked_constants") else {}
-    return _Parts(source, known, graph if hasattr(graph, "feeds") else None, constants)
+        return _Graphs(None, graph)
+    if isinstance(graph, Exported):
+        return _Graphs(None, program or graph.program, None, graph.baked_constants())
+    if isinstance(graph, OnnxModel):
+        exported = graph.exported
+        known = exported.program if isinstance(exported, Exported) else None
+        return _Graphs(graph.path, program or known, graph, exported.baked_constants())
+    if isinstance(graph, torch.onnx.ONNXProgram):
+        return _Graphs(graph, program or graph.exported_program)
+    return _Graphs(graph, program)
 
 
 class _Search:
-    """One search: runs what has to be run, once."""
+    """One search: runs the model, and those of its graphs that have to be run, once."""
 
-    def __init__(self, calling: Calling, parts: _Parts, before: Any, wrong: frozenset[str]) -> None:
-        self._calling, self._parts, self._before, self._wrong = calling, parts, before, wrong
-        self._trace, self._visible = calling.trace()
+    def __init__(
+        self, model: torch.nn.Module, method: str, inputs: Any, graphs: _Graphs, before: Any, wrong: frozenset[str]
+    ) -> None:
+        self._model, self._graphs, self._before, self._wrong = model, graphs, before, wrong
+        self._method = method
+        self._args, self._kwargs = _arguments(inputs)
+        args, kwargs = self._call()
+        self._padding = Padding.of_tensors(flatten((args, kwargs)).tensors().items())
+        with torch.no_grad(), trace_model(model, values="all") as self._trace:
+            getattr(model, method)(*args, **kwargs, **self._constants())
 
-    def result(self) -> Located:
-        if self._parts.onnx is None and self._parts.program is not None:
-            run, found, stage = self._program_stage(self._parts.program)
-            self._check_paths(found)
-            return self._evidence(run, found).located(stage, (stage,))
-        return self._of_onnx()
-
-    def _of_onnx(self) -> Located:
-        from exportkit.divergence.onnx_run import graph_inputs, nodes_of, read_onnx, run_onnx
-
-        proto, folder = read_onnx(self._parts.onnx)
-        feeds = self._calling.feeds(graph_inputs(proto))
+    def result(self) -> Divergence:
+        if self._graphs.onnx is None and self._graphs.program is not None:
+            run, matched, stage = self._program_stage(self._graphs.program)
+            self._check_paths(matched)
+            return self._diagnosis(run, matched).divergence(stage, (stage,))
+        proto, folder = read_onnx(self._graphs.onnx)
+        feeds = self._feeds(graph_inputs(proto))
         try:
             run = run_onnx(proto, folder, feeds)
         except RuntimeFailure as error:
             return _refused(error, nodes_of(proto))
-        _check_modules(run)
-        found = self._compared(run)
-        self._check_paths(found)
-        after = _stage(AFTER, found)
+        if not any(node.scopes for node in run.nodes):
+            raise InvalidRequestError(
+                "The nodes of this ONNX model do not say which modules they come from.",
+                expected="pkg.torch.onnx.name_scopes in the metadata of nodes",
+                hint="export it with torch.onnx.export(..., dynamo=True), and keep the metadata.",
+            )
+        matched = self._matched(run)
+        self._check_paths(matched)
+        after = _stage(AFTER, matched)
         if after.outcome == "agrees":
             results = Session(proto.SerializeToString(), folder).run(feeds)
-            return self._of_runtime(run, found, after, results)
-        return self._first_of(run, found, after, (proto, folder))
+            return self._after_runtime(run, matched, after, results)
+        return self._first_of(run, matched, after, proto, folder)
 
-    def _of_runtime(self, run: GraphRun, found: OnGraph, after: Stage, results: Mapping[str, torch.Tensor]) -> Located:
-        """What onnxruntime makes of a model that agrees, once it has optimised it."""
+    def _after_runtime(
+        self, run: GraphRun, matched: MatchedCalls, after: Stage, results: Mapping[str, torch.Tensor]
+    ) -> Divergence:
+        """The outcome of a model that agrees, once onnxruntime has optimised it."""
         optimised = replace(run, values={**run.values, **results})
         far = max((distance(run.values[name], tensor).rms for name, tensor in results.items()), default=0.0)
-        units = [leaf.unit for call in found.calls for leaf in call.outputs]
-        if far > _OPTIMISED * max(units, default=0.0):  # then the matching is worth its time
-            found = self._compared(optimised)
-        runtime = replace(_stage(RUNTIME, found), error=max(far, after.error))
+        units = [pair.unit for call in matched.calls for pair in call.outputs]
+        if far > _OPTIMISED * max(units, default=0.0):  # otherwise matching again is not worth its time
+            matched = self._matched(optimised)
+        runtime = replace(_stage(RUNTIME, matched), error=max(far, after.error))
         skipped = [Stage(name, "not checked", note="what comes of it agrees") for name in (EXPORT, BEFORE)]
-        return self._evidence(optimised, found).located(runtime, (*skipped, after, runtime))
+        return self._diagnosis(optimised, matched).divergence(runtime, (*skipped, after, runtime))
 
-    def _first_of(self, run: GraphRun, found: OnGraph, after: Stage, source: _Source) -> Located:
-        """The first stage that differs, where the ONNX model does."""
-        if self._parts.program is None:
+    def _first_of(
+        self, run: GraphRun, matched: MatchedCalls, after: Stage, proto: Any, folder: Path | None
+    ) -> Divergence:
+        """The first stage that differs, if the ONNX model does."""
+        if self._graphs.program is None:
             export, program_run = Stage(EXPORT, "not checked", note="the program is not known"), None
         else:
-            program_run, on_program, export = self._program_stage(self._parts.program)
+            program_run, on_program, export = self._program_stage(self._graphs.program)
             if export.outcome == "diverges":
                 stages = (export, Stage(BEFORE, "not checked"), after)
-                return self._evidence(program_run, on_program).located(export, stages)
-        evidence = self._evidence(run, found, program_run)
-        before = self._before_stage(evidence, source)
-        return evidence.located(before if before.outcome == "diverges" else after, (export, before, after))
+                return self._diagnosis(program_run, on_program).divergence(export, stages)
+        diagnosis = self._diagnosis(run, matched, program_run)
+        before = self._before_stage(diagnosis, proto, folder)
+        return diagnosis.divergence(before if before.outcome == "diverges" else after, (export, before, after))
 
-    def _program_stage(self, program: torch.export.ExportedProgram) -> tuple[GraphRun, OnGraph, Stage]:
-        from exportkit.divergence.program_run import run_program
+    def _program_stage(self, program: torch.export.ExportedProgram) -> tuple[GraphRun, MatchedCalls, Stage]:
+        run = run_program(program, self._program_feeds(program))
+        matched = self._matched(run)
+        return run, matched, _stage(EXPORT, matched)
 
-        run = run_program(program, self._calling.program_inputs(program))
-        found = self._compared(run)
-        return run, found, _stage(EXPORT, found)
+    def _matched(self, run: GraphRun) -> MatchedCalls:
+        return match_values(self._trace, run, self._padding, self._wrong)
 
-    def _compared(self, run: GraphRun) -> OnGraph:
-        return compare_with_graph(self._trace, run, self._visible, self._wrong)
+    def _diagnosis(self, run: GraphRun, matched: MatchedCalls, reference: GraphRun | None = None) -> Diagnosis:
+        return Diagnosis(self._trace, self._padding, run, matched, reference)
 
-    def _evidence(self, run: GraphRun, found: OnGraph, reference: GraphRun | None = None) -> Evidence:
-        return Evidence(self._trace, self._visible, run, found, reference)
-
-    def _before_stage(self, evidence: Evidence, source: _Source) -> Stage:
+    def _before_stage(self, diagnosis: Diagnosis, after: Any, folder: Path | None) -> Stage:
         if self._before is not None:
-            from exportkit.divergence.onnx_run import graph_inputs, read_onnx, run_onnx
-
-            proto, folder = read_onnx(self._before)
-            before = run_onnx(proto, folder, self._calling.feeds(graph_inputs(proto)))
-            return _stage(BEFORE, self._compared(before))
-        first, program, reference = evidence.found.first, self._parts.program, evidence.reference
+            proto, before_folder = read_onnx(self._before)
+            before = run_onnx(proto, before_folder, self._feeds(graph_inputs(proto)))
+            return _stage(BEFORE, self._matched(before))
+        first, program, reference = diagnosis.matched.first, self._graphs.program, diagnosis.reference
         if reference is None or program is None or first is None or first.owner is None:
             return Stage(BEFORE, "not checked", note="give it as before=, to tell it from the next stage")
-        call = evidence.call(first.owner)
+        call = diagnosis.call(first.owner)
         name = call.path or "the model"
-        inside, expected = evidence.inside(evidence.run, call), evidence.inside(reference, call)
-        if inside is None or expected is None:
+        nodes, expected = diagnosis.nodes_of(diagnosis.run, call), diagnosis.nodes_of(reference, call)
+        if nodes is None or expected is None:
             return Stage(BEFORE, "not checked", note=f"the program has no nodes of {name}")
-        weight = changed_weight(*source, inside, program, expected)
+        weight = changed_weight(after, folder, nodes, program, expected)
         if weight is not None:
             return Stage(BEFORE, "agrees", note=f"weight {weight} was changed after it")
         try:
             error = error_of_translation(program, reference, expected)
-        except Exception as problem:  # a part can be what torch cannot export by itself
+        except Exception as problem:  # torch cannot export every module by itself
             summary = next(iter(str(problem).splitlines()), type(problem).__name__)
             return Stage(BEFORE, "not checked", note=f"{name} by itself: {summary[:80]}")
         diverges = error > max(first.error / JUMP, first.base)
         return Stage(BEFORE, "diverges" if diverges else "agrees", error, f"{name} by itself")
 
-    def _check_paths(self, found: OnGraph) -> None:
+    def _check_paths(self, matched: MatchedCalls) -> None:
         """Raises InvalidRequestError if the graph is of another model, or of one around this one."""
-        known, compared = {call.path for call in self._trace.calls}, {call.path for call in found.calls if call.outputs}
+        known = {call.path for call in self._trace.calls}
+        compared = {call.path for call in matched.calls if call.outputs}
         if not compared or (compared == {""} and len(known) > 1):
             raise InvalidRequestError(
                 "The graph has no values of the model's modules.",
-                where=type(self._calling.model).__name__,
+                where=type(self._model).__name__,
                 expected=", ".join(sorted(path for path in known if path)[:3]),
-                got=", ".join(sorted(found.modules)[:3]) or "no module",
+                got=", ".join(sorted(matched.modules)[:3]) or "no module",
                 hint="give the module that was exported, with the inputs that it takes.",
             )
 
+    def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with tensors of their own, as a model writes into its caches."""
+        return _copied(self._args), _copied(self._kwargs)
 
-def _stage(name: str, found: OnGraph) -> Stage:
-    outputs = [leaf.distance.rms for call in found.calls if call.parent is None for leaf in call.outputs]
-    note = "; ".join(f"{path}: {step.reason}" for path, step in found.unmatched.items())
-    return Stage(name, "agrees" if found.first is None else "diverges", max(outputs, default=math.nan), note)
+    @functools.cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(getattr(self._model, self._method))
+
+    def _constants(self) -> dict[str, Any]:
+        """The constants of the graphs that the call does not give, by name of the argument."""
+        if not self._graphs.constants:
+            return {}
+        parameters = self._signature.parameters
+        given = self._signature.bind_partial(*self._args, **self._kwargs).arguments
+        further = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        constants = {}
+        for path, value in self._graphs.constants.items():
+            name = path if further is None else path.removeprefix(f"{further}.")
+            if (name != path and name.isidentifier() and name not in self._kwargs) or (
+                name == path and name in parameters and name not in given
+            ):
+                constants[name] = value
+        return constants
+
+    def _program_feeds(self, program: torch.export.ExportedProgram) -> dict[str, Any]:
+        """What the program is fed, by name of the node for each input."""
+        args, kwargs = self._call()
+        if self._graphs.onnx_model is not None:
+            return self._graphs.onnx_model.program_feeds(*args, **kwargs)
+        spec = program.call_spec.in_spec
+        names = (spec.children()[1].context or []) if spec is not None else []
+        if args and spec is not None and not spec.children()[0].num_children:  # the program takes all of them by name
+            bound = self._signature.bind(*args, **kwargs).arguments
+            return program_inputs(program, (), {name: bound[name] for name in names if name in bound})
+        return program_inputs(program, args, {name: value for name, value in kwargs.items() if name in names})
+
+    def _feeds(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What an ONNX model with these inputs is fed, by name of its input."""
+        args, kwargs = self._call()
+        if self._graphs.onnx_model is not None:
+            return self._graphs.onnx_model.feeds(*args, **kwargs)
+        by_path = flatten(dict(self._signature.bind(*args, **kwargs).arguments)).tensors()
+        if set(names) <= set(by_path):
+            return {name: by_path[name] for name in names}
+        if len(names) != len(by_path):
+            raise InvalidRequestError(
+                "The arguments do not fit the inputs of the ONNX model.",
+                expected=", ".join(names),
+                got=", ".join(by_path),
+                hint="give a tensor for each input, in the same order or by the same names.",
+            )
+        return dict(zip(names, by_path.values(), strict=True))
 
 
-def _refused(error: RuntimeFailure, nodes: Iterable[Node]) -> Located:
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, tuple | list):
+        if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
+            return inputs[0], dict(inputs[1])
+        return tuple(inputs), {}
+    raise InvalidTypeError(
+        "Not arguments of a model.", expected="a tuple, a mapping, or a tensor", got=type(inputs).__name__
+    )
+
+
+def _copied(value: Any) -> Any:
+    return flatten(value).map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf).build()
+
+
+def _stage(name: str, matched: MatchedCalls) -> Stage:
+    outputs = [pair.distance.rms for call in matched.calls if call.parent is None for pair in call.outputs]
+    note = "; ".join(f"{path}: {step.reason}" for path, step in matched.unmatched.items())
+    return Stage(name, "agrees" if matched.first is None else "diverges", max(outputs, default=math.nan), note)
+
+
+def _refused(error: RuntimeFailure, nodes: Iterable[GraphNode]) -> Divergence:
     """Where onnxruntime stopped, if its message names a node.
 
     Raises:
@@ -228,7 +317,7 @@ def _refused(error: RuntimeFailure, nodes: Iterable[Node]) -> Located:
         raise error
     scope = node.scopes[-1] if node.scopes else None
     reason = str(error).rpartition("Status Message: ")[2] or str(error)
-    return Located(
+    return Divergence(
         RUNTIME,
         scope.path if scope else None,
         scope.class_name if scope else "",
@@ -238,12 +327,3 @@ def _refused(error: RuntimeFailure, nodes: Iterable[Node]) -> Located:
         reason=f"onnxruntime stopped: {reason}",
         stages=(Stage(RUNTIME, "diverges", note="refused the call"),),
     )
-
-
-def _check_modules(run: GraphRun) -> None:
-    if not any(node.scopes for node in run.nodes):
-        raise InvalidRequestError(
-            "The nodes of this ONNX model do not say which modules they come from.",
-            expected="pkg.torch.onnx.name_scopes in the metadata of nodes",
-            hint="export it with torch.onnx.export(..., dynamo=True), and keep the metadata.",
-        )

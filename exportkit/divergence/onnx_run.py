@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.divergence.graph_run import GraphRun, Node, Scope
+from exportkit.divergence.graph_run import GraphNode, GraphRun, NodeScope
 from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.running.session import Session
 
@@ -78,12 +78,12 @@ def run_onnx(model: onnx.ModelProto, folder: Path | None, inputs: Mapping[str, t
     return GraphRun(nodes, {**inputs, **session.run(inputs)}, tuple(inputs), outputs)
 
 
-def nodes_of(model: onnx.ModelProto) -> Iterable[Node]:
+def nodes_of(model: onnx.ModelProto) -> Iterable[GraphNode]:
     """Returns the nodes of an ONNX model, with the modules that they come from."""
     return _nodes(model.graph)
 
 
-def _nodes(graph: onnx.GraphProto) -> Iterable[Node]:
+def _nodes(graph: onnx.GraphProto) -> Iterable[GraphNode]:
     fixed = {value.name for value in graph.initializer}
     metadata = [{entry.key: entry.value for entry in node.metadata_props} for node in graph.node]
     names = [_listed(entries.get(f"{_PREFIX}name_scopes")) for entries in metadata]
@@ -92,10 +92,10 @@ def _nodes(graph: onnx.GraphProto) -> Iterable[Node]:
         classes = _listed(entries.get(f"{_PREFIX}class_hierarchy"))
         pairs = zip(scopes[:-1], classes, strict=False)
         outputs = tuple(name for name in node.output if name)
-        yield Node(
+        yield GraphNode(
             node.name or next(iter(outputs), ""),
             node.op_type,
-            tuple(Scope(path, cls.rpartition(".")[2]) for path, cls in pairs if not path.startswith(_NO_MODULE)),
+            tuple(NodeScope(path, cls.rpartition(".")[2]) for path, cls in pairs if not path.startswith(_NO_MODULE)),
             tuple(name for name in node.input if name and name not in fixed),
             outputs,
             entries.get(f"{_PREFIX}stack_trace", ""),

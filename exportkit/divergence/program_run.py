@@ -10,7 +10,7 @@ from torch.export.graph_signature import InputKind
 
 from exportkit._torch_compat.graph import schema_of
 from exportkit._torch_compat.pytree import tree_leaves
-from exportkit.divergence.graph_run import GraphRun, Node, Scope
+from exportkit.divergence.graph_run import GraphNode, GraphRun, NodeScope
 from exportkit.errors import InvalidRequestError
 from exportkit.running.program import run_nodes, state_of
 from exportkit.trees import registered_caches
@@ -92,10 +92,10 @@ def _outputs(program: torch.export.ExportedProgram) -> tuple[str, ...]:
     return tuple(name for name in program.graph_signature.user_outputs if isinstance(name, str))
 
 
-def _node(node: torch.fx.Node) -> Node:
+def _node(node: torch.fx.Node) -> GraphNode:
     inputs = tuple(source.name for source in node.all_input_nodes)
     stack = node.meta.get("stack_trace") or ""
-    return Node(node.name, _operator(node), _scopes(node), inputs, (node.name,), stack, str(node.target))
+    return GraphNode(node.name, _operator(node), _scopes(node), inputs, (node.name,), stack, str(node.target))
 
 
 def _operator(node: torch.fx.Node) -> str:
@@ -106,10 +106,10 @@ def _operator(node: torch.fx.Node) -> str:
     )
 
 
-def _scopes(node: torch.fx.Node) -> tuple[Scope, ...]:
+def _scopes(node: torch.fx.Node) -> tuple[NodeScope, ...]:
     found = (node.meta.get("nn_module_stack") or {}).items()
     return tuple(
-        Scope(path, _class_name(cls), key.rpartition("@")[2] if "@" in key else "") for key, (path, cls) in found
+        NodeScope(path, _class_name(cls), key.rpartition("@")[2] if "@" in key else "") for key, (path, cls) in found
     )
 
 

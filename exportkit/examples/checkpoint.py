@@ -1,6 +1,6 @@
-"""Loads a local transformers checkpoint: in comes a folder, out goes the model with a default run.
+"""Loads a local transformers checkpoint together with its default run.
 
-Whatever is wrong with the folder is said before anything runs: a missing file, an architecture that transformers does
+Anything wrong with the folder is reported before the model runs: a missing file, an architecture that transformers does
 not have, weights that would stay random.
 """
 
@@ -16,27 +16,27 @@ from typing import Any
 import torch
 
 from exportkit.errors import DestinationError, InvalidRequestError
-from exportkit.examples import Case
-from exportkit.examples.default_run import OWN_CALLS, default_case
+from exportkit.examples.run import OWN_CALLS, ExampleRun, default_run
 
 _CONTENT = "a folder with config.json and *.safetensors"
 _SAVE = "model.save_pretrained(folder) writes such a folder"
 
 
-def load_case(folder: str | os.PathLike[str]) -> Case:
-    """Returns the model of a local checkpoint with a default run for its task. Nothing is downloaded.
+def load_checkpoint(folder: str | os.PathLike[str]) -> ExampleRun:
+    """Loads the model of a local checkpoint, with the default run for its task. Nothing is downloaded.
 
-    The weights are loaded as float32, whatever they are stored as: onnxruntime has kernels for it on every machine.
+    The weights are loaded as float32 whatever their dtype in the files, because onnxruntime has float32 kernels on
+    every machine.
 
     Args:
-        folder: Folder with ``config.json``, ``*.safetensors``, and the tokenizer's files if the model has one.
+        folder: Folder with ``config.json``, ``*.safetensors`` and, if the model has a tokenizer, the tokenizer's files.
 
     Raises:
         DestinationError: if the folder, its configuration or its weights cannot be read.
         InvalidRequestError: if the architecture is unknown, or has no default run.
     """
     path = Path(folder)
-    return default_case(_load_model(path, _model_class(path)), _load_tokenizer(path))
+    return default_run(_load_model(path, _model_class(path)), _load_tokenizer(path))
 
 
 def _model_class(folder: Path) -> Any:
@@ -52,7 +52,7 @@ def _model_class(folder: Path) -> Any:
         where=f"architectures in {folder / 'config.json'}",
         expected=f"a model class of transformers {transformers.__version__}",
         got=names[0],
-        hint=f"upgrade transformers if a newer one has it. If the model comes with its own code, {OWN_CALLS}",
+        hint=f"upgrade transformers if a newer version has it. If the model comes with its own code, {OWN_CALLS}",
     )
 
 
@@ -62,16 +62,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "There is no such checkpoint folder.",
             where=str(folder),
             expected=_CONTENT,
-            got="a file" if folder.exists() else "nothing",
-            hint=f"{_SAVE}. Models of the Hugging Face hub are not downloaded: do that first.",
+            got=listing(folder),
+            hint=f"{_SAVE}. exportkit does not download models from the Hugging Face hub; download the model first.",
         )
     file = folder / "config.json"
     if not file.exists():
         raise DestinationError(
-            "The folder is no checkpoint: it has no config.json.",
+            "Not a checkpoint: the folder has no config.json.",
             where=str(folder),
             expected=_CONTENT,
-            got=_listing(folder),
+            got=listing(folder),
             hint=f"{_SAVE}.",
         )
     try:
@@ -81,7 +81,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _listing(folder: Path) -> str:
+def listing(folder: Path) -> str:
+    """Returns what is at a path, in a few words for an error message."""
+    if not folder.is_dir():
+        return "a file" if folder.exists() else "nothing"
     names = sorted(item.name for item in folder.iterdir())
     return ", ".join(names[:8] + ["..."] * (len(names) > 8)) or "an empty folder"
 
@@ -92,15 +95,15 @@ def _load_model(folder: Path, model_class: Any) -> Any:
             "The checkpoint has no weights.",
             where=str(folder),
             expected="*.safetensors",
-            got=_listing(folder),
-            hint=f"{_SAVE}, also for a model that was loaded from *.bin files.",
+            got=listing(folder),
+            hint=f"{_SAVE}, even if the model was loaded from *.bin files.",
         )
     try:
         model, found = model_class.from_pretrained(
             folder,
             local_files_only=True,
             dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # they are said below, with the sizes
+            ignore_mismatched_sizes=True,  # _check_weights reports them, with their sizes
             output_loading_info=True,
         )
     except Exception as error:
@@ -108,14 +111,14 @@ def _load_model(folder: Path, model_class: Any) -> Any:
             f"The checkpoint cannot be loaded as {model_class.__name__}.",
             where=str(folder),
             got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            hint="config.json and the weights must come from the same model, and no file may be cut short.",
+            hint="config.json and the weights must come from the same model, and no file may be truncated.",
         ) from error
     _check_weights(folder, model_class, found)
     return model.eval()
 
 
 def _check_weights(folder: Path, model_class: Any, found: Mapping[str, Any]) -> None:
-    """Raises DestinationError if some parameters did not come from the files: transformers leaves them random."""
+    """Raises DestinationError if parameters are not in the files; transformers would leave them random."""
     missing = [(name, "nothing") for name in sorted(found["missing_keys"])]
     other = [(name, f"{tuple(stored)} instead of {tuple(wanted)}") for name, stored, wanted in found["mismatched_keys"]]
     wrong = [f"{name}: {got}" for name, got in other + missing]
@@ -123,9 +126,9 @@ def _check_weights(folder: Path, model_class: Any, found: Mapping[str, Any]) -> 
         raise DestinationError(
             f"The checkpoint lacks {len(wrong)} weights of {model_class.__name__}.",
             where=str(folder),
-            expected=f"all weights that config.json and {model_class.__name__} ask for",
+            expected=f"every weight of {model_class.__name__} with the sizes in config.json",
             got=", ".join(wrong[:3] + ["..."] * (len(wrong) > 3)),
-            hint="a shard may be missing, or config.json is of another model than the weights.",
+            hint="a shard may be missing, or config.json belongs to a different model than the weights.",
         )
 
 
@@ -135,6 +138,6 @@ def _load_tokenizer(folder: Path) -> Any:
 
     if not any(folder.glob("tokenizer*")):
         return None
-    with contextlib.suppress(Exception):  # some need packages that are not installed; the run then has random tokens
+    with contextlib.suppress(Exception):  # some need packages that are not installed; the tokens are random then
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return None

@@ -1,6 +1,6 @@
-"""The three models of ``exportkit demo``: a decoder in ``generate``, an encoder, and a module with nested inputs.
+"""The three models of ``exportkit demo``: a decoder that generates, an encoder, and a module with nested inputs.
 
-Nothing comes in: the models are tiny and their weights random, so nothing is downloaded. Out go cases to observe.
+The models are tiny and their weights are random, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from exportkit.examples import Case
+from exportkit.examples.run import ExampleRun
 
 _VOCABULARY = 99
 _FIRST_WORD = 3  # ids below are the padding, begin and end tokens
 
 
-def demo_cases() -> list[Case]:
-    """Returns the cases: a Llama, a Bert, and a plain module."""
+def demo_runs() -> list[ExampleRun]:
+    """Returns the examples: a Llama, a Bert, and a plain module."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return [_llama(), _bert(), _ranker()]
 
 
-def _llama() -> Case:
+def _llama() -> ExampleRun:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -46,10 +46,10 @@ def _llama() -> Case:
     def run() -> None:
         model.generate(input_ids=prompt, attention_mask=mask, min_new_tokens=4, max_new_tokens=4, do_sample=False)
 
-    return Case("tiny Llama", "generate: one prompt of 7 tokens, 4 new tokens", model, run)
+    return ExampleRun("tiny Llama", "generate: one prompt of 7 tokens, 4 new tokens", model, run)
 
 
-def _bert() -> Case:
+def _bert() -> ExampleRun:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -67,11 +67,11 @@ def _bert() -> Case:
         for tokens, mask in batches:
             model(input_ids=tokens, attention_mask=mask)
 
-    return Case("tiny Bert", "3 padded batches of 2, 3 and 1 sentences", model, run)
+    return ExampleRun("tiny Bert", "3 padded batches of 2, 3 and 1 sentences", model, run)
 
 
 class Ranker(torch.nn.Module):
-    """Scores a shop's items for visitors, from inputs nested as a data loader nests them."""
+    """Scores the items of a shop for visitors, from nested inputs as a data loader returns them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Ranker(torch.nn.Module):
         return {"scores": scores, "best": scores.argmax(1)}
 
 
-def _ranker() -> Case:
+def _ranker() -> ExampleRun:
     model = Ranker().eval()
     visits = [_visit(2, 4, 3), _visit(3, 6, 5), _visit(1, 3, 7)]
     boosts = [{}, {"boost": torch.randn(3, 10)}, {"boost": torch.randn(1, 10)}]
@@ -108,7 +108,7 @@ def _ranker() -> Case:
         for visit, boost in zip(visits, boosts, strict=True):
             model(*visit, **boost)
 
-    return Case("nested inputs", "3 calls: a dict in a dict, a list, a tensor that one call lacks", model, run)
+    return ExampleRun("nested inputs", "3 calls: a dict in a dict, a list, a tensor that one call lacks", model, run)
 
 
 def _tokens(batch: int, length: int) -> torch.Tensor:

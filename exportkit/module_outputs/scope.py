@@ -13,7 +13,9 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
+
+FrameT = TypeVar("FrameT")  # a `Frame`, or that of a trace, which also has a collector
 
 
 class Frame:
@@ -32,7 +34,7 @@ class Frame:
         self.depth = 0
 
 
-_frames: ContextVar[tuple[Frame, ...] | None] = ContextVar("exportkit_capture", default=None)
+_frames: ContextVar[tuple[Any, ...] | None] = ContextVar("exportkit_capture", default=None)
 _started_in: weakref.WeakKeyDictionary[threading.Thread, tuple[Frame, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -42,13 +44,13 @@ def frames() -> tuple[Frame, ...] | None:
     return _started_in.get(threading.current_thread()) if found is None else found
 
 
-def push(frame: Frame) -> Frame:
+def push(frame: FrameT) -> FrameT:
     """Opens a frame for the running code, and for what it starts; returns it."""
     _frames.set((*(other for other in frames() or () if other.collector is not None), frame))
     return frame
 
 
-def pop(frame: Frame) -> None:
+def pop(frame: object) -> None:
     """Closes a frame, in whatever order; one that was opened by other code stays there and is dead."""
     _frames.set(tuple(other for other in frames() or () if other is not frame))
 

@@ -14,7 +14,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from exportkit.errors import InvalidRequestError
-from exportkit.module_traces.records import ModuleCall, TensorRecord
+from exportkit.module_traces.trace_data import ModuleCall, TensorRecord
 
 Pair = tuple[ModuleCall, ModuleCall]
 _Shapes = tuple[tuple[int, ...], ...]

@@ -1,20 +1,40 @@
-"""How two runs differ, as a value: what differs first, what each module adds, and a verdict on each tensor."""
+"""Compares two runs, module call by module call, and defines `Comparison`, the result.
+
+The runs may have different dtypes, devices or code. What differs first in the flow of data is wrong; what differs later
+only carries the error on.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from exportkit.module_traces.steps import Verdict
+import torch
+
+from exportkit.errors import InvalidRequestError
+from exportkit.module_traces.align import Pair, align_calls
+from exportkit.module_traces.attribution import attribute_error
+from exportkit.module_traces.error_steps import (
+    ComparedCall,
+    ErrorStep,
+    Side,
+    TensorPair,
+    Verdict,
+    added_error,
+    worst_steps,
+)
+from exportkit.module_traces.printing import PrintedResult, call_text, error_text, printed_table
+from exportkit.module_traces.tensor_pairs import Padding, distance_of_statistics, match_records, rounding_unit
+from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, TraceData
+from exportkit.running.compare import Distance, distance, position_of_largest
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import RenderableType
 
-_SHOWN, _WIDTH = 10, 110
+_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -22,12 +42,12 @@ class ModuleRow:
     """What a call of a module adds to the error.
 
     Attributes:
-        path: Path of the module; "" for the model itself, None for what happens outside of all modules.
+        path: Path of the module; "" for the model itself, None for what happens outside all modules.
         other_path: Its path in the other run.
         class_name: Its class.
         number: Which of its calls.
-        tensor: The tensor that is furthest apart, for what it is computed from: an output of the module, or an input of
-            a module inside.
+        tensor: The tensor that is furthest apart, relative to what it is computed from: an output of the module, or an
+            input of a module inside it.
         base: The relative error of what it is computed from.
         error: Its relative error, a root mean square.
         largest: Its largest absolute difference.
@@ -49,13 +69,12 @@ class ModuleRow:
     @property
     def added(self) -> float:
         """The error that it adds."""
-        return self.error if math.isinf(self.error) else max(self.error - self.base, 0.0)
+        return added_error(self.base, self.error)
 
     @property
     def name(self) -> str:
         """The module and its call in words, such as ``decoder.block.0 #2``."""
-        path = {None: "(inputs)", "": "(model)"}.get(self.path, self.path) or ""
-        return path + (f" #{self.number}" if self.number else "")
+        return call_text("(inputs)" if self.path is None else self.path, self.number)
 
 
 @dataclass(frozen=True)
@@ -66,14 +85,14 @@ class TensorRow:
         module: Path of the module.
         number: Which of its calls.
         side: ``inputs`` or ``outputs``.
-        path: Path of the tensor in that.
+        path: Path of the tensor among these.
         verdict: ``equal``; ``close``: apart by rounding; ``carried``: apart, as is what it is computed from;
             ``differs``: apart by more than that; ``unknown``: apart, and only values could tell how far.
         error: The relative error, a root mean square.
         largest: The largest absolute difference.
-        index: Where that is, for one that differs.
-        dtypes: Its element type in both runs.
-        values: Whether values were compared, and not statistics alone.
+        index: Position of the largest difference, for a tensor that differs.
+        dtypes: Its dtype in both runs.
+        values: Whether values were compared, and not only statistics.
     """
 
     module: str
@@ -89,16 +108,16 @@ class TensorRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(PrintedResult):
     """How a run differs from another. Prints as a table.
 
     Attributes:
-        first: What differs first by the flow of data, or None if nothing does.
+        first: What differs first in the flow of data, or None if nothing does.
         modules: The module calls, those that are wrong first, then by the error that they add.
         tensors: All tensors that both runs have, in the order in which they were computed.
-        only_first: Paths of modules whose calls have no pair in the second run.
-        only_second: The same of the first.
-        notes: What a person should know, such as what was compared without values.
+        only_first: Paths of modules whose calls have no counterpart in the second run.
+        only_second: Paths of modules whose calls have no counterpart in the first run.
+        notes: What a reader should know, such as what was compared without values.
     """
 
     first: ModuleRow | None
@@ -110,7 +129,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether no tensor differs by more than rounding, and none is left that only values could tell of."""
+        """Whether no tensor differs by more than rounding, and values are not needed to decide that for any."""
         return not any(row.verdict in ("differs", "unknown") for row in self.tensors)
 
     def verdict(self) -> str:
@@ -124,64 +143,170 @@ class Comparison:
             return f"Undecided: what {row.name} ({row.class_name}) computes differs; how much, only values can tell."
         return "The runs are equal." if counts["equal"] == len(self.tensors) else "The runs agree, up to rounding."
 
-    def as_json(self) -> str:
-        """Returns all of it as JSON text; what is not finite is null or a string."""
-        data = asdict(self) | {"ok": self.ok, "verdict": self.verdict()}
-        return json.dumps(_plain(data), indent=1, allow_nan=False)
+    def _title(self) -> tuple[str, bool]:
+        return self.verdict(), self.ok
 
-    def __str__(self) -> str:
-        from rich.console import Console
+    def _data(self) -> dict[str, Any]:
+        return asdict(self) | {"ok": self.ok, "verdict": self.verdict()}
 
-        console = Console(width=_WIDTH, color_system=None, highlight=False)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from rich.text import Text
-
-        yield Text(self.verdict(), style="bold green" if self.ok else "bold red")
+    def _details(self) -> Iterator[tuple[str, str]]:
         if self.first is not None:
-            yield from (Text.assemble((f"  {name:7}", "dim"), value) for name, value in self._first_lines())
-        if any(row.error for row in self.modules):
-            yield self._table()
+            row = next((row for row in self.tensors if row.verdict == "differs"), None)
+            yield "tensor", self.first.tensor
+            if math.isfinite(self.first.error):
+                index = row.index if row is not None else None
+                yield "error", error_text(self.first.error, self.first.base, self.first.largest, index)
+            yield "reason", self.first.reason
+
+    def _tables(self) -> Iterator[RenderableType | str]:
+        rows = [row for row in self.modules if row.error][:_SHOWN]
+        if rows:
+            yield printed_table(
+                ("module", "class", "adds", "from", "to", "verdict"),
+                [
+                    (row.name, row.class_name, f"{row.added:.1e}", f"{row.base:.1e}", f"{row.error:.1e}", row.verdict)
+                    for row in rows
+                ],
+            )
         for title, paths in (("only in the first", self.only_first), ("only in the second", self.only_second)):
             if paths:
-                yield Text(f"{title}: {_listed(paths)}")
-        for note in self.notes:
-            yield Text(f"note: {note}")
-
-    def _first_lines(self) -> Iterator[tuple[str, str]]:
-        row = self.first
-        assert row is not None
-        tensor = next((t for t in self.tensors if t.verdict == "differs"), None)
-        at = f" at {list(tensor.index)}" if tensor is not None and tensor.index else ""
-        yield "tensor", row.tensor
-        if math.isfinite(row.error):
-            yield "error", f"{row.error:.1e} from {row.base:.1e} (relative), {row.largest:.3g} at most{at}"
-        yield "reason", row.reason
-
-    def _table(self) -> RenderableType:
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-        for title in ("module", "class", "adds", "from", "to", "verdict"):
-            table.add_column(title, overflow="fold")
-        for row in [row for row in self.modules if row.error][:_SHOWN]:
-            numbers = (f"{value:.1e}" for value in (row.added, row.base, row.error))
-            table.add_row(row.name, row.class_name, *numbers, row.verdict)
-        return table
+                more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+                yield f"{title}: {', '.join(path or '(model)' for path in paths[:_SHOWN])}{more}"
+        yield from (f"note: {note}" for note in self.notes)
 
 
-def _listed(paths: tuple[str, ...]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(path or "(model)" for path in paths[:_SHOWN]) + more
+def compare_traces(first: TraceData, second: TraceData, names: Mapping[str, str] | None = None) -> Comparison:
+    """Returns how the second run differs from the first; see `Trace.compare`."""
+    pairs = align_calls(first.calls, second.calls, names)
+    if not pairs:
+        raise InvalidRequestError(
+            "These traces have no module call in common.",
+            expected=_some_paths(first.calls),
+            got=_some_paths(second.calls),
+            hint='say which paths of the second are which of the first: names={"^model[.]": "", "query": "q_proj"}.',
+        )
+    return _Comparing(first, second, pairs).result()
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+class _Comparing:
+    """One comparison. A tensor that occurs in several places is compared once."""
+
+    def __init__(self, first: TraceData, second: TraceData, pairs: list[Pair]) -> None:
+        self._first, self._second, self._pairs = first, second, pairs
+        self._padding: dict[int, Padding] = {}  # of the outermost call that each call is part of
+        for call in first.calls:
+            above = self._padding.get(call.parent) if call.parent is not None else None
+            self._padding[call.index] = Padding.of_call(first, call) if above is None else above
+        self._seen: dict[tuple[Any, ...], Distance] = {}
+        self._matched: dict[tuple[int, Side], list[tuple[TensorRecord, TensorRecord]]] = {}
+
+    def result(self) -> Comparison:
+        paired = {one.index for one, _ in self._pairs}
+        nearest: dict[int, int | None] = {}  # the innermost call with a counterpart that each call is, or is part of
+        for call in self._first.calls:
+            above = nearest.get(call.parent) if call.parent is not None else None
+            nearest[call.index] = call.index if call.index in paired else above
+        calls = {
+            one.index: self._compared(one, two, nearest.get(one.parent) if one.parent is not None else None)
+            for one, two in self._pairs
+        }
+        steps = attribute_error(list(calls.values()))
+        wrong = next((step for step in steps if step.verdict == "differs"), None)
+        return Comparison(
+            first=None if wrong is None else _module_row(wrong, calls),
+            modules=tuple(_module_row(step, calls) for step in worst_steps(steps).values()),
+            tensors=tuple(self._tensor_rows(steps, calls)),
+            only_first=_paths_without(self._first.calls, paired),
+            only_second=_paths_without(self._second.calls, {two.index for _, two in self._pairs}),
+            notes=tuple(self._notes()),
+        )
+
+    def _compared(self, one: ModuleCall, two: ModuleCall, parent: int | None) -> ComparedCall:
+        sides = []
+        both: list[tuple[Side, tuple[TensorRecord, ...], tuple[TensorRecord, ...]]]
+        both = [("inputs", one.inputs, two.inputs), ("outputs", one.outputs, two.outputs)]
+        for side, records, others in both:
+            self._matched[one.index, side] = matched = match_records(records, others)
+            sides.append(
+                tuple(
+                    TensorPair(a.path, self._distance(one, a, b), rounding_unit(a, b), (a.dtype, b.dtype))
+                    for a, b in matched
+                )
+            )
+        return ComparedCall(one.index, one.path, one.class_name, one.number, parent, sides[0], sides[1], two.path)
+
+    def _distance(self, call: ModuleCall, a: TensorRecord, b: TensorRecord) -> Distance:
+        if a.key is None or b.key is None:  # statistics of stored values are computed when they are asked for
+            return distance_of_statistics(a, b)
+        key = (a.key, b.key, a.shape, b.shape)
+        if key not in self._seen:
+            one, two = self._first.tensor(a), self._second.tensor(b)
+            self._seen[key] = distance(one, two, self._padding[call.index](one))
+        return self._seen[key]
+
+    def _tensor_rows(self, steps: Sequence[ErrorStep], calls: Mapping[int, ComparedCall]) -> Iterator[TensorRow]:
+        for step in steps:
+            call = calls[step.call]
+            for pair in call.side(step.side):
+                verdict = step.verdicts[pair.path]
+                yield TensorRow(
+                    call.path,
+                    call.number,
+                    step.side,
+                    pair.path,
+                    verdict,
+                    pair.distance.rms,
+                    pair.distance.largest,
+                    self._index(step, pair) if verdict == "differs" else None,
+                    pair.dtypes,
+                    pair.distance.values,
+                )
+
+    def _index(self, step: ErrorStep, pair: TensorPair) -> tuple[int, ...] | None:
+        a, b = next(records for records in self._matched[step.call, step.side] if records[0].path == pair.path)
+        if a.key is None or b.key is None:
+            return None
+        one: torch.Tensor = self._first.tensor(a)
+        return position_of_largest(one, self._second.tensor(b), self._padding[step.call](one))
+
+    def _notes(self) -> Iterator[str]:
+        for name, trace in (("first", self._first), ("second", self._second)):
+            failed = next((call for call in trace.calls if call.error is not None), None)
+            if failed is not None:
+                yield f"the {name} run failed in {failed.path or 'the model'} ({failed.class_name}): {failed.error}"
+            if not trace.complete:
+                yield f"the {name} trace is incomplete: {'; '.join(trace.problems)}"
+        records = [pair for matched in self._matched.values() for pair in matched]
+        bare = sum(a.key is None or b.key is None for a, b in records)
+        if bare:
+            yield (
+                f"{bare} of {len(records)} tensors were compared by statistics and hash alone: their errors are lower "
+                'bounds; for values record both runs with values="all"'
+            )
+
+
+def _module_row(step: ErrorStep, calls: Mapping[int, ComparedCall]) -> ModuleRow:
+    owner = calls[step.owner] if step.owner is not None else None
+    at = calls[step.call]
+    path = step.pair.path if step.pair else ""
+    return ModuleRow(
+        path=owner.path if owner else None,
+        other_path=owner.other_path if owner else None,
+        class_name=owner.class_name if owner else "",
+        number=owner.number if owner else at.number,
+        tensor=path if owner is at else f"{at.path or 'model'} {path}",
+        base=step.base,
+        error=step.error,
+        largest=step.pair.distance.largest if step.pair else 0.0,
+        verdict=step.verdict,
+        reason=step.reason,
+    )
+
+
+def _paths_without(calls: Sequence[ModuleCall], paired: set[int]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(call.path for call in calls if call.index not in paired))
+
+
+def _some_paths(calls: Sequence[ModuleCall]) -> str:
+    paths = [*Counter(call.path or "the model" for call in calls)]
+    return ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "") or "no call"

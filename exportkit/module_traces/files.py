@@ -1,20 +1,20 @@
-"""The two files of a trace: an index of JSON lines, and the values as SafeTensors.
+"""Writes the two files of a trace: an index of JSON lines, and the values as SafeTensors.
 
-In come lines and bytes while a model runs; out comes a folder that can be read at any time, after a crash, too:
-exportkit/module_traces/content.py reads it. The format, line by line:
+The folder can be read at any time, also after a crash; `trace_data` reads it. The format, line by line:
 
     {"format": "exportkit-trace", "version": 1, "model": ..., "values": ..., "written_by": {...}}
     {"layout": 0, "tensors": [paths], "others": [paths], "empty": {...}}  leaves of values that have one structure
-    {"tensor": 0, "shape": ..., "dtype": ..., "mean": ..., "hash": ...}   a tensor that was not there before, ...
+    {"tensor": 0, "shape": ..., "dtype": ..., "mean": ..., "hash": ...}   a tensor that was not seen before, ...
     {"tensor": 0, "shape": ..., "key": ..., "kind": ..., "parts": {name: {"offset": ..., ...}}}   ... or is stored
-    {"tensor": 7, "as": 3, "shape": ...}                                  the content of another one, in another shape
-    {"stored": 0, "key": ..., "kind": ..., "parts": {...}}                where its values are, if that is decided later
+    {"tensor": 7, "as": 3, "shape": ...}                                  the content of tensor 3, in another shape
+    {"stored": 0, "key": ..., "kind": ..., "parts": {...}}                where its values are, if stored later
     {"begin": 0, "path": ..., "layout": 0, "tensors": [0, 7], "others": [...], ...}   a call, and what it was given
     {"end": 0, "layout": 1, "tensors": [8], "others": [...], "error": null}           and what it returned
     {"finished": true, "problems": []}
 
-Numbers that JSON lacks are texts ("nan", "inf"). The data file is one of `SafeTensors
-<https://huggingface.co/docs/safetensors>`_: place for its header is kept at the beginning, and filled in the end.
+Numbers that JSON lacks are texts ("nan", "inf"). The data file is in the format of `SafeTensors
+<https://huggingface.co/docs/safetensors>`_: space for its header is reserved at the beginning, and filled in at the
+end.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ INDEX, TENSORS = "calls.jsonl", "tensors.safetensors"
 FORMAT, VERSION = "exportkit-trace", 1
 HEADER_LENGTH = 8  # bytes, at the very beginning
 _LEAST_RESERVED, _MOST_RESERVED = 2**20, 2**24  # bytes
-_COPIED = 2**20  # bytes at a time, where the data have to make room for a longer header
+_COPIED = 2**20  # bytes at a time, if the data have to be moved behind a longer header
 
 encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-quoted = json.encoder.encode_basestring_ascii  # a text alone, in a tenth of the time
+quoted = json.encoder.encode_basestring_ascii  # for one string, ten times as fast
 
 
 class TraceFiles:
@@ -70,7 +70,7 @@ class TraceFiles:
         return self._size
 
     def write_lines(self, lines: list[str]) -> None:
-        """Adds lines to the index: all of them, or if they cannot be written none."""
+        """Adds lines to the index: all of them, or none if they cannot be written."""
         end = self._index.tell()
         try:
             _write_all(self._index, memoryview("".join([f"{line}\n" for line in lines]).encode()))
@@ -87,12 +87,12 @@ class TraceFiles:
         self._size += len(data)
 
     def _reserve(self) -> None:
-        """Asks for disk space ahead, as much as there is already: to get it piece by piece takes longer."""
+        """Reserves as much disk space again as is used: many small requests take longer."""
         more = min(max(self._size, _LEAST_RESERVED), _MOST_RESERVED)
         try:
             os.posix_fallocate(self._data.fileno(), HEADER_LENGTH + self._room + self._size, more)
             self._reserved = self._size + more
-        except (AttributeError, OSError):  # it is not everywhere, or there is not as much left
+        except (AttributeError, OSError):  # not available on every system, or the disk has less left
             self._reserved = sys.maxsize
 
     def name_data(self, name: str, dtype: str, shape: list[int], offset: int) -> None:
@@ -102,7 +102,7 @@ class TraceFiles:
         self._named = self._size
 
     def _name_rest(self, end: int) -> None:
-        """Names what was written of a tensor that could not be written to its end: the format allows no holes."""
+        """Names the bytes of tensors whose writing failed halfway: the format allows no holes."""
         if self._named < end:
             size = end - self._named
             self._header[f"unusable.{self._named}"] = {
@@ -113,9 +113,9 @@ class TraceFiles:
             self._named = end
 
     def write_header(self) -> None:
-        """Writes the header of the data file; if it needs more room than was kept, into a new file."""
+        """Writes the header of the data file; if it is longer than the reserved space, into a new file."""
         self._name_rest(self._size)
-        self._data.truncate(HEADER_LENGTH + self._room + self._size)  # of what could not be written as a whole
+        self._data.truncate(HEADER_LENGTH + self._room + self._size)  # drops a tensor whose writing failed
         header = encode(self._header).encode()
         if len(header) <= self._room:
             self._data.seek(0)
@@ -139,15 +139,16 @@ class TraceFiles:
 
 
 def _new_file(path: Path) -> Any:
-    """A file in the place of one that may be there: whoever has that one open keeps it."""
+    """A new file in place of an existing one; processes that have that one open keep it."""
     path.unlink(missing_ok=True)
     return path.open("x+b", buffering=0)
 
 
 def _reused_file(path: Path) -> Any:
-    """The file that is there, to be written over; None if there is none, or somebody else has it open or linked.
+    """The existing file, to be written over; None if there is none, or it is open or linked elsewhere.
 
-    To give back the memory in which the system has it, and to get as much again, takes longer than all else in here.
+    Freeing the memory in which the system caches a file, and getting as much again, takes longer than all other work
+    of a recording.
     """
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b", buffering=0)
@@ -163,9 +164,9 @@ def _has_no_other_user(file: Any) -> bool:
     try:
         import fcntl
 
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # refused while the file is open anywhere else
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # raises while the file is open elsewhere
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except (ImportError, AttributeError, OSError):  # only Linux can tell, and not on each file system
+    except (ImportError, AttributeError, OSError):  # only Linux can tell, and not for every file system
         return False
     return os.fstat(file.fileno()).st_nlink == 1
 

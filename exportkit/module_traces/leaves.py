@@ -55,7 +55,7 @@ class Leaves(NamedTuple):
     others: list[Any]
 
 
-class Layouts:
+class LeafReader:
     """Takes values apart, and knows the layouts of those before.
 
     Caches and classes registered with torch are opened as everywhere in this package; so are mappings, dataclasses, and
@@ -68,7 +68,7 @@ class Layouts:
     def __len__(self) -> int:
         return len(self._known)
 
-    def take_apart(self, value: dict[str, Any]) -> Leaves:
+    def read(self, value: dict[str, Any]) -> Leaves:
         """Returns the leaves of a dict of values; those that are no tensors in a form that JSON can hold."""
         path, only = _only_value(value)
         if isinstance(only, torch.Tensor):

@@ -1,28 +1,28 @@
-"""trace_model: records the module calls of a run. In comes a model that somebody runs; out comes a `Trace`."""
+"""Records the module calls of a run, for the time of a ``with`` block: `trace_model`."""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
+import re
 import shutil
 import tempfile
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from exportkit._torch_compat.modules import uncompiled
-from exportkit.errors import InvalidTypeError
-from exportkit.module_traces.recorder import Recorder
-from exportkit.module_traces.selection import Selection
+from exportkit.errors import InvalidRequestError, InvalidTypeError
+from exportkit.module_traces.instrument import instrumented
+from exportkit.module_traces.recorder import TraceRecorder
 from exportkit.module_traces.trace import Trace
-from exportkit.module_traces.watch import watched
 
-if TYPE_CHECKING:
-    import re
+ALL, ENDS = "all", "ends"
 
 
 @contextlib.contextmanager
@@ -34,22 +34,21 @@ def trace_model(
 ) -> Iterator[Trace]:
     """Records every call of every module of a model, for the time of a ``with`` block.
 
-    Of each tensor that a module is given or returns, statistics and a hash are recorded, and its values on request. All
-    goes to a folder while the model runs: the memory that a recording takes does not grow with it, and after a crash
-    the folder tells which call it was in. The run itself is not changed: neither numbers, random numbers, gradients nor
-    the model. What the disk cannot take is missing in the trace, and the trace says so.
+    For each tensor that a module is given or returns, statistics and a hash are recorded, and its values on request.
+    All of it is written to a folder while the model runs: the memory of a recording does not grow with the run, and
+    after a crash the folder tells which call it happened in. The run itself is not changed: neither numbers, random
+    numbers, gradients nor the model. If the disk is full, the rest is missing in the trace, and the trace says so.
 
     Args:
         model: Any module, called in any way: by itself, ``forward``, ``generate``, another method.
         folder: Where to keep the trace; a trace that is there is replaced. By default it is kept until the `Trace` is
             deleted.
-        values: Of which modules to store the values: "all"; "ends", all but the blocks in the middle of lists of
-            blocks; a path such as ``"model.layers.*.mlp"``, or an expression that is searched in paths, or a list of
-            these.
-        every: Store the values of every so many-eth call of a module: of a long generation, a sample.
+        values: The modules whose values to store: "all"; "ends", all but the blocks in the middle of lists of blocks; a
+            path such as ``"model.layers.*.mlp"``; a compiled expression that is searched in paths; or a list of these.
+        every: Store the values of every so many-eth call of a module: a sample of a long generation.
 
     Raises:
-        InvalidTypeError: if ``model`` is no module, or ``values`` something else.
+        InvalidTypeError: if ``model`` is not a module, or ``values`` something else.
         InvalidRequestError: if a path matches no module, or ``every`` is less than 1.
         DestinationError: if the folder holds other files, or cannot be written.
 
@@ -65,8 +64,8 @@ def trace_model(
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidTypeError("Only modules can be traced.", expected="torch.nn.Module", got=type(model).__name__)
-    model = uncompiled(model)  # of a compiled model, which runs what was compiled
-    selection = Selection(model, values, every)
+    model = uncompiled(model)  # the model inside a compiled one, which runs what was compiled
+    selection = ValueSelection(model, values, every)
     target = Path(tempfile.mkdtemp(prefix="exportkit-trace-") if folder is None else folder)
     with recording(model, target, selection) as trace:
         if folder is None:
@@ -76,7 +75,7 @@ def trace_model(
 
 @contextlib.contextmanager
 def recording(
-    model: torch.nn.Module, folder: Path, selection: Selection, without_gradients: bool = False
+    model: torch.nn.Module, folder: Path, selection: ValueSelection, without_gradients: bool = False
 ) -> Iterator[Trace]:
     """Records the calls of a model in a folder, for the time of a ``with`` block.
 
@@ -89,9 +88,9 @@ def recording(
     Raises:
         DestinationError: if nothing can be written there.
     """
-    recorder = Recorder(model, folder, selection, without_gradients)
+    recorder = TraceRecorder(model, folder, selection, selection.text, without_gradients)
     try:
-        with watched(model, recorder):
+        with instrumented(model, recorder):
             yield Trace(folder, recorder.problems)
     finally:
         recorder.finish()
@@ -101,3 +100,69 @@ def recording(
                 RuntimeWarning,
                 stacklevel=4,
             )
+
+
+class ValueSelection:
+    """Says whether the values of a call are stored.
+
+    Args:
+        model: The model.
+        values: See `trace_model`.
+        every: Store the values of every so many-eth call of a module.
+
+    Raises:
+        InvalidRequestError: if a pattern matches no module, or ``every`` is not a positive number.
+        InvalidTypeError: if ``values`` is something else.
+    """
+
+    def __init__(self, model: torch.nn.Module, values: Any, every: int = 1) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise InvalidRequestError(
+                "Values are stored of every so many-eth call.", where="every", expected="1 or more", got=repr(every)
+            )
+        self._every = every
+        self._stores_all = isinstance(values, str) and values == ALL
+        self._paths = frozenset() if self._stores_all else frozenset(_selected(model, values))
+        self.text = values if values is None or isinstance(values, str) else repr(values)
+
+    def __call__(self, path: str, number: int) -> bool:
+        """Returns whether the values of that call of the module are stored."""
+        return (self._stores_all or path in self._paths) and number % self._every == 0
+
+
+def _selected(model: torch.nn.Module, values: Any) -> Iterable[str]:
+    """Paths of the selected modules."""
+    if values is None:
+        return ()
+    paths = [path for path, _ in model.named_modules()]
+    if isinstance(values, str) and values == ENDS:
+        middle: list[str] = []  # blocks in lists of modules that are neither the first nor the last there
+        for path, module in model.named_modules():
+            numbered = [name for name, child in module.named_children() if name.isdigit() and any(child.children())]
+            middle += [f"{path}.{name}".strip(".") for name in numbered[1:-1]]
+        return [path for path in paths if not any(path == block or path.startswith(f"{block}.") for block in middle)]
+    patterns = list(values) if isinstance(values, list | tuple | set | frozenset) else [values]
+    return {path for pattern in patterns for path in _matching(pattern, paths)}
+
+
+def _matching(pattern: Any, paths: list[str]) -> list[str]:
+    if isinstance(pattern, re.Pattern):
+        found = [path for path in paths if pattern.search(path)]
+    elif isinstance(pattern, str):
+        found = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
+    else:
+        raise InvalidTypeError(
+            "This does not say which values are to be stored.",
+            where="values",
+            expected='None, "all", "ends", a module path (also with * and ?), a compiled regular expression, or a list',
+            got=repr(pattern),
+        )
+    if not found:
+        text = pattern if isinstance(pattern, str) else pattern.pattern
+        raise InvalidRequestError(
+            "No module has such a path, so none of its values could be stored.",
+            where="values",
+            got=repr(text),
+            hint=f"paths are such as {', '.join(map(repr, paths[-3:]))}; * stands for anything in them.",
+        )
+    return found

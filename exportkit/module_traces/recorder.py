@@ -1,8 +1,8 @@
-"""Records module calls while they happen: what each was given before, what it returned after.
+"""Records module calls while they happen: the arguments of each call before it, and what it returned after.
 
-In come calls, from any number of threads; out goes the folder of a trace. The run is sacred: whatever fails in here is
-kept as a problem, and each call returns or raises what it would have without us. Tensors are neither held nor changed:
-each is gone through once, when it is first seen.
+Calls may come from any number of threads. The run has priority: whatever fails here is noted as a problem, and each
+call returns or raises what it would without the recording. Tensors are neither held nor changed: each is read once,
+when it is first seen.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import platform
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from exportkit._torch_compat.memory import StorageRef, memory_state
 from exportkit._torch_compat.modules import paths_of_modules
 from exportkit._torch_compat.tracing import in_backward, is_capturing, is_tracing
 from exportkit.module_outputs import scope
 from exportkit.module_traces.files import FORMAT, VERSION, TraceFiles, encode, quoted
-from exportkit.module_traces.known import KnownTensors
-from exportkit.module_traces.leaves import Layouts
-from exportkit.module_traces.measure import Measured, measure, store, type_name
-from exportkit.module_traces.selection import Selection
-from exportkit.module_traces.statistics import Statistics
+from exportkit.module_traces.leaves import LeafReader
+from exportkit.module_traces.measure import Measured, Statistics, dtype_name, measure, store
 
-_ROOM = 512  # bytes in the header of the data file, for each module
-_MOST_PROBLEMS = 20  # of which the texts are kept
+_ROOM = 512  # bytes for each module in the header of the data file: about four stored tensors, with their names
+_MOST_PROBLEMS = 20  # whose texts are kept: the rest of a run that fails everywhere says the same
+_FIRST_CLEANING = 4096  # tensors seen; then whenever there are twice as many as were alive the last time
 _NOTHING = '"layout":null,"tensors":[],"others":[]'
 _PACKAGES = ("exportkit", "torch", "transformers", "numpy")
 
 
-class Frame:
-    """One call that a trace records, or the block in which it does, in one thread or task and those that it starts.
+class CallFrame:
+    """One call that a trace records, or the ``with`` block, in one thread or task and those that it starts.
 
     Attributes:
-        collector: The recorder; None once the call has ended.
-        path: Path of the module; that of the block is "".
+        collector: The recorder; None after the end of the call.
+        path: Path of the module; "" for the block.
         module: The module; None for the block.
         index: Index of the call; None for the block, and for a call that could not be recorded.
         parent: Index of the call around it.
@@ -50,8 +50,8 @@ class Frame:
 
     __slots__ = ("collector", "entered", "index", "module", "number", "parent", "path")
 
-    def __init__(self, recorder: Recorder, path: str = "", module: torch.nn.Module | None = None) -> None:
-        self.collector: Recorder | None = recorder
+    def __init__(self, recorder: TraceRecorder, path: str = "", module: torch.nn.Module | None = None) -> None:
+        self.collector: TraceRecorder | None = recorder
         self.path, self.module = path, module
         self.index: int | None = None
         self.parent: int | None = None
@@ -59,26 +59,32 @@ class Frame:
         self.entered = False
 
 
-class Recorder:
+class TraceRecorder:
     """Writes one trace.
 
     Args:
         model: The model.
         folder: Where to write.
-        selection: Which values to store.
+        selection: Says whether the values of a call are stored, given the path of its module and its number.
+        values: What the user asked for, for the metadata.
         without_gradients: Run the model under ``torch.no_grad()``.
 
     Attributes:
-        problems: What is missing in the trace, as keys, so that nothing is said twice.
+        problems: What is missing in the trace, as keys, so that each problem is kept once.
 
     Raises:
         DestinationError: if nothing can be written there.
     """
 
-    eager: frozenset[int] = frozenset()  # nothing computes attention eagerly because of a trace
+    eager: frozenset[int] = frozenset()  # a trace never makes a model compute attention eagerly
 
     def __init__(
-        self, model: torch.nn.Module, folder: Path, selection: Selection, without_gradients: bool = False
+        self,
+        model: torch.nn.Module,
+        folder: Path,
+        selection: Callable[[str, int], bool],
+        values: str | None,
+        without_gradients: bool = False,
     ) -> None:
         self._model_name = type(model).__name__
         self._selection = selection
@@ -86,7 +92,7 @@ class Recorder:
         self._files = TraceFiles(folder, _ROOM * len(paths_of_modules(model)))
         self._lock = threading.RLock()
         self._busy: int | None = None  # the thread that is recording at this moment
-        self._layouts, self._known = Layouts(), KnownTensors()
+        self._leaf_reader, self._seen = LeafReader(), SeenTensors()
         self._written_layouts = self._tensor_count = self._call_count = 0
         self._numbers: Counter[str] = Counter()
         self._threads: dict[int, int] = {}
@@ -94,39 +100,51 @@ class Recorder:
         self.problems: dict[str, None] = {}
         self._is_over = False
         self._waiting: list[str] = []
-        self._write([encode(self._metadata())])
+        packages = {name: _version(name) for name in _PACKAGES}
+        metadata = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self._model_name,
+            "values": values,
+            "written_by": {"python": platform.python_version(), **packages},
+        }
+        self._write([encode(metadata)])
 
     def note(self, problem: str) -> None:
         """Notes that something is missing."""
         if len(self.problems) < _MOST_PROBLEMS:
             self.problems[problem] = None
 
-    def own_frame(self) -> Frame | None:
-        """Returns the frame of this trace around the running code; None if the code belongs to other traces alone.
+    def own_frame(self) -> CallFrame | None:
+        """Returns the frame of this trace around the running code; None if the code belongs to other traces only.
 
-        Code of which nobody knows what started it belongs to every trace of the model.
+        Code in a thread whose origin is not known belongs to every trace of the model.
         """
         frames: Any = scope.frames() or ()
         for frame in reversed(frames):
             if frame.collector is self:
-                return frame  # type: ignore[no-any-return]
-        if any(isinstance(frame.collector, Recorder) for frame in frames):
+                found: CallFrame = frame
+                return found
+        if any(isinstance(frame.collector, TraceRecorder) for frame in frames):
             return None
-        return Frame(self)
+        return CallFrame(self)
 
-    def is_deaf(self) -> bool:
-        """Returns whether a call of the running code is none to record: of our own, traced, or run again."""
+    def is_ignoring(self) -> bool:
+        """Returns whether calls of the running code are not recorded: our own, traced ones, and those run again."""
         if self._is_over or self._busy == threading.get_ident():
             return True
-        if is_tracing() or torch.jit.is_tracing() or is_capturing():
+        is_jit: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if is_jit or is_tracing() or is_capturing():
             self.note("Calls inside of torch.compile, torch.export, torch.func, or the capture of a graph are missing.")
             return True
         return in_backward()  # checkpointed layers run again
 
-    def record(self, call: Callable[..., Any], around: Frame, frame: Frame, /, *args: Any, **kwargs: Any) -> Any:
+    def record(
+        self, call: Callable[..., Any], around: CallFrame, frame: CallFrame, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Runs ``call(*args, **kwargs)``, records it as the call of a new frame, and returns what it returned."""
         frame.index = self._guarded(self._begin, frame, around, args, kwargs)
-        scope.push(frame)  # type: ignore[arg-type]
+        scope.push(frame)
         try:
             with self._gradients():
                 result = call(*args, **kwargs)
@@ -137,11 +155,11 @@ class Recorder:
             self._guarded(self._end, frame, result, None)
             return result
         finally:
-            scope.pop(frame)  # type: ignore[arg-type]
+            scope.pop(frame)
             frame.collector = frame.module = None
 
     def finish(self) -> None:
-        """Ends the recording and closes the files; of one that stopped before, as well as it can be done."""
+        """Ends the recording and closes the files; after an error on disk, as far as possible."""
         with self._lock:
             if self._running and not self._is_over:
                 self.note(f"The ends of {self._running} calls are missing: they ran on in other threads.")
@@ -154,7 +172,7 @@ class Recorder:
             self._files.close()
 
     def _guarded(self, step: Callable[..., Any], *args: Any) -> Any:
-        """What a step of the recording returns, or None if it fails."""
+        """Runs a step of the recording and returns its result, or None if it fails."""
         with self._lock:
             if self._is_over:
                 return None
@@ -170,7 +188,7 @@ class Recorder:
                 self._busy = None
         return None
 
-    def _begin(self, frame: Frame, around: Frame, args: Any, kwargs: Any) -> int:
+    def _begin(self, frame: CallFrame, around: CallFrame, args: Any, kwargs: Any) -> int:
         index, path, number = self._call_count, frame.path, self._numbers[frame.path]
         self._call_count, self._numbers[path] = index + 1, number + 1
         frame.number, frame.parent = number, around.index
@@ -182,7 +200,7 @@ class Recorder:
         self._running += 1
         return index
 
-    def _end(self, frame: Frame, result: Any, error: str | None) -> None:
+    def _end(self, frame: CallFrame, result: Any, error: str | None) -> None:
         if frame.index is None:  # its beginning could not be recorded
             return
         self._running -= 1
@@ -190,11 +208,11 @@ class Recorder:
         lines.append(f'{{"end":{frame.index},{leaves},"error":{"null" if error is None else quoted(error)}}}')
         if frame.parent is None:
             self._write(lines)
-        else:  # with the beginning of the next call, which is early enough for the case that it never ends
+        else:  # written with the beginning of the next call: soon enough if the process dies in that call
             self._waiting += lines
 
-    def _leaves(self, value: dict[str, Any], frame: Frame) -> tuple[list[str], str]:
-        """The lines that describe what is new in a value, and what stands for the value in the line of a call."""
+    def _leaves(self, value: dict[str, Any], frame: CallFrame) -> tuple[list[str], str]:
+        """The lines that describe what is new in a value, and the part of a call's line that refers to them."""
         lines: list[str] = []
         try:
             return lines, self._described(value, frame, lines)
@@ -204,8 +222,8 @@ class Recorder:
             self.note(f"What {frame.path or 'the model'} was given or returned: {type(error).__name__}: {error}")
             return lines, _NOTHING
 
-    def _described(self, value: dict[str, Any], frame: Frame, lines: list[str]) -> str:
-        layout, tensors, others = self._layouts.take_apart(value)
+    def _described(self, value: dict[str, Any], frame: CallFrame, lines: list[str]) -> str:
+        layout, tensors, others = self._leaf_reader.read(value)
         if layout.number >= self._written_layouts:
             self._written_layouts = layout.number + 1
             named = {"tensors": layout.tensors, "others": layout.others, "empty": layout.empty}
@@ -219,44 +237,44 @@ class Recorder:
         return f'"layout":{layout.number},"tensors":{numbers},"others":{encode(others) if others else "[]"}'
 
     def _tensor(self, tensor: torch.Tensor, key: str | None, lines: list[str]) -> int:
-        """The number of the record of a tensor; adds the lines that make it known."""
-        place = self._known.place_of(tensor)
-        known = None if place is None else self._known.find(place)
-        if known is not None and tensor.is_inference() and measure(tensor).hash != known.hash:
-            known = None
-        if known is None:
-            return self._new_tensor(tensor, place, key, lines)
+        """The number of the record of a tensor; adds the lines that describe it if it is new."""
+        identity = identity_of(tensor)
+        seen = None if identity is None else self._seen.find(identity)
+        if seen is not None and tensor.is_inference() and measure(tensor).hash != seen.hash:
+            seen = None
+        if seen is None:
+            return self._new_tensor(tensor, identity, key, lines)
         shape = tuple(tensor.shape)
-        number = known.numbers.get(shape)
+        number = seen.numbers.get(shape)
         if number is None:
-            number = known.numbers[shape] = self._next_number()
-            same = next(iter(known.numbers.values()))
+            number = seen.numbers[shape] = self._next_number()
+            same = next(iter(seen.numbers.values()))
             lines.append(encode({"tensor": number, "as": same, "shape": shape}))
-        if key is not None and known.key is None:
-            known.key = key
-            same = next(iter(known.numbers.values()))
+        if key is not None and seen.key is None:
+            seen.key = key
+            same = next(iter(seen.numbers.values()))
             lines.append(f'{{"stored":{same},{store(tensor, self._files, key)}}}')
         return number
 
-    def _new_tensor(self, tensor: torch.Tensor, place: Any, key: str | None, lines: list[str]) -> int:
+    def _new_tensor(self, tensor: torch.Tensor, identity: Any, key: str | None, lines: list[str]) -> int:
         number, shape = self._next_number(), [] if tensor.is_nested else list(tensor.shape)
-        line = f'"tensor":{number},"shape":{shape},"dtype":"{type_name(tensor)}","device":"{tensor.device}"'
+        line = f'"tensor":{number},"shape":{shape},"dtype":"{dtype_name(tensor)}","device":"{tensor.device}"'
         stored, measured = key is not None and not tensor.is_meta, None
         try:
             if stored:
                 line += f",{store(tensor, self._files, str(key))}"
-            if not stored or tensor.is_inference():  # which is found again by its hash
+            if not stored or tensor.is_inference():  # found again by its hash
                 measured = measure(tensor)
         except OSError:
             raise
         except Exception as error:
-            self.note(f"A {tensor.dtype} tensor could not be looked into: {type(error).__name__}: {error}")
+            self.note(f"A {tensor.dtype} tensor could not be read: {type(error).__name__}: {error}")
             stored, measured = False, Measured(Statistics(), "")
         if measured is not None:
             line += f",{measured.text()}"
-        if place is not None:
-            known = self._known.add(place, tensor, number, "" if measured is None else measured.hash)
-            known.key = key if stored else None
+        if identity is not None:
+            seen = self._seen.add(identity, tensor, number, "" if measured is None else measured.hash)
+            seen.key = key if stored else None
         lines.append(f"{{{line}}}")
         return number
 
@@ -268,19 +286,63 @@ class Recorder:
         self._files.write_lines([*self._waiting, *lines])
         self._waiting.clear()
 
-    def _metadata(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": self._model_name,
-            "values": self._selection.text,
-            "written_by": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        }
 
-
-@functools.cache  # to look one up takes a millisecond
+@functools.cache  # a lookup takes a millisecond
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@dataclass(slots=True)
+class SeenTensor:
+    """Content that was recorded.
+
+    Attributes:
+        ref: Tells whether the memory that was seen still exists.
+        numbers: Numbers of its records, by shape.
+        hash: Its hash.
+        key: Under which name its values were stored, or None.
+    """
+
+    ref: StorageRef
+    numbers: dict[tuple[int, ...], int]
+    hash: str
+    key: str | None = None
+
+
+class SeenTensors:
+    """The tensors that were recorded, by identity; holds none of them."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[Any, SeenTensor] = {}
+        self._clean_at = _FIRST_CLEANING
+
+    def find(self, identity: Any) -> SeenTensor | None:
+        """Returns what is known of the content with that identity."""
+        return self._by_identity.get(identity)
+
+    def add(self, identity: Any, tensor: torch.Tensor, number: int, content_hash: str) -> SeenTensor:
+        """Remembers that the content of a tensor was recorded."""
+        if len(self._by_identity) >= self._clean_at:
+            self._by_identity = {key: seen for key, seen in self._by_identity.items() if not seen.ref.is_gone()}
+            self._clean_at = max(_FIRST_CLEANING, 2 * len(self._by_identity))
+        seen = SeenTensor(StorageRef(tensor), {tuple(tensor.shape): number}, content_hash)
+        self._by_identity[identity] = seen
+        return seen
+
+
+def identity_of(tensor: torch.Tensor) -> Any:
+    """Returns what tells the content of a tensor from others: its memory, and the version of that.
+
+    It is None for a tensor without memory of its own. A tensor made in inference mode has no version: there the caller
+    also compares hashes.
+    """
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
+        return None  # of a class that may keep its values elsewhere
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_quantized:
+        return None
+    extent = tensor.numel() if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+    state = memory_state(tensor)
+    return state, tensor.storage_offset(), extent, tensor.dtype, tensor.is_neg(), tensor.is_conj()

@@ -14,15 +14,14 @@ from exportkit.errors import ExportkitError
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
 from exportkit.plan.table import CallTable
-from exportkit.running.eager import run_eager
-from exportkit.trees import flatten
+from exportkit.running.eager import EagerRunner
 
 
 class AskedModel:
     """A model, its recorded calls, and answers from running it in eager mode."""
 
     def __init__(self, model: torch.nn.Module, method: str, observation: Observation) -> None:
-        self._model, self._method, self.observation = model, method, observation
+        self.run, self.observation = EagerRunner(model, method), observation
 
     @property
     def table(self) -> CallTable:
@@ -32,7 +31,7 @@ class AskedModel:
     def outputs(self, call: Call) -> dict[str, torch.Tensor] | None:
         """Returns the tensors that the model returns by path, or None if it raises."""
         try:
-            return flatten(run_eager(self._model, self._method, call)).tensors()
+            return self.run(call)
         except Exception:
             return None
 

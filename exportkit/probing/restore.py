@@ -16,7 +16,7 @@ from exportkit.calls.observation import Observation
 from exportkit.plan.plan import Finding, Plan
 from exportkit.probing.ask import AskedModel
 from exportkit.probing.missing import solve_sizes
-from exportkit.running.compare import outputs_close
+from exportkit.running.runner import compare_runs, recorded
 from exportkit.trees import flatten, is_cache_class, stored_length
 
 MASK = "attention_mask"
@@ -36,9 +36,18 @@ def restore_mask(plan: Plan, asked: AskedModel) -> Observation | None:
     if not wanted or any(call.has(MASK) for call in observation.calls):
         return None
     masked = _with_masks(plan, observation)
-    if masked is None or not all(_same_with_mask(asked, masked, index) for index in _first_and_last(observation)):
+    if masked is None:
         return None
-    if not any(_hides(asked, masked, index) for index in _first_and_last(observation)):
+    whole = [masked.calls[0], *masked.calls[1:][-1:]]
+    if not all(outcome.agrees for outcome in compare_runs(recorded, asked.run, whole)):
+        return None
+    # A 0 in the mask has to change a result: otherwise it is a mask over something else, or is ignored. In a call past
+    # the window of a model, what the mask hides may have left the window before.
+    hiding = [
+        replace(call, arguments={**call.arguments, MASK: call.arguments[MASK].map(lambda leaf: padded(leaf.clone()))})
+        for call in whole
+    ]
+    if not any(outcome.wrong for outcome in compare_runs(recorded, asked.run, hiding)):
         return None
     return replace(masked, restored=observation.restored | {MASK})
 
@@ -74,23 +83,3 @@ def _has_state(observation: Observation) -> bool:
     """Whether there is a cache, and none that grows."""
     trees = [tree for call in observation.calls for tree in call.arguments.values() if is_cache_class(tree.cls)]
     return any(tree.tensor_paths for tree in trees) and not any(tree.growing for tree in trees)
-
-
-def _same_with_mask(asked: AskedModel, masked: Observation, index: int) -> bool:
-    outputs = asked.outputs(masked.calls[index])
-    return outputs is not None and outputs_close(masked.calls[index].outputs.tensors(), outputs)
-
-
-def _hides(asked: AskedModel, masked: Observation, index: int) -> bool:
-    """Whether a 0 in the mask changes the result: else it is a mask over something else, or ignored.
-
-    In a call past the window of a model, what the mask hides may have left the window before.
-    """
-    call = masked.calls[index]
-    mask = call.arguments[MASK].map(lambda leaf: padded(leaf.clone()))
-    outputs = asked.outputs(call.with_arguments({**call.arguments, MASK: mask}))
-    return outputs is not None and not outputs_close(call.outputs.tensors(), outputs)
-
-
-def _first_and_last(observation: Observation) -> list[int]:
-    return list(dict.fromkeys([0, len(observation.calls) - 1]))

@@ -203,8 +203,8 @@ class Exported:
             DestinationError: if it cannot be written.
             ExportError: if an operator cannot be translated.
         """
-        from exportkit.report import write_page
         from exportkit.report.export import export_page
+        from exportkit.report.render import write_page
 
         check_destination(path)
         with tempfile.TemporaryDirectory() as temporary:

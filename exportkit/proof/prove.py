@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.divergence.locator import Locator
+from exportkit.divergence.result import Divergence
 from exportkit.errors import ExportkitError
 from exportkit.folder.saved import Case, Saved, check_files, unseen_cases
 from exportkit.onnx_files.onnx_model import OnnxModel
@@ -120,14 +120,19 @@ def _row(
     run: Callable[[], Any] | None = None,
 ) -> Row:
     args, kwargs = arguments.args_kwargs()
-    compare = functools.partial(_differences, onnx_model, arguments)
-    locator = functools.partial(Locator, onnx_model, arguments, expected, compare)
+    compare = functools.partial(output_differences, onnx_model, arguments)
+
+    def locator(wrong: list[str], where: str) -> Callable[[torch.nn.Module | None], Divergence]:
+        from exportkit.divergence.locate_call import locate_call
+
+        return functools.partial(locate_call, onnx_model, arguments, expected, wrong, where)
+
     started = time.perf_counter()
     try:
         got = flatten(onnx_model(*args, **kwargs) if run is None else run()).tensors()
     except ExportkitError as error:
         where = _short(error)
-        return replace(row, status="refused", where=where, locator=locator((), where) if run is None else None)
+        return replace(row, status="refused", where=where, locator=locator([], where) if run is None else None)
     onnx_seconds = time.perf_counter() - started
     differences = list(compare(expected, got))
     wrong = [d for d in differences if d.reason is not None]
@@ -144,7 +149,7 @@ def _row(
     )
 
 
-def _differences(
+def output_differences(
     onnx_model: OnnxModel, arguments: Call, expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]
 ) -> Iterator[Difference]:
     """Returns one difference for each output leaf; positions that the call's attention mask hides are left out."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from exportkit.divergence.located import Located
+from exportkit.divergence.result import Divergence
 from exportkit.errors import InvalidRequestError
 
 _SHOWN_PROBLEMS = 3
@@ -46,9 +46,9 @@ class Row:
     eager_seconds: float = float("nan")
     onnx_seconds: float = float("nan")
     outputs: Mapping[str, float] = field(default_factory=dict)
-    locator: Callable[[torch.nn.Module | None], Located] | None = field(default=None, repr=False, compare=False)
+    locator: Callable[[torch.nn.Module | None], Divergence] | None = field(default=None, repr=False, compare=False)
 
-    def locate(self, model: torch.nn.Module | None = None) -> Located:
+    def locate(self, model: torch.nn.Module | None = None) -> Divergence:
         """Returns the module, line and node where this call begins to differ from the model.
 
         Args:
@@ -103,7 +103,7 @@ class Report:
         found += [f"{name}: {problem}" for name, part in self.parts.items() for problem in part.problems()]
         return tuple(found)
 
-    def locate(self, model: torch.nn.Module | None = None) -> Located | None:
+    def locate(self, model: torch.nn.Module | None = None) -> Divergence | None:
         """Returns the module, line and node where the first call that is not proven begins to differ, or None.
 
         Args:

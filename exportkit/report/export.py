@@ -1,6 +1,7 @@
-"""The page of an export: in comes a folder that ``exported.save`` wrote, out goes one HTML page that shows all of it.
+"""The page of an exported folder, from the recorded calls to the proof.
 
-Everything is read from the folder's JSON files, without the model and without onnxruntime; nothing is proven anew.
+Everything is read from the JSON files of the folder. Neither the model nor onnxruntime is needed, and nothing is proven
+again.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ from exportkit.folder.manifest import damaged, inside
 from exportkit.plan.plan import Plan
 from exportkit.plan.text import alike_leaves, seen_shapes
 from exportkit.programs.programs import Split
-from exportkit.report.axes_picture import input_pictures, variable_pictures
 from exportkit.report.render import count, render, seconds, size
 
 _INDEX = re.compile(r"\[\d+\]|(?<=\.)\d+(?=\.|$)")
 _STAGES = ("plan", "arguments", "export", "onnx", "verify")
 _COARSEST, _FINEST = -3, -9  # powers of ten between which a difference has shades
 
+# Axes in the picture: the number of colours that the page has (--c0 to --c7), and sizes in pixels.
+_COLOURS = 8
+_LETTER, _PAD, _HEIGHT, _GAP = 7.9, 10, 26, 3
+_BAR, _TALLEST, _MOST_BARS = 7, 26, 24
+
 
 @dataclass(frozen=True)
 class Step:
-    """One stage of the pipeline: its state is "good", "bad" or "" for what was not done."""
+    """A stage of the pipeline. Its state is "good", "bad", or "" if the stage did not run."""
 
     name: str
     state: str
@@ -41,17 +46,17 @@ class Step:
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """How far outputs that are alike are from the model's, in each call."""
+    """The differences of an output, or of several outputs that are alike, in each call."""
 
     label: str
     largest: float | None
     call: str
-    shades: tuple[tuple[int, str], ...]  # of each call: 0 (equal) to 9 (coarse), -1 for none, and what it says
+    shades: tuple[tuple[int, str], ...]  # per call: 0 (equal) to 9 (large) or -1 (not compared), and its tooltip
 
 
 @dataclass(frozen=True)
 class Program:
-    """A graph and all that its folder says of it; ``proof`` is None if it was never verified."""
+    """A graph, as its folder describes it; ``proof`` is None if it was never verified."""
 
     name: str
     data: Mapping[str, Any]
@@ -62,7 +67,7 @@ class Program:
 
     @property
     def id(self) -> str:
-        """Prefix of its sections."""
+        """The prefix of the ids of its sections."""
         return f"{self.name}-" if self.name else ""
 
     @property
@@ -72,7 +77,7 @@ class Program:
 
     @property
     def inputs(self) -> list[dict[str, Any]]:
-        """The inputs, those that are alike once, each with the reasons for its axes."""
+        """The inputs, with the reason for each axis; inputs that are alike share an entry."""
         return [
             {
                 "label": label,
@@ -85,7 +90,7 @@ class Program:
 
     @property
     def outputs(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """The outputs, those that are alike once, each with a label that says how many."""
+        """The outputs, each with a label; outputs that are alike share an entry, and the label counts them."""
         groups: dict[object, list[Mapping[str, Any]]] = {}
         for output in self.data["outputs"]:
             key = _INDEX.sub("*", output["name"]), output["dtype"], tuple(output["axes"])
@@ -94,7 +99,7 @@ class Program:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """The recorded calls: sizes of the variables, what was absent, how long the model and the graph took."""
+        """The recorded calls: the sizes of the variables, absent inputs, and how long the model and the graph took."""
         proven = {row["label"]: row for row in self.rows if row["kind"] == "recorded"}
         found = []
         for position, call in enumerate(self.observed["calls"]):
@@ -113,7 +118,7 @@ class Program:
 
     @property
     def differences(self) -> list[OutputDifference]:
-        """The outputs with their differences, the largest first; layers of a cache and the like are one."""
+        """The outputs with their differences, largest first; outputs that differ only in an index share an entry."""
         families: dict[str, list[str]] = {}
         for path in {path: None for row in self.rows for path in row.get("outputs", {})}:
             families.setdefault(_INDEX.sub("[*]", path), []).append(path)
@@ -142,7 +147,7 @@ def export_page(folder: Path) -> str:
     """Returns the page of a folder that `Exported.save` wrote.
 
     Raises:
-        DestinationError: if this is no such folder, or a file of it is missing or damaged.
+        DestinationError: if the folder holds no exported model, or one of its files is missing or damaged.
     """
     manifest = read_manifest(folder)
     try:
@@ -235,7 +240,7 @@ def _steps(programs: Sequence[Program], manifest: Mapping[str, Any], proof: Mapp
 
 
 def _notes(programs: Sequence[Program], reason: str | None) -> list[tuple[str, str]]:
-    """What a person should know, each with the part that it is about."""
+    """What a reader should know, each with the name of the program that it is about."""
     found: dict[tuple[str, str], None] = {} if reason is None else {("", reason): None}
     for program in programs:
         texts = [finding.text for finding in program.plan.findings]
@@ -247,13 +252,13 @@ def _notes(programs: Sequence[Program], reason: str | None) -> list[tuple[str, s
 
 
 def _timings(programs: Sequence[Program]) -> list[tuple[str, float, str]]:
-    """The stages with their durations over all parts, and what a person reads."""
+    """The stages with their durations over all programs, in seconds and as text."""
     total = {stage: sum(p.data.get("seconds", {}).get(stage, 0.0) for p in programs) for stage in _STAGES}
     return [(stage, value, seconds(value)) for stage, value in total.items() if value]
 
 
 def _number(value: Any) -> float:
-    """A difference as JSON has it; what could not be compared is the largest."""
+    """A difference as stored in JSON; None, for values that cannot be compared, counts as infinite."""
     return float("inf") if value is None else float(value)
 
 
@@ -263,8 +268,81 @@ def _said(value: float) -> str:
 
 def _shade(value: float) -> int:
     if value <= 0:
-        return int(value)  # equal, or nothing compared
-
+        return int(value)  # equal, or not compared
     power = _COARSEST if value == float("inf") else math.log10(value)
     share = (power - _FINEST) / (_COARSEST - _FINEST)
     return round(1 + 8 * min(max(share, 0.0), 1.0))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An axis: its size, its place in the picture, and the colours of its variables."""
+
+    text: str
+    x: float
+    width: float
+    colours: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class InputPicture:
+    """An input, drawn as a row of cells, one for each axis."""
+
+    label: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def width(self) -> float:
+        """Width in pixels."""
+        return self.cells[-1].x + self.cells[-1].width + 1 if self.cells else 60
+
+    height = _HEIGHT + 2
+
+
+@dataclass(frozen=True)
+class VariablePicture:
+    """A variable, drawn as bars: (x, height) for each recorded call."""
+
+    name: str
+    colour: int
+    sizes: str
+    bars: tuple[tuple[float, float], ...]
+    height = _TALLEST
+
+    @property
+    def width(self) -> float:
+        """Width in pixels."""
+        return max(len(self.bars), 1) * _BAR
+
+
+def input_pictures(plan: Plan) -> list[InputPicture]:
+    """Returns a picture for each input; inputs that are alike share one."""
+    colours = _colours(plan)
+    pictures = []
+    for label, leaf in alike_leaves(plan):
+        cells, x = [], 1.0
+        for expression in leaf.sizes:
+            text = str(expression)
+            width = max(len(text) * _LETTER + 2 * _PAD, _HEIGHT)
+            cells.append(Cell(text, x, width, tuple(colours[name] for name in expression.variables())))
+            x += width + _GAP
+        pictures.append(InputPicture(label, tuple(cells)))
+    return pictures
+
+
+def variable_pictures(plan: Plan) -> list[VariablePicture]:
+    """Returns a picture for each variable."""
+    colours = _colours(plan)
+    pictures = []
+    for variable in plan.variables:
+        known = [size or 0 for size in variable.seen][:_MOST_BARS]
+        largest = max([*known, 1])
+        bars = tuple((i * _BAR, max(_TALLEST * size / largest, 1)) for i, size in enumerate(known))
+        sizes = ", ".join("absent" if size is None else str(size) for size in variable.seen[:_MOST_BARS])
+        more = f", and {len(variable.seen) - _MOST_BARS} more" if len(variable.seen) > _MOST_BARS else ""
+        pictures.append(VariablePicture(variable.name, colours[variable.name], sizes + more, bars))
+    return pictures
+
+
+def _colours(plan: Plan) -> dict[str, int]:
+    return {variable.name: i % _COLOURS for i, variable in enumerate(plan.variables)}

@@ -1,4 +1,4 @@
-"""What goes on during an export, on the terminal: stages come in, a line for each goes out."""
+"""`show_progress`, which displays the stages of an export while they run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def show_progress(text: str = "", console: Console | None = None) -> Iterator[None]:
-    """Shows the slow stages of an export while they run, with the time that has passed and about how long each takes.
+    """Shows the slow stages of an export while they run, with the elapsed time and an estimate for each stage.
 
-    On a terminal that is one line that changes, elsewhere one line for each stage.
+    On a terminal, a single line is updated. Elsewhere, each stage is printed on a line of its own.
 
     Args:
-        text: What is said before each stage, and where no stage runs.
-        console: Where to; stderr by default.
+        text: Shown before the name of each stage, and while no stage runs.
+        console: Where to print; stderr by default.
 
     Example:
         >>> import torch, exportkit
@@ -49,7 +49,7 @@ def show_progress(text: str = "", console: Console | None = None) -> Iterator[No
 
 
 class _Line:
-    """One line with a clock, for a terminal."""
+    """A line with a clock, for terminals."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -73,7 +73,7 @@ class _Line:
 
 
 class _Lines:
-    """A line for each stage, for a file; details would fill it."""
+    """A line for each stage, for log files; details are left out."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,7 +1,6 @@
-"""Fills a template of this package with values, and writes pages: in come plain values, out comes HTML.
+"""Renders the HTML templates of this package and formats the numbers in them.
 
-A page needs no other file and no network. Templates extend ``base.html.j2`` and draw with ``macros.html.j2``; numbers
-are shown by the filters below. Nothing here imports torch.
+A page needs no other files and no network. Templates extend ``base.html.j2`` and use the macros of ``macros.html.j2``.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def render(template: str, **values: Any) -> str:
-    """Returns the page that a template of this package makes of values; all text in them is escaped.
+    """Renders a template of this package. All text in the values is escaped.
 
     Args:
         template: Its file name, such as ``"skips.html.j2"``.
-        **values: What it shows.
+        **values: The values that the template uses; a missing one is an error.
     """
     text: str = _environment().get_template(template).render(values)
     return text
 
 
 def write_page(path: str | os.PathLike[str], text: str) -> Path:
-    """Returns the path that a page was written to.
+    """Writes a page and returns its path.
 
     Args:
-        path: The file; its folder is made if it is missing.
+        path: The file. Its folder is created if it does not exist.
         text: The page.
 
     Raises:
@@ -64,7 +63,7 @@ def _environment() -> Any:
 
 
 def seconds(value: float | None) -> str:
-    """Returns a duration for people, such as ``1.2 s`` or ``35 ms``; a dash if it is not known."""
+    """Formats a duration, such as ``1.2 s`` or ``35 ms``; a dash if it is unknown."""
     if value is None or math.isnan(value):
         return "–"
     if value < 1:
@@ -73,7 +72,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Returns a number of bytes for people, such as ``1.5 MB``; a dash if it is not known."""
+    """Formats a number of bytes, such as ``1.5 MB``; a dash if it is unknown."""
     if value is None:
         return "–"
     power = min(int(math.log(value, 1000)), len(_SIZE_UNITS) - 1) if value >= 1 else 0
@@ -81,17 +80,17 @@ def size(value: float | None) -> str:
 
 
 def difference(value: float | str | None) -> str:
-    """Returns a difference of two values for people, such as ``6.0e-08``, ``0`` or ``inf``; a dash if there is none."""
+    """Formats a difference, such as ``6.0e-08``, ``0`` or ``inf``; a dash if there is none."""
     if value is None or math.isnan(float(value)):
         return "–"
     return "0" if value == 0 else f"{float(value):.1e}"
 
 
 def percent(value: float) -> str:
-    """Returns a proportion in percent with one digit."""
+    """Formats a proportion as a percentage with one decimal."""
     return f"{100 * value:.1f} %"
 
 
 def count(number: int, one: str, several: str = "") -> str:
-    """Returns a number with its noun, such as ``1 call`` or ``3 calls``."""
+    """Formats a number with its noun, such as ``1 call`` or ``3 calls``."""
     return f"{number} {one if number == 1 else several or one + 's'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,51 +19,73 @@ from exportkit.trees import flatten
 Around = Callable[[dict[str, Any], Callable[[Mapping[str, Any]], Any]], Any]
 
 
-def run_eager(model: torch.nn.Module, method: str, arguments: Call, around: Around | None = None) -> Any:
-    """Returns what ``model.<method>`` returns for copies of the arguments.
+@dataclass(frozen=True)
+class EagerRunner:
+    """A model in eager mode.
+
+    Attributes:
+        model: The model.
+        method: The method that is called.
+    """
+
+    model: torch.nn.Module
+    method: str
+
+    def __call__(self, call: Call, /) -> dict[str, torch.Tensor]:
+        """Returns the outputs for copies of the tensors of a call, by path.
+
+        Raises:
+            Exception: whatever the model raises.
+        """
+        return flatten(run_eager(self.model, self.method, call)).tensors()
+
+
+def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | None = None) -> Any:
+    """Returns what ``model.<method>`` returns for copies of the tensors of a call.
 
     Args:
         model: The model.
         method: The method.
-        arguments: Its arguments.
-        around: Gets the arguments by name and a function that calls the method with such, and returns the result.
+        call: The call.
+        around: Is given the arguments by name, and a function that calls the method with arguments by name; what it
+            returns is returned.
 
     Raises:
         Exception: whatever the model raises.
     """
     target = model if method == "forward" else getattr(model, method)
 
-    def call(values: Mapping[str, Any]) -> Any:
-        args, kwargs = arguments.signature.unbind(values)
+    def run(values: Mapping[str, Any]) -> Any:
+        args, kwargs = call.signature.unbind(values)
         return target(*args, **kwargs)
 
-    values = arguments.copies()
-    devices = sorted({t.device.index or 0 for t in arguments.tensors().values() if t.device.type == "cuda"})
-    with torch.no_grad(), recording_paused(), torch.random.fork_rng(devices=devices), _modules_kept(model):
-        return call(values) if around is None else around(values, call)
+    values, devices = call.copies(), set()
+    for tensor in call.tensors().values():
+        if tensor.device.type == "cuda":
+            devices.add(tensor.device.index or 0)
+    with torch.no_grad(), recording_paused(), torch.random.fork_rng(devices=sorted(devices)), _modules_kept(model):
+        return run(values) if around is None else around(values, run)
 
 
 def replayed(observation: Observation, model: torch.nn.Module, method: str) -> Observation:
     """Returns the calls with outputs that belong to their inputs.
 
-    Where only shapes were saved, the values of the inputs are made up, and so are those of the outputs: then the model
-    runs again. Calls that it refuses are left as they are.
+    Where only shapes were saved, the values of inputs and outputs are made up, so the model runs again. Calls for
+    which it raises are left as they are.
     """
     if observation.has_values:
         return observation
     calls = []
     for call in observation.calls:
         try:
-            outputs = flatten(run_eager(model, method, call))
+            calls.append(replace(call, outputs=flatten(run_eager(model, method, call))))
         except Exception:
             calls.append(call)
-            continue
-        calls.append(replace(call, outputs=outputs))
     return replace(observation, calls=tuple(calls), has_values=True)
 
 
-def replaced_buffer(model: torch.nn.Module, method: str, arguments: Call) -> str | None:
-    """Returns the name of a buffer that the model replaces by another one for these arguments; None if there is none.
+def replaced_buffer(model: torch.nn.Module, method: str, call: Call) -> str | None:
+    """Returns the name of a buffer that the model replaces during a call; None if it replaces none.
 
     An example is a table of positions that is made longer when it is needed. A graph has the one that it was traced
     with.
@@ -71,7 +93,7 @@ def replaced_buffer(model: torch.nn.Module, method: str, arguments: Call) -> str
     Args:
         model: The model.
         method: The method.
-        arguments: Its arguments.
+        call: The call.
 
     Raises:
         Exception: whatever the model raises.
@@ -79,25 +101,27 @@ def replaced_buffer(model: torch.nn.Module, method: str, arguments: Call) -> str
     before = {name: id(buffer) for name, buffer in model.named_buffers()}
     found: list[str] = []
 
-    def around(values: dict[str, Any], call: Callable[[Mapping[str, Any]], Any]) -> None:
-        call(values)
+    def around(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
+        run(values)
         found.extend(name for name, buffer in model.named_buffers() if before.get(name, id(buffer)) != id(buffer))
 
-    run_eager(model, method, arguments, around)
+    run_eager(model, method, call, around)
     return next(iter(found), None)
 
 
 @contextlib.contextmanager
 def _modules_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Puts back what a model replaces as it runs, attributes and buffers, and the values of batch statistics."""
-    tables = [table for module in model.modules() for table in (vars(module), buffer_table(module))]
-    tables = [table for table in tables if isinstance(table, dict)]  # a scripted module shows its buffers otherwise
-    before = [dict(table) for table in tables]
+    """Restores the attributes and buffers that a model replaces as it runs, and the values of batch statistics."""
+    tables = []
+    for module in model.modules():
+        for table in (vars(module), buffer_table(module)):
+            if isinstance(table, dict):  # a scripted module shows its buffers otherwise
+                tables.append((table, dict(table)))
     values = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
     try:
         yield
     finally:
-        for table, entries in zip(tables, before, strict=True):
+        for table, entries in tables:
             if len(table) != len(entries) or any(map(operator.is_not, table.values(), entries.values())):
                 table.clear()
                 table.update(entries)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from exportkit.report import render
+from exportkit.report.render import render
 from exportkit.skips.result import ALL_TESTS_FILE, SkipScan, read_scan
 from exportkit.skips.table import summary
 

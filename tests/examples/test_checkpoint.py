@@ -1,4 +1,4 @@
-"""Local checkpoints: what is loaded, how it is run by default, and what is said of folders that are none."""
+"""Local checkpoints: what is loaded, the default run, and the errors for folders that are not checkpoints."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exportkit.errors import DestinationError, InvalidRequestError, ObservationError
-from exportkit.examples.checkpoint import load_case
+from exportkit.examples.checkpoint import load_checkpoint
 from tests import models
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -18,7 +18,7 @@ def saved(model, folder):
 
 
 def observed_calls(folder):
-    return [call.tensors() for call in load_case(folder).observe().observation.calls]
+    return [call.tensors() for call in load_checkpoint(folder).observe().observation.calls]
 
 
 def edit_config(folder, **changes):
@@ -95,33 +95,33 @@ class TestDefaultRun:
         calls = observed_calls(saved(model, tmp_path))
         assert [tuple(call["input_values"].shape) for call in calls] == [(1, 16, 8), (2, 16, 8)]
 
-    def test_a_model_of_text_and_images_has_none(self, tmp_path):
+    def test_a_model_of_text_and_images_has_no_default_run(self, tmp_path):
         saved(models.tiny_llava(), tmp_path)
         with pytest.raises(InvalidRequestError, match="one that takes input_ids and pixel_values") as error:
-            load_case(tmp_path)
+            load_checkpoint(tmp_path)
         assert "observer = exportkit.InputObserver()" in str(error.value)
 
-    def test_a_model_that_refuses_it_says_why(self, tmp_path):
+    def test_a_model_that_raises_says_why(self, tmp_path):
         from transformers import T5Model
 
-        case = load_case(saved(T5Model(models.tiny_t5().config), tmp_path))
-        with pytest.raises(ObservationError, match="refuses the default run") as error:
-            case.observe()
+        example = load_checkpoint(saved(T5Model(models.tiny_t5().config), tmp_path))
+        with pytest.raises(ObservationError, match="raises in its default run") as error:
+            example.observe()
         assert "input_ids or inputs_embeds" in str(error.value)
 
 
 class TestLoading:
     def test_the_model_is_the_class_in_the_configuration_in_evaluation_mode_and_float32(self, tmp_path):
         saved(models.tiny_llama().bfloat16().train(), tmp_path)
-        case = load_case(tmp_path)
-        assert case.name == type(case.model).__name__ == "LlamaForCausalLM"
-        assert not case.model.training
-        assert {parameter.dtype for parameter in case.model.parameters()} == {torch.float32}
+        example = load_checkpoint(tmp_path)
+        assert example.name == type(example.model).__name__ == "LlamaForCausalLM"
+        assert not example.model.training
+        assert {parameter.dtype for parameter in example.model.parameters()} == {torch.float32}
 
     def test_weights_in_several_files(self, tmp_path):
         models.tiny_llama().save_pretrained(tmp_path, max_shard_size="5KB")
         assert len(list(tmp_path.glob("*.safetensors"))) > 1
-        assert load_case(tmp_path).name == "LlamaForCausalLM"
+        assert load_checkpoint(tmp_path).name == "LlamaForCausalLM"
 
     @pytest.mark.parametrize("kind", ["nothing", "a file"])
     def test_no_folder(self, tmp_path, kind):
@@ -129,19 +129,19 @@ class TestLoading:
         if kind == "a file":
             path.touch()
         with pytest.raises(DestinationError, match="no such checkpoint folder") as error:
-            load_case(path)
+            load_checkpoint(path)
         assert f"got: {kind}" in str(error.value)
         assert "hint: model.save_pretrained" in str(error.value)
 
     def test_a_folder_without_a_configuration(self, tmp_path):
         (tmp_path / "model.bin").touch()
         with pytest.raises(DestinationError, match=r"no config.json(.|\n)*got: model.bin"):
-            load_case(tmp_path)
+            load_checkpoint(tmp_path)
 
-    def test_a_configuration_that_is_no_json(self, tmp_path):
+    def test_a_configuration_that_is_not_json(self, tmp_path):
         (tmp_path / "config.json").write_text("{")
         with pytest.raises(DestinationError, match="configuration cannot be read"):
-            load_case(tmp_path)
+            load_checkpoint(tmp_path)
 
     @pytest.mark.parametrize(
         ("config", "got"),
@@ -155,28 +155,28 @@ class TestLoading:
     def test_an_unknown_architecture(self, tmp_path, config, got):
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(InvalidRequestError, match="architecture is unknown") as error:
-            load_case(tmp_path)
+            load_checkpoint(tmp_path)
         assert f"got: {got}" in str(error.value)
 
     def test_no_weights(self, tmp_path):
         (saved(models.tiny_llama(), tmp_path) / "model.safetensors").unlink()
         with pytest.raises(DestinationError, match="has no weights"):
-            load_case(tmp_path)
+            load_checkpoint(tmp_path)
 
     def test_weights_that_are_cut_short(self, tmp_path):
         file = saved(models.tiny_llama(), tmp_path) / "model.safetensors"
         file.write_bytes(file.read_bytes()[:1000])
         with pytest.raises(DestinationError, match="cannot be loaded as LlamaForCausalLM"):
-            load_case(tmp_path)
+            load_checkpoint(tmp_path)
 
     def test_weights_that_are_missing_are_not_left_random(self, tmp_path):
         edit_config(saved(models.tiny_llama(), tmp_path), num_hidden_layers=3)
         with pytest.raises(
             DestinationError, match=r"lacks 9 weights(.|\n)*model.layers.2.input_layernorm.weight: nothing"
         ):
-            load_case(tmp_path)
+            load_checkpoint(tmp_path)
 
     def test_weights_of_other_sizes_are_not_left_random(self, tmp_path):
         edit_config(saved(models.tiny_llama(), tmp_path), intermediate_size=48)
         with pytest.raises(DestinationError, match=r"\(32, 16\) instead of \(48, 16\)"):
-            load_case(tmp_path)
+            load_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""The commands that record a checkpoint, compare two traces, and locate what a folder does wrong."""
+"""The commands that record a checkpoint, compare two traces, and locate where a folder goes wrong."""
 
 import json
 
@@ -43,14 +43,14 @@ def test_a_changed_checkpoint_is_found_and_shown(traces, tmp_path):
     assert "<svg" in page.read_text()
 
 
-def test_another_element_type_is_no_difference(traces):
+def test_another_dtype_is_not_a_difference(traces):
     result = RUNNER.invoke(app, ["compare", str(traces / "a"), str(traces / "b")])
 
     assert result.exit_code == 0
     assert "The runs agree, up to rounding." in result.output
 
 
-def test_json_is_all_that_is_printed(traces):
+def test_json_is_the_only_output(traces):
     result = RUNNER.invoke(app, ["compare", str(traces / "a"), str(traces / "c"), "--json"])
 
     assert json.loads(result.stdout)["first"]["path"] == "model.layers.1.mlp.up_proj"
@@ -60,11 +60,11 @@ def test_json_is_all_that_is_printed(traces):
     ("arguments", "message"),
     [
         (["compare", "{0}/a", "{0}/missing"], "No trace can be read here."),
-        (["compare", "{0}/a", "{0}/a", "--names", "x"], "The option has another form."),
-        (["trace", "{0}/right", "--out", "{0}/d", "--dtype", "int8"], "This is no element type to run in."),
+        (["compare", "{0}/a", "{0}/a", "--names", "x"], "The option does not have the expected form."),
+        (["trace", "{0}/right", "--out", "{0}/d", "--dtype", "int8"], "A model cannot run in this dtype."),
     ],
 )
-def test_bad_input_is_said_in_words(traces, arguments, message):
+def test_invalid_input_is_explained(traces, arguments, message):
     result = RUNNER.invoke(app, [argument.format(traces) for argument in arguments])
 
     assert result.exit_code == 2

@@ -9,7 +9,7 @@ from torch import nn
 
 from exportkit import Trace, trace_model
 from exportkit.errors import InvalidRequestError
-from exportkit.report.comparison import comparison_page
+from exportkit.report.traces import comparison_page
 
 
 class Layer(nn.Module):

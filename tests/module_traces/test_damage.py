@@ -194,7 +194,7 @@ def test_nothing_is_unpickled_or_evaluated(folder, capsys):
     for call in trace.calls:
         for record in (*call.inputs, *call.outputs):
             if record.key == changed["key"]:
-                with pytest.raises(TraceError, match="no type of torch"):
+                with pytest.raises(TraceError, match="not a dtype of torch"):
                     trace.tensor(record)
             else:
                 trace.tensor(record)

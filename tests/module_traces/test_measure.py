@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exportkit._torch_compat.memory import memory_of
-from exportkit.module_traces.forms import pieces_of
+from exportkit.module_traces.decomposition import chunks_of
 from exportkit.module_traces.measure import measure
 
 SIZES = st.integers(1, 5000)
@@ -51,16 +51,16 @@ def test_the_hash_does_not_depend_on_how_a_tensor_lies_in_memory(monkeypatch):
     expected = measure(x).hash
     assert measure(x.t().contiguous().t()).hash == expected
     assert measure(x[None].expand(1, 700, 1000)).hash == expected
-    monkeypatch.setattr("exportkit.module_traces.forms._COPIED", 10_000)
+    monkeypatch.setattr("exportkit.module_traces.decomposition._LARGEST_COPY", 10_000)
     assert measure(x.t().contiguous().t()).hash == expected
     assert measure(x[:1].expand(700, 1000)).hash == measure(x[:1].repeat(700, 1)).hash
 
 
 def test_pieces_are_the_bytes_in_order():
     x = torch.arange(200_000)
-    assert b"".join(map(bytes, pieces_of(x))) == x.numpy().tobytes()
-    assert b"".join(map(bytes, pieces_of(x[1::2]))) == x[1::2].numpy().tobytes()
-    assert b"".join(map(bytes, pieces_of(x[5:9]))) == x[5:9].numpy().tobytes()
+    assert b"".join(map(bytes, chunks_of(x))) == x.numpy().tobytes()
+    assert b"".join(map(bytes, chunks_of(x[1::2]))) == x[1::2].numpy().tobytes()
+    assert b"".join(map(bytes, chunks_of(x[5:9]))) == x[5:9].numpy().tobytes()
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def folder(exported, tmp_path_factory):
 
 @pytest.fixture
 def copied(folder, tmp_path):
-    """A folder of one's own to change."""
+    """A copy that a test may change."""
     return shutil.copytree(folder, tmp_path / "copied")
 
 
@@ -71,7 +71,7 @@ class TestExportPage:
     def test_the_stages_and_the_verdict(self, folder):
         text = check_page(export_page(folder)).text
         assert text.startswith(
-            "Scaled.forward exportkit report of out Scaled .forward proven onnxruntime gives what the model gives"
+            "Scaled.forward exportkit report of out Scaled .forward proven onnxruntime returns what the model returns"
         )
         assert "observe 3 calls plan 3 variables" in text
         calls = len(json.loads((folder / "report.json").read_text())["rows"])
@@ -114,7 +114,7 @@ class TestExportPage:
         manifest = json.loads((folder / "manifest.json").read_text())
         assert manifest["peak_bytes"] > 10_000_000
         assert set(manifest["program"]["seconds"]) == {"plan", "arguments", "export", "onnx", "verify"}
-        assert "Most memory of the process" in text
+        assert "Peak memory of the process" in text
         assert f"torch {torch.__version__}" in text
         assert all(finding in text for finding in manifest["program"]["findings"])
 
@@ -155,7 +155,7 @@ class TestExportPage:
     def test_a_folder_without_a_proof(self, exported, tmp_path):
         exported.save(tmp_path / "out", verify=False, values=False)
         text = check_page(export_page(tmp_path / "out")).text
-        assert "not verified Nothing was compared with the model yet" in text
+        assert "not verified The graph has not been compared with the model yet" in text
         assert "Verification Not verified." in text
 
     def test_a_folder_of_an_older_version_has_its_page_too(self, copied):
@@ -172,8 +172,8 @@ class TestExportPage:
         edited(copied, "report.json", older_rows)
         text = check_page(export_page(copied)).text
         assert "Where the differences are" not in text
-        assert "Most memory" not in text
-        assert "Not known: the folder was saved by an older version." in text
+        assert "Peak memory" not in text
+        assert "Unknown: the folder was saved by an older version." in text
 
     @pytest.mark.parametrize(
         ("name", "change"),
@@ -197,7 +197,7 @@ class TestExportPage:
     def test_exported_report_proves_and_writes_the_page_alone(self, exported, tmp_path):
         path = exported.report(tmp_path / "pages" / "scaled.html")
         assert [item.name for item in tmp_path.rglob("*") if item.is_file()] == ["scaled.html"]
-        assert " proven onnxruntime gives what the model gives" in check_page(path.read_text()).text
+        assert " proven onnxruntime returns what the model returns" in check_page(path.read_text()).text
 
 
 @pytest.mark.runtime

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from exportkit.errors import DestinationError
-from exportkit.report import render, write_page
-from exportkit.report.render import count, difference, percent, seconds, size
+from exportkit.report.render import count, difference, percent, render, seconds, size, write_page
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from typer.testing import CliRunner
 import exportkit
 from exportkit import cli
 from exportkit.errors import TraceError
-from exportkit.report.comparison import comparison_page
 from exportkit.report.export import export_page
-from exportkit.report.trace import trace_page
+from exportkit.report.traces import comparison_page, trace_page
 from tests.programs.test_programs import OtherStart
 from tests.report.pages import check_page
 

@@ -1,0 +1,190 @@
+"""``exportkit verify``, ``report``, ``trace`` and ``compare``: they check and show exported folders and traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exportkit.commands.shared import (
+    BAD_INPUT,
+    NOT_PROVEN,
+    AsJson,
+    Debug,
+    exit_on_error,
+    print_json,
+    progress,
+    quiet_libraries,
+    stdout,
+)
+from exportkit.errors import DestinationError, InvalidRequestError
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(help="Folder that exported.save(folder) wrote.", metavar="DIR")],
+    as_json: AsJson = False,
+    locate: Annotated[bool, typer.Option("--locate", help="Name the module where a difference begins.")] = False,
+    model_dir: Annotated[
+        Path | None, typer.Option("--model", help="The checkpoint, for --locate to run.", metavar="MODEL_DIR")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Prove an exported folder again, without the model.
+
+    The recorded calls and the calls at unseen sizes run in onnxruntime, and their results are compared with what the
+    model returned when the folder was saved. The files must be unchanged since then.
+
+    Exits with 0 if the result is proven, 1 if it is not, 2 for invalid usage, such as a missing or changed file.
+    """
+    import exportkit
+    from exportkit.examples.checkpoint import load_checkpoint
+    from exportkit.running.session import require_onnxruntime
+
+    with quiet_libraries(), exit_on_error(BAD_INPUT, debug):
+        require_onnxruntime()
+        with progress(f"verifying {folder}"):
+            report = exportkit.load(folder).verify()
+        located = None
+        if locate and not report.ok:
+            with progress("locating the difference"):
+                located = report.locate(load_checkpoint(model_dir).model if model_dir is not None else None)
+    if located is not None:
+        typer.echo(f"{located}\n", err=as_json)
+    typer.echo(report.to_json() if as_json else report)
+    raise typer.Exit(0 if report.ok else NOT_PROVEN)
+
+
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(help="Folder written by exportkit export, exported.save, trace or scan-skips.", metavar="DIR"),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page; DIR/report.html by default.", metavar="FILE", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write one HTML page about an exported folder, a trace or a skip scan.
+
+    The page needs no other files and no network. Nothing runs and nothing is proven again: the page shows what the
+    folder holds.
+
+    Exits with 0, or with 2 for invalid usage.
+    """
+    from exportkit.folder.folder import PAGE
+    from exportkit.report.render import write_page
+
+    with exit_on_error(BAD_INPUT, debug):
+        page = write_page(folder / PAGE if out is None else out, _page_of(folder))
+    if as_json:
+        print_json({"page": str(page)})
+    else:
+        typer.echo(page)
+
+
+def _page_of(folder: Path) -> str:
+    """The page of a folder; each kind of folder has a file by which it is recognised."""
+    from exportkit.examples.checkpoint import listing
+    from exportkit.folder.folder import MANIFEST
+    from exportkit.module_traces.files import INDEX
+    from exportkit.report.export import export_page
+    from exportkit.report.traces import trace_page
+    from exportkit.skips.page import folder_page
+    from exportkit.skips.result import ALL_TESTS_FILE
+
+    pages: Mapping[str, Callable[[Path], str]] = {
+        MANIFEST: export_page,
+        INDEX: trace_page,
+        ALL_TESTS_FILE: folder_page,
+    }
+    for name, page in pages.items():
+        if (folder / name).is_file():
+            return page(folder)
+    raise DestinationError(
+        "This folder holds nothing to report on.",
+        where=str(folder),
+        expected=f"a folder with {' or '.join(pages)}",
+        got=listing(folder),
+        hint="exportkit export, exported.save(folder), exportkit trace and exportkit scan-skips write such folders.",
+    )
+
+
+def trace(
+    model_dir: Annotated[Path, typer.Argument(help="Folder with config.json and *.safetensors.", metavar="MODEL_DIR")],
+    out: Annotated[Path, typer.Option(help="Folder for the trace; an existing trace is replaced.", metavar="DIR")],
+    values: Annotated[
+        list[str] | None,
+        typer.Option(help="Modules whose values to store: all, ends, or a path with *; repeatable.", metavar="PATHS"),
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Store the values of every N-th call of a module.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Dtype to run in, such as bfloat16.")] = "float32",
+) -> None:
+    """Record every module call of a local transformers checkpoint.
+
+    The model runs in the way that is usual for its task. For each tensor, statistics and a hash are stored, and its
+    values on request. Compare two such folders with `exportkit compare`. Without a tokenizer the tokens are random, and
+    the same in every run.
+    """
+    import torch
+
+    from exportkit.examples.checkpoint import load_checkpoint
+    from exportkit.module_traces.record import trace_model
+
+    with quiet_libraries(), exit_on_error(BAD_INPUT):
+        chosen = getattr(torch, dtype, None)
+        if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+            raise InvalidRequestError("A model cannot run in this dtype.", expected="float32 or bfloat16", got=dtype)
+        torch.manual_seed(0)
+        example = load_checkpoint(model_dir)
+        example.model.to(chosen)
+        wanted = (values[0] if len(values) == 1 else values) if values else None
+        with torch.no_grad(), trace_model(example.model, out, values=wanted, every=every) as recorded:
+            example.run()
+    typer.echo(f"{example.name}, {example.description}: {len(recorded.calls)} module calls in {out}")
+    if not recorded.complete:
+        typer.echo(f"incomplete: {'; '.join(recorded.problems)}")
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="Folder of the reference trace.", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="Folder of the other trace.", metavar="B")],
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Regular expression for a part of the paths of B, and the part of A it stands for; repeatable.",
+            metavar="RE=TEXT",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with a plot to this file.", metavar="FILE")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Name the module where two traces begin to differ.
+
+    A table shows how much each module adds to the error. Traces are written by `exportkit trace` and
+    `exportkit.trace_model`. Rounding does not count as a difference; dtypes, devices and code may differ.
+
+    Exits with 0 if nothing differs, 1 if something does, 2 for invalid usage.
+    """
+    from exportkit.module_traces.trace import Trace
+    from exportkit.report.render import write_page
+    from exportkit.report.traces import comparison_page
+
+    with quiet_libraries(), exit_on_error(BAD_INPUT):
+        for name in names or ():
+            if "=" not in name:
+                raise InvalidRequestError("The option does not have the expected form.", expected="RE=TEXT", got=name)
+        pairs = {name.partition("=")[0]: name.partition("=")[2] for name in names or ()}
+        found = Trace.load(first).compare(Trace.load(second), pairs)
+        if html is not None:
+            write_page(html, comparison_page(found, f"{first} and {second}"))
+    if as_json:
+        typer.echo(found.as_json())
+    else:
+        stdout.print(found)
+        if html is not None:
+            typer.echo(f"written: {html}")
+    raise typer.Exit(0 if found.ok else NOT_PROVEN)

@@ -1,0 +1,267 @@
+"""Says what is wrong where a graph diverges: the module, node, weight or choice behind the first difference.
+
+The node is the one that computes the tensor that differs first. If the program that the graph was translated from is
+known and agrees, it is the first node of the module whose value none of the program's nodes with the same operator has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from exportkit.divergence.graph_run import GraphNode, GraphRun, ModuleNodes
+from exportkit.divergence.match_values import MatchedCalls
+from exportkit.divergence.onnx_run import read_onnx
+from exportkit.divergence.result import Divergence, Stage, Suspect
+from exportkit.module_traces.attribution import JUMP, PEAK, ROUNDING
+from exportkit.module_traces.error_steps import ErrorStep, added_error, worst_steps
+from exportkit.module_traces.tensor_pairs import Padding
+from exportkit.module_traces.trace import Trace
+from exportkit.module_traces.trace_data import ModuleCall
+from exportkit.running.compare import distance, position_of_largest, unit_of
+from exportkit.running.program import state_of
+from exportkit.running.session import Session
+
+if TYPE_CHECKING:
+    import onnx
+
+_SUSPECTS = 5  # modules that are named
+# Which of equal elements ``torch.topk`` takes is left open by its documentation, and differs between devices. ONNX TopK
+# takes the first: https://onnx.ai/onnx/operators/onnx__TopK.html.
+EQUAL = "it chooses among equal values: torch leaves open which of them top-k takes, ONNX takes the first"
+CLOSE = "it chooses among values that are equal up to rounding"
+_CHOOSING = ("TopK", "topk", "sort")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A graph's run beside the model's.
+
+    Attributes:
+        trace: What the model did.
+        padding: Which elements of its tensors count.
+        run: What the graph did.
+        matched: Both compared.
+        reference: What the program did that the graph was translated from, if it is known and agrees.
+    """
+
+    trace: Trace
+    padding: Padding
+    run: GraphRun
+    matched: MatchedCalls
+    reference: GraphRun | None = None
+
+    def divergence(self, stage: Stage, stages: tuple[Stage, ...]) -> Divergence:
+        """Returns what there is to say.
+
+        Args:
+            stage: The stage that the graph stands for.
+            stages: All stages.
+        """
+        first, suspects, unmatched = self.matched.first, self._suspects(), tuple(self.matched.unmatched)
+        if stage.outcome != "diverges" or first is None or first.pair is None:
+            return Divergence(None, stages=stages, suspects=suspects, unmatched=unmatched)
+        calls = {call.index: call for call in self.matched.calls}
+        owner, at = calls.get(first.owner if first.owner is not None else -1), calls[first.call]
+        name = self.matched.values.get((first.call, first.side, first.pair.path), "")
+        node, index, reason = self._first_node(first, name), None, first.reason
+        if name in self.run.values:
+            call = self.call(first.call)
+            records = call.inputs if first.side == "inputs" else call.outputs
+            expected = self.trace.tensor(next(record for record in records if record.path == first.pair.path))
+            index = position_of_largest(expected, self.run.values[name], self.padding(expected))
+            if node is not None and name in node.outputs:
+                reason = _reason_of_choice(self.run, node, expected, self.run.values[name]) or reason
+        return Divergence(
+            stage.name,
+            owner.path if owner else None,
+            owner.class_name if owner else "",
+            owner.number if owner else 0,
+            first.pair.path if owner is at else f"inputs of {at.path}: {first.pair.path}",
+            node.name if node else name,
+            node.operator if node else "",
+            node.line if node else "",
+            first.error,
+            first.base,
+            first.pair.distance.largest,
+            index,
+            reason,
+            stages,
+            suspects,
+            unmatched,
+        )
+
+    def call(self, index: int) -> ModuleCall:
+        """Returns a call by its index."""
+        return next(call for call in self.trace.calls if call.index == index)
+
+    def nodes_of(self, run: GraphRun, call: ModuleCall) -> ModuleNodes | None:
+        """Returns the nodes of a graph that a call consists of, or None if these are not known."""
+        found = run.calls_of(call.path, sum(other.path == call.path for other in self.trace.calls))
+        return found[call.number] if found else None
+
+    def _suspects(self) -> tuple[Suspect, ...]:
+        """The modules that add most, those that are wrong first."""
+        calls = {call.index: call for call in self.matched.calls}
+        first = (self.matched.first,) if self.matched.first is not None else ()
+        adding = [step for step in (*first, *self.matched.steps) if added_error(step.base, step.error) > 0]
+        worst = [(calls[owner], step) for owner, step in worst_steps(adding).items() if owner is not None]
+        return tuple(
+            Suspect(call.path, call.class_name, call.number, step.base, step.error, step.verdict == "differs")
+            for call, step in worst[:_SUSPECTS]
+        )
+
+    def _first_node(self, step: ErrorStep, name: str) -> GraphNode | None:
+        """The first node of the module that is wrong, or the one that computes the value, whichever comes before."""
+        found = [node for node in (self._first_wrong_node(step), self.run.makers.get(name)) if node is not None]
+        return min(found, key=self.run.nodes.index, default=None)
+
+    def _first_wrong_node(self, step: ErrorStep) -> GraphNode | None:
+        if self.reference is None or step.owner is None:
+            return None
+        call = self.call(step.owner)
+        own, expected = self.nodes_of(self.run, call), self.nodes_of(self.reference, call)
+        if own is None or expected is None:
+            return None
+        known = self.reference.values
+        for node in own.nodes:
+            if not node.ends or len(node.outputs) != 1 or node.outputs[0] not in self.run.values:
+                continue
+            value = self.run.values[node.outputs[0]]
+            same = [n.name for n in expected.nodes if n.torch_operator == node.torch_operator and n.name in known]
+            errors = [error for other in same if math.isfinite(error := distance(known[other], value).rms)]
+            if errors and min(errors) > max(step.error / JUMP, step.base):
+                return node
+        return None
+
+
+def _reason_of_choice(run: GraphRun, node: GraphNode, expected: torch.Tensor, got: torch.Tensor) -> str | None:
+    """How the elements compare that the model and the graph choose; None if they differ, or nothing is chosen."""
+    values = run.values.get(node.inputs[0]) if node.inputs else None
+    if values is None or not any(name in node.operator for name in _CHOOSING):
+        return None
+    if expected.dtype != torch.int64 or got.dtype != torch.int64:
+        return None
+    if values.ndim != expected.ndim or not expected.numel():
+        return None
+    fewer = [axis for axis in range(values.ndim) if values.shape[axis] != expected.shape[axis]]
+    if len(fewer) > 1:
+        return None
+    axis = fewer[0] if fewer else values.ndim - 1  # the axis that elements are chosen along
+    chosen = [values.gather(axis, indices.cpu()).to(torch.float64) for indices in (expected, got)]
+    apart = (chosen[0] - chosen[1]).abs().max().item()
+    if apart == 0:
+        return EQUAL
+    scale = values.to(torch.float64).square().mean().sqrt().item()
+    return CLOSE if apart <= PEAK * ROUNDING * unit_of(values.dtype) * scale else None
+
+
+def changed_weight(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    nodes: ModuleNodes,
+    program: torch.export.ExportedProgram,
+    program_nodes: ModuleNodes,
+) -> str | None:
+    """Returns the name of a weight of a module that is as large as one in the program, and differs from it.
+
+    Translation writes weights as they are: one that differs was changed afterwards, by an optimisation or in the file.
+
+    Args:
+        model: The ONNX model.
+        folder: Where its external weights are, if it has any.
+        nodes: The nodes of the module in it.
+        program: The program.
+        program_nodes: The nodes of the module in the program.
+    """
+    from onnx import numpy_helper
+
+    state = state_of(program)
+    known = [state[name] for name in program_nodes.entering if isinstance(state.get(name), torch.Tensor)]
+    own = {name for node in nodes.nodes for name in node.outputs}
+    used = {name for node in model.graph.node if own.intersection(node.output) for name in node.input}
+    for weight in model.graph.initializer:
+        like = [tensor for tensor in known if tensor.numel() == np.prod(weight.dims) and tensor.numel() > 1]
+        if weight.name not in used or not like:
+            continue
+        array = numpy_helper.to_array(weight, str(folder or ""))
+        flat = torch.from_numpy(np.ascontiguousarray(array, np.float64)).reshape(-1)
+        stored = (form for tensor in like for form in (tensor, tensor.transpose(0, -1)))
+        if not any(torch.equal(flat, form.detach().cpu().to(torch.float64).reshape(-1)) for form in stored):
+            return str(weight.name)
+    return None
+
+
+def error_of_translation(program: torch.export.ExportedProgram, run: GraphRun, nodes: ModuleNodes) -> float:
+    """Returns the largest relative error of an output of a module, translated once more by itself.
+
+    The module is translated without optimisation; translating the whole program would take long.
+
+    Args:
+        program: The program.
+        run: A run of it.
+        nodes: The nodes of the module in it.
+
+    Raises:
+        Exception: whatever torch raises if the module cannot be translated by itself.
+    """
+    inputs, module = _module_of(program, run, nodes)
+    with _quiet(), torch.no_grad():
+        part = torch.export.export(module, tuple(inputs.values()), strict=False)
+        translated = torch.onnx.export(part, (), verbose=False, optimize=False)
+    proto, folder = read_onnx(translated)
+    names = [value.name for value in proto.graph.input]
+    session = Session(proto.SerializeToString(), folder, optimised=False)
+    results = session.run(dict(zip(names, inputs.values(), strict=True)))
+    expected = [run.values[name] for name in nodes.leaving if name in run.values]
+    return max((distance(a, b).rms for a, b in zip(expected, results.values(), strict=True)), default=math.nan)
+
+
+def _module_of(
+    program: torch.export.ExportedProgram, run: GraphRun, module: ModuleNodes
+) -> tuple[dict[str, torch.Tensor], torch.fx.GraphModule]:
+    """The nodes of a module as a graph of their own, and the tensors that it takes."""
+    nodes = {node.name: node for node in program.graph_module.graph.nodes}
+    graph = torch.fx.Graph()
+    inputs: dict[str, torch.Tensor] = {}
+    copies: dict[torch.fx.Node, Any] = {}
+
+    def copy_of(node: torch.fx.Node) -> Any:
+        if node not in copies:
+            value = run.values.get(node.name, run.numbers.get(node.name))
+            if isinstance(value, torch.Tensor):
+                inputs[node.name] = value.detach()
+                copies[node] = graph.placeholder(node.name)
+            else:
+                copies[node] = value
+        return copies[node]
+
+    for name in module.entering:
+        copy_of(nodes[name])
+    for node in (nodes[node.name] for node in module.nodes):
+        if node.users or node.name in module.leaving:
+            copies[node] = graph.node_copy(node, copy_of)
+    graph.output(tuple(copies[nodes[name]] for name in module.leaving if name in run.values))
+    return inputs, torch.fx.GraphModule(program.graph_module, graph)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

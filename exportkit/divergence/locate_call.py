@@ -1,0 +1,150 @@
+"""Locates why one call of an exported model is not proven, with the model in PyTorch or by the outputs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from exportkit.calls.call import Call
+from exportkit.divergence.graph_run import GraphNode
+from exportkit.divergence.locate import locate_divergence
+from exportkit.divergence.onnx_run import nodes_of, read_onnx
+from exportkit.divergence.result import Divergence, Stage
+from exportkit.module_traces.attribution import JUMP, ROUNDING
+from exportkit.module_traces.tensor_pairs import Padding
+from exportkit.onnx_files.onnx_model import OnnxModel
+from exportkit.probing.simplify import as_simplified
+from exportkit.programs.exported import Exported
+from exportkit.proof.prove import output_differences
+from exportkit.running.compare import distance, unit_of
+from exportkit.running.eager import run_eager
+from exportkit.running.session import Session
+from exportkit.trees import flatten
+
+Tensors = Mapping[str, torch.Tensor]
+
+MODEL, GRAPH, AROUND = "The model", "onnxruntime", "What feeds the graph and reads its outputs"
+CHANGED = "run again, it does not return what this call expects of it: it was changed since, or is random"
+SMALL = "more than the proof allows, but no module does more to it than rounding"
+ONNX = "ONNX or onnxruntime"
+_SHOWN = 4  # modules that are named
+
+
+def locate_call(
+    onnx_model: OnnxModel,
+    call: Call,
+    expected: Tensors,
+    wrong: Sequence[str],
+    where: str,
+    model: torch.nn.Module | None = None,
+) -> Divergence:
+    """Returns where a call that is not proven begins to differ from the model. There is always a result.
+
+    Args:
+        onnx_model: The graph.
+        call: The call.
+        expected: What the model returned, by path.
+        wrong: Paths of the outputs that the proof calls different; empty for a call that was refused.
+        where: What the proof says about the call.
+        model: The model in PyTorch; by default the one that was exported, if it is available.
+
+    Raises:
+        RuntimeFailure: if onnxruntime refuses the graph.
+    """
+    exported = onnx_model.exported
+    if model is None and isinstance(exported, Exported):
+        model = exported.model
+    args, kwargs = call.args_kwargs()
+    agreeing = f"the graph by itself agrees, while the proof says: {where}"
+    if model is None:
+        tensors = as_simplified(expected, exported.joined_outputs, ())
+        wanted = {name: tensors[path] for name, path in onnx_model.file.outputs.items() if path in tensors}
+        names = [name for name, path in onnx_model.file.outputs.items() if path in wrong]
+        found = locate_outputs(onnx_model.path, onnx_model.feeds(*args, **kwargs), wanted, wrong=names)
+        return found if found.diverges else replace(found, stage=AROUND, reason=agreeing)
+    found = locate_divergence(model, onnx_model, (tuple(args), dict(kwargs)), method=exported.method, wrong=wrong)
+    if found.diverges:
+        return found
+    # No module differs: the model was changed, or an output differs by little, or the difference is around the graph.
+    returned = flatten(run_eager(model, exported.method, call)).tensors()
+    if any(difference.reason is not None for difference in output_differences(onnx_model, call, expected, returned)):
+        return replace(found, stage=MODEL, reason=CHANGED)
+    args, kwargs = call.args_kwargs()
+    results = onnx_model.session.run(onnx_model.feeds(*args, **kwargs))
+    graph = {onnx_model.file.outputs[name]: tensor for name, tensor in results.items()}
+    known = as_simplified(returned, exported.joined_outputs, ())
+    for difference in output_differences(onnx_model, call, known, graph):
+        if difference.reason is not None and difference.path in wrong:
+            return replace(found, stage=GRAPH, tensor=difference.path, largest=difference.absolute, reason=SMALL)
+    return replace(found, stage=AROUND, reason=agreeing)
+
+
+def locate_outputs(graph: Any, inputs: Tensors, expected: Tensors, *, wrong: Collection[str] = ()) -> Divergence:
+    """Returns which part of an ONNX model computes outputs that are wrong, for use without the model in PyTorch.
+
+    These are the modules that the first wrong output needs and no right one does. With a cache for each layer, that is
+    one layer.
+
+    Args:
+        graph: The ONNX model: a path, a ModelProto, or an ONNXProgram.
+        inputs: Its inputs by name.
+        expected: What its outputs should be, by name.
+        wrong: Names of outputs that are known to be wrong, however close they are.
+
+    Raises:
+        InvalidRequestError: if this is not an ONNX model, or an input is missing.
+        RuntimeFailure: if onnxruntime refuses it.
+    """
+    proto, folder = read_onnx(graph)
+    results = Session(proto.SerializeToString(), folder).run(inputs)
+    padding = Padding.of_tensors(inputs.items())
+    errors = {name: distance(tensor, results[name], padding(tensor)).rms for name, tensor in expected.items()}
+    close = {name for name, error in errors.items() if error <= JUMP * ROUNDING * unit_of(expected[name].dtype)}
+    right = {name for name in close if name not in wrong or errors[name] == 0}
+    differing = [value.name for value in proto.graph.output if value.name in errors and value.name not in right]
+    if not differing:
+        return Divergence(None, stages=(Stage(ONNX, "agrees", max(errors.values(), default=0.0)),))
+    nodes = tuple(nodes_of(proto))
+    for_right = set(_needed(nodes, right))
+    needed = [node for node in _needed(nodes, differing[:1]) if node not in for_right]
+    modules = list(dict.fromkeys(node.scopes[-1].path for node in needed if node.scopes))
+    more = f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
+    listed = ", ".join(path or "the model itself" for path in modules[:_SHOWN]) + more
+    return Divergence(
+        ONNX,
+        _common(modules),
+        tensor=differing[0],
+        node=needed[0].name if len(needed) == 1 else "",
+        operator=needed[0].operator if needed else "",
+        error=errors[differing[0]],
+        base=max((errors[name] for name in right), default=0.0),
+        largest=distance(expected[differing[0]], results[differing[0]]).largest,
+        reason=f"only this output needs {listed}; with the model, the module can be named",
+        stages=(Stage(ONNX, "diverges", max(errors.values())),),
+    )
+
+
+def _needed(nodes: tuple[GraphNode, ...], outputs: Iterable[str]) -> list[GraphNode]:
+    """The nodes that outputs are computed by, in order."""
+    wanted = set(outputs)
+    found = []
+    for node in reversed(nodes):
+        if wanted.intersection(node.outputs):
+            wanted.update(node.inputs)
+            found.append(node)
+    return found[::-1]
+
+
+def _common(paths: list[str]) -> str | None:
+    """The innermost module that all paths are in; None if there is no path."""
+    if not paths:
+        return None
+    shared: list[str] = []
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

@@ -1,0 +1,392 @@
+"""Reads the folder of a trace: its module calls, and the tensors whose values were stored.
+
+Nothing in the folder is executed. The last line of the index may be cut short, and calls may have no end: the recording
+was killed, or is still running. Any other line that makes no sense is damage, and an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import mmap
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exportkit.errors import DestinationError, TraceError
+from exportkit.module_traces.decomposition import reassemble
+from exportkit.module_traces.files import FORMAT, HEADER_LENGTH, INDEX, TENSORS, VERSION
+from exportkit.module_traces.measure import measure
+
+UNENDED = "the recording ended inside this call"
+# What a recording that stores the values of a tensor leaves to be computed from them.
+DERIVED = ("mean", "std", "min", "max", "nan", "inf", "hash")
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """What is known of one tensor that a module was given or returned.
+
+    The statistics are those of the finite elements; for complex numbers, of their absolute values. They are None where
+    there is nothing to compute them from. Where the values are stored, statistics and hash are computed from them the
+    first time one is read.
+
+    Attributes:
+        path: Where it was: ``args[0]``, ``kwargs.attention_mask``, ``outputs.past_key_values.layers[0].keys``.
+        shape: Its shape; () for a nested tensor, which has none.
+        dtype: Its dtype, such as ``float32``.
+        device: Where it was, such as ``cpu`` or ``cuda:0``.
+        mean: Mean.
+        std: Sample standard deviation.
+        min: Smallest element.
+        max: Largest element.
+        nan: How many elements are NaN.
+        inf: How many elements are infinite.
+        hash: Hash of its content: differs if one element differs, or their order; empty if there are no values.
+        key: Name of its values in the data file, for `Trace.tensor`; None if they were not stored.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    nan: int
+    inf: int
+    hash: str
+    key: str | None
+
+    @classmethod
+    def of_stored(
+        cls, path: str, shape: tuple[int, ...], dtype: str, device: str, key: str, derive: Callable[[], dict[str, Any]]
+    ) -> TensorRecord:
+        """Returns a record whose statistics and hash are computed by ``derive``, the first time one is read."""
+        record = object.__new__(cls)
+        known = {"path": path, "shape": shape, "dtype": dtype, "device": device, "key": key}
+        vars(record).update(known, _derive=derive)
+        return record
+
+    def __getattr__(self, name: str) -> Any:
+        derive = vars(self).get("_derive")
+        if derive is None or name not in DERIVED:
+            raise AttributeError(name)
+        vars(self).update(derive())
+        return vars(self)[name]
+
+    def __reduce__(self) -> Any:
+        return TensorRecord, tuple([getattr(self, each.name) for each in fields(self)])
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of one module.
+
+    Attributes:
+        index: How many calls of all modules began before.
+        path: Path of the module in the model; "" for the model itself.
+        class_name: Class of the module.
+        number: How many calls of this module began before.
+        parent: Index of the call inside which it was made, or None.
+        inputs: The tensors among its arguments.
+        outputs: The tensors in what it returned.
+        other_inputs: The other arguments by path: what JSON can hold, and a text in place of what it cannot.
+        other_outputs: The other leaves of what it returned, in the same form.
+        error: What it raised, or why its end is missing; None if it returned.
+        thread: Number of the thread that made the call; 0 for the thread of the first call.
+    """
+
+    index: int
+    path: str
+    class_name: str
+    number: int
+    parent: int | None
+    inputs: tuple[TensorRecord, ...]
+    outputs: tuple[TensorRecord, ...]
+    other_inputs: Mapping[str, Any] = field(default_factory=dict)
+    other_outputs: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    thread: int = 0
+
+
+class TraceData:
+    """The module calls of a run, read from a folder.
+
+    Args:
+        folder: The folder.
+        problems: What is known to be missing, beyond what the folder says; may grow.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], problems: Collection[str] = ()) -> None:
+        self.folder = Path(folder)
+        self._problems = problems
+        self._index: _Index | None = None
+
+    def __repr__(self) -> str:
+        partial = "" if self.complete else ", incomplete"
+        return f"Trace({self.metadata['model']}: {len(self.calls)} calls{partial})"
+
+    @property
+    def calls(self) -> tuple[ModuleCall, ...]:
+        """The calls, in the order in which they began."""
+        return self.read_index().calls
+
+    @property
+    def complete(self) -> bool:
+        """Whether the recording ended, and nothing is missing; `problems` says what is."""
+        return not self.problems
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why the trace is incomplete; empty if it is complete."""
+        return tuple(dict.fromkeys((*self._problems, *self.read_index().problems)))
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Class of the model (``model``), which values were stored (``values``), and versions of what wrote it."""
+        return self.read_index().metadata
+
+    def tensor(self, record: TensorRecord) -> torch.Tensor:
+        """Returns the values of a tensor, on the CPU; they are read from the file when they are used.
+
+        Args:
+            record: A record of this trace.
+
+        Raises:
+            TraceError: if its values were not stored, or the file is damaged.
+        """
+        if record.key is None:
+            raise TraceError(
+                "The values of this tensor were not stored.",
+                where=record.path,
+                hint='record them: trace_model(model, values="all"), or the paths of the modules that matter.',
+            )
+        entry = self.read_index().stored.get(record.key)
+        if entry is None:
+            raise TraceError("This trace has no such tensor.", where=record.key, hint="the record is of another trace.")
+        tensor = self.read_index().tensor(entry)
+        return tensor.reshape(record.shape) if entry["kind"] == "dense" else tensor
+
+    def read_index(self) -> _Index:
+        """The content of the index; read again while it grows."""
+        if self._index is None or not self._index.is_current():
+            self._index = _read_index(self.folder / INDEX)
+        return self._index
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The content of an index file.
+
+    Attributes:
+        path: Its path.
+        size: How long it was when it was read.
+        metadata: Its first line.
+        lines: The other lines.
+        finished: Its last line, if the recording ended.
+    """
+
+    path: Path
+    size: int
+    metadata: Mapping[str, Any]
+    lines: list[dict[str, Any]]
+    finished: Mapping[str, Any] | None
+
+    def is_current(self) -> bool:
+        """Returns whether nothing was written since it was read."""
+        return self.finished is not None or self.path.stat().st_size == self.size
+
+    @functools.cached_property
+    def problems(self) -> tuple[str, ...]:
+        """Why the trace is incomplete."""
+        if self.finished is None:
+            return ("The recording did not end: calls, or parts of the last one, are missing.",)
+        return tuple(map(str, self.finished["problems"]))
+
+    @functools.cached_property
+    def data(self) -> _DataFile:
+        """The data file."""
+        return _DataFile(self.path.with_name(TENSORS))
+
+    @functools.cached_property
+    def stored(self) -> dict[str, Mapping[str, Any]]:
+        """The lines that say where the values of tensors are, by key."""
+        return {line["key"]: line for line in self.lines if "key" in line}
+
+    def tensor(self, stored: Mapping[str, Any]) -> torch.Tensor:
+        """Returns stored values, from the line that says where they are.
+
+        Raises:
+            TraceError: if the data file is damaged.
+        """
+        data = self.data
+        try:
+            return reassemble(stored, data.read)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise TraceError(
+                "A tensor cannot be read from this trace.",
+                where=f"{stored.get('key')} in {self.path.parent}",
+                got=error,
+                hint="the data file was changed or cut short.",
+            ) from error
+
+    @functools.cached_property
+    def calls(self) -> tuple[ModuleCall, ...]:
+        """The calls, in the order in which they began."""
+        try:
+            return _CallReader(self).all()
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(self.path, f"{type(error).__name__}: {error}") from error
+
+
+def _read_index(path: Path) -> _Index:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DestinationError(
+            "No trace can be read here.",
+            where=str(path.parent),
+            expected=f"a directory with {INDEX}, as trace_model(model, directory) writes it",
+            got=error,
+        ) from error
+    *whole, _cut = data.split(b"\n")  # a line that was written to its end ends with a newline
+    lines = [_parsed(path, number, line) for number, line in enumerate(whole, start=1)]
+    metadata = lines.pop(0) if lines else {}
+    if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
+        raise TraceError(
+            "Not a trace that this version reads.",
+            where=str(path),
+            expected=f"{FORMAT} {VERSION}",
+            got=f"{metadata.get('format')} {metadata.get('version')}",
+        )
+    finished = lines.pop() if lines and "finished" in lines[-1] else None
+    return _Index(path, len(data), metadata, lines, finished)
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"line {number}: {error}") from error
+    if not isinstance(found, dict):
+        raise _damaged(path, f"line {number}: {str(found)[:100]}")
+    return found
+
+
+def _damaged(path: Path, cause: object) -> TraceError:
+    return TraceError(
+        "This trace is damaged.", where=str(path), got=cause, hint="the file was changed: record the trace again."
+    )
+
+
+class _CallReader:
+    """Makes calls from the lines of an index."""
+
+    def __init__(self, index: _Index) -> None:
+        self._index = index
+        by_kind: dict[str, list[dict[str, Any]]] = {"begin": []}
+        for line in index.lines:
+            by_kind.setdefault(next(iter(line)), []).append(line)
+        self._begins = by_kind["begin"]
+        self._ends, self._layouts, stored = (
+            {line[kind]: line for line in by_kind.get(kind, ())} for kind in ("end", "layout", "stored")
+        )
+        self._stored = stored | {line["tensor"]: line for line in by_kind.get("tensor", ()) if "key" in line}
+        if self._stored:
+            with contextlib.suppress(DestinationError):  # raised when a value is asked for
+                index.data  # noqa: B018  # opened now, so that values can be read even if the folder is removed
+        self._tensors: dict[int, Callable[[str], TensorRecord]] = {}
+        for line in by_kind.get("tensor", ()):
+            self._tensors[line["tensor"]] = self._maker(line)
+
+    def all(self) -> tuple[ModuleCall, ...]:
+        return tuple([self._call(line, self._ends.get(line["begin"])) for line in self._begins])
+
+    def _call(self, begin: Mapping[str, Any], end: Mapping[str, Any] | None) -> ModuleCall:
+        inputs, other_inputs = self._leaves(begin)
+        outputs, other_outputs = ((), {}) if end is None else self._leaves(end)
+        return ModuleCall(
+            index=begin["begin"],
+            path=begin["path"],
+            class_name=begin["class"],
+            number=begin["number"],
+            parent=begin["parent"],
+            inputs=inputs,
+            outputs=outputs,
+            other_inputs=other_inputs,
+            other_outputs=other_outputs,
+            error=UNENDED if end is None else end["error"],
+            thread=begin["thread"],
+        )
+
+    def _leaves(self, line: Mapping[str, Any]) -> tuple[tuple[TensorRecord, ...], dict[str, Any]]:
+        if line["layout"] is None:  # nothing was returned, or it could not be flattened
+            return (), {}
+        layout, tensors = self._layouts[line["layout"]], self._tensors
+        pairs = zip(layout["tensors"], line["tensors"], strict=True)
+        others = {**layout["empty"], **dict(zip(layout["others"], line["others"], strict=True))}
+        return tuple([tensors[number](path) for path, number in pairs]), others
+
+    def _maker(self, line: dict[str, Any]) -> Callable[[str], TensorRecord]:
+        """The function that makes the record of a tensor, given its path."""
+        shape = tuple(map(int, line["shape"]))
+        if "as" in line:
+            return functools.partial(_reshaped, self._tensors[line["as"]], shape)
+        stored = self._stored.get(line["tensor"])
+        known: dict[str, Any] = {"shape": shape, "dtype": str(line["dtype"]), "device": str(line["device"])}
+        known |= {"key": None if stored is None else str(stored["key"])}
+        if "hash" in line:
+            for name in ("mean", "std", "min", "max"):
+                known[name] = None if line[name] is None else float(line[name])
+            return functools.partial(TensorRecord, **known, **{name: line[name] for name in ("nan", "inf", "hash")})
+        if stored is None:
+            raise ValueError(f"tensor {line['tensor']} has neither statistics nor values")
+        derive = functools.cache(functools.partial(_derived, self._index, stored))
+        return functools.partial(TensorRecord.of_stored, **known, derive=derive)
+
+
+def _reshaped(make: Callable[[str], TensorRecord], shape: tuple[int, ...], path: str) -> TensorRecord:
+    record = make(path)
+    vars(record)["shape"] = shape
+    return record
+
+
+def _derived(index: _Index, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Statistics and hash, computed from stored values."""
+    measured = measure(index.tensor(stored))
+    return {**measured.statistics._asdict(), "hash": measured.hash}
+
+
+class _DataFile:
+    """The data file of a trace; parts of it are read when they are used.
+
+    Raises:
+        DestinationError: if it is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                # A private mapping, so that tensors read from it are writable and the file does not change.
+                self._memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        except (OSError, ValueError) as error:
+            raise DestinationError("The values of a trace cannot be read.", where=str(path), got=error) from error
+        self._start = HEADER_LENGTH + int.from_bytes(self._memory[:HEADER_LENGTH], "little")
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """Returns bytes of the data; the offset counts from the end of the header.
+
+        Raises:
+            ValueError: if there are fewer bytes.
+        """
+        part = self._memory[self._start + offset : self._start + offset + size]
+        if offset < 0 or len(part) != size:
+            raise ValueError(f"expected {size} bytes at {offset}, and there are {len(part)}")
+        return part
