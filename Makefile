@@ -21,10 +21,10 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint type docs doctest gallery bench peers clients build clean
+.PHONY: help setup demo test test-fast durations lint type docs doctest gallery bench peers clients build clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-8s  %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-9s  %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## Build .venv with exportkit and every tool, at the versions of constraints.txt
 	@echo "Ready in $(VENV). Next: make demo, make test."
@@ -44,12 +44,18 @@ demo: $(STAMP)  ## Show exportkit at work on a small model
 test: $(STAMP)  ## Run the tests on two processes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
+test-fast: $(STAMP)  ## Run the tests that take less than two seconds each
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+durations: $(STAMP)  ## Run the tests and write which are slow (tests/durations.json)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --write-durations $(ARGS)
+
 lint: $(STAMP)  ## Check style and format with ruff
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check $(CODE)
 
 type: $(STAMP)  ## Check types with mypy (strict)
-	@$(BIN)/mypy exportkit/plan exportkit/trees exportkit/arguments exportkit/probing exportkit/peers
+	@$(BIN)/mypy exportkit
 
 docs: $(STAMP)  ## Build the documentation, gallery included, in docs/_build/html
 	@rm -rf docs/_build docs/auto_gallery docs/sg_execution_times.rst  # an old page or an old warning must not hide a new one
