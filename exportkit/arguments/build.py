@@ -10,7 +10,7 @@ from exportkit.arguments.tensors import integers_below, marked, padded, resize, 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
-from exportkit.plan.placeholder import Blocks, needed_tokens, tokens_fit
+from exportkit.plan.placeholders import Blocks, needed_tokens, tokens_fit
 from exportkit.plan.plan import Plan
 from exportkit.trees import Tree, check_opened, join
 

@@ -13,8 +13,7 @@ from exportkit.arguments.shapes import nested_spec
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.seen import SeenShapes
-from exportkit.plan.plan import Constant
-from exportkit.plan.table import CallTable, Leaf
+from exportkit.plan.leaves import CallTable, Constant, Leaf
 from exportkit.trees import Growth, Tree, join, joined
 
 _MOST_FURTHER_CALLS = 100  # with other shapes than the stored ones; more of them would tell nothing new

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from exportkit.plan.placeholder import Blocks, Marker, place_blocks
+from exportkit.plan.placeholders import Blocks, Marker, place_blocks
 
 _MASK_VALUES = 2
 

@@ -21,8 +21,8 @@ import torch
 
 from exportkit.divergence.graph_run import GraphNode, GraphRun, ModuleNodes
 from exportkit.divergence.match_values import MatchedCalls
-from exportkit.divergence.onnx_run import read_onnx
 from exportkit.divergence.result import Divergence, Stage, Suspect
+from exportkit.divergence.run_graph import read_onnx
 from exportkit.module_traces.attribution import JUMP, PEAK, ROUNDING
 from exportkit.module_traces.error_steps import ErrorStep, added_error, worst_steps
 from exportkit.module_traces.tensor_pairs import Padding

@@ -6,8 +6,6 @@ from the last one backwards: only where the ONNX model differs is the program th
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +15,13 @@ from typing import Any
 
 import torch
 
+from exportkit.calls.call import Call
+from exportkit.calls.signature import Signature
 from exportkit.divergence.diagnosis import Diagnosis, changed_weight, error_of_translation
 from exportkit.divergence.graph_run import GraphNode, GraphRun
 from exportkit.divergence.match_values import MatchedCalls, match_values
-from exportkit.divergence.onnx_run import graph_inputs, nodes_of, read_onnx, run_onnx
-from exportkit.divergence.program_run import program_inputs, run_program
 from exportkit.divergence.result import Divergence, Stage
+from exportkit.divergence.run_graph import graph_inputs, nodes_of, program_inputs, read_onnx, run_onnx, run_program
 from exportkit.errors import InvalidRequestError, InvalidTypeError, RuntimeFailure
 from exportkit.module_traces.attribution import JUMP
 from exportkit.module_traces.record import trace_model
@@ -54,7 +53,8 @@ def locate_divergence(
     Args:
         model: The model. It runs once, without gradients.
         graph: An ONNX model (path, ModelProto, ONNXProgram, OnnxModel) or an ExportedProgram.
-        inputs: Arguments of the model: a tuple of positional ones, a mapping of named ones, or a single tensor.
+        inputs: Arguments of the model: a tuple of positional ones, a mapping of named ones, a pair of both, a single
+            tensor, or a recorded `Call`.
         program: The ExportedProgram that the ONNX model comes from, where ``graph`` does not know it.
         before: The ONNX model before optimisation, as ``torch.onnx.export(..., optimize=False)`` returns it. Without
             it, the module that differs is translated once more by itself.
@@ -76,7 +76,8 @@ def locate_divergence(
         No stage diverges.
     """
     known = frozenset(join("outputs", path) for path in wrong)
-    return _Search(model, method, inputs, _graphs_of(graph, program), before, known).result()
+    call = inputs if isinstance(inputs, Call) else _call_of(Signature.of(getattr(model, method)), inputs)
+    return _Search(model, method, call, _graphs_of(graph, program), before, known).result()
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,11 @@ class _Search:
     """One search: runs the model, and those of its graphs that have to be run, once."""
 
     def __init__(
-        self, model: torch.nn.Module, method: str, inputs: Any, graphs: _Graphs, before: Any, wrong: frozenset[str]
+        self, model: torch.nn.Module, method: str, call: Call, graphs: _Graphs, before: Any, wrong: frozenset[str]
     ) -> None:
-        self._model, self._graphs, self._before, self._wrong = model, graphs, before, wrong
-        self._method = method
-        self._args, self._kwargs = _arguments(inputs)
-        args, kwargs = self._call()
-        self._padding = Padding.of_tensors(flatten((args, kwargs)).tensors().items())
+        self._model, self._call, self._graphs, self._before, self._wrong = model, call, graphs, before, wrong
+        self._padding = Padding.of_tensors(call.tensors().items())
+        args, kwargs = call.signature.unbind(call.copies(), call.named)
         with torch.no_grad(), trace_model(model, values="all") as self._trace:
             getattr(model, method)(*args, **kwargs, **self._constants())
 
@@ -227,48 +226,35 @@ class _Search:
                 hint="give the module that was exported, with the inputs that it takes.",
             )
 
-    def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with tensors of their own, as a model writes into its caches."""
-        return _copied(self._args), _copied(self._kwargs)
-
-    @functools.cached_property
-    def _signature(self) -> inspect.Signature:
-        return inspect.signature(getattr(self._model, self._method))
-
     def _constants(self) -> dict[str, Any]:
         """The constants of the graphs that the call does not give, by name of the argument."""
-        if not self._graphs.constants:
-            return {}
-        parameters = self._signature.parameters
-        given = self._signature.bind_partial(*self._args, **self._kwargs).arguments
-        further = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        signature, given = self._call.signature, self._call.arguments
+        by_name = self._call.args_kwargs()[1] if self._graphs.constants else {}
         constants = {}
         for path, value in self._graphs.constants.items():
-            name = path if further is None else path.removeprefix(f"{further}.")
-            if (name != path and name.isidentifier() and name not in self._kwargs) or (
-                name == path and name in parameters and name not in given
-            ):
+            name = path.removeprefix(f"{signature.var_keyword}.")
+            known = name.isidentifier() if name != path else name in signature.names
+            if known and name not in given and name not in by_name:
                 constants[name] = value
         return constants
 
     def _program_feeds(self, program: torch.export.ExportedProgram) -> dict[str, Any]:
         """What the program is fed, by name of the node for each input."""
-        args, kwargs = self._call()
+        args, kwargs = self._call.args_kwargs()
         if self._graphs.onnx_model is not None:
             return self._graphs.onnx_model.program_feeds(*args, **kwargs)
         spec = program.call_spec.in_spec
+        if spec is not None and spec.children()[0].num_children:  # the program takes some by position
+            args, kwargs = self._call.signature.unbind(self._call.copies(), self._call.named)
         names = (spec.children()[1].context or []) if spec is not None else []
-        if args and spec is not None and not spec.children()[0].num_children:  # the program takes all of them by name
-            bound = self._signature.bind(*args, **kwargs).arguments
-            return program_inputs(program, (), {name: bound[name] for name in names if name in bound})
         return program_inputs(program, args, {name: value for name, value in kwargs.items() if name in names})
 
     def _feeds(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """What an ONNX model with these inputs is fed, by name of its input."""
-        args, kwargs = self._call()
         if self._graphs.onnx_model is not None:
+            args, kwargs = self._call.args_kwargs()
             return self._graphs.onnx_model.feeds(*args, **kwargs)
-        by_path = flatten(dict(self._signature.bind(*args, **kwargs).arguments)).tensors()
+        by_path = self._call.tensors()
         if set(names) <= set(by_path):
             return {name: by_path[name] for name in names}
         if len(names) != len(by_path):
@@ -281,22 +267,30 @@ class _Search:
         return dict(zip(names, by_path.values(), strict=True))
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call_of(signature: Signature, inputs: Any) -> Call:
+    """The call of a method with arguments as a user gives them."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, torch.Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, tuple | list):
-        if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
-            return inputs[0], dict(inputs[1])
-        return tuple(inputs), {}
-    raise InvalidTypeError(
-        "Not arguments of a model.", expected="a tuple, a mapping, or a tensor", got=type(inputs).__name__
-    )
-
-
-def _copied(value: Any) -> Any:
-    return flatten(value).map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf).build()
+        kwargs = dict(inputs)
+    elif isinstance(inputs, torch.Tensor):
+        args = (inputs,)
+    elif isinstance(inputs, tuple | list):
+        is_pair = len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict)
+        args, kwargs = (inputs[0], dict(inputs[1])) if is_pair else (tuple(inputs), {})
+    else:
+        raise InvalidTypeError(
+            "Not arguments of a model.", expected="a tuple, a mapping, or a tensor", got=type(inputs).__name__
+        )
+    values = signature.bind(args, kwargs)
+    bound, named = signature.unbind(values, kwargs)
+    if len(bound) < len(args) or len(named) < len(kwargs):
+        raise InvalidRequestError(
+            "The model does not take these arguments.",
+            expected=", ".join(signature.names),
+            got=f"{len(args)} positional ones and {', '.join(kwargs) or 'no named one'}",
+        )
+    return Call({name: flatten(value) for name, value in values.items()}, signature, frozenset(kwargs))
 
 
 def _stage(name: str, matched: MatchedCalls) -> Stage:

@@ -11,8 +11,8 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.divergence.graph_run import GraphNode
 from exportkit.divergence.locate import locate_divergence
-from exportkit.divergence.onnx_run import nodes_of, read_onnx
 from exportkit.divergence.result import Divergence, Stage
+from exportkit.divergence.run_graph import nodes_of, read_onnx
 from exportkit.module_traces.attribution import JUMP, ROUNDING
 from exportkit.module_traces.tensor_pairs import Padding
 from exportkit.onnx_files.onnx_model import OnnxModel
@@ -57,15 +57,15 @@ def locate_call(
     exported = onnx_model.exported
     if model is None and isinstance(exported, Exported):
         model = exported.model
-    args, kwargs = call.args_kwargs()
     agreeing = f"the graph by itself agrees, while the proof says: {where}"
     if model is None:
         tensors = as_simplified(expected, exported.joined_outputs, ())
         wanted = {name: tensors[path] for name, path in onnx_model.file.outputs.items() if path in tensors}
         names = [name for name, path in onnx_model.file.outputs.items() if path in wrong]
+        args, kwargs = call.args_kwargs()
         found = locate_outputs(onnx_model.path, onnx_model.feeds(*args, **kwargs), wanted, wrong=names)
         return found if found.diverges else replace(found, stage=AROUND, reason=agreeing)
-    found = locate_divergence(model, onnx_model, (tuple(args), dict(kwargs)), method=exported.method, wrong=wrong)
+    found = locate_divergence(model, onnx_model, call, method=exported.method, wrong=wrong)
     if found.diverges:
         return found
     # No module differs: the model was changed, or an output differs by little, or the difference is around the graph.

@@ -23,7 +23,7 @@ from exportkit.folder.genai import (
 )
 from exportkit.onnx_files.names import input_names
 from exportkit.onnx_files.translate import OnnxFile
-from exportkit.plan.plan import Finding
+from exportkit.plan.leaves import Finding
 from exportkit.programs.exported import Exported
 from exportkit.programs.full_caches import with_full_caches
 

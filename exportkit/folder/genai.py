@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from exportkit.onnx_files.names import output_names
-from exportkit.plan.plan import PlannedLeaf
+from exportkit.plan.leaves import PlannedLeaf
 
 if TYPE_CHECKING:
     from exportkit.programs.exported import Exported

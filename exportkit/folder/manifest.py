@@ -20,7 +20,8 @@ from exportkit.errors import DestinationError
 from exportkit.folder.saved import Case, Saved
 from exportkit.onnx_files.onnx_model import OnnxModel
 from exportkit.onnx_files.translate import OnnxFile
-from exportkit.plan.plan import Finding, Plan
+from exportkit.plan.leaves import Finding
+from exportkit.plan.plan import Plan
 from exportkit.probing.missing import Fills
 from exportkit.programs.stateful import onnx_model_of
 from exportkit.trees import Tree, flatten

@@ -68,16 +68,3 @@ class Trace(TraceData):
                 shutil.copyfile(self.folder / name, target / name)
         except OSError as error:
             raise DestinationError("A trace cannot be written here.", where=str(target), got=error) from error
-
-    @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> Trace:
-        """Returns the trace in a directory. Nothing in it is executed.
-
-        Raises:
-            DestinationError: if there is no trace.
-            TraceError: if it is damaged, or was written by a version that this one does not read. One whose recording
-                was cut short is read as far as it goes; see `complete`.
-        """
-        trace = cls(directory)
-        trace.read_index()
-        return trace

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -129,6 +129,19 @@ class TraceData:
         self._problems = problems
         self._index: _Index | None = None
 
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Self:
+        """Returns the trace in a directory. Nothing in it is executed.
+
+        Raises:
+            DestinationError: if there is no trace.
+            TraceError: if it is damaged, or was written by a version that this one does not read. One whose recording
+                was cut short is read as far as it goes; see `complete`.
+        """
+        trace = cls(directory)
+        trace._read()
+        return trace
+
     def __repr__(self) -> str:
         partial = "" if self.complete else ", incomplete"
         return f"Trace({self.metadata['model']}: {len(self.calls)} calls{partial})"
@@ -136,7 +149,7 @@ class TraceData:
     @property
     def calls(self) -> tuple[ModuleCall, ...]:
         """The calls, in the order in which they began."""
-        return self.read_index().calls
+        return self._read().calls
 
     @property
     def complete(self) -> bool:
@@ -146,12 +159,12 @@ class TraceData:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why the trace is incomplete; empty if it is complete."""
-        return tuple(dict.fromkeys((*self._problems, *self.read_index().problems)))
+        return tuple(dict.fromkeys((*self._problems, *self._read().problems)))
 
     @property
     def metadata(self) -> Mapping[str, Any]:
         """Class of the model (``model``), which values were stored (``values``), and versions of what wrote it."""
-        return self.read_index().metadata
+        return self._read().metadata
 
     def tensor(self, record: TensorRecord) -> torch.Tensor:
         """Returns the values of a tensor, on the CPU; they are read from the file when they are used.
@@ -168,13 +181,13 @@ class TraceData:
                 where=record.path,
                 hint='record them: trace_model(model, values="all"), or the paths of the modules that matter.',
             )
-        entry = self.read_index().stored.get(record.key)
+        entry = self._read().stored.get(record.key)
         if entry is None:
             raise TraceError("This trace has no such tensor.", where=record.key, hint="the record is of another trace.")
-        tensor = self.read_index().tensor(entry)
+        tensor = self._read().tensor(entry)
         return tensor.reshape(record.shape) if entry["kind"] == "dense" else tensor
 
-    def read_index(self) -> _Index:
+    def _read(self) -> _Index:
         """The content of the index; read again while it grows."""
         if self._index is None or not self._index.is_current():
             self._index = _read_index(self.folder / INDEX)

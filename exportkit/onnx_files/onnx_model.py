@@ -87,10 +87,10 @@ class OnnxModel:
         self, outputs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Mapping[str, torch.Tensor]
     ) -> Any:
         """The outputs with the inputs that the model hands back, as they were given or as a part made them."""
-        if self.exported.plan.echoes and isinstance(outputs, MutableMapping):
+        if self.exported.plan.passed_through and isinstance(outputs, MutableMapping):
             known = {*self.exported.observation.signature.plain()}
             arguments = self.exported.observation.signature.bind(args, {k: v for k, v in kwargs.items() if k in known})
-            for name, path in self.exported.plan.echoes.items():
+            for name, path in self.exported.plan.passed_through.items():
                 value = value_at(arguments, path)
                 if value is not None or not any(leaf.startswith(path) for leaf in given):
                     outputs[name] = value

@@ -20,9 +20,9 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError, PlanError, UnknownInputError
 from exportkit.plan.infer import infer_plan
+from exportkit.plan.leaves import CallTable, Leaf
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
-from exportkit.plan.table import CallTable, Leaf
 from exportkit.trees import Growth, Tree, flatten, join
 
 _FEW_ELEMENTS = 2**16  # up to here, a tensor is copied: it may be a part of others, which would all be copied

@@ -15,9 +15,9 @@ class Expression:
 
     Attributes:
         terms: Pairs of a variable and its coefficient, in a fixed order.
-        constant: What is added; the whole size, when there are no terms.
-        divisor: Divides the sum, rounded down.
-        shift: Is added before the division, below the divisor.
+        constant: What is added; the whole size, if there are no terms.
+        divisor: What the sum is divided by, rounded down.
+        shift: What is added before the division; less than the divisor.
         cap: The largest value, such as what a sliding window stores.
 
     Example:
@@ -61,7 +61,7 @@ class Expression:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the size is a sum, without division and cap."""
+        """Whether the size is a sum, without a division or a cap."""
         return self.divisor == 1 and self.cap is None
 
     @property
@@ -71,13 +71,15 @@ class Expression:
         return self.terms[0][0] if alone else None
 
     def variables(self) -> frozenset[str]:
-        """Returns the names of the variables in it."""
-        return frozenset(name for name, _ in self.terms)
+        """Returns the names of its variables."""
+        return frozenset(dict(self.terms))
 
     def evaluate(self, sizes: Mapping[str, int]) -> int:
-        """Returns the size, given those of the variables."""
-        total = sum(factor * sizes[name] for name, factor in self.terms)
-        value = (total + self.shift) // self.divisor + self.constant
+        """Returns the size, given the sizes of the variables."""
+        total = self.shift
+        for name, factor in self.terms:
+            total += factor * sizes[name]
+        value = total // self.divisor + self.constant
         return value if self.cap is None else min(value, self.cap)
 
     def uncapped(self) -> Expression:
@@ -86,10 +88,20 @@ class Expression:
 
     def renamed(self, names: Mapping[str, str]) -> Expression:
         """Returns the expression with its variables renamed."""
-        return replace(self, terms=tuple((names.get(name, name), factor) for name, factor in self.terms))
+        return replace(self, terms=tuple([(names.get(name, name), factor) for name, factor in self.terms]))
+
+    def with_value(self, name: str, value: int) -> Expression:
+        """Returns the expression with a number in place of one of its variables."""
+        added = dict(self.terms)[name] * value
+        rest = tuple([term for term in self.terms if term[0] != name])
+        if not rest:
+            return Expression.of(self.evaluate({name: value}))
+        if self.divisor == 1:
+            return replace(self, terms=rest, constant=self.constant + added)
+        return replace(self, terms=rest, shift=self.shift + added)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the expression as JSON data, without what has its default value."""
+        """Returns the expression as JSON data, without fields that have their default values."""
         data = {"terms": [list(term) for term in self.terms]} if self.terms else {}
         fields = {"constant": 0, "divisor": 1, "shift": 0, "cap": None}
         return data | {name: getattr(self, name) for name, usual in fields.items() if getattr(self, name) != usual}

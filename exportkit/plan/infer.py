@@ -1,17 +1,34 @@
-"""From seen sizes to a plan: varying axes become variables, sums of others expressions, the rest stays static."""
+"""From seen sizes to a plan: varying axes become variables, sums of others expressions, and the rest stays static.
+
+The variables get the field's standard names, from where they occur in the inputs.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from exportkit.plan.expression import Expression
-from exportkit.plan.groups import Group, group_axes
-from exportkit.plan.names import name_variables
-from exportkit.plan.placeholder import Grids, Placeholder
-from exportkit.plan.plan import Constant, Finding, Plan, PlannedLeaf, Role, Variable
-from exportkit.plan.relations import DISTINCT_OBSERVATIONS, draft_name, find_relations, with_past
-from exportkit.plan.table import AxisKey, CallTable, Leaf, known
+from exportkit.plan.leaves import (
+    AxisKey,
+    CallTable,
+    Constant,
+    Finding,
+    PlannedLeaf,
+    Role,
+    Variable,
+    known,
+    listed,
+)
+from exportkit.plan.placeholders import Grids, Placeholder
+from exportkit.plan.plan import Plan
+from exportkit.plan.relations import DISTINCT_OBSERVATIONS, Group, draft_name, find_relations, group_axes, with_past
+
+_IMAGE_RANK, _IMAGE_CHANNELS = 4, (1, 3, 4)
+_TOKENS_RANK = 2
+_SUFFIXES = re.compile(r"_(ids|mask|values|features|embeds|states)$")
 
 
 def infer_plan(table: CallTable, constants: Sequence[Constant] = (), distinct: int = DISTINCT_OBSERVATIONS) -> Plan:
@@ -19,8 +36,8 @@ def infer_plan(table: CallTable, constants: Sequence[Constant] = (), distinct: i
 
     Args:
         table: Shapes of all leaves in all calls.
-        constants: Inputs that are no tensors.
-        distinct: How many distinct observations make a relation of plain axes believable.
+        constants: Inputs that are not tensors.
+        distinct: How many distinct observations make a relation of plain axes credible.
     """
     groups = with_past(group_axes(table))
     relations = find_relations(groups, distinct)
@@ -32,43 +49,65 @@ def infer_plan(table: CallTable, constants: Sequence[Constant] = (), distinct: i
             role: Role = "past" if group.grows else "other"
             variables.append(Variable(name, role, group.seen, _evidence(group), maximum=group.limit))
         changed |= dict.fromkeys(group.axes, relations.get(number, Expression.of(name)))
-    plan = Plan(tuple(_static(leaf) for leaf in table.leaves), tuple(variables), tuple(constants))
-    plan = guess_batch(plan.with_sizes(changed), table)
-    return name_variables(plan).with_findings(_findings(table, constants))
+    leaves = []
+    for leaf in table.leaves:
+        sizes = tuple(map(Expression.of, leaf.first_shape))
+        leaves.append(PlannedLeaf(leaf.path, leaf.argument, leaf.dtype, sizes, leaf.shapes, leaf.growing))
+    plan = Plan(tuple(leaves), tuple(variables), tuple(constants)).with_sizes(changed)
+    findings = [
+        Finding("constant", constant.path, f"{constant.path}={constant.value!r} is baked into the graph.")
+        for constant in constants
+        if constant.value is not None
+    ]
+    if table.leaves and len(table.leaves[0].shapes) == 1:
+        findings.append(Finding("one call", "", "only one call was recorded, so no size was seen to vary."))
+    return name_variables(guess_batch(plan, table)).with_findings(findings)
+
+
+def _evidence(group: Group) -> str:
+    if group.grows:
+        what = "length of the cache" if group.axes else "all tokens minus the new ones, as the windows confirm"
+        return f"{what}: {listed(group.seen)}"
+    count = len(dict(group.axes))
+    return f"sizes {listed(group.seen)}" if count == 1 else f"same sizes in {count} inputs: {listed(group.seen)}"
 
 
 def guess_batch(plan: Plan, table: CallTable) -> Plan:
-    """Returns the plan with the common leading axis as one variable, where it has the same size in all calls.
+    """Returns the plan with the common leading axis as one variable, if it has the same size in all calls.
 
-    This is what the sizes alone suggest: each input whose leading axis never changes has the same leading size, and so
-    have the first outputs. To know it, the model must run again with more rows.
+    This is what the sizes alone suggest: all inputs whose leading axis never changes have the same leading size, and so
+    have the first outputs. Only running the model with more rows can confirm it.
     """
-    fixed = [leaf for leaf, axis, sizes in table.axes() if axis == 0 and len(known(sizes)) == 1]
-    sizes = {next(iter(known(leaf.sizes(0)))) for leaf in fixed}
+    fixed, sizes = [], set()
+    for leaf in table.leaves:
+        leading = known(leaf.sizes(0)) if leaf.rank else set()
+        if leaf.growing is not None and len(leading) > 1:
+            return plan  # caches of different batches
+        if len(leading) == 1:
+            fixed.append(leaf)
+            sizes |= leading
     leading_outputs = {shapes[0][0] for shapes in table.output_shapes if shapes and shapes[0]}
-    caches_vary = any(leaf.growing is not None and len(known(leaf.sizes(0))) > 1 for leaf in table.leaves)
-    if len(sizes) != 1 or leading_outputs != sizes or caches_vary or all(leaf.rank < 2 for leaf in fixed):
+    if len(sizes) != 1 or leading_outputs != sizes or all(leaf.rank < 2 for leaf in fixed):
         return plan
     size = sizes.pop()
     evidence = f"leading axis of every input and of an output, always {size}; not confirmed by a run"
-    seen = tuple(size for _ in table.leaves[0].shapes)
-    variable = Variable("guessed_batch", "batch", seen, evidence)
+    variable = Variable("guessed_batch", "batch", (size,) * len(table.leaves[0].shapes), evidence)
     return plan.with_variable(variable, [(leaf.path, 0) for leaf in fixed])
 
 
 def without_guess(plan: Plan, table: CallTable) -> Plan:
-    """Returns the plan with a batch that was guessed from sizes that never changed made static again."""
+    """Returns the plan in which a batch that was guessed from sizes that never changed is static again."""
     guess = plan.with_role("batch")
     if guess is None or len(known(guess.seen)) > 1:
         return plan
-    static = {leaf.path: next(shape for shape in leaf.shapes if shape is not None) for leaf in table.leaves}
+    static = {leaf.path: leaf.first_shape for leaf in table.leaves}
     return plan.with_sizes({(p, axis): Expression.of(static[p][axis]) for p, axis in plan.axes_of(guess.name)})
 
 
 def with_rows(plan: Plan, placeholders: Sequence[Placeholder]) -> Plan:
     """Returns the plan in which the rows that a placeholder stands for are a variable of their own.
 
-    They follow from how often the token occurs, so they are tied to no other size.
+    They follow from how often the token occurs, so they are not tied to any other size.
     """
     groups: dict[tuple[str, int], list[Placeholder]] = {}
     for placeholder in placeholders:
@@ -81,7 +120,7 @@ def with_rows(plan: Plan, placeholders: Sequence[Placeholder]) -> Plan:
         base = next(placeholder for placeholder in group if placeholder.factor == largest)
         leaf = plan.by_path[base.rows]
         times = "" if largest == 1 else f", {largest} times for each row"
-        evidence = f"as many as token {value} stands in {tokens}{times}; the model refuses other numbers"
+        evidence = f"as many as token {value} occurs in {tokens}{times}; the model raises for other numbers"
         seen = tuple(None if shape is None else shape[0] for shape in leaf.shapes)
         name = f"rows_{number}"
         sizes = {
@@ -108,28 +147,102 @@ def with_grids(plan: Plan, grids: Sequence[Grids]) -> Plan:
     return name_variables(plan)
 
 
-def _static(leaf: Leaf) -> PlannedLeaf:
-    first = next(shape for shape in leaf.shapes if shape is not None)
-    sizes = tuple(Expression.of(size) for size in first)
-    return PlannedLeaf(leaf.path, leaf.argument, leaf.dtype, sizes, leaf.shapes, leaf.growing)
-
-
-def _evidence(group: Group) -> str:
-    sizes = ", ".join("absent" if size is None else str(size) for size in group.seen)
-    if group.grows:
-        what = "length of the cache" if group.axes else "all tokens less the new ones, which the windows bear out"
-        return f"{what}: {sizes}"
-    count = len({path for path, _ in group.axes})
-    return f"sizes {sizes}" if count == 1 else f"same sizes in {count} inputs: {sizes}"
-
-
-def _findings(table: CallTable, constants: Sequence[Constant]) -> list[Finding]:
-    found = [
-        Finding("constant", constant.path, f"{constant.path}={constant.value!r} is baked into the graph.")
-        for constant in constants
-        if constant.value is not None
+def name_variables(plan: Plan) -> Plan:
+    """Returns the plan with each variable named ``batch``, ``sequence``, ``past_sequence``, ... and its role set."""
+    batch = _batch(plan)
+    names: dict[str, str] = {}
+    roles: dict[str, Role] = {}
+    for variable in plan.variables:
+        taken = set(names.values())
+        name: str = "batch"
+        role: Role = "batch"
+        if variable.name != batch:
+            name, role = _name_and_role(plan, variable, taken)
+        unique, number = name, 2
+        while unique in taken:
+            unique, number = f"{name}_{number}", number + 1
+        names[variable.name], roles[unique] = unique, role
+    named = plan.with_names(names)
+    variables = [
+        replace(v, role=roles[v.name], follows=v.follows if v.follows in roles else None) for v in named.variables
     ]
-    calls = len(table.leaves[0].shapes) if table.leaves else 0
-    if calls == 1:
-        found.append(Finding("one call", "", "only one call was recorded, so no size was seen to vary."))
-    return found
+    return replace(named, variables=tuple(variables))
+
+
+def _batch(plan: Plan) -> str | None:
+    """The variable that leads the caches, else the one that leads most leaves; None if that is a length of tokens."""
+    rows = {placeholder.rows for placeholder in plan.placeholders} | {p for g in plan.grids for p in (g.path, g.rows)}
+    leading, caches = [], []
+    for leaf in plan.leaves:
+        name = leaf.sizes[0].variable if leaf.sizes and leaf.path not in rows else None
+        if name is not None:
+            leading.append((name, len(leaf.sizes)))
+            if leaf.growing is not None:
+                caches.append(name)
+    if not leading:
+        return None
+    ((best, _),) = Counter(caches or [name for name, _ in leading]).most_common(1)
+    return best if max(rank for name, rank in leading if name == best) > 1 else None
+
+
+def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str, Role]:
+    leaves = [(plan.by_path[path], axis) for path, axis in plan.axes_of(variable.name)]
+    if not leaves and variable.role == "past":  # it only follows from others: every cache has a window
+        return "past_sequence", "past"
+    for grid in plan.grids:
+        if (plan.by_path[grid.path], 0) in leaves:
+            return f"{_stem(grid.path)}s", "other"
+        if (plan.by_path[grid.rows], 0) in leaves:
+            return f"{_stem(grid.path)}_patches", "other"
+    rows = {placeholder.rows for placeholder in plan.placeholders}
+    for leaf, axis in leaves:
+        if leaf.path in rows and axis == 0:
+            return _rows_name(leaf), "other"
+    growing = [leaf.path for leaf, axis in leaves if leaf.growing == axis]
+    if growing:
+        crossing = all(".cross_attention_cache." in path for path in growing)
+        return ("past_encoder_sequence", "other") if crossing else ("past_sequence", "past")
+    past = {v.name for v in plan.variables if v.role == "past"}
+    for leaf in plan.leaves:
+        for size in leaf.sizes:
+            if len(size.terms) > 1 and variable.name in (names := size.variables()) and names & past:
+                return "sequence", "sequence"
+    for leaf, axis in leaves:
+        if axis == 1 and len(leaf.sizes) == _TOKENS_RANK and leaf.is_integer:
+            return _token_name(leaf, taken)
+    if any(other.follows == variable.name for other in plan.variables):
+        return "encoder_sequence", "other"
+    leaf, axis = leaves[0] if leaves else (plan.leaves[0], 0)
+    if _is_image(leaf) and axis >= _IMAGE_RANK - 2:
+        return ("height", "width")[axis - 2], "other"
+    return f"{_identifier(leaf.path)}_axis_{axis}", "other"
+
+
+def _stem(path: str) -> str:
+    """``image`` for ``image_grid_thw``."""
+    return _identifier(path).partition("_grid")[0].partition("_size")[0] or "image"
+
+
+def _rows_name(leaf: PlannedLeaf) -> str:
+    """Rows of images are ``images``; rows in ``mm_encoder_outputs.image.pooler_output[0]`` are ``image_rows``."""
+    if _is_image(leaf):
+        return "images"
+    steps = leaf.path.split(".")
+    return f"{_identifier(steps[1] if len(steps) > 2 else _SUFFIXES.sub('', leaf.argument).removesuffix('s'))}_rows"
+
+
+def _token_name(leaf: PlannedLeaf, taken: set[str]) -> tuple[str, Role]:
+    """The first length of tokens is ``sequence``; further ones are ``decoder_sequence`` and the like."""
+    if "sequence" not in taken:
+        return "sequence", "sequence"
+    stem = _SUFFIXES.sub("", leaf.argument).removesuffix("_input").removesuffix("_attention")
+    return f"{_identifier(stem)}_sequence", "sequence"
+
+
+def _is_image(leaf: PlannedLeaf) -> bool:
+    channels = leaf.sizes[1] if len(leaf.sizes) == _IMAGE_RANK else None
+    return channels is not None and channels.is_static and channels.constant in _IMAGE_CHANNELS
+
+
+def _identifier(path: str) -> str:
+    return re.sub(r"\W+", "_", path).strip("_")

@@ -1,120 +1,36 @@
-"""The plan: for each axis of each input a static size, a variable or an expression, and why.
-
-A plan is plain frozen data. In come inferred groups or edits by the user; out goes what the later stages evaluate:
-shapes for given sizes, names for ONNX, a table for people.
-"""
+"""The plan: for each axis of each input a static size, a variable or an expression, and why; and edits of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Self
 
 from exportkit.errors import PlanError
 from exportkit.plan.expression import Expression
-from exportkit.plan.placeholder import Grids, Marker, Placeholder
-from exportkit.plan.table import AxisKey, Sizes
-
-Role = Literal["batch", "sequence", "past", "other"]
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A size that callers choose.
-
-    Attributes:
-        name: Its name, also in ONNX.
-        role: What it means: the batch, new tokens, stored tokens, or something else.
-        seen: Its size in each recorded call; None where all of its leaves are absent.
-        evidence: One sentence: why these axes vary, and vary together.
-        minimum: Smallest size that callers may choose.
-        maximum: Largest size that callers may choose, or None.
-        follows: Another variable whose size it has once it is not 0: a cache of what the encoder returned.
-    """
-
-    name: str
-    role: Role
-    seen: Sizes
-    evidence: str
-    minimum: int = 0
-    maximum: int | None = None
-    follows: str | None = None
-
-    def filled_length(self, sizes: Mapping[str, int]) -> int | None:
-        """Returns the size that it has whenever it is not 0; None if it takes many.
-
-        Args:
-            sizes: Sizes of the other variables.
-        """
-        if self.follows is not None:
-            return sizes[self.follows]
-        return self.maximum if {size for size in self.seen if size is not None} == {0, self.maximum} else None
-
-
-@dataclass(frozen=True)
-class PlannedLeaf:
-    """One input tensor and the sizes of its axes.
-
-    Attributes:
-        path: Path of the leaf.
-        argument: Parameter of the method that it belongs to.
-        dtype: Element type, such as ``int64``.
-        sizes: One expression for each axis.
-        shapes: Its shape in each recorded call; None where it is absent.
-        growing: Length axis of a dynamic cache, or None.
-        restored: Whether no call had it: a mask of ones that was added since.
-    """
-
-    path: str
-    argument: str
-    dtype: str
-    sizes: tuple[Expression, ...]
-    shapes: tuple[tuple[int, ...] | None, ...]
-    growing: int | None = None
-    restored: bool = False
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether it may be left out: some recorded calls lack it."""
-        return self.restored or None in self.shapes
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A Python value among the inputs: it becomes part of the graph and cannot change later."""
-
-    path: str
-    argument: str
-    value: Any
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something a person should know about the plan, such as a constant that is baked in."""
-
-    kind: str
-    where: str
-    text: str
+from exportkit.plan.leaves import AxisKey, Constant, Finding, PlannedLeaf, Role, Sizes, Variable, known, listed
+from exportkit.plan.placeholders import Grids, Marker, Placeholder
+from exportkit.plan.text import dump_plan, explain_axis, load_plan, plan_source, plan_table
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which axes vary, how their sizes depend on each other, and why.
+    """Which axes vary, how their sizes depend on each other, and why: plain data.
 
     Attributes:
         leaves: All input tensors in signature order.
         variables: The sizes that callers choose.
-        constants: Inputs that are no tensors.
+        constants: Inputs that are not tensors.
         findings: What a person should know.
         placeholders: Tokens that stand for rows of other inputs.
+        joined: Paths of lists of tensors that are one input, their concatenation.
+        unused: Paths of tensors that the model is given and never reads; they are not inputs.
+        passed_through: Outputs that are inputs handed back: name of the output to path of the input.
+        structure: How the leaves are nested in each argument: lists, tuples and dicts with the path of a leaf, or None
+            for a constant, as in torch's dynamic shapes. A cache is the list of its leaves.
         grids: Inputs that say how many rows other inputs have.
         markers: Inputs that say where placeholders stand.
-        joined: Paths of lists of tensors that are one input, their concatenation.
-        unused: Paths of tensors that the model was given and never reads; they are no inputs.
-        echoes: Outputs that are inputs handed back: name of the output to path of the input.
-        structure: How the leaves are nested in each argument: lists, tuples and dicts with the path of a leaf, or None
-            for a constant, in the form that torch's dynamic shapes have. A cache is the list of its leaves.
     """
 
     leaves: tuple[PlannedLeaf, ...]
@@ -124,7 +40,7 @@ class Plan:
     placeholders: tuple[Placeholder, ...] = ()
     joined: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    echoes: Mapping[str, str] = field(default_factory=dict)
+    passed_through: Mapping[str, str] = field(default_factory=dict)
     structure: Mapping[str, Any] = field(default_factory=dict)
     grids: tuple[Grids, ...] = ()
     markers: tuple[Marker, ...] = ()
@@ -148,15 +64,18 @@ class Plan:
 
     def with_role(self, role: Role) -> Variable | None:
         """Returns the first variable of that role, or None."""
-        return next((variable for variable in self.variables if variable.role == role), None)
+        for variable in self.variables:
+            if variable.role == role:
+                return variable
+        return None
 
     def shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Returns the shape of each leaf by path, given the sizes of all variables."""
         sizes = self.completed(sizes)
-        return {leaf.path: tuple(size.evaluate(sizes) for size in leaf.sizes) for leaf in self.leaves}
+        return {leaf.path: tuple([size.evaluate(sizes) for size in leaf.sizes]) for leaf in self.leaves}
 
     def completed(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of all variables, with those that follow from grids as these say."""
+        """Returns the sizes of all variables, where those that follow from grids are as the grids say."""
         found = dict(sizes)
         for grid in self.grids:
             rows = self.by_path[grid.rows].sizes[0].variable
@@ -166,34 +85,52 @@ class Plan:
 
     def static_sizes(self) -> frozenset[int]:
         """Returns all sizes that never change."""
-        return frozenset(size.constant for leaf in self.leaves for size in leaf.sizes if size.is_static)
+        return frozenset([size.constant for leaf in self.leaves for size in leaf.sizes if size.is_static])
 
     def axes_of(self, name: str) -> tuple[AxisKey, ...]:
         """Returns the axes whose size is exactly the variable ``name``."""
-        sizes = ((leaf.path, axis, size) for leaf in self.leaves for axis, size in enumerate(leaf.sizes))
-        return tuple((path, axis) for path, axis, size in sizes if size.variable == name)
+        wanted = Expression.of(name)
+        return tuple(
+            [(leaf.path, axis) for leaf in self.leaves for axis, size in enumerate(leaf.sizes) if size == wanted]
+        )
 
     def dynamic_axes(self) -> dict[str, tuple[int, ...]]:
         """Returns the axes of each leaf that are not static, by path."""
-        return {leaf.path: tuple(i for i, s in enumerate(leaf.sizes) if not s.is_static) for leaf in self.leaves}
+        return {leaf.path: tuple([i for i, s in enumerate(leaf.sizes) if not s.is_static]) for leaf in self.leaves}
 
-    def with_sizes(self, changed: Mapping[AxisKey, Expression]) -> Plan:
+    def with_sizes(self, changed: Mapping[AxisKey, Expression]) -> Self:
         """Returns the plan with the sizes of some axes replaced; variables that no axis needs any more are dropped."""
-        leaves = tuple(
-            replace(leaf, sizes=tuple(changed.get((leaf.path, i), size) for i, size in enumerate(leaf.sizes)))
-            for leaf in self.leaves
-        )
-        needed = {name for leaf in leaves for size in leaf.sizes for name in size.variables()}
-        return replace(self, leaves=leaves, variables=tuple(v for v in self.variables if v.name in needed))
+        leaves, needed = [], set[str]()
+        for leaf in self.leaves:
+            sizes = tuple([changed.get((leaf.path, axis), size) for axis, size in enumerate(leaf.sizes)])
+            leaves.append(leaf if sizes == leaf.sizes else replace(leaf, sizes=sizes))
+            needed.update(*[size.variables() for size in sizes])
+        return replace(self, leaves=tuple(leaves), variables=tuple([v for v in self.variables if v.name in needed]))
 
-    def with_variable(self, variable: Variable, axes: Iterable[AxisKey]) -> Plan:
+    def with_variable(self, variable: Variable, axes: Iterable[AxisKey]) -> Self:
         """Returns the plan in which the given axes are one new variable."""
         extended = replace(self, variables=(*self.variables, variable))
         return extended.with_sizes(dict.fromkeys(axes, Expression.of(variable.name)))
 
-    def with_findings(self, findings: Collection[Finding]) -> Plan:
+    def with_names(self, names: Mapping[str, str]) -> Self:
+        """Returns the plan with variables renamed, each from a key to its value, also in expressions."""
+        leaves = tuple([replace(leaf, sizes=tuple([s.renamed(names) for s in leaf.sizes])) for leaf in self.leaves])
+        variables = [
+            replace(v, name=names.get(v.name, v.name), follows=names.get(v.follows or "", v.follows))
+            for v in self.variables
+        ]
+        return replace(self, leaves=leaves, variables=tuple(variables))
+
+    def with_findings(self, findings: Collection[Finding]) -> Self:
         """Returns the plan with findings added."""
         return replace(self, findings=(*self.findings, *findings))
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the attributes of the plan by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Plan)}
+
+    def __str__(self) -> str:
+        return plan_table(self.leaves, self.variables, self.findings)
 
     def explain(self, path: str, axis: int) -> str:
         """Returns why an axis of an input has its size, in sentences.
@@ -202,95 +139,7 @@ class Plan:
             path: Path of the input; of a container such as a cache, its first leaf is explained.
             axis: The axis.
         """
-        from exportkit.plan.explain import explain_axis
-
-        return explain_axis(self, path, axis)
-
-    def rename(self, old: str, new: str) -> Plan:
-        """Returns the plan with the variable ``old`` called ``new``, also in ONNX.
-
-        Raises:
-            PlanError: if there is no such variable, or the name is taken.
-        """
-        from exportkit.plan import edit
-
-        return edit.rename(self, old, new)
-
-    def static(self, target: str, axis: int | None = None) -> Plan:
-        """Returns the plan in which a variable, or an axis of an input, is static.
-
-        Args:
-            target: A variable; or, together with ``axis``, the path of an input (of a container, all of its leaves).
-            axis: The axis.
-
-        Raises:
-            PlanError: if the recorded calls had several sizes there.
-        """
-        from exportkit.plan import edit
-
-        return edit.static(self, target, axis)
-
-    def dynamic(self, path: str, axis: int, name: str | None = None) -> Plan:
-        """Returns the plan in which a static axis of an input is a variable.
-
-        Args:
-            path: Path of the input; of a container, all of its leaves.
-            axis: The axis.
-            name: Name of the variable.
-
-        Raises:
-            PlanError: if the axis varies already, or the name is taken.
-        """
-        from exportkit.plan import edit
-
-        return edit.dynamic(self, path, axis, name)
-
-    def split(self, name: str, *paths: str) -> Plan:
-        """Returns the plan in which the axes of the inputs at ``paths`` are apart from the variable ``name``.
-
-        Raises:
-            PlanError: if these are none or all of its axes.
-        """
-        from exportkit.plan import edit
-
-        return edit.split(self, name, paths)
-
-    def tie(self, first: str, second: str) -> Plan:
-        """Returns the plan in which two variables are one, called ``first``.
-
-        Raises:
-            PlanError: if they had different sizes in a recorded call.
-        """
-        from exportkit.plan import edit
-
-        return edit.tie(self, first, second)
-
-    def range(self, name: str, minimum: int = 0, maximum: int | None = None) -> Plan:
-        """Returns the plan in which a variable is between ``minimum`` and ``maximum``.
-
-        Raises:
-            PlanError: if a recorded size is outside.
-        """
-        from exportkit.plan import edit
-
-        return edit.limit(self, name, minimum, maximum)
-
-    def to_json(self) -> str:
-        """Returns the plan as JSON text, without the recorded calls."""
-        from exportkit.plan.json_form import dump_plan
-
-        return dump_plan(self)
-
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """Returns the plan that `to_json` wrote.
-
-        Raises:
-            PlanError: if the text is no plan, or one of another version.
-        """
-        from exportkit.plan.json_form import load_plan
-
-        return load_plan(text)
+        return explain_axis(self._leaves_at(path, axis)[0], axis, self.leaves, self.variables)
 
     def source(self) -> str:
         """Returns Python code to paste: dynamic shapes for torch.export, and with names for torch.onnx.
@@ -303,11 +152,185 @@ class Plan:
             >>> "'input': {0: DYNAMIC}" in observer.plan().source()
             True
         """
-        from exportkit.plan.source import plan_source
+        return plan_source(self.structure, self.by_path, self.variables)
 
-        return plan_source(self)
+    def to_json(self) -> str:
+        """Returns the plan as JSON text."""
+        return dump_plan(self.fields())
 
-    def __str__(self) -> str:
-        from exportkit.plan.text import plan_table
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Returns the plan that `to_json` wrote.
 
-        return plan_table(self)
+        Raises:
+            PlanError: if the text is not a plan, or a plan of another version.
+        """
+        return Plan(**load_plan(text))
+
+    # Edits by a person. Each returns a new plan, or raises an error that says which recorded calls contradict it.
+
+    def rename(self, old: str, new: str) -> Self:
+        """Returns the plan with the variable ``old`` called ``new``, also in ONNX.
+
+        Raises:
+            PlanError: if there is no such variable, or the name is taken.
+        """
+        self.variable(old)
+        if not new.isidentifier():
+            raise PlanError(f"{new!r} is not a name for a variable.", expected="a name such as 'batch'", got=repr(new))
+        if any(variable.name == new for variable in self.variables):
+            hint = f"plan.tie({new!r}, {old!r}) makes them one."
+            raise PlanError(f"The plan already has a variable {new!r}.", hint=hint)
+        return self.with_names({old: new})
+
+    def static(self, target: str, axis: int | None = None) -> Self:
+        """Returns the plan in which a variable, or an axis of an input, is static.
+
+        Args:
+            target: A variable; or, together with ``axis``, the path of an input (of a container, all of its leaves).
+            axis: The axis.
+
+        Raises:
+            PlanError: if the recorded calls had several sizes there.
+        """
+        changed: dict[AxisKey, Expression] = {}
+        if axis is not None:
+            for leaf in self._leaves_at(target, axis):
+                size = _only_size(f"Axis {axis} of {leaf.path}", leaf.seen(axis))
+                changed[leaf.path, axis] = Expression.of(size)
+            return self.with_sizes(changed)
+        size = _only_size(f"The variable {target!r}", self.variable(target).seen)
+        for leaf in self.leaves:
+            for i, expression in enumerate(leaf.sizes):
+                if target in expression.variables():
+                    changed[leaf.path, i] = expression.with_value(target, size)
+        free = tuple([replace(v, follows=None) if v.follows == target else v for v in self.variables])
+        return replace(self, variables=free).with_sizes(changed)
+
+    def dynamic(self, path: str, axis: int, name: str | None = None) -> Self:
+        """Returns the plan in which a static axis of an input is a variable.
+
+        Args:
+            path: Path of the input; of a container, all of its leaves.
+            axis: The axis.
+            name: Name of the variable.
+
+        Raises:
+            PlanError: if the axis varies already, or the name is taken.
+        """
+        leaves = self._leaves_at(path, axis)
+        for leaf in leaves:
+            if not leaf.sizes[axis].is_static:
+                raise PlanError(f"Axis {axis} of {leaf.path} varies already.", got=str(leaf.sizes[axis]))
+        wanted = name or "_".join(filter(str.isidentifier, [*path.replace("[", ".").split("."), f"axis_{axis}"]))
+        if any(variable.name == wanted for variable in self.variables):
+            raise PlanError(f"The plan already has a variable {wanted!r}.", hint="choose another name.")
+        seen = leaves[0].seen(axis)
+        variable = Variable(wanted, "other", seen, f"made dynamic by hand; sizes {listed(seen)}")
+        return self.with_variable(variable, [(leaf.path, axis) for leaf in leaves])
+
+    def split(self, name: str, *paths: str) -> Self:
+        """Returns the plan in which the axes of the inputs at ``paths`` are apart from the variable ``name``.
+
+        Raises:
+            PlanError: if these are none or all of its axes.
+        """
+        old, every = self.variable(name), self.axes_of(name)
+        axes = [(path, axis) for path, axis in every if any(_is_below(path, target) for target in paths)]
+        if not axes or len(axes) == len(every):
+            raise PlanError(
+                f"These inputs do not divide the variable {name!r}.",
+                where=", ".join(paths),
+                expected=f"some of {', '.join(dict.fromkeys(path for path, _ in every))}",
+                got="none of them" if not axes else "all of them",
+            )
+        number = next(i for i in range(2, 1000) if all(v.name != f"{name}_{i}" for v in self.variables))
+        apart = replace(old, name=f"{name}_{number}", evidence=f"{old.evidence}; split from {name} by hand")
+        return self.with_variable(apart, axes)
+
+    def tie(self, first: str, second: str) -> Self:
+        """Returns the plan in which two variables are one, called ``first``.
+
+        Raises:
+            PlanError: if they had different sizes in a recorded call.
+        """
+        for call, (a, b) in enumerate(zip(self.variable(first).seen, self.variable(second).seen, strict=True)):
+            if a is not None and b is not None and a != b:
+                raise PlanError(
+                    f"{first!r} and {second!r} cannot be one variable: a recorded call had different sizes.",
+                    where=f"call {call}",
+                    expected=f"{first} = {second}",
+                    got=f"{a} and {b}",
+                )
+        rest = tuple([variable for variable in self.variables if variable.name != second])
+        return replace(self, leaves=self.with_names({second: first}).leaves, variables=rest)
+
+    def range(self, name: str, minimum: int = 0, maximum: int | None = None) -> Self:
+        """Returns the plan in which a variable is between ``minimum`` and ``maximum``.
+
+        Raises:
+            PlanError: if a recorded size is outside.
+        """
+        seen = known(self.variable(name).seen)
+        if minimum < 0 or (maximum is not None and maximum < minimum):
+            raise PlanError(
+                "This is not a range.", where=name, expected="0 <= minimum <= maximum", got=(minimum, maximum)
+            )
+        outside = sorted([size for size in seen if size < minimum or (maximum is not None and size > maximum)])
+        if outside:
+            raise PlanError(
+                f"The range of {name!r} leaves out sizes that were recorded.",
+                expected=f"{min(seen)} to {max(seen)} within the range",
+                got=f"{minimum} to {'any' if maximum is None else maximum}, without {outside}",
+            )
+        limited = [replace(v, minimum=minimum, maximum=maximum) if v.name == name else v for v in self.variables]
+        return replace(self, variables=tuple(limited))
+
+    def widened(self, whole: Plan) -> Self:
+        """Returns this plan of some calls, in which every axis varies that varies among all calls.
+
+        Where the plan of all calls says how a size depends on others, it does so here; variables of inputs that none
+        of these calls gives are 0.
+
+        Args:
+            whole: The plan of all calls.
+        """
+        homes: dict[str, tuple[PlannedLeaf, int]] = {}  # the first axis here that is a variable of the whole plan
+        for leaf in reversed(self.leaves):
+            for axis, size in enumerate(whole.by_path[leaf.path].sizes if leaf.path in whole.by_path else ()):
+                if size.variable is not None:
+                    homes[size.variable] = leaf, axis
+        changed: dict[AxisKey, Expression] = {}
+        for leaf in self.leaves:
+            for axis, size in enumerate(leaf.sizes if leaf.path in whole.by_path else ()):
+                wanted = whole.by_path[leaf.path].sizes[axis]
+                for name in wanted.variables() - homes.keys():
+                    wanted = wanted.with_value(name, 0)
+                if size.is_static and not wanted.is_static:
+                    changed[leaf.path, axis] = wanted
+        names = {name for size in changed.values() for name in size.variables()}
+        added = []
+        for name in sorted(names - {variable.name for variable in self.variables}):
+            leaf, axis = homes[name]
+            added.append(replace(whole.variable(name), seen=leaf.seen(axis), follows=None))
+        return replace(self, variables=(*self.variables, *added)).with_sizes(changed)
+
+    def _leaves_at(self, target: str, axis: int) -> list[PlannedLeaf]:
+        """The leaves that a path names, alone or as the root of many; each must have the axis."""
+        leaves = [leaf for leaf in self.leaves if _is_below(leaf.path, target)]
+        if not leaves:
+            raise PlanError(f"The plan has no input {target!r}.", expected=", ".join(self.by_path), got=target)
+        for leaf in leaves:
+            if not 0 <= axis < len(leaf.sizes):
+                raise PlanError(f"{leaf.path} has no axis {axis}.", expected=f"0 to {len(leaf.sizes) - 1}", got=axis)
+        return leaves
+
+
+def _is_below(path: str, target: str) -> bool:
+    return path == target or path.startswith((f"{target}.", f"{target}["))
+
+
+def _only_size(what: str, seen: Sizes) -> int:
+    if len(known(seen)) != 1:
+        raise PlanError(f"{what} cannot be static: it was seen with several sizes.", got=listed(seen))
+    return known(seen).pop()

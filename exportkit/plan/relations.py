@@ -1,27 +1,45 @@
-"""Finds groups whose size follows from others: ``total = past + new``, ``min(past, window - 1)``, ``4*images``, ...
+"""Groups axes that always had the same size, and finds groups whose size follows from other groups.
 
-In come groups of axes; out comes an expression for each group that needs no variable of its own: the shortest one that
-fits every call. A relation needs at least two distinct observations if a cache length is part of it, and three
-otherwise, as columns of small numbers fit each other by accident.
+Equal sizes need two distinct observations to count as one group. A relation such as ``total = past + new``,
+``min(past, window - 1)`` or ``4*images`` needs two if a cache length is part of it, and three otherwise, because
+columns of small numbers fit each other by accident.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from exportkit.plan.expression import Expression
-from exportkit.plan.groups import Group
+from exportkit.plan.leaves import AxisKey, CallTable, Leaf, Sizes, known
 
 DISTINCT_OBSERVATIONS = 3
 _LARGEST_FACTOR = 8
 _LARGEST_DIVISOR = 4096
+_PREFIX = "group_"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Axes that had the same size in every call.
+
+    Attributes:
+        axes: The axes, in order of appearance; none for a length that only follows from others.
+        seen: Their common sizes in all calls; None where all of their leaves are absent.
+        grows: Whether it is the length of a cache.
+        limit: The largest length that this cache stores (sliding window), or None.
+    """
+
+    axes: tuple[AxisKey, ...]
+    seen: Sizes
+    grows: bool = False
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
 class Relation:
-    """The size of group ``whole`` as an expression over other groups, each called as `draft_name` calls it."""
+    """The size of group ``whole`` as an expression over other groups, which `draft_name` names."""
 
     whole: int
     size: Expression
@@ -31,18 +49,53 @@ class Relation:
         return {int(name.removeprefix(_PREFIX)) for name in self.size.variables()}
 
 
-_PREFIX = "group_"
-
-
 def draft_name(position: int) -> str:
-    """Returns the name of a group's variable before it has a real one."""
+    """Returns the name of a group's variable before it has its final one."""
     return f"{_PREFIX}{position}"
 
 
-def with_past(groups: Sequence[Group]) -> list[Group]:
-    """Returns the groups, and the number of stored tokens where no cache shows it because each has a window.
+def group_axes(table: CallTable) -> list[Group]:
+    """Returns the varying axes of a table in groups of equal sizes.
 
-    What is stored then follows from a mask over all tokens and the new tokens: ``past = total - new``.
+    An axis of a leaf that is absent in some calls joins a group if it agrees with it in at least two distinct sizes.
+    Axes that were seen in all calls go first, so that the others find the group they belong to.
+    """
+    complete: list[tuple[Leaf, int, Sizes]] = []
+    partial: list[tuple[Leaf, int, Sizes]] = []
+    for leaf, axis, sizes in table.axes():
+        if len(known(sizes)) > 1:
+            (partial if None in sizes else complete).append((leaf, axis, sizes))
+    groups: list[Group] = []
+    for leaf, axis, sizes in [*complete, *partial]:
+        grows = axis == leaf.growing
+        for place, old in enumerate(groups):
+            if _agree(old, leaf, axis, sizes):
+                merged = tuple([b if a is None else a for a, b in zip(old.seen, sizes, strict=True)])
+                axes = (*old.axes, (leaf.path, axis))
+                groups[place] = replace(old, axes=axes, seen=merged, grows=old.grows or grows)
+                break
+        else:
+            groups.append(Group(((leaf.path, axis),), sizes, grows, leaf.limit if grows else None))
+    return groups
+
+
+def _agree(group: Group, leaf: Leaf, axis: int, sizes: Sizes) -> bool:
+    grows = axis == leaf.growing
+    if (group.limit is not None or (grows and leaf.limit is not None)) and not (grows and group.limit == leaf.limit):
+        return False  # a window that is not full yet looks like any other length
+    common = set()
+    for a, b in zip(group.seen, sizes, strict=True):
+        if a is not None and b is not None:
+            if a != b:
+                return False
+            common.add(a)
+    return len(common) > 1 or (group.grows and grows and bool(common))
+
+
+def with_past(groups: Sequence[Group]) -> list[Group]:
+    """Returns the groups, and the number of cached tokens if no cache shows it because each has a window.
+
+    The number of cached tokens then follows from a mask over all tokens and the new tokens: ``past = total - new``.
     """
     windows = [group for group in groups if group.limit is not None]
     if not windows or any(group.grows and group.limit is None for group in groups):
@@ -55,7 +108,9 @@ def with_past(groups: Sequence[Group]) -> list[Group]:
 
 
 def find_relations(groups: Sequence[Group], distinct: int = DISTINCT_OBSERVATIONS) -> dict[int, Expression]:
-    """Returns expressions by position of the group that they give the size of. No expression needs another one.
+    """Returns expressions by position of the group whose size they are. No expression needs another one.
+
+    For each group the shortest expression is taken that fits every call.
 
     Args:
         groups: All groups.
@@ -63,11 +118,11 @@ def find_relations(groups: Sequence[Group], distinct: int = DISTINCT_OBSERVATION
     """
     found: dict[int, Expression] = {}
     used: set[int] = set()
-    ranked = sorted(_candidates(groups, distinct), key=lambda relation: _rank(groups, relation))
-    for relation in ranked:
-        if relation.whole not in found and relation.whole not in used and not relation.operands() & found.keys():
+    for relation in sorted(_candidates(groups, distinct), key=lambda relation: _rank(groups, relation)):
+        operands = relation.operands()
+        if relation.whole not in found and relation.whole not in used and not operands & found.keys():
             found[relation.whole] = relation.size
-            used |= relation.operands()
+            used |= operands
     return found
 
 
@@ -75,23 +130,19 @@ def _candidates(groups: Sequence[Group], distinct: int) -> Iterator[Relation]:
     for whole, group in enumerate(groups):
         others = [i for i in range(len(groups)) if i != whole and groups[i].limit is None]
         if group.limit is not None:
-            yield from _windows(groups, whole, others)
+            for past in others:
+                if groups[past].grows and _is_window_of(group, groups[past].seen):
+                    yield Relation(whole, Expression(((draft_name(past), 1),), cap=group.limit))
             continue
         if not group.axes:
             continue  # it is there for the others to be expressed with
-        for first, second in itertools.combinations(others, 2):
-            needed = 2 if groups[first].grows or groups[second].grows else distinct
-            if _is_sum(group, groups[first], groups[second], needed):
-                first, second = (second, first) if groups[second].grows else (first, second)  # noqa: PLW2901
+        for pair in itertools.combinations(others, 2):
+            needed = 2 if groups[pair[0]].grows or groups[pair[1]].grows else distinct
+            if _is_sum(group, groups[pair[0]], groups[pair[1]], needed):
+                first, second = reversed(pair) if groups[pair[1]].grows else pair
                 yield Relation(whole, Expression(((draft_name(first), 1), (draft_name(second), 1))))
-        for first in others:
-            yield from _of_one(groups, whole, first, distinct)
-
-
-def _windows(groups: Sequence[Group], whole: int, others: Sequence[int]) -> Iterator[Relation]:
-    for past in others:
-        if groups[past].grows and _is_window_of(groups[whole], groups[past].seen):
-            yield Relation(whole, Expression(((draft_name(past), 1),), cap=groups[whole].limit))
+        for other in others:
+            yield from _of_one(groups, whole, other, distinct)
 
 
 def _is_window_of(window: Group, past: Sequence[int | None]) -> bool:
@@ -100,36 +151,41 @@ def _is_window_of(window: Group, past: Sequence[int | None]) -> bool:
 
 
 def _is_sum(whole: Group, first: Group, second: Group, needed: int) -> bool:
-    rows = [
-        (total, a or 0, b or 0)  # an absent part counts as empty
-        for total, a, b in zip(whole.seen, first.seen, second.seen, strict=True)
-        if total is not None and (a is not None or b is not None)
-    ]
-    return len(set(rows)) >= needed and all(total == a + b for total, a, b in rows)
+    rows = set()
+    for total, a, b in zip(whole.seen, first.seen, second.seen, strict=True):
+        if total is not None and (a is not None or b is not None):
+            if total != (a or 0) + (b or 0):  # an absent part counts as empty
+                return False
+            rows.add((a or 0, b or 0))
+    return len(rows) >= needed
 
 
 def _of_one(groups: Sequence[Group], whole: int, first: int, distinct: int) -> Iterator[Relation]:
-    """Relations to one other group: an offset, a multiple, a multiple and an offset, a quotient."""
+    """Yields relations to one other group: an offset, a multiple, a multiple and an offset, a quotient."""
+    grows = groups[first].grows
     both = zip(groups[first].seen, groups[whole].seen, strict=True)
     pairs = sorted({(a, b) for a, b in both if a is not None and b is not None})
-    if len(pairs) < (2 if groups[first].grows else distinct) or len({a for a, _ in pairs}) < len(pairs):
+    if len(pairs) < (2 if grows else distinct) or len(dict(pairs)) < len(pairs):
         return
     (low, start), (high, end) = pairs[0], pairs[-1]
     name = draft_name(first)
     factor, rest = divmod(end - start, high - low)
     offset = start - factor * low
     if not rest and 1 <= factor <= _LARGEST_FACTOR and all(b == factor * a + offset for a, b in pairs):
-        needed = 2 if groups[first].grows and factor == 1 else distinct
+        needed = 2 if grows and factor == 1 else distinct
         if (offset > 0 or factor > 1) and len(pairs) >= needed:
             yield Relation(whole, Expression(((name, factor),), offset))
     elif len({b for _, b in pairs}) >= distinct and 0 < end - start < high - low:
-        yield from (Relation(whole, Expression(((name, 1),), *found)) for found in _quotients(pairs))
+        quotient = _quotient(pairs)
+        if quotient is not None:
+            yield Relation(whole, Expression(((name, 1),), *quotient))
 
 
-def _quotients(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yields constant, divisor and shift with ``b = (a + shift)//divisor + constant``, the simplest of those that fit.
+def _quotient(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, int] | None:
+    """Constant, divisor and shift with ``b = (a + shift)//divisor + constant``; None if there are none.
 
-    Several divisors fit a few observations; the roundest one is taken: no shift, then no constant, then the smallest.
+    Several divisors fit a few observations; the simplest one is taken: no shift, then no constant, then the roundest
+    divisor, then the smallest.
     """
     (low, start), (high, end) = pairs[0], pairs[-1]
     # between the ends, b grows by (high - low)/divisor, give or take the rounding of both
@@ -145,8 +201,8 @@ def _quotients(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int
                     break
         if fits:
             *_, divisor, constant, shift = min(fits)
-            yield constant, divisor, shift
-            return
+            return constant, divisor, shift
+    return None
 
 
 def _roundness(divisor: int) -> int:

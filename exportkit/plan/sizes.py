@@ -1,7 +1,7 @@
 """Chooses sizes for the variables of a plan: for the export, and for the proof.
 
-torch.export specialises an axis whose example size is 0 or 1, and ties axes whose example sizes are equal, to each
-other or to a constant. So all sizes of an export are distinct, greater than 1, and equal to no static size.
+torch.export specialises an axis whose example size is 0 or 1, and ties axes whose example sizes are equal to each other
+or to a constant. So all sizes of an export are distinct, greater than 1, and equal to no static size.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from exportkit.errors import ArgumentError
 from exportkit.plan.expression import Expression
-from exportkit.plan.placeholder import tokens_fit
-from exportkit.plan.plan import Plan, Variable
+from exportkit.plan.leaves import Variable, known
+from exportkit.plan.placeholders import tokens_fit
+from exportkit.plan.plan import Plan
 
-_SEARCH_LIMIT = 20_000
-_SMALLEST_PATCH = 4
+_OPTIONS = 12  # sizes that are tried for each variable
+_SEARCH_LIMIT = 20_000  # combinations of them that are tried: less than a second for the plans of real models
+_SMALLEST_PATCH = 4  # a smaller common factor of all sizes seen is taken for chance
 
 
 @dataclass(frozen=True)
 class UnseenSizes:
-    """One combination of sizes that nobody has run, with a few words that say what it stands for."""
+    """One combination of sizes that was never run, with a few words that say what it stands for."""
 
     label: str
     sizes: Mapping[str, int]
@@ -36,7 +38,7 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
     Args:
         plan: The plan.
         partly_cached: Let caches that follow a length be shorter than it, instead of as long.
-        chunk: Let the new tokens be more than a chunk of this size, and no multiple of it.
+        chunk: Let the new tokens be more than a chunk of this size, and not a multiple of it.
 
     Raises:
         ArgumentError: if no such sizes are found.
@@ -45,33 +47,71 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
     expressions = {size for leaf in plan.leaves for size in leaf.sizes if size.terms}
     free = [variable for variable in plan.variables if variable.follows is None]
     expressions -= {Expression.of(variable.name) for variable in plan.variables if variable.follows is not None}
-    names = [variable.name for variable in free]
-    far = [list(itertools.islice(_export_sizes(variable, taken, chunk), 12)) for variable in free]
-    near = [list(itertools.islice(_export_sizes(_within_window(v, expressions), taken, chunk), 12)) for v in free]
-    choices = [itertools.islice(_by_cost(options), _SEARCH_LIMIT) for options in (far, near)]
-    for choice in itertools.chain(*choices):
-        sizes = dict(zip(names, choice, strict=True))
-        sizes |= {v.name: sizes[v.follows] for v in plan.variables if v.follows is not None}
-        sizes = plan.completed(sizes)
-        if not _are_distinct(expressions, sizes, taken) or (partly_cached and not _shorten(plan, sizes)):
-            continue
-        if tokens_fit(plan.placeholders, plan.shapes(sizes), plan.grids):
-            return sizes
+    # as large as the recorded sizes first; if that fills the windows of caches, small enough not to fill them
+    for within_windows in (False, True):
+        options = []
+        for variable in free:
+            most = variable.maximum
+            if within_windows:
+                caps = [e.cap - 1 for e in expressions if e.cap is not None and e.uncapped().variable == variable.name]
+                most = min([*caps, *([] if most is None else [most])], default=None)
+            options.append(list(itertools.islice(_export_sizes(variable, most, taken, chunk), _OPTIONS)))
+        for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
+            sizes = {variable.name: size for variable, size in zip(free, choice, strict=True)}
+            sizes |= {v.name: sizes[v.follows] for v in plan.variables if v.follows is not None}
+            sizes = plan.completed(sizes)
+            if not _are_distinct(expressions, sizes, taken) or (partly_cached and not _shorten(plan, sizes)):
+                continue
+            if tokens_fit(plan.placeholders, plan.shapes(sizes), plan.grids):
+                return sizes
     raise ArgumentError(
         "No distinct sizes were found for the variables of this plan.",
-        where=", ".join(names),
+        where=", ".join(variable.name for variable in free),
         expected="sizes greater than 1 that differ from each other and from static sizes",
         got=f"static sizes {sorted(taken)}",
         hint="make one of the axes static, or give the arguments yourself.",
     )
 
 
-def _within_window(variable: Variable, expressions: Collection[Expression]) -> Variable:
-    """The variable limited to sizes at which a window that depends on it alone is not full."""
-    caps = [e.cap - 1 for e in expressions if e.cap is not None and e.uncapped().variable == variable.name]
-    return replace(
-        variable, maximum=min([*caps, *([] if variable.maximum is None else [variable.maximum])], default=None)
-    )
+def _export_sizes(variable: Variable, most: int | None, taken: frozenset[int], chunk: int | None) -> Iterator[int]:
+    """Yields sizes for a variable that equal no static size: those recorded, then those near the largest one."""
+    if chunk is not None and variable.role == "sequence":
+        yield from (size for size in itertools.count(chunk + 2) if size % chunk and size not in taken)
+    seen, step = _seen(variable), _step(variable)
+    least, top = max(variable.minimum, 2), math.inf if most is None else most
+    for size in reversed(seen):
+        if 1 < size <= top and size not in taken:
+            yield size
+    start = (max(seen, default=2) // step) * step
+    for distance in itertools.count(1):
+        for size in (start + distance * step, start - distance * step):
+            if least <= size <= top and size not in taken and size not in seen:
+                yield size
+        if distance * step > max(top - start, start):
+            return
+
+
+def _by_cost(options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Yields combinations, those made of early options first."""
+    longest = max((len(option) for option in options), default=0)
+    for limit in range(1, longest + 1):
+        for choice in itertools.product(*[range(min(limit, len(option))) for option in options]):
+            if limit == 1 or max(choice) == limit - 1:
+                yield tuple([option[i] for option, i in zip(options, choice, strict=True)])
+    if not options:
+        yield ()
+
+
+def _are_distinct(expressions: Collection[Expression], sizes: Mapping[str, int], taken: frozenset[int]) -> bool:
+    """Whether all sizes are distinct and greater than 1, and each cache with a window is below its limit."""
+    values: dict[Expression, int] = {}
+    for expression in expressions:
+        whole = expression.uncapped()
+        values[whole] = whole.evaluate(sizes)
+        if expression.cap is not None and values[whole] >= expression.cap:
+            return False
+    found = set(values.values())
+    return len(found) == len(values) and not taken & found and min(found, default=2) > 1
 
 
 def _shorten(plan: Plan, sizes: dict[str, int]) -> bool:
@@ -91,19 +131,11 @@ def _shorten(plan: Plan, sizes: dict[str, int]) -> bool:
     return True
 
 
-def _are_distinct(expressions: Collection[Expression], sizes: Mapping[str, int], taken: frozenset[int]) -> bool:
-    """Whether all sizes are distinct and greater than 1; a cache with a window is below its limit."""
-    values = {expression.uncapped(): expression.uncapped().evaluate(sizes) for expression in expressions}
-    below = all(e.cap is None or e.uncapped().evaluate(sizes) < e.cap for e in expressions)
-    found = set(values.values())
-    return below and len(found) == len(values) and not taken & found and min(found, default=2) > 1
-
-
 def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
     """Returns combinations of sizes that were neither recorded nor exported with.
 
     Batch 1 and more than 1; for models with a cache also one token, an empty cache, and several tokens on a filled
-    one; longer and shorter than anything recorded. The model may refuse some of them.
+    one; longer and shorter than anything recorded. The model may raise for some of them.
 
     Args:
         plan: The plan.
@@ -133,12 +165,13 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
 
 
 def _fit_rows(plan: Plan, sizes: dict[str, int]) -> None:
-    """Lets rows that placeholders stand for be as many as the tokens have room for: none beside a single token."""
+    """Limits the rows that placeholders stand for to what the tokens have room for: none beside a single token."""
     images = {grid.rows: grid.path for grid in plan.grids}
-    paths = {images.get(p.rows, p.rows) for p in plan.placeholders}
-    rows = {name for path in paths for name in plan.by_path[path].sizes[0].variables()}
+    rows: set[str] = set()
+    for placeholder in plan.placeholders:
+        rows |= plan.by_path[images.get(placeholder.rows, placeholder.rows)].sizes[0].variables()
     while any(sizes[name] for name in rows) and not tokens_fit(plan.placeholders, plan.shapes(sizes), plan.grids):
-        largest = max(rows, key=lambda name: sizes[name])
+        largest = max(rows, key=sizes.__getitem__)
         sizes[largest] -= 1
 
 
@@ -168,51 +201,23 @@ def _without_cache() -> list[tuple[str, dict[str, int | str]]]:
 
 
 def _seen(variable: Variable) -> list[int]:
-    return sorted({size for size in variable.seen if size})
+    return sorted(known(variable.seen) - {0})
 
 
 def _step(variable: Variable) -> int:
-    """Image sizes and the like come in multiples of a patch: new sizes keep a large common factor of those seen."""
+    """Image sizes and the like are multiples of a patch: new sizes keep a large common factor of those seen."""
     seen = _seen(variable)
     factor = math.gcd(*seen) if len(seen) > 1 and variable.role == "other" else 1
     return factor if factor >= _SMALLEST_PATCH else 1
 
 
-def _export_sizes(variable: Variable, taken: frozenset[int], chunk: int | None) -> Iterator[int]:
-    if chunk is not None and variable.role == "sequence":
-        yield from (size for size in itertools.count(chunk + 2) if size % chunk and size not in taken)
-    seen = _seen(variable)
-    step = _step(variable)
-    least, most = max(variable.minimum, 2), math.inf if variable.maximum is None else variable.maximum
-    yield from (size for size in reversed(seen) if 1 < size <= most and size not in taken)
-    start = (max(seen, default=2) // step) * step
-    for distance in itertools.count(1):
-        for size in (start + distance * step, start - distance * step):
-            if least <= size <= most and size not in taken and size not in seen:
-                yield size
-        if distance * step > max(most - start, start):
-            return
-
-
-def _by_cost(options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Yields combinations, those made of early options first."""
-    longest = max((len(option) for option in options), default=0)
-    for limit in range(1, longest + 1):
-        for choice in itertools.product(*(range(min(limit, len(option))) for option in options)):
-            if limit == 1 or max(choice) == limit - 1:
-                yield tuple(option[i] for option, i in zip(options, choice, strict=True))
-    if not options:
-        yield ()
-
-
 def _fresh_sizes(variable: Variable, exported: int) -> dict[str, int]:
-    seen = _seen(variable)
     step = _step(variable)
-    known = {*seen, exported}
-    top = max(known)
+    used = {*_seen(variable), exported}
+    top = max(used)
     longer = top + step if step > 1 else top + 2
     longest = longer + step if step > 1 else longer + 3
-    between = [s for s in range(max(step, 2), top) if s % step == 0 and s not in known]
+    between = [s for s in range(max(step, 2), top) if s % step == 0 and s not in used]
     other = between[len(between) // 2] if between else top + 1 if step == 1 else longest + step
     sizes = {_LONGER: longer, _LONGEST: longest, _OTHER: other, _SHORTEST: min([*between, other])}
     return {pick: _within(variable, size) for pick, size in sizes.items()}

@@ -1,34 +1,40 @@
-"""A plan as a table for people."""
+"""A plan as text: a table for people, the reason for one axis, Python code to paste, and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from exportkit.plan.plan import Plan, PlannedLeaf
+from exportkit.errors import PlanError
+from exportkit.plan.expression import Expression
+from exportkit.plan.leaves import Constant, Finding, PlannedLeaf, Variable, listed
+from exportkit.plan.placeholders import Grids, Marker, Placeholder
+
+_FORMAT = "exportkit-plan"
+_VERSION = 1
+_HEADER = "import torch\n\nDYNAMIC = torch.export.Dim.DYNAMIC\n"
 
 
-def plan_table(plan: Plan) -> str:
-    """Returns the plan as text: a row for each input (equal ones together), the variables and why, the findings."""
+def plan_table(leaves: Sequence[PlannedLeaf], variables: Sequence[Variable], findings: Sequence[Finding]) -> str:
+    """Returns a row for each input (alike ones together), the variables and their evidence, and the findings."""
     rows = [("input", "type", "shape", "seen")]
-    rows += [(label, leaf.dtype, _shape(leaf), seen_shapes(leaf)) for label, leaf in alike_leaves(plan)]
+    for label, leaf in alike_leaves(leaves):
+        rows.append((label, leaf.dtype, f"({', '.join(map(str, leaf.sizes))})", seen_shapes(leaf)))
     lines = _aligned(rows)
-    if plan.variables:
-        lines += ["", *_aligned([("variable", "evidence"), *((v.name, v.evidence) for v in plan.variables)])]
-    if plan.findings:
-        lines += ["", *(f"note: {finding.text}" for finding in plan.findings)]
+    if variables:
+        lines += ["", *_aligned([("variable", "evidence"), *((v.name, v.evidence) for v in variables)])]
+    if findings:
+        lines += ["", *(f"note: {finding.text}" for finding in findings)]
     return "\n".join(lines)
 
 
-def alike_leaves(plan: Plan) -> list[tuple[str, PlannedLeaf]]:
+def alike_leaves(leaves: Sequence[PlannedLeaf]) -> list[tuple[str, PlannedLeaf]]:
     """Returns one input for all that are alike, such as the layers of a cache, each with a label that says how many."""
     groups: dict[object, list[PlannedLeaf]] = {}
-    for leaf in plan.leaves:
+    for leaf in leaves:
         groups.setdefault((leaf.argument, leaf.dtype, leaf.sizes, leaf.shapes), []).append(leaf)
     return [(f"{g[0].path} and {len(g) - 1} alike" if len(g) > 1 else g[0].path, g[0]) for g in groups.values()]
-
-
-def _shape(leaf: PlannedLeaf) -> str:
-    return f"({', '.join(map(str, leaf.sizes))})"
 
 
 def seen_shapes(leaf: PlannedLeaf) -> str:
@@ -40,3 +46,152 @@ def seen_shapes(leaf: PlannedLeaf) -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def explain_axis(leaf: PlannedLeaf, axis: int, leaves: Sequence[PlannedLeaf], variables: Sequence[Variable]) -> str:
+    """Returns what a plan knows of one axis of an input.
+
+    Args:
+        leaf: The input.
+        axis: The axis.
+        leaves: All inputs of the plan.
+        variables: Its variables.
+    """
+    size, seen, by_name = leaf.sizes[axis], leaf.seen(axis), {variable.name: variable for variable in variables}
+    where = f"Axis {axis} of {leaf.path}"
+    if size.is_static:
+        count = sum(one is not None for one in seen)
+        return f"{where} is static, {size}. It was {size} in every call that had it ({count} of {len(seen)})."
+    if size.variable is None:
+        parts = [f"{name} was {listed(by_name[name].seen)}" for name, _ in size.terms]
+        return f"{where} is {size}. It was {listed(seen)} in the calls, where {' and '.join(parts)}."
+    variable = by_name[size.variable]
+    shared, used = [], []
+    for other in leaves:
+        for i, expression in enumerate(other.sizes):
+            if expression == size and (other.path, i) != (leaf.path, axis):
+                shared.append(f"axis {i} of {other.path}")
+            elif expression.variable is None and variable.name in expression.variables():
+                used.append(f"axis {i} of {other.path}")
+    sentences = [f"{where} is the variable {variable.name}.", f"It was {listed(seen)} in the calls."]
+    sentences.append(f"Evidence: {variable.evidence}.")
+    if shared:
+        sentences.append(f"Shared with {_shortened(shared)}.")
+    if used:
+        sentences.append(f"Part of the size of {_shortened(used)}.")
+    if variable.minimum or variable.maximum is not None:
+        most = "any" if variable.maximum is None else variable.maximum
+        sentences.append(f"Allowed are {variable.minimum} to {most}.")
+    return " ".join(sentences)
+
+
+def _shortened(items: list[str]) -> str:
+    return ", ".join(items) if len(items) <= 3 else f"{', '.join(items[:2])} and {len(items) - 2} more"
+
+
+def plan_source(structure: Mapping[str, Any], leaves: Mapping[str, PlannedLeaf], variables: Sequence[Variable]) -> str:
+    """Returns code that defines ``dynamic_shapes`` and ``named_dynamic_shapes``.
+
+    Both are for calls by name: ``torch.export.export(model, (), kwargs=..., dynamic_shapes=dynamic_shapes)`` and
+    ``torch.onnx.export(model, (), kwargs=..., dynamic_shapes=named_dynamic_shapes)``.
+    """
+    names = ", ".join(variable.name for variable in variables) or "none"
+    parts = [_HEADER, f"# Sizes that vary: {names}.\n"]
+    for target, is_named in (("dynamic_shapes", False), ("named_dynamic_shapes", True)):
+        lines = [f"    {argument!r}: {_code(value, leaves, is_named)},\n" for argument, value in structure.items()]
+        parts.append(f"{target} = {{\n{''.join(lines)}}}\n")
+    return "".join(parts)
+
+
+def _code(value: Any, leaves: Mapping[str, PlannedLeaf], is_named: bool) -> str:
+    """The dynamic shapes of one value as code; sizes have names, or are all ``DYNAMIC``."""
+    if value is None:
+        return "None"
+    if isinstance(value, str):
+        sizes = enumerate(leaves[value].sizes)
+        axes = [f"{i}: {repr(str(size)) if is_named else 'DYNAMIC'}" for i, size in sizes if not size.is_static]
+        return f"{{{', '.join(axes)}}}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_code(item, leaves, is_named)}" for key, item in value.items()) + "}"
+    items = [_code(item, leaves, is_named) for item in value]
+    if isinstance(value, tuple):
+        return "(" + ", ".join(items) + ("," if len(items) == 1 else "") + ")"
+    if len(items) > 1 and len(set(items)) == 1:
+        return f"[{items[0]}] * {len(items)}"
+    return "[" + ", ".join(items) + "]"
+
+
+def dump_plan(fields: Mapping[str, Any]) -> str:
+    """Returns JSON text for the fields of a plan."""
+    data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
+    for name in ("variables", "leaves", "constants", "findings", "placeholders", "grids", "markers"):
+        data[name] = [dict(vars(item)) for item in fields[name]]
+    for leaf in data["leaves"]:
+        leaf["sizes"] = [size.to_json() for size in leaf["sizes"]]
+    for constant in data["constants"]:
+        value = constant["value"]
+        is_plain = value is None or isinstance(value, bool | int | float | str)
+        constant["value"] = value if is_plain else repr(value)
+    for name in ("joined", "unused"):
+        data[name] = list(fields[name])
+    data["echoes"] = dict(fields["passed_through"])  # the name under which version 1 keeps them
+    data["structure"] = {name: _tagged(value) for name, value in fields["structure"].items()}
+    return json.dumps(data, indent=1)
+
+
+def load_plan(text: str) -> dict[str, Any]:
+    """Returns the fields of the plan that `dump_plan` wrote.
+
+    Raises:
+        PlanError: if the text is not such a plan.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError("Not a plan: the text is not valid JSON.", got=str(error)) from error
+    if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
+        found = f"{data.get('format')} {data.get('version')}" if isinstance(data, dict) else type(data).__name__
+        raise PlanError("Not a plan that this version reads.", expected=f"{_FORMAT} {_VERSION}", got=found)
+    try:
+        return {
+            "leaves": tuple(_load_leaf(item) for item in data["leaves"]),
+            "variables": tuple(Variable(**(item | {"seen": tuple(item["seen"])})) for item in data["variables"]),
+            "constants": tuple(Constant(**item) for item in data["constants"]),
+            "findings": tuple(Finding(**item) for item in data["findings"]),
+            "placeholders": tuple(Placeholder(**item) for item in data["placeholders"]),
+            "joined": tuple(data["joined"]),
+            "unused": tuple(data["unused"]),
+            "passed_through": dict(data["echoes"]),
+            "structure": {name: _untagged(value) for name, value in data["structure"].items()},
+            "grids": tuple(
+                Grids(**(item | {"examples": tuple(map(tuple, item["examples"]))})) for item in data["grids"]
+            ),
+            "markers": tuple(Marker(**item) for item in data["markers"]),
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PlanError("This plan is damaged.", got=f"{type(error).__name__}: {error}") from error
+
+
+def _load_leaf(item: Mapping[str, Any]) -> PlannedLeaf:
+    shapes = tuple(None if shape is None else tuple(shape) for shape in item["shapes"])
+    sizes = tuple(Expression.from_json(size) for size in item["sizes"])
+    return PlannedLeaf(**{**item, "shapes": shapes, "sizes": sizes})
+
+
+def _tagged(value: Any) -> Any:
+    """Lists as they are; tuples and dicts with a tag, as JSON has only one kind of list, and keys that are strings."""
+    if isinstance(value, tuple):
+        return {"tuple": [_tagged(item) for item in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[key, _tagged(item)] for key, item in value.items()]}
+    return [_tagged(item) for item in value] if isinstance(value, list) else value
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if "tuple" in value:
+        return tuple(_untagged(item) for item in value["tuple"])
+    return {key: _untagged(item) for key, item in value["dict"]}

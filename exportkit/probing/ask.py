@@ -11,9 +11,9 @@ from exportkit.arguments.table import call_table
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ExportkitError
+from exportkit.plan.leaves import CallTable
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
-from exportkit.plan.table import CallTable
 from exportkit.running.eager import EagerRunner
 
 

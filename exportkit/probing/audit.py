@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from exportkit.calls.observation import Observation
-from exportkit.plan.plan import Finding, Plan
+from exportkit.plan.leaves import Finding
+from exportkit.plan.plan import Plan
 
 _SHOWN = 4  # inputs that one finding names
 

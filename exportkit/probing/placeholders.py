@@ -17,7 +17,7 @@ import torch
 
 from exportkit.arguments.tensors import marked, with_tokens
 from exportkit.plan.infer import with_grids, with_rows
-from exportkit.plan.placeholder import Grids, Marker, Placeholder, needed_tokens, tokens_fit
+from exportkit.plan.placeholders import Grids, Marker, Placeholder, needed_tokens, tokens_fit
 from exportkit.plan.plan import Plan
 from exportkit.probing.ask import AskedModel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,21 +32,17 @@ class BoundPlan(Plan):
     @classmethod
     def of(cls, plan: Plan, observation: Observation) -> BoundPlan:
         """Returns a plan bound to the calls it was made from."""
-        return cls(**_data(plan), observation=observation)
+        return cls(**plan.fields(), observation=observation)
 
     @property
     def plan(self) -> Plan:
         """The plan by itself, which is plain data."""
-        return Plan(**_data(self))
+        return Plan(**self.fields())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and _data(self) == _data(other)
+        return isinstance(other, Plan) and self.fields() == other.fields()
 
     __hash__ = None  # type: ignore[assignment]  # as a plan itself, which holds dictionaries
-
-
-def _data(plan: Plan) -> dict[str, object]:
-    return {each.name: getattr(plan, each.name) for each in fields(Plan)}
 
 
 def plan_calls(observation: Observation, model: torch.nn.Module | None = None, method: str = "forward") -> BoundPlan:
@@ -62,7 +58,7 @@ def plan_calls(observation: Observation, model: torch.nn.Module | None = None, m
     else:
         simple = simplify_calls(replayed(observation, model, method), model, method)
         plan, observation = probe_plan(simple.observation, model, method)
-        plan = replace(plan, joined=simple.joined, unused=simple.unused, echoes=simple.echoes)
+        plan = replace(plan, joined=simple.joined, unused=simple.unused, passed_through=simple.echoes)
     leaves = tuple(replace(leaf, restored=leaf.argument in observation.restored) for leaf in plan.leaves)
     plan = replace(plan, leaves=leaves, structure=structure_of(observation))
     return BoundPlan.of(plan.with_findings(audit(plan, observation)), observation)

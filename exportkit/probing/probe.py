@@ -11,8 +11,7 @@ import torch
 
 from exportkit.arguments.table import constants_of
 from exportkit.calls.observation import Observation
-from exportkit.plan.infer import infer_plan
-from exportkit.plan.names import name_variables
+from exportkit.plan.infer import infer_plan, name_variables
 from exportkit.plan.plan import Plan
 from exportkit.probing.ask import AskedModel
 from exportkit.probing.placeholders import ValueRelations, find_relations

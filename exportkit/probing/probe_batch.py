@@ -16,10 +16,9 @@ from exportkit.arguments.build import largest_tensors, merged_trees
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.plan.expression import Expression
-from exportkit.plan.infer import without_guess
-from exportkit.plan.names import name_variables
-from exportkit.plan.plan import Finding, Plan, Variable
-from exportkit.plan.table import AxisKey, CallTable, known
+from exportkit.plan.infer import name_variables, without_guess
+from exportkit.plan.leaves import AxisKey, CallTable, Finding, Variable, known
+from exportkit.plan.plan import Plan
 from exportkit.probing.ask import AskedModel
 from exportkit.probing.simplify import as_simplified, lists_of_many
 from exportkit.running.compare import close

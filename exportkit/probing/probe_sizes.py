@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from exportkit.errors import ExportkitError
 from exportkit.plan.expression import Expression
-from exportkit.plan.infer import infer_plan, without_guess
-from exportkit.plan.names import name_variables
-from exportkit.plan.plan import Finding, Plan, Variable
+from exportkit.plan.infer import infer_plan, name_variables, without_guess
+from exportkit.plan.leaves import AxisKey, Finding, Leaf, Sizes, Variable, known
+from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
-from exportkit.plan.table import AxisKey, Leaf, Sizes, known
 from exportkit.probing.ask import AskedModel
 from exportkit.probing.probe_frames import frames_of_states
 

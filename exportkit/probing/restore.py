@@ -13,7 +13,8 @@ import torch
 
 from exportkit.arguments.tensors import padded
 from exportkit.calls.observation import Observation
-from exportkit.plan.plan import Finding, Plan
+from exportkit.plan.leaves import Finding
+from exportkit.plan.plan import Plan
 from exportkit.probing.ask import AskedModel
 from exportkit.probing.missing import solve_sizes
 from exportkit.running.runner import compare_runs, recorded

@@ -17,7 +17,8 @@ import sympy
 from exportkit._torch_compat.symbolic_shapes import ShapeGuard, input_axes, shape_guards
 from exportkit.arguments.build import build_call
 from exportkit.errors import ExportError
-from exportkit.plan.plan import Finding, Plan
+from exportkit.plan.leaves import Finding
+from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import unseen_sizes
 from exportkit.probing.missing import solve_sizes
 from exportkit.programs.places import Place, is_model_code

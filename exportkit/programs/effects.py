@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from exportkit._torch_compat.graph import schema_of
 from exportkit.errors import UnregisteredClassError
-from exportkit.plan.plan import Finding
+from exportkit.plan.leaves import Finding
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import check_opened
 

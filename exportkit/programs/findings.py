@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from exportkit.plan.plan import Finding
+from exportkit.plan.leaves import Finding
 from exportkit.probing.missing import Fills
 from exportkit.programs.exported import Exported
 from exportkit.programs.module_state import STATE, WithState

@@ -17,7 +17,8 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.observer import InputObserver
 from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
-from exportkit.plan.plan import Finding, Plan
+from exportkit.plan.leaves import Finding
+from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
 from exportkit.probing.missing import find_fills
 from exportkit.probing.planning import BoundPlan, plan_calls

@@ -15,7 +15,8 @@ import torch
 
 from exportkit.onnx_files.onnx_programs import OnnxPrograms
 from exportkit.onnx_files.translate import check_destination
-from exportkit.plan.plan import Finding, Plan
+from exportkit.plan.leaves import Finding
+from exportkit.plan.plan import Plan
 from exportkit.programs.clusters import Kind, Landmarks
 from exportkit.programs.exported import Exported
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from exportkit.arguments.build import build_call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ExportError, ExportkitError
-from exportkit.plan.edit import with_sizes_of
-from exportkit.plan.plan import PlannedLeaf
+from exportkit.plan.leaves import PlannedLeaf
 from exportkit.probing.audit import one_size
 from exportkit.probing.planning import BoundPlan
 from exportkit.programs.clusters import Cluster, Landmarks, clusters_of
@@ -105,7 +104,7 @@ def _plans(cluster: Cluster, landmarks: Landmarks, whole: BoundPlan | None, plan
     The last ones are without inputs that no call had: with a filled cache a model may take a mask for something else.
     """
     own = plan_of(cluster.observation)
-    varied = [] if whole is None else [_refound(with_sizes_of(own, whole))]
+    varied = [] if whole is None else [_refound(own.widened(whole))]
     for plan in (*varied, own):
         yield from _limited(plan, cluster, landmarks)
     restored = {leaf.argument for leaf in own.leaves if leaf.restored}

@@ -85,7 +85,7 @@ class Program:
                 "seen": seen_shapes(leaf),
                 "why": [self.plan.explain(leaf.path, axis) for axis in range(len(leaf.sizes))],
             }
-            for label, leaf in alike_leaves(self.plan)
+            for label, leaf in alike_leaves(self.plan.leaves)
         ]
 
     @property
@@ -319,7 +319,7 @@ def input_pictures(plan: Plan) -> list[InputPicture]:
     """Returns a picture for each input; inputs that are alike share one."""
     colours = _colours(plan)
     pictures = []
-    for label, leaf in alike_leaves(plan):
+    for label, leaf in alike_leaves(plan.leaves):
         cells, x = [], 1.0
         for expression in leaf.sizes:
             text = str(expression)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Relative and absolute tolerance by dtype, for one model that is run in two ways: the kernels add up in another order,
-# and fuse other operations. Integers and booleans have none.
+# Relative and absolute tolerance by dtype, for one model on two sets of kernels, which add up in different orders and
+# fuse different operations. Integers and booleans have none.
 _TOLERANCES = {torch.float64: (1e-6, 1e-8), torch.float16: (1e-2, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
 _DEFAULT = (1e-3, 1e-4)
 # The same for two pieces of eager code that run the same kernels: the defaults of torch.testing.assert_close.
@@ -30,10 +30,10 @@ _SAME_KERNELS_DEFAULT = (1.3e-6, 1e-5)
 _CHUNK = 1 << 16
 # Unsigned dtypes that torch stores but does not compute with.
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-# A mask holds the lowest value of its dtype, which is another number for another dtype: both mean "hidden". Values of
-# more than this part of the largest one count as infinite.
+# A mask hides by the lowest value of its dtype, which differs between dtypes. So values beyond this part of the largest
+# one count as infinite.
 _LOWEST = 0.5
-# Elements that are computed alike are at most this many rounding errors apart, as a root mean square.
+# Elements that are computed in the same way are at most this many rounding errors apart, as a root mean square.
 _SAME_ELEMENTS = 32.0
 # What torch rounds the factors of a product to where a GPU may use TF32 (10 bits).
 TF32_UNIT = 2.0**-11
@@ -340,7 +340,7 @@ def _apart(a: torch.Tensor, b: torch.Tensor, visible: torch.Tensor | None = None
         same = same | ~visible.cpu()
     apart = (a.to(wide) - b.to(wide)).abs()
     apart = torch.where(apart.isnan(), math.inf, apart)
-    if not a.is_floating_point() and not a.is_complex():  # large integers that differ may be equal as floats
+    if unit_of(a.dtype) == unit_of(b.dtype) == 0:  # large integers that differ may be equal as floats
         apart = apart.clamp_min(1.0)
     return torch.where(same, 0.0, apart)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +16,19 @@ _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.defaul
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
 
 
+@dataclass(frozen=True)
 class ProgramRunner:
     """An exported program that takes calls of its model.
 
-    Args:
+    Attributes:
         program: The program.
         input_paths: Leaf path of each tensor that it takes, in order.
         output_paths: Leaf path of each tensor that it returns, in order.
     """
 
-    def __init__(
-        self, program: torch.export.ExportedProgram, input_paths: Sequence[str], output_paths: Sequence[str]
-    ) -> None:
-        self._program, self._input_paths, self._output_paths = program, input_paths, output_paths
+    program: torch.export.ExportedProgram
+    input_paths: Sequence[str]
+    output_paths: Sequence[str]
 
     def __call__(self, call: Call, /) -> dict[str, torch.Tensor]:
         """Returns the outputs for copies of the tensors of a call, by path.
@@ -35,19 +36,18 @@ class ProgramRunner:
         Raises:
             Exception: whatever an operator raises for sizes that the trace did not foresee.
         """
-        tensors, signature = call.tensors(), self._program.graph_signature
-        names = zip(tensor_placeholders(self._program), self._input_paths, strict=True)
-        inputs: dict[str, Any] = {name: tensors[path].clone() for name, path in names}
+        tensors, signature = call.tensors(), self.program.graph_signature
+        inputs: dict[str, Any] = {}
+        for name, path in zip(tensor_placeholders(self.program), self.input_paths, strict=True):
+            inputs[name] = tensors[path].clone()
         for spec in signature.input_specs:
             if isinstance(spec.arg, ConstantArgument):
                 inputs[spec.arg.name] = spec.arg.value
-        results = run_nodes(self._program, inputs)
-        returned = [
-            result
-            for result, spec in zip(results, signature.output_specs, strict=True)
-            if spec.kind is OutputKind.USER_OUTPUT and isinstance(result, torch.Tensor)
-        ]
-        return dict(zip(self._output_paths, returned, strict=True))
+        returned = []
+        for result, output in zip(run_nodes(self.program, inputs), signature.output_specs, strict=True):
+            if output.kind is OutputKind.USER_OUTPUT and isinstance(result, torch.Tensor):
+                returned.append(result)
+        return dict(zip(self.output_paths, returned, strict=True))
 
 
 def run_nodes(

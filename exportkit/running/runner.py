@@ -50,7 +50,7 @@ class Outcome:
     @property
     def agrees(self) -> bool:
         """Whether both runners returned the same, within the tolerance."""
-        return self.error is None and all(difference.reason is None for difference in self.differences)
+        return self.error is None and not self.wrong
 
 
 def recorded(call: Call, /) -> dict[str, torch.Tensor]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from exportkit.calls.call import Call
 from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
 
 if TYPE_CHECKING:
@@ -127,6 +129,32 @@ class Session:
                 torch.utils.dlpack.from_dlpack(value).clone() if is_bfloat16 else torch.from_numpy(value.numpy())
             )
         return outputs
+
+
+@dataclass(frozen=True)
+class SessionRunner:
+    """An ONNX model that takes calls of the model it was exported from.
+
+    Attributes:
+        session: The session.
+        inputs: Leaf path by name of the graph's input.
+        outputs: Leaf path by name of the graph's output.
+    """
+
+    session: Session
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+    def __call__(self, call: Call, /) -> dict[str, torch.Tensor]:
+        """Returns the outputs for the tensors of a call, by path.
+
+        Raises:
+            KeyError: if the call lacks an input.
+            RuntimeFailure: if onnxruntime refuses the call.
+        """
+        tensors = call.tensors()
+        results = self.session.run({name: tensors[path] for name, path in self.inputs.items()})
+        return {self.outputs[name]: tensor for name, tensor in results.items()}
 
 
 def _first_line(error: Exception) -> str:

@@ -46,7 +46,7 @@ mm_encoder_outputs.image.pooler_output[0]   float32  (image_rows, 32)           
 variable       evidence
 sequence       same sizes in 3 inputs: 12, 1, 1, 1
 past_sequence  length of the cache: 0, 12, 13, 14
-image_rows     as many as token 98 stands in input_ids; the model refuses other numbers
+image_rows     as many as token 98 occurs in input_ids; the model raises for other numbers
 batch          always 1; with rows repeated, the outputs repeated too
 """,
     "falcon_h1": """

@@ -9,7 +9,7 @@ import exportkit
 from exportkit.arguments.build import build_call
 from exportkit.arguments.tensors import with_tokens
 from exportkit.errors import ArgumentError
-from exportkit.plan.placeholder import Placeholder, needed_tokens, tokens_fit
+from exportkit.plan.placeholders import Placeholder, needed_tokens, tokens_fit
 from exportkit.probing.planning import plan_calls
 from tests.models import Captioner
 
@@ -34,7 +34,8 @@ def test_the_rows_are_a_variable_of_their_own(plan):
     assert [str(size) for size in plan.by_path[ROWS].sizes] == ["feature_rows", "4"]
     assert [str(size) for size in plan.by_path["tokens"].sizes] == ["batch", "sequence"]
     assert (
-        plan.variable("feature_rows").evidence == "as many as token 7 stands in tokens; the model refuses other numbers"
+        plan.variable("feature_rows").evidence
+        == "as many as token 7 occurs in tokens; the model raises for other numbers"
     )
 
 

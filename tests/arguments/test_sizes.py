@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from exportkit.errors import ArgumentError
 from exportkit.plan.infer import infer_plan
+from exportkit.plan.leaves import CallTable, Leaf
 from exportkit.plan.sizes import choose_sizes, unseen_sizes
-from exportkit.plan.table import CallTable, Leaf
 
 
 def leaf(path, *shapes, dtype="float32", growing=None):

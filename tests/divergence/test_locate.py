@@ -246,11 +246,11 @@ def test_a_graph_of_another_model_is_refused(exported):
 
 
 def test_what_is_no_graph_and_no_arguments_is_refused(exported, tmp_path):
-    with pytest.raises(InvalidTypeError, match="no ONNX model"):
+    with pytest.raises(InvalidTypeError, match="Not an ONNX model"):
         locate_divergence(exported[0], 3, (IDS,))
     with pytest.raises(InvalidTypeError, match="Not arguments of a model"):
         locate_divergence(exported[0], exported[1], 3)
-    with pytest.raises(InvalidRequestError, match="no ONNX model that can be read"):
+    with pytest.raises(InvalidRequestError, match="ONNX model cannot be read"):
         locate_divergence(exported[0], tmp_path / "missing.onnx", (IDS,))
 
 

@@ -59,11 +59,10 @@ def test_a_choice_among_equal_values_is_named(tmp_path):
 
 def with_first_recorded_output(onnx_model, change):
     """The model with another output on record."""
-    plan = onnx_model.exported.plan
-    first, *others = plan.calls.calls
-    outputs = first.outputs.map(change)
-    observation = replace(plan.calls, calls=(replace(first, outputs=outputs), *others))
-    onnx_model.exported = replace(onnx_model.exported, plan=replace(plan, calls=observation))
+    observation = onnx_model.exported.observation
+    first, *others = observation.calls
+    observation = replace(observation, calls=(replace(first, outputs=first.outputs.map(change)), *others))
+    onnx_model.exported = replace(onnx_model.exported, observation=observation)
     return onnx_model
 
 

@@ -3,10 +3,9 @@
 import pytest
 
 from exportkit.errors import PlanError
-from exportkit.plan.edit import with_sizes_of
 from exportkit.plan.infer import infer_plan
+from exportkit.plan.leaves import CallTable, Leaf
 from exportkit.plan.plan import Plan
-from exportkit.plan.table import CallTable, Leaf
 
 
 def leaf(path, *shapes, dtype="float32", growing=None):
@@ -37,14 +36,14 @@ def test_a_plan_of_some_calls_takes_over_what_varies_among_all(plan):
     table = CallTable(
         (leaf("input_ids", (1, 7), dtype="int64"), leaf("attention_mask", (1, 7), dtype="int64")), (((1, 1, 99),),)
     )
-    prompt = with_sizes_of(infer_plan(table), plan)
+    prompt = infer_plan(table).widened(plan)
     assert sizes_of(prompt) == {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "sequence")}
     assert prompt.variable("sequence").seen == (7,)
     assert prompt.variable("sequence").role == "sequence"
 
 
 def test_a_plan_that_says_all_already_is_left_as_it_is(plan):
-    assert with_sizes_of(plan, plan) == plan
+    assert plan.widened(plan) == plan
 
 
 def test_rename_reaches_expressions(plan):
@@ -101,7 +100,7 @@ def test_a_range_is_kept(plan):
         (lambda p: p.static("nobody"), "no variable 'nobody'.\n  expected: sequence, past_sequence, batch"),
         (lambda p: p.dynamic("input_ids", 1), "varies already.\n  got: sequence"),
         (lambda p: p.dynamic("nobody", 1), "no input 'nobody'"),
-        (lambda p: p.dynamic("past", 1, "batch"), "has a variable 'batch' already"),
+        (lambda p: p.dynamic("past", 1, "batch"), "already has a variable 'batch'"),
         (lambda p: p.split("batch", "nobody"), "none of them"),
         (lambda p: p.split("past_sequence", "past"), "all of them"),
         (
@@ -109,9 +108,9 @@ def test_a_range_is_kept(plan):
             "where: call 0\n  expected: sequence = past_sequence\n  got: 7 and 0",
         ),
         (lambda p: p.range("sequence", 2), "leaves out sizes that were recorded"),
-        (lambda p: p.range("sequence", 9, 3), "no range"),
+        (lambda p: p.range("sequence", 9, 3), "not a range"),
         (lambda p: p.rename("batch", "sequence"), "plan.tie('sequence', 'batch')"),
-        (lambda p: p.rename("batch", "2 b"), "no name for a variable"),
+        (lambda p: p.rename("batch", "2 b"), "not a name for a variable"),
     ],
 )
 def test_edits_that_the_calls_contradict_are_refused_with_a_reason(plan, edit, message):
@@ -149,13 +148,13 @@ def test_a_plan_survives_json(plan):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no JSON"),
+        ("{", "not valid JSON"),
         ("[]", "got: list"),
         ('{"format": "exportkit-plan", "version": 99}', "exportkit-plan 99"),
         ('{"format": "exportkit-plan", "version": 1, "leaves": [{}]}', "damaged"),
     ],
 )
-def test_what_is_no_plan_is_refused(text, message):
+def test_text_that_is_not_a_plan_raises(text, message):
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text)
     assert message in str(caught.value)

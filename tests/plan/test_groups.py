@@ -1,7 +1,7 @@
 """Axes with equal value sequences."""
 
-from exportkit.plan.groups import group_axes
-from exportkit.plan.table import CallTable, Leaf
+from exportkit.plan.leaves import CallTable, Leaf
+from exportkit.plan.relations import group_axes
 
 
 def leaf(path, *shapes, dtype="float32", growing=None, limit=None):

@@ -4,8 +4,7 @@ import pytest
 
 from exportkit.errors import PlanError
 from exportkit.plan.infer import infer_plan
-from exportkit.plan.plan import Constant
-from exportkit.plan.table import CallTable, Leaf
+from exportkit.plan.leaves import CallTable, Constant, Leaf
 
 
 def leaf(path, *shapes, dtype="float32", growing=None):
@@ -116,7 +115,7 @@ def test_another_rank_in_another_call_is_an_error_that_names_the_calls():
         "  where: x\n"
         "  expected: the same number of axes in every call\n"
         "  got: call 0: (2, 6), call 1: (2, 6, 1)\n"
-        "  hint: observe the two kinds of call with an observer each."
+        "  hint: observe each kind of call with an observer of its own."
     )
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exportkit.plan.placeholder import Grids, Placeholder, needed_tokens, place_blocks, tokens_fit
+from exportkit.plan.placeholders import Grids, Placeholder, needed_tokens, place_blocks, tokens_fit
 
 GRIDS = Grids("grid", "patches", ((1, 4, 4), (1, 4, 8)))
 TOKEN = Placeholder("ids", 98, "patches", 1, 4)

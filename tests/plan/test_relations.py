@@ -4,9 +4,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from exportkit.plan.groups import Group, group_axes
-from exportkit.plan.relations import find_relations, with_past
-from exportkit.plan.table import CallTable, Leaf
+from exportkit.plan.leaves import CallTable, Leaf
+from exportkit.plan.relations import Group, find_relations, group_axes, with_past
 
 
 def leaf(path, *shapes, growing=None, limit=None):

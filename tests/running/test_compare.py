@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from exportkit.running.compare import compare_tensors, find_mask, visible_by_shape, visible_positions
+from exportkit.running.compare import (
+    compare_outputs,
+    compare_tensors,
+    find_mask,
+    outputs_close,
+    visible_by_shape,
+    visible_positions,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -33,6 +40,7 @@ def test_equal_enough(expected, got):
         (torch.tensor([INF]), torch.tensor([-INF]), "inf became -inf at [0]"),
         (torch.tensor([[1.0, 1.0], [1.0, 1.0]]), torch.tensor([[1.0, 1.0], [1.5, 1.0]]), "1 became 1.5 at [1, 0]"),
         (torch.tensor([3]), torch.tensor([4]), "3 became 4 at [0]"),
+        (torch.tensor([2**60, 2**60]), torch.tensor([2**60, 2**60 + 1]), "1.15292e+18 became 1.15292e+18 at [1]"),
         (torch.tensor([True]), torch.tensor([False]), "1 became 0 at [0]"),
         (torch.zeros(2, 3), torch.zeros(2, 4), "shape (2, 4) instead of (2, 3)"),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "dtype float64 instead of float32"),
@@ -40,6 +48,34 @@ def test_equal_enough(expected, got):
 )
 def test_different_and_where(expected, got, reason):
     assert compare_tensors("x", expected, got).reason == reason
+
+
+def test_a_tolerance_can_be_given():
+    a, b = torch.tensor([2.0]), torch.tensor([3.0])
+
+    assert compare_tensors("x", a, b, tolerance=(0.0, 1.0)).reason is None
+    assert compare_tensors("x", a, b, tolerance=(0.5, 0.0)).reason is None
+    assert compare_tensors("x", a, b, tolerance=(0.4, 0.0)).reason == "2 became 3 at [0]"
+
+
+def test_the_largest_differences_are_measured():
+    found = compare_tensors("x", torch.tensor([1.0, 100.0, 0.0]), torch.tensor([2.0, 102.0, 0.0]))
+
+    assert (found.absolute, found.relative) == (2.0, 1.0)
+    assert compare_tensors("x", torch.ones(1), torch.ones(1) * 2, offset=1.0).relative == 0.5
+    assert compare_tensors("x", torch.zeros(1), torch.ones(1)).relative == INF
+
+
+def test_outputs_are_compared_by_path():
+    expected, got = {"a": torch.ones(1), "b": torch.ones(1)}, {"a": torch.ones(1), "c": torch.ones(1)}
+
+    assert not outputs_close(expected, got)
+    assert outputs_close({"a": torch.ones(1)}, got)
+    assert [(d.path, d.reason) for d in compare_outputs(expected, got, exactly=True)] == [
+        ("a", None),
+        ("b", "only the model returns it"),
+        ("c", "only the graph returns it"),
+    ]
 
 
 def test_hidden_positions_are_not_compared():

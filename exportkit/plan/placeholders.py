@@ -1,7 +1,7 @@
-"""Relations between values and sizes: no expression over sizes alone can say them.
+"""Relations between values and sizes, which no expression over sizes can state.
 
-Token ids hold placeholders for rows of another input, such as the features of an image; grids of patches say by their
-products how many rows another input has; token types mark where the placeholders are.
+Token ids hold placeholders for rows of another input, such as the features of an image. The products of grids of
+patches say how many rows another input has. Token types mark where the placeholders are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Blocks = list[tuple[int, int]]  # token and length of each run of placeholders, 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A token that stands in the token ids wherever the model puts rows of another input.
+    """A token in the token ids that the model replaces by rows of another input.
 
     Attributes:
         tokens: Path of the token ids.
@@ -35,12 +35,12 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Grids:
-    """Grids of patches, one for each image, whose products say how many rows another input has.
+    """Grids of patches, one for each image; the product of a grid is the image's number of rows in another input.
 
     Attributes:
         path: Path of the grids ``(images, axes)``.
         rows: Path of the input with a row for each patch.
-        examples: Grids that calls take in turn.
+        examples: Grids to build calls with, taken in turn.
     """
 
     path: str
@@ -48,23 +48,23 @@ class Grids:
     examples: tuple[tuple[int, ...], ...]
 
     def taken(self, images: int) -> list[tuple[int, ...]]:
-        """Returns the grids of so many images."""
+        """Returns the grids of that many images."""
         return [self.examples[number % len(self.examples)] for number in range(images)]
 
     def count(self, images: int) -> int:
-        """Returns the number of rows of so many images."""
+        """Returns the number of rows of that many images."""
         return sum(math.prod(grid) for grid in self.taken(images))
 
 
 @dataclass(frozen=True)
 class Marker:
-    """An input of the shape of the token ids that says where a placeholder stands.
+    """An input with the shape of the token ids that says where a placeholder is.
 
     Attributes:
         path: Path of the input.
         tokens: Path of the token ids.
         value: The placeholder.
-        inside: Its value where the placeholder stands.
+        inside: Its value where the placeholder is.
         outside: Its value elsewhere.
     """
 
@@ -78,12 +78,12 @@ class Marker:
 def needed_tokens(
     placeholders: Iterable[Placeholder], shapes: Mapping[str, tuple[int, ...]], grids: Iterable[Grids] = ()
 ) -> dict[str, Blocks]:
-    """Returns the runs of placeholders that there must be, by path of the token ids.
+    """Returns the runs of placeholders that the rows of other inputs require, by path of the token ids.
 
     Args:
         placeholders: The placeholders.
         shapes: Shapes of the inputs by path.
-        grids: Grids of images: each image has a run of its own. Without a grid, tokens may stand alone.
+        grids: Grids of images: each image has a run of its own. Without a grid, tokens may be apart from each other.
     """
     by_rows = {grid.rows: grid for grid in grids}
     found: dict[str, dict[int, list[int]]] = defaultdict(dict)
@@ -105,21 +105,23 @@ def tokens_fit(
 
 
 def place_blocks(blocks: Blocks, shape: Sequence[int]) -> list[tuple[int, int, int, int]] | None:
-    """Returns token, row, first column and length of runs in token ids of a shape; None where there is no room.
+    """Returns token, row, first column and length of runs in token ids of a shape; None if there is no room.
 
-    Single tokens are spread column by column, so that every row gets its share, the first column last: it holds the
-    token that begins. Runs stay apart from each other, row after row.
+    Single tokens are spread column by column, so that every row gets its share. The first column comes last, because it
+    holds the token that begins a sequence. Longer runs are placed row after row, with a gap between them.
     """
     count, length = (math.prod(shape[:-1]), shape[-1]) if shape else (0, 0)
     if all(size == 1 for _, size in blocks):
         free = [(row, column) for column in [*range(1, length), 0][:length] for row in range(count)]
         fits = len(blocks) < max(len(free), 1) or not blocks
         return [(v, *place, 1) for (v, _), place in zip(blocks, free, strict=False)] if fits else None
-    return next((found for most in (-(-len(blocks) // max(count, 1)), len(blocks))
-                 if (found := _in_rows(blocks, count, length, most)) is not None), None)  # fmt: skip
+    equal_share = -(-len(blocks) // max(count, 1))
+    evenly = _in_rows(blocks, count, length, equal_share)
+    return _in_rows(blocks, count, length, len(blocks)) if evenly is None else evenly
 
 
 def _in_rows(blocks: Blocks, count: int, length: int, most: int) -> list[tuple[int, int, int, int]] | None:
+    """Places runs row after row, at most so many in each."""
     placed: list[tuple[int, int, int, int]] = []
     row, column, here = 0, 1, 0
     for value, size in blocks:

@@ -1,0 +1,186 @@
+"""Input tensors and the sizes of their axes: as the calls showed them, and as a plan describes them.
+
+This is all that the reasoning knows of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from exportkit.errors import PlanError
+from exportkit.plan.expression import Expression
+
+AxisKey = tuple[str, int]  # (path of a leaf, one of its axes)
+Sizes = tuple[int | None, ...]  # the sizes of one axis in all calls; None where the leaf is absent
+Role = Literal["batch", "sequence", "past", "other"]
+
+
+def known(sizes: Sizes) -> set[int]:
+    """Returns the distinct sizes of an axis."""
+    return {size for size in sizes if size is not None}
+
+
+def listed(sizes: Sizes) -> str:
+    """Returns the sizes of an axis in all calls as text."""
+    return ", ".join(["absent" if size is None else str(size) for size in sizes])
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One input tensor in all calls.
+
+    Attributes:
+        path: Path of the leaf, such as ``past_key_values.layers[0].keys``.
+        argument: The method's parameter that it belongs to.
+        dtype: Its dtype, such as ``int64``.
+        shapes: Its shape in each call; None where it is absent.
+        growing: Axis that is 0 while the leaf is absent and grows by one with each token (dynamic caches), or None.
+        limit: The largest size of that axis, where the cache has a sliding window, or None.
+    """
+
+    path: str
+    argument: str
+    dtype: str
+    shapes: tuple[tuple[int, ...] | None, ...]
+    growing: int | None = None
+    limit: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of axes."""
+        return len(self.first_shape)
+
+    @property
+    def first_shape(self) -> tuple[int, ...]:
+        """The shape in the first call that has the leaf."""
+        return next(shape for shape in self.shapes if shape is not None)
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the elements are integers or booleans."""
+        return self.dtype == "bool" or "int" in self.dtype
+
+    def sizes(self, axis: int) -> Sizes:
+        """Returns the sizes of an axis in all calls; 0 where the leaf is absent because a cache is empty."""
+        absent = 0 if axis == self.growing else None
+        return tuple([absent if shape is None else shape[axis] for shape in self.shapes])
+
+
+@dataclass(frozen=True)
+class CallTable:
+    """All input leaves in signature order, and the shapes of the outputs of each call."""
+
+    leaves: tuple[Leaf, ...]
+    output_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for leaf in self.leaves:
+            if len({len(shape) for shape in leaf.shapes if shape is not None}) > 1:
+                raise PlanError(
+                    "An input has different ranks in different calls; one graph has one rank for each input.",
+                    where=leaf.path,
+                    expected="the same number of axes in every call",
+                    got=", ".join(f"call {i}: {shape}" for i, shape in enumerate(leaf.shapes) if shape is not None),
+                    hint="observe each kind of call with an observer of its own.",
+                )
+
+    def axes(self) -> Iterator[tuple[Leaf, int, Sizes]]:
+        """Yields each axis of each leaf with its sizes in all calls."""
+        for leaf in self.leaves:
+            for axis in range(leaf.rank):
+                yield leaf, axis, leaf.sizes(axis)
+
+    def sizes_of(self, key: AxisKey) -> Sizes:
+        """Returns the sizes of one axis in all calls."""
+        return next(leaf.sizes(key[1]) for leaf in self.leaves if leaf.path == key[0])
+
+
+@dataclass(frozen=True)
+class PlannedLeaf:
+    """One input tensor and the sizes of its axes.
+
+    Attributes:
+        path: Path of the leaf.
+        argument: The method's parameter that it belongs to.
+        dtype: Its dtype, such as ``int64``.
+        sizes: One expression for each axis.
+        shapes: Its shape in each recorded call; None where it is absent.
+        growing: Length axis of a dynamic cache, or None.
+        restored: Whether no call had it: an attention mask of ones that was added afterwards.
+    """
+
+    path: str
+    argument: str
+    dtype: str
+    sizes: tuple[Expression, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    growing: int | None = None
+    restored: bool = False
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether it may be left out: some recorded calls lack it."""
+        return self.restored or None in self.shapes
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the elements are integers or booleans."""
+        return self.dtype == "bool" or "int" in self.dtype
+
+    def seen(self, axis: int) -> Sizes:
+        """Returns the sizes of an axis in all calls; 0 where the leaf is absent because a cache is empty."""
+        absent = 0 if axis == self.growing else None
+        return tuple([absent if shape is None else shape[axis] for shape in self.shapes])
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A size that callers choose.
+
+    Attributes:
+        name: Its name, also in ONNX.
+        role: What it means: the batch, new tokens, cached tokens, or something else.
+        seen: Its size in each recorded call; None where all of its leaves are absent.
+        evidence: One sentence: why these axes vary, and vary together.
+        minimum: Smallest size that callers may choose.
+        maximum: Largest size that callers may choose, or None.
+        follows: Another variable whose size this one has unless it is 0: a cache of what the encoder returned.
+    """
+
+    name: str
+    role: Role
+    seen: Sizes
+    evidence: str
+    minimum: int = 0
+    maximum: int | None = None
+    follows: str | None = None
+
+    def filled_length(self, sizes: Mapping[str, int]) -> int | None:
+        """Returns the one size that it can have apart from 0; None if it can have many.
+
+        Args:
+            sizes: Sizes of the other variables.
+        """
+        if self.follows is not None:
+            return sizes[self.follows]
+        return self.maximum if known(self.seen) == {0, self.maximum} else None
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A Python value among the inputs: it becomes part of the graph and cannot change later."""
+
+    path: str
+    argument: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something a person should know about the plan, such as a constant that is baked into the graph."""
+
+    kind: str
+    where: str
+    text: str

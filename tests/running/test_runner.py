@@ -1,0 +1,90 @@
+"""The model, its exported program and its ONNX model are runners, and one loop says for which calls they agree."""
+
+import onnx
+import pytest
+import torch
+
+from exportkit.calls.call import Call
+from exportkit.calls.signature import Signature
+from exportkit.errors import RuntimeFailure
+from exportkit.running.eager import EagerRunner
+from exportkit.running.program import ProgramRunner
+from exportkit.running.runner import compare_runs, recorded
+from exportkit.running.session import Session, SessionRunner
+from exportkit.trees import flatten
+
+
+class Doubles(torch.nn.Module):
+    """Doubles its input, but for three rows; one of no columns it does not take."""
+
+    def forward(self, x):
+        assert x.shape[1]
+        return {"y": x * (1 if x.shape[0] == 3 else 2), "row": x.reshape(-1, x.shape[1])[:1]}
+
+
+def call_of(*shape, outputs=None):
+    arguments = {"x": flatten(torch.ones(*shape))}
+    made = {} if outputs is None else {"outputs": flatten(outputs)}
+    return Call(arguments, Signature.of(Doubles().forward), **made)
+
+
+@pytest.fixture(scope="module")
+def program():
+    shapes = {"x": {0: torch.export.Dim.AUTO}}
+    exported = torch.export.export(Doubles(), (torch.ones(4, 5),), dynamic_shapes=shapes)
+    return ProgramRunner(exported, ["x"], ["y", "row"])
+
+
+def test_runners_agree_but_for_the_calls_that_the_trace_did_not_see(program):
+    calls = [call_of(2, 5), call_of(3, 5), call_of(4, 5)]
+
+    outcomes = list(compare_runs(EagerRunner(Doubles(), "forward"), program, calls))
+
+    assert [outcome.agrees for outcome in outcomes] == [True, False, True]
+    assert [outcome.call for outcome in outcomes] == calls
+    assert [(wrong.path, wrong.reason) for wrong in outcomes[1].wrong] == [("y", "1 became 2 at [0, 0]")]
+
+
+def test_calls_that_the_model_does_not_accept_are_left_out(program):
+    assert not list(compare_runs(EagerRunner(Doubles(), "forward"), program, [call_of(2, 0)]))
+
+
+def test_an_error_of_the_second_runner_is_a_disagreement():
+    def fails(call):
+        raise ValueError(call.tensors()["x"].shape)
+
+    (outcome,) = compare_runs(EagerRunner(Doubles(), "forward"), fails, [call_of(2, 5)])
+
+    assert not outcome.agrees
+    assert isinstance(outcome.error, ValueError)
+    assert outcome.differences == ()
+
+
+def test_what_came_back_from_a_call_can_stand_for_the_model():
+    right = {"y": torch.full((2, 5), 2.0), "row": torch.ones(1, 5)}
+    calls = [call_of(2, 5, outputs=right), call_of(2, 5, outputs=right | {"more": torch.ones(1)})]
+
+    outcomes = list(compare_runs(recorded, EagerRunner(Doubles(), "forward"), calls))
+
+    assert outcomes[0].agrees
+    assert [(wrong.path, wrong.reason) for wrong in outcomes[1].wrong] == [("more", "only the model returns it")]
+
+
+def test_other_ways_to_compare_can_be_given(program):
+    found = compare_runs(EagerRunner(Doubles(), "forward"), program, [call_of(3, 5)], lambda *_: [])
+
+    assert [outcome.agrees for outcome in found] == [True]
+
+
+@pytest.mark.runtime
+def test_an_onnx_model_is_a_runner():
+    text = '<ir_version: 10, opset_import: ["" : 18]> g (float[N, 5] a) => (float[N, 5] b) { b = Add(a, a) }'
+    session = Session(onnx.parser.parse_model(text).SerializeToString())
+    runner = SessionRunner(session, {"a": "x"}, {"b": "y"})
+    eager = EagerRunner(Doubles(), "forward")
+
+    outcomes = compare_runs(lambda call: {"y": eager(call)["y"]}, runner, [call_of(2, 5), call_of(3, 5), call_of(2, 4)])
+
+    assert [outcome.agrees for outcome in outcomes] == [True, False, False]
+    with pytest.raises(RuntimeFailure, match="refused the call"):
+        runner(call_of(2, 4))

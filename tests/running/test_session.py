@@ -1,0 +1,57 @@
+"""Tensors go into an onnxruntime session and come back as they are; what cannot be run is said in our words."""
+
+import sys
+
+import onnx
+import pytest
+import torch
+
+from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
+from exportkit.running.session import Session, require_onnxruntime
+
+pytestmark = pytest.mark.runtime
+
+
+def session(text):
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 18]> g {text}')
+    return Session(model.SerializeToString())
+
+
+@pytest.mark.parametrize("name", ["float", "double", "float16", "bfloat16", "int8", "int64", "uint16", "bool"])
+def test_every_dtype_comes_back_as_it_is(name):
+    dtype = {"float": torch.float32, "double": torch.float64}.get(name) or getattr(torch, name)
+    tensor = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype).T  # not contiguous
+
+    returned = session(f"({name}[N, M] x) => ({name}[N, M] y) {{ y = Identity(x) }}").run({"x": tensor})
+
+    assert list(returned) == ["y"]
+    assert torch.equal(returned["y"], tensor)
+    assert returned["y"].dtype is dtype
+
+
+def test_names_and_shapes_are_those_of_the_graph():
+    graph = session("(float[N, 3] x, float[1] b) => (float[N, 3] y, float[N, 3] z) { y = Add(x, b) z = Neg(y) }")
+
+    assert (graph.inputs, graph.outputs) == (["x", "b"], ["y", "z"])
+    assert graph.shapes == {"x": ("N", 3), "b": (1,)}
+    assert list(graph.run({"b": torch.ones(1), "x": torch.ones(2, 3), "more": torch.ones(1)})) == ["y", "z"]
+
+
+def test_what_does_not_fit_is_refused():
+    graph = session("(float[N, 3] x) => (float[N, 3] y) { y = Neg(x) }")
+
+    with pytest.raises(InvalidRequestError, match=r"input of the ONNX model is missing.\n  where: x"):
+        graph.run({"y": torch.ones(2, 3)})
+    with pytest.raises(InvalidTypeError, match="no counterpart in onnxruntime"):
+        graph.run({"x": torch.ones(2, 3, dtype=torch.complex64)})
+    with pytest.raises(RuntimeFailure, match=r"refused the call.\n  where: x \(2, 4\)"):
+        graph.run({"x": torch.ones(2, 4)})
+    with pytest.raises(RuntimeFailure, match=r"cannot load the model.\n  where: serialised model"):
+        Session(b"no model")
+
+
+def test_without_onnxruntime_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+
+    with pytest.raises(MissingPackageError, match="runtime"):
+        require_onnxruntime()
