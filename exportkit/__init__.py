@@ -49,7 +49,7 @@ _DEFINED_IN = {
     "get_patch_mapping": "swapping.mapping",
     "clear_patch_mapping": "swapping.mapping",
     "apply_patches": "swapping.swap",
-    "patch_output_recorders": "swapping.recorders",
+    "patch_output_recorders": "swapping.swap",
     "check_patch": "swapping.check",
     # nested values and caches
     "register_flattening_functions": "trees.registry",

@@ -39,7 +39,7 @@ from exportkit.swapping.mapping import (
 from exportkit.swapping.mapping import (
     unregister_patch_mapping as unregister_patch_mapping,
 )
-from exportkit.swapping.recorders import patch_output_recorders as patch_output_recorders
+from exportkit.swapping.swap import patch_output_recorders as patch_output_recorders
 from exportkit.swapping.swap import apply_patches as apply_patches
 from exportkit.trees.make import (
     make_dynamic_cache as make_dynamic_cache,

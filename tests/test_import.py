@@ -22,6 +22,7 @@ ROOMS = [
     "errors",
     "_callable_module",
     "_torch_compat",
+    "overrides",
     "trees",
     "plan",
     "calls",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ RECORDABLE_OUTPUTS = "_can_record_outputs"
 
 # The attribute of a config that says which attention is computed.
 ATTENTION = "_attn_implementation"
-_ATTENTION_STORED = "_attn_implementation_internal"
+# The attribute behind it, which is set without changing the configs inside.
+ATTENTION_STORED = "_attn_implementation_internal"
 
 # The method of RecurrentGemma's recurrent unit that loops over tokens.
 RECURRENT_SCAN = "_rnn_scan"
@@ -38,8 +38,18 @@ def cache_bases() -> tuple[type, ...]:
     Seen in transformers 5.23. Never imports transformers: objects of these classes exist only once it is loaded.
     """
     module = sys.modules.get("transformers.cache_utils")
+    if module is None:
+        return ()
     names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def cache_class(name: str) -> Any:
+    """Returns a class of transformers' caches or cache layers, or None while transformers is not imported.
+
+    Seen in transformers 5.23.
+    """
+    return getattr(sys.modules.get("transformers.cache_utils"), name, None)
 
 
 def recordable_outputs(module: Any) -> Mapping[str, Any]:
@@ -73,24 +83,13 @@ def set_attention_implementation(config: Any, value: str) -> None:
 
     Seen in transformers 5.23.
     """
-    setattr(config, _ATTENTION_STORED if hasattr(config, _ATTENTION_STORED) else ATTENTION, value)
+    setattr(config, ATTENTION_STORED if hasattr(config, ATTENTION_STORED) else ATTENTION, value)
 
 
-@contextlib.contextmanager
-def own_attention(configs: Iterable[Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Makes models with these configs compute attention with a function of ours. Seen in transformers 5.23."""
+def attention_functions() -> MutableMapping[str, Callable[..., Any]]:
+    """Returns transformers' attention functions by name, which can be extended. Seen in transformers 5.23."""
     modeling = sys.modules["transformers.modeling_utils"]
-    interface = require(modeling, "ALL_ATTENTION_FUNCTIONS", "transformers 5.23")
-    before = [(config, require(config, _ATTENTION_STORED, "transformers 5.23")) for config in configs]
-    interface[name] = function
-    try:
-        for config, _ in before:
-            setattr(config, _ATTENTION_STORED, name)
-        yield
-    finally:
-        for config, implementation in before:
-            setattr(config, _ATTENTION_STORED, implementation)
-        del interface[name]
+    return require(modeling, "ALL_ATTENTION_FUNCTIONS", "transformers 5.23")  # type: ignore[no-any-return]
 
 
 def can_choose_experts(module: Any) -> bool:

@@ -25,7 +25,7 @@ from exportkit._torch_compat.transformers import ATTENTION, attention_implementa
 from exportkit.module_outputs import scope
 from exportkit.module_outputs.record import Record, Selection, first_input, pick
 from exportkit.module_outputs.specs import FIRST_INPUT_KEY, Match
-from exportkit.rewrites.attributes import replaced_attributes
+from exportkit.overrides import replaced_attributes
 
 EAGER = "eager"
 

@@ -20,7 +20,7 @@ import torch
 from exportkit._torch_compat.modules import paths_of_modules
 from exportkit.module_outputs import scope
 from exportkit.module_traces.recorder import CallFrame, TraceRecorder
-from exportkit.rewrites.attributes import original_attribute, replaced_attributes
+from exportkit.overrides import original_attribute, replaced_attributes
 
 
 class _Target(NamedTuple):

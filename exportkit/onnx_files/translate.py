@@ -21,13 +21,12 @@ from exportkit.onnx_files.complex_pairs import with_complex_as_pairs
 from exportkit.onnx_files.constants import with_constants
 from exportkit.onnx_files.names import input_names, output_names
 from exportkit.onnx_files.onnx_forms import with_onnx_forms
+from exportkit.overrides import replaced_attributes
 from exportkit.plan.plan import Plan
 from exportkit.programs.assertions import without_assertions
 from exportkit.programs.program import Captured, without_gradients
-from exportkit.rewrites.any_length import operators_at_any_length
-from exportkit.rewrites.attributes import replaced_attributes
-from exportkit.rewrites.library_patches import library_translations
-from exportkit.rewrites.rules import LIBRARY_PATCHES, applied
+from exportkit.rewrites.library import library_translations, operators_at_any_length
+from exportkit.rewrites.table import LIBRARY_PATCHES, applied
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import registered_caches
 

@@ -25,7 +25,7 @@ from exportkit.programs.module_state import WithState
 from exportkit.programs.program import Captured
 from exportkit.programs.stages import TRANSLATION_PER_TRACE, stage
 from exportkit.programs.stateful import onnx_model_of
-from exportkit.rewrites.rules import LIBRARY_PATCHES
+from exportkit.rewrites.table import LIBRARY_PATCHES
 from exportkit.trees import Tree
 
 

@@ -35,18 +35,18 @@ from exportkit.programs.programs import ExportedPrograms
 from exportkit.programs.split import split_export, wrong_on_a_cluster
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.programs.weights import with_weights
-from exportkit.rewrites.chunks import chunk_size_of
+from exportkit.rewrites.chunk_scans import chunk_size_of
 from exportkit.rewrites.lists import ListingNoted
-from exportkit.rewrites.rules import (
+from exportkit.rewrites.table import (
     ALL_BUT_NONE,
     ALL_EXPERTS,
     FEATURE_ROWS,
     LISTS_OF_ONE,
     SYMBOLIC_LENGTHS,
-    Rule,
+    Rewrite,
     adapted_call,
     applied,
-    matching_rules,
+    matching_rewrites,
 )
 from exportkit.running.eager import run_eager
 from exportkit.trees import flatten
@@ -183,7 +183,7 @@ def _part(module: torch.nn.Module, observation: Observation, probe: bool) -> Exp
 
 
 def traced(
-    model: torch.nn.Module, method: str, plan: BoundPlan, seconds: dict[str, float], first: Sequence[Rule] = ()
+    model: torch.nn.Module, method: str, plan: BoundPlan, seconds: dict[str, float], first: Sequence[Rewrite] = ()
 ) -> Exported:
     """Returns the model traced for a plan, and audited.
 
@@ -199,7 +199,7 @@ def traced(
         ExportError: if torch cannot trace the model, or its program serves less than the plan.
     """
     with stage("arguments", seconds):
-        rules = [*first, *matching_rules(model, build_call(plan, plan.observation, choose_sizes(plan)).values())]
+        rules = [*first, *matching_rewrites(model, build_call(plan, plan.observation, choose_sizes(plan)).values())]
         rules += [FEATURE_ROWS] if plan.placeholders else []
         partly_cached = any(rule.adapt is not None for rule in rules)
         sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
@@ -215,7 +215,7 @@ def traced(
         fills = find_fills(plan, plan.observation, model, method)
     about = TRACE_PER_MODULE * sum(1 for _ in model.modules())
 
-    def attempt(with_rules: Sequence[Rule]) -> Exported:
+    def attempt(with_rules: Sequence[Rewrite]) -> Exported:
         captured = capture_somehow(model, method, plan, arguments, outputs, with_rules, joined)
         exported = Exported(
             captured, plan.plan, plan.observation, sizes, fills, outputs, model, method, joined, member_rows, seconds
@@ -226,7 +226,7 @@ def traced(
         return _with_lengths_kept(attempt, rules)
 
 
-def _with_lengths_kept(attempt: Callable[[Sequence[Rule]], Exported], rules: Sequence[Rule]) -> Exported:
+def _with_lengths_kept(attempt: Callable[[Sequence[Rewrite]], Exported], rules: Sequence[Rewrite]) -> Exported:
     """What an attempt returns; where it takes a length for a number, and need not, that of the one that does not."""
     exported = attempt(rules)
     if SYMBOLIC_LENGTHS.name in exported.captured.rules or not fixed_branches(exported.plan):
@@ -292,7 +292,7 @@ def _subject(
     return with_module_state(model, observation.method_name, observation) or (model, observation)
 
 
-def _eager_outputs(model: torch.nn.Module, method: str, arguments: Call, rules: Sequence[Rule]) -> Any:
+def _eager_outputs(model: torch.nn.Module, method: str, arguments: Call, rules: Sequence[Rewrite]) -> Any:
     names = arguments.signature.names
     adapting = [rule for rule in rules if rule.adapt is not None]
 
@@ -313,7 +313,7 @@ def _eager_outputs(model: torch.nn.Module, method: str, arguments: Call, rules: 
         ) from error
 
 
-def _rule_for_experts(model: torch.nn.Module, method: str, arguments: Call, rules: Sequence[Rule]) -> Rule:
+def _rule_for_experts(model: torch.nn.Module, method: str, arguments: Call, rules: Sequence[Rewrite]) -> Rewrite:
     """How loops over experts go over all of them: the model itself says whether the last place stands for none."""
     try:
         with applied([ALL_EXPERTS], model):

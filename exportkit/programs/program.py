@@ -21,20 +21,20 @@ from exportkit.calls.call import Call
 from exportkit.calls.recorder import recording_paused
 from exportkit.calls.signature import Signature
 from exportkit.errors import ExportError
+from exportkit.overrides import replaced_attributes
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import size_in
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.programs.failure import Attempt, failure
 from exportkit.programs.flat import FlatSignature
-from exportkit.rewrites.any_length import operators_at_any_length
-from exportkit.rewrites.attributes import replaced_attributes
+from exportkit.rewrites.library import operators_at_any_length
 from exportkit.rewrites.lists import SYMBOLIC_LENGTH
-from exportkit.rewrites.rules import (
+from exportkit.rewrites.table import (
     LIBRARY_PATCHES,
     LISTS_OF_ONE,
     STRICT,
     SYMBOLIC_LENGTHS,
-    Rule,
+    Rewrite,
     adapted_call,
     applied,
 )
@@ -66,7 +66,7 @@ def capture_somehow(  # noqa: PLR0917 - what `capture` takes
     plan: Plan,
     arguments: Call,
     outputs: Tree,
-    rules: Sequence[Rule],
+    rules: Sequence[Rewrite],
     joined: Sequence[str] = (),
 ) -> Captured:
     """Returns what `capture` does; where that fails, with one rewrite of the last resort after the other.
@@ -75,7 +75,7 @@ def capture_somehow(  # noqa: PLR0917 - what `capture` takes
         ExportError: of the plainest attempt, if all of them fail.
     """
 
-    def attempt(with_rules: Sequence[Rule]) -> Captured | ExportError:
+    def attempt(with_rules: Sequence[Rewrite]) -> Captured | ExportError:
         try:
             return capture(model, method, plan, arguments, outputs, with_rules, joined)
         except ExportError as error:
@@ -93,7 +93,7 @@ def capture_somehow(  # noqa: PLR0917 - what `capture` takes
     raise cause if isinstance(cause, ExportError) else found
 
 
-def _last_resorts(model: torch.nn.Module, error: ExportError) -> list[Rule]:
+def _last_resorts(model: torch.nn.Module, error: ExportError) -> list[Rewrite]:
     is_of_library = any(type(module).__module__.startswith("transformers.") for module in model.modules())
     fixed = any(text in str(error.__cause__) for text in ("specialized", SYMBOLIC_LENGTH))
     return [*([SYMBOLIC_LENGTHS, STRICT] if fixed else []), *([LIBRARY_PATCHES] if is_of_library else [])]
@@ -105,7 +105,7 @@ def capture(  # noqa: PLR0917 - one call, seen from all sides
     plan: Plan,
     arguments: Call,
     outputs: Tree,
-    rules: Sequence[Rule] = (),
+    rules: Sequence[Rewrite] = (),
     joined: Sequence[str] = (),
 ) -> Captured:
     """Returns the program that torch.export traces for the arguments, with the plan's variables as dynamic axes.

@@ -78,7 +78,7 @@ class Call(torch.nn.Module):
 
 
 def with_rewrites(call, spec):
-    from exportkit.rewrites.rules import BUILT_IN, adapted_call, applied
+    from exportkit.rewrites.table import BUILT_IN, adapted_call, applied
     from exportkit.trees import set_stored_length
 
     rules = [BUILT_IN[name] for name in spec["rules"] if name in BUILT_IN]

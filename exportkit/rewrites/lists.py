@@ -1,40 +1,40 @@
-"""Lists with a tensor for each image become lists of one tensor: a trace has no list of symbolic length.
+"""Lists of tensors, and lengths that a model takes as Python ints: both would fix an axis that varies.
 
-Encoders iterate over the images (``list(features)``) or split rows at sizes that they read from a tensor, and whoever
-gets the list concatenates it again. While this rule is in force, such a list holds all of it as one tensor. That is
-right as far as elements are only ever concatenated, which the proof at other counts shows.
+Encoders iterate over the images (``list(features)``) or split rows at sizes that they read from a tensor, and later
+concatenate the list again. A trace has no list of symbolic length, so here such a list holds everything as one tensor.
+That is right if elements are only ever concatenated, which the proof at other counts shows.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.tracing import traced_tensor_classes
-from exportkit.rewrites.attributes import replaced_attributes
-from exportkit.rewrites.expert_loops import is_mask
+from exportkit.overrides import Attribute, replaced
+from exportkit.rewrites.experts import is_mask
 
-SYMBOLIC_LENGTH = "the length of this tensor is symbolic"
+SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
+
+_Context = contextlib.AbstractContextManager[None]
 _LISTING = {"unbind", "tolist", "split", "split_with_sizes"}
 
 
-class Sizes:
-    """What ``tolist`` gives for a tensor of symbolic length: sizes that only a split may take."""
-
-
 class ListingNoted(TorchFunctionMode):
-    """Notes whether a list is made along the first axis of a tensor that has one of the given sizes.
+    """Notes whether a model makes a list along the first axis of a tensor that has one of the given sizes.
 
     Args:
-        sizes: Sizes that belong to dynamic axes alone.
+        sizes: Sizes that occur on dynamic axes only.
 
     Attributes:
-        found: Whether one is.
-        of_places: Whether one is made of the places where a mask is not zero.
+        found: Whether it makes such a list.
+        of_places: Whether it makes a list of the nonzero places of a mask.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -64,55 +64,104 @@ class ListingNoted(TorchFunctionMode):
         return args[0].ndim > 0 and args[0].shape[0] in self._sizes
 
 
-@contextlib.contextmanager
-def lists_of_one(_model: torch.nn.Module) -> Iterator[None]:
-    """Puts methods in force that make one element of what is listed along an axis of symbolic length."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced_attributes(torch.Tensor, {"__iter__": _iter, "__len__": _len, "split": _split}))
-        stack.enter_context(replaced_attributes(torch, {"split": _torch_split}))
-        for cls in (torch.Tensor, *traced_tensor_classes()):
-            stack.enter_context(replaced_attributes(cls, {"tolist": _tolist_of(cls)}))
-        yield
+class Sizes:
+    """The result of ``tolist`` for a tensor of symbolic length: sizes that only a split may take."""
+
+
+def lists_of_one(_model: torch.nn.Module) -> _Context:
+    """Replaces methods so that lists along an axis of symbolic length have one element."""
+    methods = {"__iter__": _iter, "__len__": _len, "split": _split}
+    return replaced(
+        [
+            *((Attribute(torch.Tensor, name), method) for name, method in methods.items()),
+            (Attribute(torch, "split"), _torch_split),
+            *((Attribute(cls, "tolist"), _tolist_of(cls)) for cls in (torch.Tensor, *traced_tensor_classes())),
+        ]
+    )
 
 
 def _is_symbolic(tensor: torch.Tensor) -> bool:
     return tensor.ndim > 0 and isinstance(tensor.shape[0], torch.SymInt)
 
 
-_tensor_iter, _tensor_len, _tensor_split, _split_function = (
-    torch.Tensor.__iter__, torch.Tensor.__len__, torch.Tensor.split, torch.split,
-)  # fmt: skip
+_original: dict[str, Callable[..., Any]] = {
+    "__iter__": torch.Tensor.__iter__, "__len__": torch.Tensor.__len__, "split": torch.Tensor.split,
+    "torch.split": torch.split,
+}  # fmt: skip
 
 
-def _iter(self: torch.Tensor) -> Iterator[torch.Tensor]:
-    return iter([self.flatten(0, 1)]) if self.ndim > 1 and _is_symbolic(self) else _tensor_iter(self)
+def _iter(self: torch.Tensor) -> Any:
+    return iter([self.flatten(0, 1)]) if self.ndim > 1 and _is_symbolic(self) else _original["__iter__"](self)
 
 
-def _len(self: torch.Tensor) -> int:
-    if _is_symbolic(self):  # list() then does without the length; anybody else fails, instead of freezing it
+def _len(self: torch.Tensor) -> Any:
+    if _is_symbolic(self):  # list() then does without the length; other callers fail instead of fixing it
         raise TypeError(SYMBOLIC_LENGTH)
-    return _tensor_len(self)
+    return _original["__len__"](self)
 
 
 def _split(self: torch.Tensor, split_size: Any, dim: int = 0) -> Any:
-    return (self,) if _are_unknown(split_size) else _tensor_split(self, split_size, dim)
+    return (self,) if _are_unknown(split_size) else _original["split"](self, split_size, dim)
 
 
 def _torch_split(tensor: torch.Tensor, split_size_or_sections: Any, dim: int = 0) -> Any:
-    if _are_unknown(split_size_or_sections):
-        return (tensor,)
-    return _split_function(tensor, split_size_or_sections, dim)
+    is_one = _are_unknown(split_size_or_sections)
+    return (tensor,) if is_one else _original["torch.split"](tensor, split_size_or_sections, dim)
 
 
 def _are_unknown(sizes: Any) -> bool:
-    """Whether these sizes of parts are those of a list that is one tensor here; another rule may leave a None."""
+    """Whether these are sizes of a list that is one tensor here; the rewrite of tiles makes a list with None."""
     return isinstance(sizes, Sizes) or (isinstance(sizes, list) and None in sizes)
 
 
-def _tolist_of(cls: type) -> Any:
+def _tolist_of(cls: Any) -> Callable[[torch.Tensor], Any]:
     original = cls.tolist
 
     def tolist(self: torch.Tensor) -> Any:
         return Sizes() if self.ndim == 1 and _is_symbolic(self) else original(self)
 
     return tolist
+
+
+# Lengths
+#
+# `len(tensor)`, `int(length)` and transformers' `torch_int` make an int of a symbolic length, which fixes it. Here
+# these names are shadowed in the Python modules that define the model's classes.
+
+
+def symbolic_lengths(model: torch.nn.Module) -> _Context:
+    """Shadows what makes ints of lengths, in the Python modules that define the classes of the model."""
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    own = [sys.modules[n] for n in sorted(names) if n.partition(".")[0] not in ("torch", "builtins", "exportkit")]
+    shadows = {"len": _length, "int": _Int, "torch_int": _Int}
+    return replaced(
+        [
+            (Attribute(module, name), shadow)
+            for module in own
+            for name, shadow in shadows.items()
+            if name != "torch_int" or hasattr(module, name)
+        ]
+    )
+
+
+def _length(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else builtins.len(value)
+
+
+class _Symbolic(type):
+    """Makes its class stand for ``int``, which is also a type that values are checked against."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], torch.SymInt | torch.SymFloat):
+            return torch.sym_int(args[0])
+        return builtins.int(*args, **options)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, builtins.int)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, builtins.int)
+
+
+class _Int(builtins.int, metaclass=_Symbolic):
+    pass

@@ -1,4 +1,4 @@
-"""Proof that a replacement computes the same. In come two modules and inputs; out come the differences by output."""
+"""Compares the outputs of a module and its replacement on the same inputs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from exportkit.errors import InvalidTypeError, PatchError
-from exportkit.rewrites.slots import ClassOf, replaced_slots
+from exportkit.overrides import ClassOf, replaced
 from exportkit.running.compare import compare_tensors, tolerances
-from exportkit.swapping.forwards import require_same_forward
-from exportkit.swapping.rebuild import is_rebuilt, rebuilt
+from exportkit.swapping.replacement import is_rebuilt, rebuilt, require_same_forward
 from exportkit.trees import flatten
 
 
 @dataclass(frozen=True)
 class CheckedOutput:
-    """One output of both: its path, and the largest absolute difference (0 for equal constants)."""
+    """One output: its path, and the largest absolute difference between both modules (0 for equal constants)."""
 
     path: str
     difference: float
@@ -27,13 +26,13 @@ class CheckedOutput:
 
 @dataclass(frozen=True)
 class PatchCheck:
-    """The outputs that were compared; all are equal within the tolerance."""
+    """The outputs that were compared, all of them equal within the tolerance."""
 
     rows: tuple[CheckedOutput, ...]
 
     @property
     def largest(self) -> float:
-        """The largest absolute difference of all."""
+        """The largest absolute difference of all outputs."""
         return max((row.difference for row in self.rows), default=0.0)
 
     def __str__(self) -> str:
@@ -49,18 +48,18 @@ def check_patch(
 ) -> PatchCheck:
     """Returns the differences between two modules in eager mode, all of them within the tolerance.
 
-    Both get copies of the inputs and the same random numbers. Buffers are afterwards as they were.
+    Both get copies of the inputs and the same random numbers. Buffers are restored afterwards.
 
     Args:
-        original: The module as it is.
-        patched: Another module, or a class that is to replace that of ``original``.
+        original: The original module.
+        patched: A second module, or a class that is to replace the class of ``original``.
         inputs: Arguments: a tuple, a dict by name, or a single tensor.
-        rtol: Relative tolerance; if both are None, those of `torch.testing.assert_close` for the dtype.
+        rtol: Relative tolerance; if both are None, `torch.testing.assert_close` chooses by dtype.
         atol: Absolute tolerance.
 
     Raises:
-        PatchError: if an output differs, or one of the two has outputs of another structure or forward.
-        InvalidTypeError: if something is no module.
+        PatchError: if an output, the structure of the outputs or the signature of ``forward`` differs.
+        InvalidTypeError: if ``original`` is not a module.
 
     Example:
         >>> class Same(torch.nn.Linear):
@@ -86,7 +85,7 @@ def _standing_in(original: torch.nn.Module, patched: type[torch.nn.Module]) -> I
     if is_rebuilt(patched):
         yield rebuilt(original, patched)
         return
-    with replaced_slots([(ClassOf(original), patched)]):
+    with replaced([(ClassOf(original), patched)]):
         yield original
 
 

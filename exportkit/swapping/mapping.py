@@ -1,8 +1,8 @@
-"""The registry of replacements. In come names of classes, or regular expressions for them; out comes the class for one.
+"""The registry of replacement classes, by names of classes or regular expressions for them.
 
-A key that is a name (``LlamaMLP``) means classes of exactly that name, and one with dots, which begins with the Python
-module (``torch.nn.modules.linear.Linear``), a single class. Any other key is a regular expression that is searched for
-in the name; if it has an escaped dot, in the name with dots. Beside them are the rewrites that exportkit itself has.
+A key that is a name (``LlamaMLP``) stands for all classes of that name. A key with dots, which begins with the Python
+module (``torch.nn.modules.linear.Linear``), stands for one class. Any other key is a regular expression, which is
+searched for in the name, or in the name with its module if the expression has an escaped dot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from exportkit.errors import InvalidRequestError, InvalidTypeError
-from exportkit.rewrites.rules import BUILT_IN, Rule
+from exportkit.rewrites.table import BUILT_IN, Rewrite
 
 Key = str | re.Pattern[str]
 
@@ -39,7 +39,7 @@ class Entry:
         return self.key if isinstance(self.key, str) else self.key.pattern
 
     def means(self, name: str, qualified: str) -> bool:
-        """Returns whether it is for a class of that name, ``qualified`` with its module."""
+        """Returns whether it stands for a class with this name, which is ``qualified`` with its module."""
         if self.pattern is None:
             return self.key in (name, qualified)
         return self.pattern.search(qualified if r"\." in self.pattern.pattern else name) is not None
@@ -49,13 +49,13 @@ def register_patch_mapping(mapping: Mapping[Key, type[torch.nn.Module]], overwri
     """Registers replacements of module classes, all of them or none; `apply_patches` puts them in force.
 
     Args:
-        mapping: Replacement by key: the name of a class, its name with its module, or a regular expression. Names come
-            before expressions, and those in the order of registration.
-        overwrite: Whether a key that is registered already gets a new replacement.
+        mapping: Replacement by key: the name of a class, its name with its module, or a regular expression. Names take
+            precedence over expressions, and among expressions the one that was registered first.
+        overwrite: Whether a key that is already registered gets a new replacement.
 
     Raises:
-        InvalidTypeError: for a replacement that is no subclass of ``torch.nn.Module``.
-        InvalidRequestError: for a key that is registered already, or that does not compile.
+        InvalidTypeError: if a replacement is not a subclass of ``torch.nn.Module``.
+        InvalidRequestError: if a key is already registered, or does not compile.
 
     Example:
         >>> class QuietLinear(torch.nn.Linear):
@@ -68,20 +68,20 @@ def register_patch_mapping(mapping: Mapping[Key, type[torch.nn.Module]], overwri
         taken = [entry.text for key, entry in entries.items() if key in _entries]
         if taken and not overwrite:
             raise InvalidRequestError(
-                f"A replacement is registered already for {', '.join(map(repr, taken))}.",
+                f"A replacement is already registered for {', '.join(map(repr, taken))}.",
                 hint="pass overwrite=True to replace it.",
             )
         _entries.update(entries)
 
 
 def unregister_patch_mapping(keys: Iterable[Key]) -> None:
-    """Takes replacements out of the registry, all of them or none.
+    """Removes replacements from the registry, all of them or none.
 
     Args:
         keys: Keys as they were registered.
 
     Raises:
-        InvalidRequestError: for a key that is not registered.
+        InvalidRequestError: if a key is not registered.
     """
     keys = [keys] if isinstance(keys, str | re.Pattern) else list(keys)
     with _lock:
@@ -100,7 +100,7 @@ def get_patch_mapping(built_in: bool = False) -> dict[Key, Any]:
     """Returns a copy of the registry: replacement by key.
 
     Args:
-        built_in: Whether to add exportkit's own rewrites by their names, which are no classes: `exportkit.export`
+        built_in: Whether to add exportkit's own rewrites by their names. They are not classes: `exportkit.export`
             chooses among them, and `apply_patches` takes their names.
 
     Example:
@@ -109,14 +109,14 @@ def get_patch_mapping(built_in: bool = False) -> dict[Key, Any]:
     """
     with _lock:
         registered = {key: entry.replacement for key, entry in _entries.items()}
-    return {**registered, **BUILT_IN} if built_in else registered
+    return registered | (dict[Key, Any](BUILT_IN) if built_in else {})
 
 
-def built_in_rules(names: Iterable[str]) -> list[Rule]:
-    """Returns exportkit's own rewrites of these names, which work outside of an export.
+def built_in_rewrites(names: Iterable[str]) -> list[Rewrite]:
+    """Returns exportkit's own rewrites with these names, if they work outside of an export.
 
     Raises:
-        InvalidRequestError: for a name that none has, or whose rewrite needs the call that an export traces.
+        InvalidRequestError: if a name is unknown, or its rewrite needs the call that an export traces.
     """
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
@@ -128,27 +128,27 @@ def built_in_rules(names: Iterable[str]) -> list[Rule]:
             )
         if BUILT_IN[name].adapt is not None:
             raise InvalidRequestError(
-                f"The rewrite {name!r} changes the arguments of a trace, so it is in force in export() only."
+                f"The rewrite {name!r} changes the arguments of a trace, so it works inside export() only."
             )
     return [BUILT_IN[name] for name in names]
 
 
 def clear_patch_mapping() -> None:
-    """Takes all replacements out of the registry."""
+    """Removes all replacements from the registry."""
     with _lock:
         _entries.clear()
 
 
 def entries() -> list[Entry]:
-    """Returns what is registered: names before expressions."""
+    """Returns the registered replacements, names before expressions."""
     with _lock:
         return sorted(_entries.values(), key=lambda entry: entry.pattern is not None)
 
 
 def entry_for(entries: Sequence[Entry], cls: type, name: str | None = None) -> Entry | None:
-    """Returns the first entry that means a class, or the name that it has somewhere, or None.
+    """Returns the first entry that stands for a class, or for the name that it has somewhere, or None.
 
-    What replaces others is never replaced itself, whatever its name.
+    A class that is itself a replacement is never replaced, whatever its name.
     """
     if any(entry.replacement is cls for entry in entries):
         return None
@@ -165,12 +165,12 @@ def qualified_name(cls: type) -> str:
 def _entry(key: Any, replacement: Any) -> Entry:
     text = key.pattern if isinstance(key, re.Pattern) else key
     if not isinstance(text, str) or not text:
-        raise InvalidTypeError("A key of the patch mapping is no name.", expected="str", got=repr(key))
+        raise InvalidTypeError("A key of the patch mapping must be a name.", expected="str", got=repr(key))
     if not isinstance(replacement, type) or not issubclass(replacement, torch.nn.Module):
         raise InvalidTypeError(
             f"The replacement of {text!r} must be a subclass of nn.Module.",
             got=repr(replacement),
-            hint="to build replacements by a function, give the class a classmethod `from_module(original)`.",
+            hint="to build replacements with a function, give the class a classmethod `from_module(original)`.",
         )
     if isinstance(key, re.Pattern):
         return Entry(key, replacement, key)
@@ -185,13 +185,13 @@ def _compiled(key: str) -> re.Pattern[str]:
     except re.error as error:
         names = difflib.get_close_matches(re.sub(r"\W", "", key), _names_of_modules(), n=3, cutoff=0.5)
         raise InvalidRequestError(
-            f"The key {key!r} is no name of a class, and no regular expression: {error}.",
+            f"The key {key!r} is neither the name of a class nor a regular expression: {error}.",
             hint=f"nearest classes: {', '.join(names) or 'nothing similar'}.",
         ) from error
 
 
 def _names_of_modules() -> set[str]:
-    """Names of all module classes that are loaded."""
+    """The names of all module classes that are loaded."""
     names, classes = set(), [torch.nn.Module]
     while classes:
         cls = classes.pop()

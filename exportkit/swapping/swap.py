@@ -1,11 +1,9 @@
-"""Registered replacements in force: in the modules of one model, or in the Python modules that classes come from.
-
-In comes the registry, and a model or nothing; out comes a report of what was swapped where. Everything is put back.
-"""
+"""Puts registered replacements in force: in one model, in the Python modules that define classes, in declarations."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,13 +13,23 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.transformers import RECORDABLE_OUTPUTS, recordable_outputs
 from exportkit.errors import InvalidRequestError, InvalidTypeError, PatchError
-from exportkit.rewrites.attributes import is_open, original_attribute, replaced_attributes
-from exportkit.rewrites.rules import applied
-from exportkit.rewrites.slots import ChildOf, ClassOf, Slot, original_class, original_in, replaced_slots
-from exportkit.swapping.forwards import require_same_forward
-from exportkit.swapping.mapping import Entry, built_in_rules, entries, entry_for, qualified_name
-from exportkit.swapping.rebuild import is_rebuilt, rebuilt
+from exportkit.overrides import (
+    Attribute,
+    ChildOf,
+    ClassOf,
+    Slot,
+    is_replaced,
+    original_attribute,
+    original_class,
+    original_in,
+    replace,
+    replaced,
+)
+from exportkit.rewrites.table import applied
+from exportkit.swapping.mapping import Entry, built_in_rewrites, entries, entry_for, qualified_name
+from exportkit.swapping.replacement import is_rebuilt, rebuilt, require_same_forward
 
 
 @dataclass(frozen=True)
@@ -71,24 +79,24 @@ class AppliedPatches:
 
 @contextlib.contextmanager
 def apply_patches(model: torch.nn.Module | None = None, built_in: Iterable[str] = ()) -> Iterator[AppliedPatches]:
-    """Puts the registered replacements in force for the time of a ``with`` block, and says what was swapped where.
+    """Puts the registered replacements in force for the time of a ``with`` block, and reports what was swapped where.
 
-    With a model, its live modules become instances of the replacements, with the weights and attributes they have:
-    their ``__init__`` does not run. If a replacement has a classmethod ``from_module(original)``, what that returns
-    takes the module's place instead; weights of the same name and shape are those of the original. Without a model, the
-    classes are replaced wherever a loaded Python module has them, for models that are built in the block.
+    With a model, its live modules become instances of the replacements and keep their weights and attributes; the
+    ``__init__`` of the replacement does not run. If a replacement has a classmethod ``from_module(original)``, the
+    module that it returns takes the place of the original, and shares its tensors of the same name and shape. Without a
+    model, classes are replaced wherever a loaded Python module refers to them, for models that are built in the block.
 
     Blocks may be nested, overlap in threads, and be left in any order.
 
     Args:
         model: The model whose modules to swap.
-        built_in: Names of exportkit's own rewrites to put in force as well, see `get_patch_mapping`; for a model that
-            is traced without `exportkit.export`, which chooses them by itself.
+        built_in: Names of exportkit's own rewrites to put in force as well, see `get_patch_mapping`. This is for models
+            that are traced without `exportkit.export`, which chooses its rewrites itself.
 
     Raises:
-        PatchError: if a replacement cannot take its place; nothing was changed then.
-        InvalidTypeError: if the model is no module.
-        InvalidRequestError: if there is no such rewrite, or no model that it is for.
+        PatchError: if a replacement cannot stand in for its original; nothing has been changed then.
+        InvalidTypeError: if the model is not a module.
+        InvalidRequestError: if a rewrite does not exist, or is given without a model.
 
     Example:
         >>> class Doubled(torch.nn.Linear):
@@ -101,12 +109,12 @@ def apply_patches(model: torch.nn.Module | None = None, built_in: Iterable[str] 
         >>> clear_patch_mapping()
     """
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise InvalidTypeError("Only modules have patches.", expected="torch.nn.Module", got=type(model).__name__)
-    rules = built_in_rules(built_in)
-    if rules and model is None:
+        raise InvalidTypeError("Only modules can be patched.", expected="torch.nn.Module", got=type(model).__name__)
+    rewrites = built_in_rewrites(built_in)
+    if rewrites and model is None:
         raise InvalidRequestError("A built-in rewrite needs the model that it is for.", expected="apply_patches(model)")
     registered = entries()
-    names = tuple(rule.name for rule in rules)
+    names = tuple(rewrite.name for rewrite in rewrites)
     if not registered and model is None:
         yield AppliedPatches((), ())
     elif model is None:
@@ -114,12 +122,12 @@ def apply_patches(model: torch.nn.Module | None = None, built_in: Iterable[str] 
             yield _report(swaps, registered, ())
     else:
         slots, swaps = _in_model(model, registered) if registered else ([], [])
-        with replaced_slots(slots), applied(rules, model):
+        with replaced(slots), applied(rewrites, model):
             yield _report(swaps, registered, names)
 
 
 def swaps_in_force(model: torch.nn.Module) -> list[tuple[type, type, int]]:
-    """Returns which classes of a model's live modules are replaced now: the class, that in its place, how many."""
+    """Returns which classes of a model's modules are replaced now: the class, its replacement, how many modules."""
     found = Counter(
         (original_class(before), type(model.get_submodule(path))) for path, before in _modules_as_they_were(model)
     )
@@ -132,7 +140,7 @@ def _report(swaps: Sequence[Swap], registered: Sequence[Entry], built_in: tuple[
 
 
 def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list[tuple[Slot, Any]], list[Swap]]:
-    """What to put where; nothing is changed yet."""
+    """The slots with their new values, and what will be swapped; nothing is changed yet."""
     slots: list[tuple[Slot, Any]] = []
     swaps = []
     chosen: dict[type, Entry | None] = {}
@@ -145,7 +153,7 @@ def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list
             continue
         if "forward" in vars(module):
             raise PatchError(
-                f"{path or 'the model'} cannot be swapped: it has a forward of its own, which hides that of its class.",
+                f"{path or 'the model'} cannot be swapped: its forward of its own hides the forward of its class.",
                 hint="leave the context that replaced it first.",
             )
         how = "rebuilt" if is_rebuilt(entry.replacement) else "class"
@@ -155,7 +163,7 @@ def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list
 
 
 def _modules_as_they_were(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules by path; in place of one that another block rebuilt, the original."""
+    """The modules by path; for a module that another block rebuilt, the original."""
     for path, module in model.named_modules():
         if path and is_rebuilt(type(module)):
             yield path, original_in(_place(model, path))
@@ -169,7 +177,7 @@ def _place(model: torch.nn.Module, path: str) -> ChildOf:
 
 
 def _places(model: torch.nn.Module) -> list[ChildOf]:
-    """All that hold a module inside the model, each once."""
+    """The places that hold a module inside the model, each once."""
     paths = (path for path, _ in model.named_modules(remove_duplicate=False) if path)
     return list(dict.fromkeys(_place(model, path) for path in paths))
 
@@ -187,11 +195,11 @@ def _rebuilt(model: torch.nn.Module, module: torch.nn.Module, entry: Entry) -> l
     places = [place for place in _places(model) if original_in(place) is module]
     if not places:
         raise PatchError(
-            f"{qualified_name(type(module))} cannot be rebuilt: it is the model itself, which nothing holds.",
+            f"{qualified_name(type(module))} cannot be rebuilt: it is the model itself, which no module holds.",
             hint="apply the patches to a module that has it as a child.",
         )
     now = places[0].read()
-    if now is not module and type(now) is entry.replacement:  # another block rebuilt it already
+    if now is not module and type(now) is entry.replacement:  # another block has already rebuilt it
         return [(place, now) for place in places]
     new = rebuilt(module, entry.replacement)
     return [(place, new) for place in places]
@@ -205,13 +213,14 @@ def _in_python_modules(registered: Sequence[Entry]) -> Iterator[list[Swap]]:
         for module, name, original, entry in found
     ]
     for swap in swaps:
-        if swap.key == qualified_name(swap.original):  # other keys may mean classes that nobody is going to use
+        if swap.key == qualified_name(swap.original):  # other keys may stand for classes that are never used
             require_same_forward(swap.original, swap.replacement, abstract=True)
     with contextlib.ExitStack() as stack:
         if found:
             stack.callback(_put_back_copies, found, _holders({entry.replacement for entry in registered}))
-        for module, name, _, entry in found:
-            stack.enter_context(replaced_attributes(module, {name: entry.replacement}))  # type: ignore[arg-type]
+        stack.enter_context(
+            replaced([(Attribute(module, name), entry.replacement) for module, name, _, entry in found])
+        )
         yield swaps
 
 
@@ -229,24 +238,86 @@ def _names_to_replace(registered: Sequence[Entry]) -> list[tuple[ModuleType, str
 
 
 def _holders(replacements: set[type]) -> set[tuple[str, str]]:
-    """The names that stand for a replacement now."""
+    """The names that currently stand for a replacement."""
     return {(module.__name__, name) for module, name, value in _module_classes() if value in replacements}
 
 
 def _module_classes() -> Iterator[tuple[ModuleType, str, type]]:
-    """Yields each name of a loaded Python module that stands for a module class now."""
+    """Yields each name in a loaded Python module that currently stands for a module class."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             for name, value in list(vars(module).items()):
-                # type(value), as lazy objects that pretend to be something are not to be woken
+                # type(value): isinstance would load lazy objects that stand for a class
                 if issubclass(type(value), type) and torch.nn.Module in value.__mro__:
                     yield module, name, value
 
 
 def _put_back_copies(found: Sequence[tuple[ModuleType, str, type, Entry]], before: set[tuple[str, str]]) -> None:
-    """Names that took a replacement while it was in force (an import, a lazy module) get the class it stood for."""
+    """Restores the class in names that took a replacement while it was in force (an import, a lazy module)."""
     originals = {(name, entry.replacement): original for _, name, original, entry in found}
     for module, name, value in _module_classes():
         original = originals.get((name, value))
-        if original is not None and (module.__name__, name) not in before and not is_open(module, name):
+        if original is not None and (module.__name__, name) not in before and not is_replaced(module, name):
             setattr(module, name, original)
+
+
+class PatchedRecorders(contextlib.AbstractContextManager["PatchedRecorders"]):
+    """Changed declarations of a model; `undo`, or leaving a ``with`` block, restores them."""
+
+    def __init__(self, undo: contextlib.ExitStack) -> None:
+        self._stack = undo
+
+    def undo(self) -> None:
+        """Restores the declarations; overlapping changes may be undone in any order."""
+        self._stack.close()
+
+    def __exit__(self, *_error: object) -> None:
+        self.undo()
+
+
+def patch_output_recorders(model: torch.nn.Module) -> PatchedRecorders:
+    """Makes the model's ``_can_record_outputs`` name registered replacements, and returns an object that undoes this.
+
+    Only this model changes. Its class, and other models of that class, keep their declarations.
+
+    Args:
+        model: The model, whose modules may declare the outputs that can be captured.
+
+    Example:
+        >>> class Quiet(torch.nn.Linear):
+        ...     pass
+        >>> class Model(torch.nn.Sequential):
+        ...     _can_record_outputs = {"hidden_states": torch.nn.Linear}
+        >>> register_patch_mapping({"Linear": Quiet})
+        >>> model = Model(Quiet(2, 2))
+        >>> with patch_output_recorders(model):
+        ...     print(model._can_record_outputs["hidden_states"].__name__)
+        Quiet
+        >>> clear_patch_mapping()
+    """
+    registered = entries()
+    changes = []
+    for module in model.modules() if registered else ():
+        declared = recordable_outputs(module)
+        if declared:
+            changed = {key: _patched(spec, registered) for key, spec in declared.items()}
+            changes.append((Attribute(module, RECORDABLE_OUTPUTS), changed))
+    return PatchedRecorders(replace(changes))
+
+
+def _patched(spec: Any, registered: Sequence[Entry]) -> Any:
+    if isinstance(spec, list | tuple):
+        return [_patched(one, registered) for one in spec]
+    if isinstance(spec, str | type):
+        entry = _entry_for(spec, registered)
+        return spec if entry is None else entry.replacement
+    if not hasattr(spec, "target_class"):
+        return spec
+    entry = _entry_for(spec.target_class or spec.class_name, registered)
+    return spec if entry is None else dataclasses.replace(spec, target_class=entry.replacement)
+
+
+def _entry_for(target: Any, registered: Sequence[Entry]) -> Entry | None:
+    if isinstance(target, type):
+        return entry_for(registered, target)
+    return next((entry for entry in registered if target and entry.means(target, target)), None)

@@ -1,6 +1,6 @@
 """Models that cannot be exported, each for one reason; they import torch alone.
 
-A plain ``int`` would be kept symbolic: see exportkit.rewrites.symbolic_lengths.
+A plain ``int`` would be kept symbolic: see exportkit.rewrites.lists.
 """
 
 import builtins

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import exportkit
+from exportkit.overrides import replaced_attributes
 from exportkit.proof.prove import STEPWISE
-from exportkit.rewrites import rules as registry
-from exportkit.rewrites.attributes import replaced_attributes
-from exportkit.rewrites.rules import Rule
+from exportkit.rewrites import table
+from exportkit.rewrites.table import Rewrite
 
 
 class Sum(torch.nn.Module):
@@ -43,8 +43,8 @@ def model_and_observer():
 
 def test_a_graph_that_goes_on_from_the_state_is_proven_token_by_token(model_and_observer, monkeypatch, tmp_path):
     model, observer = model_and_observer
-    rule = Rule("goes on", lambda *_: True, lambda _model: replaced_attributes(Sum, {"forward": remembering}))
-    monkeypatch.setattr(registry, "RULES", (rule,))
+    rewrite = Rewrite("goes on", lambda _model: replaced_attributes(Sum, {"forward": remembering}))
+    monkeypatch.setattr(table, "REWRITES", (rewrite,))
     report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
     assert {row.where for row in report.rows if row.kind == "unseen"} == {STEPWISE}
@@ -55,7 +55,7 @@ def test_a_graph_that_is_wrong_token_by_token_too_is_not_proven(model_and_observ
         return 2 * remembering(_self, values, state)
 
     model, observer = model_and_observer
-    rule = Rule("wrong", lambda *_: True, lambda _model: replaced_attributes(Sum, {"forward": doubled}))
-    monkeypatch.setattr(registry, "RULES", (rule,))
+    rewrite = Rewrite("wrong", lambda _model: replaced_attributes(Sum, {"forward": doubled}))
+    monkeypatch.setattr(table, "REWRITES", (rewrite,))
     report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
     assert {row.status for row in report.rows} == {"differs"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.rewrites.feature_rows import check_unless_of_values, guarded_scatter, scatter_rows
+from exportkit.rewrites.images import check_unless_of_values, guarded_scatter, scatter_rows
 from tests.arguments.generative import IMAGE_TOKEN, TEXT
 
 

@@ -7,11 +7,12 @@ import torch
 
 import exportkit
 from exportkit.probing.simplify import as_simplified
-from exportkit.rewrites import packed_attention, rope_index, tiles
-from exportkit.rewrites.grids import grids_in_graph
-from exportkit.rewrites.library_patches import library_patches
-from exportkit.rewrites.rules import matching_rules
-from exportkit.rewrites.symbolic_lengths import symbolic_lengths
+from exportkit.rewrites import images as rewrites_of_images
+from exportkit.rewrites.attention import packed_attention
+from exportkit.rewrites.grids import get_rope_index, grids_in_graph
+from exportkit.rewrites.library import library_patches
+from exportkit.rewrites.lists import symbolic_lengths
+from exportkit.rewrites.table import matching_rewrites
 from exportkit.trees import flatten
 from tests.arguments.generative import IMAGE_TOKEN, TEXT, qwen2_5_vl
 
@@ -173,7 +174,7 @@ def test_an_encoder_returns_the_same_with_grids_read_in_the_graph(grids):
     call = patches(*grids)
     with torch.no_grad():
         expected = model.get_image_features(**call).pooler_output
-        with grids_in_graph(model), packed_attention.masked_segments(model):
+        with grids_in_graph(model), packed_attention(model):
             got = model.get_image_features(**call).pooler_output
         again = model.get_image_features(**call).pooler_output
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
@@ -189,30 +190,30 @@ def test_positions_of_image_tokens_are_those_of_the_model(hidden):
     given = {name: call[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw")} | {
         "attention_mask": mask
     }
-    for expected, got in zip(model.get_rope_index(**given), rope_index.get_rope_index(model, **given), strict=True):
+    for expected, got in zip(model.get_rope_index(**given), get_rope_index(model, **given), strict=True):
         assert torch.equal(expected, got)
 
 
 def test_tiles_are_packed_as_the_model_packs_them():
     model = llava_next().model
     sizes = [(32, 64), (64, 32), (33, 64), (20, 64), (64, 50), (100, 31), (31, 200), (400, 400), (7, 5)]
-    assert tiles._computes_the_same(model, torch.tensor(sizes))
+    assert rewrites_of_images._packs_the_same(model, torch.tensor(sizes))
 
 
-def test_a_decoder_of_features_needs_no_rule_for_images():
+def test_a_decoder_of_features_needs_no_rewrite_for_images():
     model, inputs = qwen2_5_vl()
-    names = [rule.name for rule in matching_rules(model, {"input_ids": inputs["input_ids"]})]
+    names = [rewrite.name for rewrite in matching_rewrites(model, {"input_ids": inputs["input_ids"]})]
     assert not any("image" in name or "grids" in name for name in names)
 
 
-@pytest.mark.parametrize("rule", [library_patches, symbolic_lengths])
-def test_rewrites_of_the_last_resort_leave_nothing_behind(rule):
+@pytest.mark.parametrize("rewrite", [library_patches, symbolic_lengths])
+def test_rewrites_of_the_last_resort_leave_nothing_behind(rewrite):
     model = llava()
-    with rule(model):
+    with rewrite(model):
         pass
     places = [torch, torch.Tensor, torch.nn.functional, __import__(type(model).__module__, fromlist=["_"])]
     before = [dict(vars(place)) for place in places]
-    with pytest.raises(KeyError), rule(model):  # noqa: PT012 - the exception leaves the context
+    with pytest.raises(KeyError), rewrite(model):  # noqa: PT012 - the exception leaves the context
         assert [dict(vars(place)) for place in places] != before
         raise KeyError
     assert [dict(vars(place)) for place in places] == before

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.rewrites.chunk_scan import attend_in_chunks
-from exportkit.rewrites.chunks import chunk_scan
-from exportkit.rewrites.delta_rule import delta_rule
-from exportkit.rewrites.lightning import traced_lightning_attention
-from exportkit.rewrites.rules import applied, matching_rules
-from exportkit.rewrites.weighted_average import weighted_average
+from exportkit.rewrites.chunk_scans import attend_in_chunks, delta_rule, state_space_scan
+from exportkit.rewrites.table import applied, matching_rewrites
+from exportkit.rewrites.token_scans import traced_lightning_attention, weighted_average
 from tests.arguments.generative import VOCABULARY, ids, padded_left
 
 SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -124,8 +121,8 @@ def test_the_state_space_scan_computes_what_transformers_does(length):
     )
     options = {"D": randn(4), "dt_bias": randn(4), "dt_softplus": True, "dt_limit": (0.0, 1.5)}
     state = {"initial_states": randn(2, 4, 6, 5), "return_final_states": True}
-    assert_same(mamba2_chunk_scan(*tensors, 8, **options, **state), chunk_scan(*tensors, 8, **options, **state))
-    assert_same([mamba2_chunk_scan(*tensors, 8)], [chunk_scan(*tensors, 8)])
+    assert_same(mamba2_chunk_scan(*tensors, 8, **options, **state), state_space_scan(*tensors, 8, **options, **state))
+    assert_same([mamba2_chunk_scan(*tensors, 8)], [state_space_scan(*tensors, 8)])
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -177,7 +174,7 @@ def test_several_tokens_on_a_state_give_what_they_give_one_by_one():
         for i in range(2, 6):
             expected = model(tokens[:, i : i + 1], cache_params=cache, use_cache=True)
         cache = model(tokens[:, :2], use_cache=True).cache_params
-        with applied(matching_rules(model, {}), model):
+        with applied(matching_rewrites(model, {}), model):
             got = model(tokens[:, 2:], cache_params=cache, use_cache=True)
     assert_same([expected.logits[:, -1]], [got.logits[:, -1]])
     for layer, other in zip(expected.cache_params.layers, got.cache_params.layers, strict=True):
@@ -230,8 +227,8 @@ def test_functions_and_methods_are_put_back_when_a_trace_fails():
 
     model = mamba()
     before = modeling_mamba.mamba_selective_scan, dict(vars(Cache))
-    rules = matching_rules(model, {})
-    with contextlib.suppress(RuntimeError), applied(rules, model):
+    rewrites = matching_rewrites(model, {})
+    with contextlib.suppress(RuntimeError), applied(rewrites, model):
         assert modeling_mamba.mamba_selective_scan is not before[0]
         raise RuntimeError
     assert (modeling_mamba.mamba_selective_scan, dict(vars(Cache))) == before

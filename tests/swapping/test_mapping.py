@@ -64,8 +64,8 @@ def test_a_name_with_dots_means_one_class():
         (r"^Llama\d+Attention$", [Llama2Attention]),
         ("Llama.*", [LlamaMLP, Llama2Attention]),
         (re.compile("mlp", re.IGNORECASE), [MLP, LlamaMLP]),
-        (r"patching\.test_mapping\.L", [LlamaMLP, Llama2Attention]),
-        ("patching.*MLP", []),
+        (r"swapping\.test_mapping\.L", [LlamaMLP, Llama2Attention]),
+        ("swapping.*MLP", []),
     ],
 )
 def test_any_other_key_is_an_expression_for_the_name_or_with_an_escaped_dot_for_the_whole_name(key, matches):
@@ -117,7 +117,7 @@ def test_an_expression_that_does_not_compile_names_the_classes_that_are_near():
     with pytest.raises(InvalidRequestError) as error:
         register_patch_mapping({"Llama2Attention(": New})
     assert str(error.value).startswith(
-        "The key 'Llama2Attention(' is no name of a class, and no regular expression: missing ), unterminated"
+        "The key 'Llama2Attention(' is neither the name of a class nor a regular expression: missing ), unterminated"
     )
     assert "hint: nearest classes: Llama2Attention" in str(error.value)
 

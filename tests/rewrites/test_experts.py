@@ -5,7 +5,7 @@ import torch
 
 import exportkit
 from exportkit.onnx_files.onnx_model import OnnxModel
-from exportkit.rewrites.expert_loops import loops_over_all
+from exportkit.rewrites.experts import loops_over_all
 from tests.arguments.generative import VOCABULARY, ids
 from tests.rewrites.test_scans import SPECIAL, observed, with_larger_weights
 
@@ -29,7 +29,7 @@ class Loop(torch.nn.Module):
         return result
 
 
-RULE = "loops over the chosen experts as loops over all"
+LOOPS = "loops over the chosen experts as loops over all"
 
 
 def exported_of(model):
@@ -45,7 +45,7 @@ def test_every_expert_is_in_the_graph_whichever_were_chosen(spare, tmp_path):
     torch.manual_seed(0)
     model = Loop(spare)
     exported = exported_of(model)
-    assert RULE in exported.captured.rules
+    assert LOOPS in exported.captured.rules
     onnx = exported.to_onnx(tmp_path / "model.onnx")
     assert isinstance(onnx, OnnxModel)
     assert onnx.verify().ok
@@ -97,13 +97,13 @@ def switch(capacity=64):
 
 
 @pytest.mark.parametrize("capacity", [1, 64])
-def test_experts_compute_the_same_under_their_rule(capacity):
+def test_experts_compute_the_same_under_their_rewrite(capacity):
     model, inputs = switch(capacity), {"input_ids": ids(9), "decoder_input_ids": ids(5)}
     with torch.no_grad():
         plain = model(**inputs).logits
         with loops_over_all(model):
-            under_rule = model(**inputs).logits
-    assert torch.allclose(plain, under_rule, atol=1e-6)
+            rewritten = model(**inputs).logits
+    assert torch.allclose(plain, rewritten, atol=1e-6)
 
 
 def test_casts_that_change_something_are_still_made():
@@ -122,6 +122,6 @@ def test_one_graph_serves_any_choice_of_experts(capacity, tmp_path):
     with observer(model), torch.no_grad():
         model.generate(ids(7), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
     exported = exportkit.export(model, observer)
-    assert RULE in exported.captured.rules
+    assert LOOPS in exported.captured.rules
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)

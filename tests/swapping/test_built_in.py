@@ -7,9 +7,9 @@ from torch import nn
 import exportkit
 from exportkit import apply_patches, clear_patch_mapping, get_patch_mapping, register_patch_mapping
 from exportkit.errors import InvalidRequestError
-from exportkit.rewrites.rules import BUILT_IN
+from exportkit.rewrites.table import BUILT_IN
 from tests.arguments.generative import ids, padded_left
-from tests.rewrites.test_rules import mixtral, observed
+from tests.rewrites.test_table import mixtral, observed
 
 EXPERTS = "experts as batched matrix products"
 LISTS = "lists as one tensor"
@@ -124,7 +124,7 @@ def test_a_rewrite_needs_a_model_and_no_arguments_of_a_trace():
     with pytest.raises(InvalidRequestError, match="needs the model"), apply_patches(built_in=[LISTS]):
         pass
     with (
-        pytest.raises(InvalidRequestError, match=r"in force in export\(\) only"),
+        pytest.raises(InvalidRequestError, match=r"works inside export\(\) only"),
         apply_patches(nn.Linear(2, 2), built_in=["encoder states projected as far as uncached"]),
     ):
         pass

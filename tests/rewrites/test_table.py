@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.rewrites.attributes import replaced_attributes
-from exportkit.rewrites.rules import applied, matching_rules
+from exportkit.rewrites.table import applied, matching_rewrites
 from tests.arguments.generative import (
     TEXT,
     falcon_h1,
@@ -45,16 +44,16 @@ def window_layers():
     return cache_utils.DynamicSlidingWindowLayer
 
 
-def test_a_plain_decoder_needs_no_rule():
+def test_a_plain_decoder_needs_no_rewrite():
     model, inputs = llama()
     observer = observed(model.eval(), inputs)
-    assert matching_rules(model, observer.observation.calls[1].values()) == []
+    assert matching_rewrites(model, observer.observation.calls[1].values()) == []
     assert exportkit.export(model, observer).captured.rules == ()
 
 
 @pytest.mark.parametrize("past", [0, 3, 5, 9])
 @pytest.mark.parametrize("new", [1, 2, 8])
-def test_windows_compute_the_same_under_their_rule(past, new):
+def test_windows_compute_the_same_under_their_rewrite(past, new):
     def run():
         layer = window_layers()(6)
         results = []
@@ -70,7 +69,7 @@ def test_windows_compute_the_same_under_their_rule(past, new):
     generator = torch.Generator().manual_seed(0)
     model = mistral()
     cache = exportkit.make_dynamic_cache([(torch.ones(1, 2, 3, 4),) * 2], sliding_window=6)
-    with applied(matching_rules(model, {"past_key_values": cache}), model):
+    with applied(matching_rewrites(model, {"past_key_values": cache}), model):
         patched = run()
     for a, b in zip(plain, patched, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
@@ -145,7 +144,7 @@ def test_a_state_space_model_is_traced_with_more_tokens_than_a_chunk(tmp_path):
     assert report.ok, str(report)
 
 
-def test_rules_are_undone_when_the_export_fails():
+def test_rewrites_are_undone_when_the_export_fails():
     model = mistral()
     observer = observed(model, padded_left(7))
     before = dict(vars(window_layers()))
@@ -153,22 +152,6 @@ def test_rules_are_undone_when_the_export_fails():
     with pytest.raises(exportkit.ExportkitError):
         exportkit.export(model, observer)
     assert dict(vars(window_layers())) == before
-
-
-class Target:
-    value = 1
-
-
-def test_replaced_attributes_can_be_left_in_any_order():
-    first, second = replaced_attributes(Target, {"value": 2, "new": 3}), replaced_attributes(Target, {"value": 4})
-    first.__enter__()
-    second.__enter__()
-    assert (Target.value, Target.new) == (4, 3)
-    first.__exit__(None, None, None)
-    assert Target.value == 4
-    second.__exit__(None, None, None)
-    assert Target.value == 1
-    assert not hasattr(Target, "new")
 
 
 def test_encoder_decoder_without_a_mask_serves_other_lengths(tmp_path):

@@ -1,0 +1,192 @@
+"""Replaces attributes, items, classes and children for a while, and restores them in whatever order the blocks end.
+
+Blocks may overlap in any order and in several threads: the latest block that is still open decides, and after the last
+one everything is as it was before the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+
+class Slot(Protocol):
+    """A place that holds something; equal slots are the same place."""
+
+    def read(self) -> Any:
+        """Returns what the slot holds now."""
+
+    def write(self, value: Any, /) -> None:
+        """Puts something else there."""
+
+
+_lock = threading.RLock()
+# For each slot that is replaced: what it held before, then who replaced it and by what, in order.
+_values: dict[Slot, list[tuple[object, Any]]] = {}
+_MISSING = object()  # held by an attribute or an item that does not exist
+
+
+class _Named:
+    """A slot that is known by the identity of its owner, which need not be hashable, and by a name."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Named) or type(other) is not type(self):
+            return False
+        return self.owner is other.owner and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((id(self.owner), self.name))
+
+
+class Attribute(_Named):
+    """An attribute of a class, a Python module or another object; attributes that a class inherits are not its own."""
+
+    def read(self) -> Any:
+        """Returns what the slot holds now."""
+        return vars(self.owner).get(self.name, _MISSING)
+
+    def write(self, value: Any) -> None:
+        """Puts something else there."""
+        if value is _MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+class Item(_Named):
+    """An item of a mapping."""
+
+    def read(self) -> Any:
+        """Returns what the slot holds now."""
+        return self.owner.get(self.name, _MISSING)
+
+    def write(self, value: Any) -> None:
+        """Puts something else there."""
+        if value is _MISSING:
+            del self.owner[self.name]
+        else:
+            self.owner[self.name] = value
+
+
+@dataclass(frozen=True)
+class ClassOf:
+    """The class of a live module."""
+
+    module: torch.nn.Module
+
+    def read(self) -> type:
+        """Returns what the slot holds now."""
+        return type(self.module)
+
+    def write(self, cls: Any) -> None:
+        """Puts another class there."""
+        object.__setattr__(self.module, "__class__", cls)
+
+
+@dataclass(frozen=True)
+class ChildOf:
+    """A child of a module."""
+
+    parent: torch.nn.Module
+    name: str
+
+    def read(self) -> Any:
+        """Returns what the slot holds now."""
+        return self.parent.get_submodule(self.name)
+
+    def write(self, child: Any) -> None:
+        """Puts another module there."""
+        self.parent.add_module(self.name, child)
+
+
+@contextlib.contextmanager
+def replaced(replacements: Iterable[tuple[Slot, Any]]) -> Iterator[None]:
+    """Puts other values into slots for the time of a ``with`` block."""
+    with replace(replacements):
+        yield
+
+
+def replace(replacements: Iterable[tuple[Slot, Any]]) -> contextlib.ExitStack:
+    """Puts other values into slots, and returns the stack that restores them when it is closed."""
+    with contextlib.ExitStack() as stack:
+        for slot, value in replacements:
+            token = object()
+            with _lock:
+                entries = _values.get(slot) or [(None, slot.read())]
+                slot.write(value)
+                _values[slot] = [*entries, (token, value)]
+            stack.callback(_restore, slot, token)
+        return stack.pop_all()
+
+
+def _restore(slot: Slot, token: object) -> None:
+    with _lock:
+        entries = [entry for entry in _values[slot] if entry[0] is not token]
+        if len(entries) > 1:
+            _values[slot] = entries
+        else:
+            del _values[slot]
+        slot.write(entries[-1][1])
+
+
+def replaced_attributes(owner: Any, attributes: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Gives a class, a Python module or another object other attributes for the time of a ``with`` block."""
+    return replaced([(Attribute(owner, name), value) for name, value in attributes.items()])
+
+
+def replaced_functions(
+    model: torch.nn.Module, functions: Mapping[str, Callable[..., Any]]
+) -> contextlib.AbstractContextManager[None]:
+    """Replaces functions in the Python modules in which the classes of a model are defined, where there are any.
+
+    A model of transformers looks its kernels up in the Python module of its class.
+
+    Args:
+        model: The model.
+        functions: By name, the functions that the classes find instead.
+    """
+    found = [(Attribute(module, name), functions[name]) for module in namespaces(model) for name in functions]
+    return replaced([(slot, function) for slot, function in found if callable(slot.read())])
+
+
+def namespaces(model: torch.nn.Module) -> list[ModuleType]:
+    """Returns the Python modules in which the classes of a model's modules are defined."""
+    names = sorted({type(module).__module__ for module in model.modules()})
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def original_in(slot: Slot) -> Any:
+    """Returns what a slot holds when no block that replaces it is open."""
+    with _lock:
+        return _values[slot][0][1] if slot in _values else slot.read()
+
+
+def original_attribute(owner: Any, name: str) -> Any:
+    """Returns what an attribute, inherited or not, is when no block that replaces it is open."""
+    slot = Attribute(owner, name)
+    with _lock:
+        if slot not in _values:
+            return getattr(owner, name)
+        own = original_in(slot)
+        return getattr(super(owner, owner), name) if own is _MISSING else own
+
+
+def original_class(module: torch.nn.Module) -> type:
+    """Returns the class of a module when no block that replaces it is open."""
+    return original_in(ClassOf(module)) if _values else type(module)
+
+
+def is_replaced(owner: Any, name: str) -> bool:
+    """Returns whether a block that replaces an attribute is open."""
+    return Attribute(owner, name) in _values

@@ -1,0 +1,173 @@
+"""Attention in a trace: fully masked rows, masks that may be causal, top-k keys, and several images in one sequence."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.modules import causal_mask_detection
+from exportkit._torch_compat.transformers import ATTENTION_STORED, attention_functions
+from exportkit.overrides import Attribute, Item, original_attribute, replaced, replaced_attributes
+
+_Context = contextlib.AbstractContextManager[None]
+
+
+# Fully masked rows
+#
+# A caller who makes the mask (batch, 1, new, length), as `generate` does for a static cache, hides every key from the
+# padding tokens. torch returns zeros for these rows, while the softmax of the ONNX graph returns an average of all
+# keys.
+
+
+def has_mask_of_pairs(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the attention mask is boolean with one entry for each query and key, or a dict of such masks."""
+    given = arguments.get("attention_mask")
+    masks = given.values() if isinstance(given, Mapping) else [given]
+    return any(isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype is torch.bool for mask in masks)
+
+
+def zeros_for_fully_masked_rows(_model: torch.nn.Module) -> _Context:
+    """Makes attention return zeros for fully masked rows explicitly."""
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        result = real(query, key, value, attn_mask, *args, **kwargs)
+        if attn_mask is None or attn_mask.dtype is not torch.bool:
+            return result
+        return torch.where(attn_mask.any(-1, keepdim=True), result, 0.0)
+
+    return replaced_attributes(torch.nn.functional, {"scaled_dot_product_attention": attention})
+
+
+# The check for causal masks
+#
+# `TransformerEncoder` and `TransformerDecoder` compare a mask to the causal one to choose a faster kernel, which a
+# trace cannot decide. The mask is applied either way, so the answer changes nothing but the kernel.
+
+
+def has_torch_transformer(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the model has stacks of torch's own Transformer layers."""
+    stacks = (torch.nn.TransformerEncoder, torch.nn.TransformerDecoder)
+    return any(isinstance(module, stacks) for module in model.modules())
+
+
+def skipped_causal_check(_model: torch.nn.Module) -> _Context:
+    """Takes a mask for causal only if the caller says so."""
+    owner, name = causal_mask_detection()
+
+    def detect(_mask: Any, is_causal: bool | None = None, _size: Any = None) -> bool:
+        return is_causal is True
+
+    return replaced_attributes(owner, {name: detect})
+
+
+# Top-k keys
+#
+# transformers picks the top k keys if there are more than k, and decides that in Python, which a trace freezes. In the
+# graph the top min(k, keys) are picked: if there are fewer keys than k, these are all.
+
+TOP_K_METHOD = "prepare_dynamic_mask"
+
+
+def symbolic_top_k(model: torch.nn.Module) -> _Context:
+    """Makes attention with a dynamic mask pick its top keys in the same way for few keys and for many."""
+    classes = {type(module) for module in model.modules() if hasattr(module, TOP_K_METHOD)}
+    return replaced(
+        [(Attribute(cls, TOP_K_METHOD), _top_k_mask(original_attribute(cls, TOP_K_METHOD))) for cls in classes]
+    )
+
+
+def _top_k_mask(scored: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The method that makes the mask; transformers' method only computes the scores of all keys for it."""
+
+    def mask(
+        self: Any,
+        hidden_states: torch.Tensor,
+        dt_states: torch.Tensor,
+        keep_window_size: int = 2048,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        scores = scored(self, hidden_states, dt_states, sys.maxsize, attention_mask)
+        count = torch.sym_min(keep_window_size, scores.shape[-1])
+        top = torch.topk(scores, count, dim=-1, sorted=False).indices
+        is_kept = torch.zeros_like(scores).scatter(-1, top, 1.0)
+        return scores.masked_fill(is_kept == 0.0, torch.finfo(scores.dtype).min)
+
+    return mask
+
+
+# Packed images
+#
+# Encoders that take images of any size put the patches of all images in one sequence, with `cu_seqlens` to say where
+# segments end, and split it in a Python loop. Attention functions named after flash attention get the whole sequence
+# and the boundaries instead. This one is made of plain operators: each position attends within its own segment.
+
+_SEGMENTS = "exportkit_flash_segments"  # transformers looks for "flash" in the name
+
+
+def has_packed_attention(model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether modules of the model attend within segments, and the arguments hold grids of patches."""
+    return has_grids(arguments) and any(_is_packed(module) for module in model.modules())
+
+
+def has_grids(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether an argument holds grids of patches ``(images, 3)``."""
+    grids = [value for name, value in arguments.items() if name.endswith("grid_thw")]
+    return any(isinstance(value, torch.Tensor) and value.ndim == 2 for value in grids)
+
+
+def packed_attention(model: torch.nn.Module) -> _Context:
+    """Makes modules that attend within segments use a mask instead of a loop."""
+    return masked_segments([module.config for module in model.modules() if _is_packed(module)])
+
+
+def masked_segments(configs: Iterable[Any]) -> _Context:
+    """Makes models with these configs attend within segments by `attend_in_segments`."""
+    chosen = [(Attribute(config, ATTENTION_STORED), _SEGMENTS) for config in configs]
+    return replaced([(Item(attention_functions(), _SEGMENTS), attend_in_segments), *chosen])
+
+
+def _is_packed(module: torch.nn.Module) -> bool:
+    return "cu_seqlens" in inspect.signature(type(module).forward).parameters and hasattr(module, "config")
+
+
+def attend_in_segments(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Returns attention ``(1, seq, heads, dim)`` in which each position attends within its segment.
+
+    Args:
+        query: ``(1, heads, seq, dim)``.
+        key: Like the queries; the number of heads may be a divisor of theirs.
+        value: Like the keys.
+        attention_mask: Values to add to the scores, where there are no segments.
+        scaling: Factor of the scores.
+        cu_seq_lens_q: Boundaries of the segments, 0 first; they may be repeated.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    # Not scaled_dot_product_attention, which asks whether a length that follows from values is zero.
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if cu_seq_lens_q is not None:
+        positions = torch.arange(query.shape[2], device=cu_seq_lens_q.device)
+        segment = (positions[:, None] >= cu_seq_lens_q[None, 1:]).sum(-1)  # equal numbers, same segment
+        scores = scores.masked_fill(segment[:, None] != segment[None], torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    output = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    return output.transpose(1, 2).contiguous(), None

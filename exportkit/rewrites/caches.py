@@ -1,0 +1,193 @@
+"""Caches in a trace: sliding windows of symbolic length, and one graph for the first call and for later ones.
+
+transformers counts cached tokens in Python ints and asks its caches whether this is the first call. A trace freezes
+both, so that its graph would serve prefill or decoding, but not the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.transformers import REDUCED_MASK, cache_class
+from exportkit.overrides import Attribute, original_attribute, replaced, replaced_attributes
+
+Adapted = tuple[dict[str, Any], Callable[[Any], Any]]  # arguments of a traced call, and what completes its result
+_Context = contextlib.AbstractContextManager[None]
+
+
+# Sliding windows
+
+
+def has_sliding_window(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether an argument is a cache with sliding-window layers."""
+    windowed = cache_class("DynamicSlidingWindowLayer")
+    for value in arguments.values() if windowed is not None else ():
+        halves = (getattr(value, name, None) for name in ("self_attention_cache", "cross_attention_cache"))
+        for cache in (value, *halves):
+            layers = getattr(cache, "layers", None)
+            if isinstance(layers, list) and any(isinstance(layer, windowed) for layer in layers):
+                return True
+    return False
+
+
+def symbolic_windows(_model: torch.nn.Module) -> _Context:
+    """Keeps the lengths of sliding-window layers symbolic.
+
+    The counter comes from the inputs (the caller of the trace sets it), lengths are those of the tensors, and the slice
+    that keeps the last ``window - 1`` tokens becomes a narrow with a symbolic start.
+    """
+    windowed = cache_class("DynamicSlidingWindowLayer")
+    if windowed is None:
+        return contextlib.nullcontext()
+    return replaced_attributes(windowed, {"update": _update, "get_mask_sizes": _mask_sizes})
+
+
+def _update(
+    self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not self.is_initialized:
+        self.lazy_initialization(key_states, value_states)
+    self.cumulative_length += key_states.shape[-2]
+    keys = torch.cat([self.keys, key_states], dim=-2)
+    values = torch.cat([self.values, value_states], dim=-2)
+    length = keys.shape[-2]
+    start = torch.sym_max(length - (self.sliding_window - 1), 0)
+    self.keys, self.values = (states.narrow(-2, start, length - start) for states in (keys, values))
+    return keys, values
+
+
+def _mask_sizes(self: Any, query_length: int) -> tuple[Any, Any]:
+    cached = self.keys.shape[-2] if self.is_initialized else 0
+    return cached + query_length, self.cumulative_length - cached
+
+
+# Encoder-decoder models
+#
+# transformers projects the states of the encoder to keys and values in the first call, and reads them from the cache in
+# later ones. In the graph, the cache is always extended by the part of the states that is not cached yet: all positions
+# in the first call, and none in later ones.
+#
+# An audio encoder returns fewer states than it got frames. The mask over frames is then turned into a mask over all
+# states beforehand, because the model would make it as long as the states that it gets.
+
+_STATES, _MASK = "encoder_outputs", "attention_mask"
+
+
+def has_cross_cache(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the arguments hold the encoder's states, and a cache of their projections."""
+    return _states(arguments) is not None and any(_cross_layers(value) for value in arguments.values())
+
+
+def masks_over_states(model: torch.nn.Module) -> _Context:
+    """Makes audio encoders take the mask that they are given for one over their states."""
+    return replaced(
+        [(Attribute(cls, REDUCED_MASK), lambda _self, _length, mask, *_, **__: mask) for cls in _reducing(model)]
+    )
+
+
+def with_uncached_states(model: torch.nn.Module, arguments: dict[str, Any], names: Collection[str]) -> Adapted:
+    """Returns the arguments with the uncached part of the encoder's states, and what restores the whole in a result.
+
+    Args:
+        model: The model.
+        arguments: Arguments by name.
+        names: Names of all arguments that the method takes. A mask that it takes but was not given becomes one over all
+            states: the model would make one over the uncached part.
+    """
+    states = _states(arguments)
+    caches = [value for value in arguments.values() if _cross_layers(value)]
+    if states is None or not caches:
+        return arguments, lambda result: result
+    rest = states[:, _cross_layers(caches[0])[0].keys.shape[2] :]
+    for cache in caches:
+        cache.is_updated = dict.fromkeys(cache.is_updated, False)
+    value, changed = arguments[_STATES], dict(arguments)
+    if isinstance(value, Mapping):  # masks and other outputs of the encoder are over all positions, and stay
+        changed[_STATES] = copy.copy(value)
+        changed[_STATES][next(iter(value))] = rest
+    else:
+        changed[_STATES] = type(value)((rest, *value[1:]))
+    reducing = next(iter(_reducing(model)), None)
+    if _MASK in names and arguments.get(_MASK) is None:
+        changed[_MASK] = states.new_ones(states.shape[:2], dtype=torch.int64)
+    elif _MASK in names and reducing is not None:
+        module = next(module for module in model.modules() if isinstance(module, reducing))
+        changed[_MASK] = original_attribute(reducing, REDUCED_MASK)(module, states.shape[1], arguments[_MASK])
+
+    def restored(result: Any) -> Any:
+        if isinstance(result, Mapping):
+            for key in [key for key, value in result.items() if value is rest]:
+                result[key] = states  # type: ignore[index]  # outputs of transformers can be assigned to
+            return result
+        if type(result) in (list, tuple):
+            return type(result)(states if value is rest else value for value in result)
+        return result
+
+    return changed, restored
+
+
+def _reducing(model: torch.nn.Module) -> list[type]:
+    """The classes that define how the mask of an audio encoder is reduced to its states."""
+    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
+    return [cls for cls in classes if REDUCED_MASK in vars(cls)]
+
+
+def _states(arguments: Mapping[str, Any]) -> torch.Tensor | None:
+    value = arguments.get(_STATES)
+    values = list(value.values()) if isinstance(value, Mapping) else value
+    first = values[0] if isinstance(values, list | tuple) and values else None
+    return first if isinstance(first, torch.Tensor) and first.ndim == 3 else None
+
+
+def _cross_layers(value: Any) -> list[Any]:
+    layers = getattr(getattr(value, "cross_attention_cache", None), "layers", [])
+    return [layer for layer in layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+
+
+# Token types
+#
+# Some models read token types in the first call of a generation only, so they ask their cache whether it holds
+# anything. In the graph the cache always says no, and as soon as it does hold something, the token types become a type
+# without meaning to the model, as if they were not read.
+
+_QUESTION = "is_initialized"
+_TOKEN_TYPES = "token_type_ids"
+_NO_TYPE = -1
+
+
+def asks_for_first_call(model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a module asks a cache if this is the first call, and token types and a cache are given."""
+    if not _token_types(arguments) or _cache_in(arguments) is None:
+        return False
+    codes = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
+    return any(code is not None and _QUESTION in code.co_names for code in codes)
+
+
+def always_first(_model: torch.nn.Module) -> _Context:
+    """Makes every cache say that it is empty."""
+    return replaced_attributes(cache_class("Cache"), {_QUESTION: property(lambda _: False)})
+
+
+def with_first_types(_model: torch.nn.Module, arguments: dict[str, Any], _names: Collection[str]) -> Adapted:
+    """Returns the arguments with token types that mean nothing to the model once the cache holds something."""
+    cache, changed = _cache_in(arguments), dict(arguments)
+    for name in _token_types(arguments) if cache is not None else ():
+        types = arguments[name]
+        cached = types.new_ones(cache.get_seq_length()).sum()  # a sum: the trace would not see a size as a value
+        changed[name] = torch.where(cached == 0, types, torch.full_like(types, _NO_TYPE))
+    return changed, lambda result: result
+
+
+def _token_types(arguments: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in arguments.items() if name.endswith(_TOKEN_TYPES) and torch.is_tensor(value)]
+
+
+def _cache_in(arguments: Mapping[str, Any]) -> Any:
+    cls = cache_class("Cache")
+    return None if cls is None else next((value for value in arguments.values() if isinstance(value, cls)), None)

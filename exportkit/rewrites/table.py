@@ -1,0 +1,240 @@
+"""The table of rewrites: what cannot be traced as it is, how a model is recognised that needs it, and what replaces it.
+
+A rewrite changes nothing of what the model computes, is reported, and is undone. It is keyed by the structure of the
+model and its arguments, never by the name of a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit.overrides import namespaces, replaced_functions
+from exportkit.rewrites import attention, caches, experts, grids, images, token_scans
+from exportkit.rewrites.chunk_scans import delta_rule, state_space_scan
+from exportkit.rewrites.library import library_patches
+from exportkit.rewrites.lists import lists_of_one, symbolic_lengths
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """One rewrite.
+
+    It is needed by a model that has what `functions`, `parts`, `argument` and `matches` ask for; what is left out is
+    not asked for.
+
+    Attributes:
+        name: A few words for reports, and for `apply_patches`.
+        applied: Returns the context in which it is in force for a model.
+        functions: Names of functions, one of which is in a Python module that defines a class of the model.
+        parts: Names of attributes, all of which a module of the model has.
+        argument: End of the name of an argument.
+        matches: Whether it is needed, given the model and the arguments by name.
+        adapt: Changes the arguments of the traced call, by name, given the model and the names that the method takes;
+            returns them with a function that completes the result. Such a rewrite works inside `exportkit.export` only.
+    """
+
+    name: str
+    applied: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]]
+    functions: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    argument: str | None = None
+    matches: Callable[[torch.nn.Module, Mapping[str, Any]], bool] | None = None
+    adapt: Callable[[torch.nn.Module, dict[str, Any], Collection[str]], caches.Adapted] | None = None
+
+
+def _of_functions(name: str, functions: Mapping[str, Callable[..., Any]]) -> Rewrite:
+    """A rewrite that replaces functions of transformers, by name."""
+    return Rewrite(name, functools.partial(replaced_functions, functions=functions), functions=tuple(functions))
+
+
+REWRITES = (
+    Rewrite(
+        "sliding windows of symbolic length",
+        caches.symbolic_windows,
+        matches=caches.has_sliding_window,
+    ),
+    Rewrite(
+        "experts as batched matrix products",
+        experts.batched_experts,
+        matches=experts.has_experts,
+    ),
+    Rewrite(
+        "encoder states projected as far as uncached",
+        caches.masks_over_states,
+        argument="encoder_outputs",
+        matches=caches.has_cross_cache,
+        adapt=caches.with_uncached_states,
+    ),
+    Rewrite(
+        "token types read while the cache is empty",
+        caches.always_first,
+        argument="token_type_ids",
+        matches=caches.asks_for_first_call,
+        adapt=caches.with_first_types,
+    ),
+    Rewrite(
+        "selective scan as one loop operator",
+        token_scans.traced_selective_scan,
+        functions=(token_scans.SELECTIVE_SCAN,),
+    ),
+    _of_functions(
+        "state-space chunks as one loop operator",
+        {"mamba2_chunk_scan": state_space_scan},
+    ),
+    _of_functions(
+        "delta rule as one loop operator",
+        {"torch_chunk_gated_delta_rule": delta_rule, "chunk_kimi_delta_attention": delta_rule},
+    ),
+    _of_functions(
+        "weighted average of tokens as one loop operator",
+        {"rwkv_linear_attention": token_scans.weighted_average},
+    ),
+    Rewrite(
+        "gated recurrence as one loop operator",
+        token_scans.traced_gated_recurrence,
+        parts=("conv1d_state", "rg_lru"),
+        matches=token_scans.has_gated_recurrence,
+    ),
+    Rewrite(
+        "lightning attention as one loop operator",
+        token_scans.traced_lightning_attention,
+        parts=token_scans.LIGHTNING_PARTS,
+    ),
+    Rewrite(
+        "packed images as one masked attention",
+        attention.packed_attention,
+        argument="grid_thw",
+        matches=attention.has_packed_attention,
+    ),
+    Rewrite(
+        "grids of patches read in the graph",
+        grids.grids_in_graph,
+        argument="grid_thw",
+        matches=grids.has_encoder_of_grids,
+    ),
+    Rewrite(
+        "positions of image tokens worked out in the graph",
+        grids.rope_index_in_graph,
+        parts=(grids.ROPE_INDEX_METHOD,),
+        argument="image_grid_thw",
+        matches=grids.has_rope_index,
+    ),
+    Rewrite(
+        "tiles of images packed by one selection",
+        images.tiles_in_graph,
+        parts=(images.PACK_METHOD, "image_newline"),
+        argument="image_sizes",
+        matches=images.has_tiles,
+    ),
+    Rewrite(
+        "images selected out of their padding",
+        images.padded_images,
+        parts=images.ENCODER_PARTS,
+        argument="image_sizes",
+        matches=images.has_padded_images,
+    ),
+    Rewrite(
+        "strongest keys picked at any number of them",
+        attention.symbolic_top_k,
+        parts=(attention.TOP_K_METHOD,),
+    ),
+    Rewrite(
+        "masks applied without looking for causal ones",
+        attention.skipped_causal_check,
+        matches=attention.has_torch_transformer,
+    ),
+    Rewrite(
+        "attention of tokens that see nothing is zero",
+        attention.zeros_for_fully_masked_rows,
+        argument="attention_mask",
+        matches=attention.has_mask_of_pairs,
+    ),
+)
+
+# The rest is chosen by `exportkit.export` for what a call does not show.
+
+# Placeholders in the token ids stand for rows of an input, which their values show.
+FEATURE_ROWS = Rewrite("features scattered as far as there are any", images.guarded_scatter)
+
+# A list is made along an axis that varies, which a run of the model shows.
+LISTS_OF_ONE = Rewrite("lists as one tensor", lists_of_one)
+
+# The same for a list of the chosen experts; applied after LISTS_OF_ONE, which would make one tensor of it. Some models
+# have one more place in their mask, for tokens that are sent to no expert.
+ALL_EXPERTS = Rewrite("loops over the chosen experts as loops over all", experts.loops_over_all)
+ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(experts.loops_over_all, left_out=1))
+
+# What is tried, one after the other, if a trace fails; the first two only if it fixed a size.
+SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", symbolic_lengths)
+STRICT = Rewrite("traced from bytecode (strict)", lambda _: contextlib.nullcontext())
+LIBRARY_PATCHES = Rewrite("transformers' own export patches", library_patches)
+
+# By name, for `get_patch_mapping` and `apply_patches`. Strict tracing is left out: it rewrites nothing.
+BUILT_IN = {
+    rewrite.name: rewrite
+    for rewrite in (*REWRITES, FEATURE_ROWS, LISTS_OF_ONE, ALL_EXPERTS, SYMBOLIC_LENGTHS, LIBRARY_PATCHES)
+}
+
+
+def matching_rewrites(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rewrite]:
+    """Returns the rewrites that a model needs for a call with these arguments, by name."""
+    named: dict[str, Any] = {}
+    for value in arguments.values():
+        if type(value) is dict:  # the arguments that **kwargs got, among them
+            named |= value
+    named |= arguments
+    modules, python_modules = list(model.modules()), namespaces(model)
+    found = []
+    for rewrite in REWRITES:
+        functions, parts, end = rewrite.functions, rewrite.parts, rewrite.argument
+        if end is not None and not any(name.endswith(end) for name in named):
+            continue
+        if functions and not any(callable(vars(module).get(name)) for module in python_modules for name in functions):
+            continue
+        if parts and not any(all(hasattr(module, name) for name in parts) for module in modules):
+            continue
+        if rewrite.matches is None or rewrite.matches(model, named):
+            found.append(rewrite)
+    return found
+
+
+def adapted_call(
+    rewrites: Sequence[Rewrite],
+    model: torch.nn.Module,
+    arguments: dict[str, Any],
+    names: Collection[str],
+    call: Callable[[dict[str, Any]], Any],
+) -> Any:
+    """Returns ``call(arguments)`` with the arguments and the result as the rewrites need them.
+
+    Args:
+        rewrites: The rewrites.
+        model: The model.
+        arguments: Arguments by name.
+        names: Names of all arguments that the method takes.
+        call: Calls the method.
+    """
+    completing = []
+    for rewrite in rewrites:
+        if rewrite.adapt is not None:
+            arguments, complete = rewrite.adapt(model, arguments, names)
+            completing.append(complete)
+    result = call(arguments)
+    for complete in reversed(completing):
+        result = complete(result)
+    return result
+
+
+@contextlib.contextmanager
+def applied(rewrites: Sequence[Rewrite], model: torch.nn.Module) -> Iterator[None]:
+    """Puts rewrites in force for the time of a ``with`` block."""
+    with contextlib.ExitStack() as stack:
+        for rewrite in rewrites:
+            stack.enter_context(rewrite.applied(model))
+        yield

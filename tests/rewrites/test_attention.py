@@ -1,0 +1,122 @@
+"""Attention in a trace: fully masked rows are zeros as in torch, the causal check is skipped, and top-k takes any k."""
+
+import pytest
+import torch
+
+import exportkit
+from exportkit.rewrites.attention import has_mask_of_pairs, skipped_causal_check, zeros_for_fully_masked_rows
+from exportkit.rewrites.table import applied, matching_rewrites
+from tests.arguments.generative import TEXT, ids, padded_left
+from tests.models import tiny_llama
+
+MASK = torch.tensor([[[[False, False, False], [True, True, False]]]])
+
+
+def test_eager_mode_returns_zeros_for_fully_masked_rows_with_and_without_the_rewrite():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 2, 2, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    expected = attention(query, key, value, MASK)
+    with zeros_for_fully_masked_rows(torch.nn.Identity()):
+        assert torch.equal(torch.nn.functional.scaled_dot_product_attention(query, key, value, MASK), expected)
+        unmasked = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    assert torch.equal(unmasked, attention(query, key, value))
+    assert torch.nn.functional.scaled_dot_product_attention is attention
+    assert not expected[0, :, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("mask", "matches"),
+    [(MASK, True), ({"full_attention": MASK}, True), (MASK[0, 0], False), (MASK.float(), False), (None, False)],
+)
+def test_the_rewrite_is_for_boolean_masks_with_an_entry_for_each_query_and_key(mask, matches):
+    assert has_mask_of_pairs(torch.nn.Identity(), {"attention_mask": mask}) is matches
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_static_cache_is_one_graph_from_its_first_call_on(batch, tmp_path):
+    torch.manual_seed(0)
+    model, observer = tiny_llama(), exportkit.InputObserver()
+    tokens, mask = torch.randint(3, 60, (batch, 6)), torch.ones(batch, 6, dtype=torch.int64)
+    mask[0, 0] = 0
+    with observer(model):
+        model.generate(tokens, attention_mask=mask, max_new_tokens=3, do_sample=False, cache_implementation="static")
+    exported = exportkit.export(model, observer)
+    assert isinstance(exported, exportkit.Exported)
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, report
+
+
+class Translates(torch.nn.Module):
+    """An encoder and a decoder; the mask of the decoder is causal, or not."""
+
+    def __init__(self, diagonal):
+        super().__init__()
+        self.transformer = torch.nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+        self.diagonal = diagonal
+
+    def forward(self, source, target):
+        length = target.shape[1]
+        mask = torch.full((length, length), -torch.inf).triu(self.diagonal)
+        return self.transformer(source, target, tgt_mask=mask)
+
+
+@pytest.mark.parametrize("diagonal", [1, 2])
+def test_masks_are_applied_without_looking_for_causal_ones(diagonal, tmp_path):
+    model, observer = Translates(diagonal).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, source, target in ((2, 5, 8), (3, 7, 11)):
+            model(torch.randn(batch, source, 8), torch.randn(batch, target, 8))
+    exported = exportkit.export(model, observer)
+    assert exported.captured.rules == ("masks applied without looking for causal ones",)
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+
+
+def test_skipping_the_causal_check_changes_no_result():
+    model = Translates(1).eval()
+    source, target = torch.randn(2, 5, 8), torch.randn(2, 8, 8)
+    with torch.no_grad():
+        expected = model(source, target)
+        with skipped_causal_check(model):
+            torch.testing.assert_close(model(source, target), expected)
+
+
+TOP_K = "strongest keys picked at any number of them"
+
+
+def doge(kept):
+    """A model that keeps so many keys, with scores that differ: as it is built, all keys are equally strong."""
+    from transformers import DogeConfig, DogeForCausalLM
+
+    model = DogeForCausalLM(DogeConfig(**TEXT, keep_window_size=kept)).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.A)
+    return model
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 7, 12])
+def test_few_keys_and_many_are_computed_as_without_the_rewrite(length):
+    model, tokens = doge(kept=6), ids(length)
+    with torch.no_grad():
+        plain = model(tokens).logits
+        rewrites = matching_rewrites(model, {"input_ids": tokens})
+        with applied(rewrites, model):
+            rewritten = model(tokens).logits
+    assert [rewrite.name for rewrite in rewrites] == [TOP_K]
+    assert torch.equal(plain, rewritten)
+
+
+@pytest.mark.runtime
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [6, 9, 64])
+def test_one_graph_serves_fewer_keys_than_are_kept_and_more(kept, tmp_path):
+    model, observer = doge(kept), exportkit.InputObserver()
+    with observer(model, store_n_calls=4), torch.no_grad():
+        model.generate(**padded_left(7), max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+    exported = exportkit.export(model, observer)
+    assert exported.captured.rules == (TOP_K,)
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+    lengths = {row.sizes["past_sequence"] + row.sizes["sequence"] for row in report.rows}
+    assert kept == 64 or min(lengths) <= kept < max(lengths)
