@@ -53,9 +53,9 @@ _DEFINED_IN = {
     "check_patch": "swapping.check",
     # nested values and caches
     "register_flattening_functions": "trees.registry",
-    "make_dynamic_cache": "trees.make",
-    "make_static_cache": "trees.make",
-    "make_encoder_decoder_cache": "trees.make",
+    "make_dynamic_cache": "trees.caches",
+    "make_static_cache": "trees.caches",
+    "make_encoder_decoder_cache": "trees.caches",
     "string_type": "trees.text",
     # test suites
     "scan_skipped_tests": "skips",

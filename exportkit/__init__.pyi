@@ -39,15 +39,15 @@ from exportkit.swapping.mapping import (
 from exportkit.swapping.mapping import (
     unregister_patch_mapping as unregister_patch_mapping,
 )
-from exportkit.swapping.swap import patch_output_recorders as patch_output_recorders
 from exportkit.swapping.swap import apply_patches as apply_patches
-from exportkit.trees.make import (
+from exportkit.swapping.swap import patch_output_recorders as patch_output_recorders
+from exportkit.trees.caches import (
     make_dynamic_cache as make_dynamic_cache,
 )
-from exportkit.trees.make import (
+from exportkit.trees.caches import (
     make_encoder_decoder_cache as make_encoder_decoder_cache,
 )
-from exportkit.trees.make import (
+from exportkit.trees.caches import (
     make_static_cache as make_static_cache,
 )
 from exportkit.trees.registry import register_flattening_functions as register_flattening_functions

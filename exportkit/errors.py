@@ -1,27 +1,27 @@
 """Every exception that exportkit raises, in one tree.
 
     ExportkitError
-    ├── ObservationError          nothing (usable) was recorded                 RuntimeError
-    │   └── NoCallsError          no call at all
-    ├── InvalidRequestError       an argument of an exportkit function is wrong ValueError
+    ├── ObservationError          nothing usable was recorded                     RuntimeError
+    │   └── NoCallsError          no call was recorded
+    ├── InvalidRequestError       an argument of an exportkit function is invalid ValueError
     │   ├── UnknownMethodError    the model has no such method
-    │   └── UnknownInputError     an input name that the signature lacks
-    ├── InvalidTypeError          ... is of the wrong type                      TypeError
-    ├── TreeError                 a value that cannot be taken apart            TypeError
+    │   └── UnknownInputError     the method has no such input
+    ├── InvalidTypeError          an argument has the wrong type                  TypeError
+    ├── TreeError                 a nested value cannot be flattened or rebuilt   TypeError
     │   └── UnregisteredClassError
     ├── CompatibilityError        a private API of torch or transformers is gone
-    ├── PlanError                 the recorded calls contradict each other      RuntimeError
-    │   └── ArgumentError         arguments cannot be built, or do not fit a plan
-    ├── ExportError               torch.export or the ONNX translation failed   RuntimeError
-    ├── CaptureError              what a module returned cannot be captured     RuntimeError
-    ├── TraceError                a trace that is damaged, or lacks what is asked RuntimeError
-    ├── PatchError                a replacement computes something else         RuntimeError
-    ├── DestinationError          a path that cannot be read or written         OSError
-    ├── MissingPackageError       an optional package is not installed          ImportError
-    └── RuntimeFailure            onnxruntime refused the graph or a call       RuntimeError
+    ├── PlanError                 the recorded calls contradict each other        RuntimeError
+    │   └── ArgumentError         a call cannot be built, or does not fit
+    ├── ExportError               torch.export or the ONNX translation failed     RuntimeError
+    ├── CaptureError              the output of a module cannot be captured       RuntimeError
+    ├── TraceError                a trace is damaged or incomplete                RuntimeError
+    ├── PatchError                a replacement computes something else           RuntimeError
+    ├── DestinationError          a path cannot be read or written                OSError
+    ├── MissingPackageError       an optional package is not installed            ImportError
+    └── RuntimeFailure            onnxruntime raised for the graph or a call      RuntimeError
 
-Each message says what happened, where, expected against got, and what to do about it. The built-in base
-classes are those that callers of ``torch.onnx.InputObserver`` already catch.
+Each message says what happened, where, what was expected, what was found, and what to do about it. The built-in base
+classes are the ones that users of ``torch.onnx.InputObserver`` already catch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from typing import Any
 
 
 class ExportkitError(Exception):
-    """Base of all exceptions of this package.
+    """Base class of all exceptions of this package.
 
     Args:
-        what: One sentence: what happened.
-        where: Leaf path, axis, calls: where it happened.
-        expected: What would have been right.
-        got: What came instead.
+        what: What happened, in one sentence.
+        where: Where it happened: a path, an axis, a call, a file.
+        expected: What was expected.
+        got: What was found instead.
         hint: What to do about it.
     """
 
@@ -64,31 +64,31 @@ class NoCallsError(ObservationError):
 
 
 class InvalidRequestError(ExportkitError, ValueError):
-    """An argument given to an exportkit function is wrong."""
+    """An argument of an exportkit function is invalid."""
 
 
 class UnknownMethodError(InvalidRequestError):
-    """The model has no method of that name."""
+    """The model has no method with this name."""
 
 
 class UnknownInputError(InvalidRequestError):
-    """The observed method has no input of that name."""
+    """The observed method has no input with this name."""
 
 
 class InvalidTypeError(ExportkitError, TypeError):
-    """An argument given to an exportkit function has the wrong type."""
+    """An argument of an exportkit function has the wrong type."""
 
 
 class TreeError(ExportkitError, TypeError):
-    """A nested value cannot be taken apart or put together."""
+    """A nested value cannot be flattened or rebuilt."""
 
 
 class UnregisteredClassError(TreeError):
-    """An object holds tensors, and nothing says how to reach them."""
+    """An object holds tensors, but its class is not registered."""
 
 
 class CompatibilityError(ExportkitError):
-    """A private API of torch or transformers that exportkit relies on is gone."""
+    """A private API of torch or transformers that exportkit relies on does not exist."""
 
 
 class PlanError(ExportkitError, RuntimeError):
@@ -96,48 +96,48 @@ class PlanError(ExportkitError, RuntimeError):
 
 
 class ArgumentError(PlanError):
-    """Arguments cannot be built from a plan, or do not fit it."""
+    """A call cannot be built from a plan, or does not fit a plan or a graph."""
 
 
 class ExportError(ExportkitError, RuntimeError):
     """torch.export or the translation to ONNX failed.
 
     Attributes:
-        details: All that torch said; empty if it said nothing.
-        attempt: What was tried; None if that is not known.
+        details: The full message of torch; empty if there is none.
+        attempt: What was traced; None if unknown.
     """
 
     details: str = ""
     attempt: Any = None
 
     def repro(self, directory: str | os.PathLike[str]) -> Path:
-        """Writes a script that shows the same failure without exportkit, and returns its path.
+        """Writes a script that fails in the same way with torch alone, and returns its path.
 
-        It holds shapes, types and versions, and neither values of tensors nor weights.
+        The script contains shapes, dtypes and versions, and neither tensor values nor weights.
 
         Args:
             directory: Where to write ``repro.py``.
 
         Raises:
-            InvalidRequestError: if the error came before there was anything to run.
+            InvalidRequestError: if the error was raised before anything was traced.
             DestinationError: if the directory cannot be written.
         """
         if self.attempt is None:
-            raise InvalidRequestError("Nothing was traced yet when this error was raised, so there is nothing to show.")
+            raise InvalidRequestError("Nothing was traced when this error was raised, so it cannot be reproduced.")
         script: Path = self.attempt.repro(directory)
         return script
 
 
 class CaptureError(ExportkitError, RuntimeError):
-    """What a module returned cannot be captured, or nothing was."""
+    """The output of a module cannot be captured, or nothing was captured."""
 
 
 class TraceError(ExportkitError, RuntimeError):
-    """A trace is damaged, or does not hold what is asked for."""
+    """A trace is damaged, or does not contain the requested values."""
 
 
 class PatchError(ExportkitError, RuntimeError):
-    """A replacement of a class or module computes something else, or cannot take its place."""
+    """A replacement computes something else, or cannot take the place of a class or module."""
 
 
 class DestinationError(ExportkitError, OSError):
@@ -149,4 +149,4 @@ class MissingPackageError(ExportkitError, ImportError):
 
 
 class RuntimeFailure(ExportkitError, RuntimeError):
-    """onnxruntime refused the graph, or refused a call."""
+    """onnxruntime cannot load the graph, or raises for a call."""

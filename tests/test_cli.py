@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 
 import exportkit
 from exportkit import cli
+from exportkit.commands.shared import print_json
 from exportkit.errors import ExportError
 from exportkit.examples.run import ExampleRun
 from exportkit.proof.report import Row
 from tests import models
 
-COMMANDS = ["demo", "export", "verify", "report", "scan-skips"]
+COMMANDS = ["demo", "export", "verify", "report", "trace", "compare", "scan-skips"]
 
 
 def run(*arguments):
@@ -44,7 +45,7 @@ def bert(tmp_path_factory):
 
 @pytest.fixture
 def differs(monkeypatch):
-    """Makes every proof find a difference."""
+    """Makes every proof report a difference."""
     row = Row("recorded", "0", {}, "differs", 0.5, "logits: 0.5 off")
     monkeypatch.setattr(exportkit.OnnxModel, "verify", lambda self: exportkit.Report((row,), 0))
 
@@ -94,7 +95,7 @@ class TestExport:
             f.name for f in out.iterdir()
         }
 
-    def test_what_it_writes_is_what_verify_and_report_read(self, bert, tmp_path):
+    def test_verify_and_report_read_what_it_writes(self, bert, tmp_path):
         run("export", bert, "--out", tmp_path / "out")
         assert last_line(run("verify", tmp_path / "out")) == "proven"
         assert run("report", tmp_path / "out").stdout == f"{tmp_path / 'out' / 'report.html'}\n"
@@ -121,14 +122,14 @@ class TestExport:
         stages = ("observe", *exporting, "save", "save: onnx", "save: verify")
         assert told == [f"BertForSequenceClassification: {stage}" for stage in stages]
 
-    def test_nothing_stays_silenced(self, bert, tmp_path):
+    def test_silenced_libraries_are_restored(self, bert, tmp_path):
         filters = list(warnings.filters)
         run("export", bert, "--out", tmp_path, "--no-verify")
         assert transformers_logging.is_progress_bar_enabled()
         assert logging.root.manager.disable == logging.NOTSET
         assert warnings.filters == filters
 
-    def test_without_a_proof_it_says_so_and_leaves_no_old_one(self, bert, tmp_path):
+    def test_no_verify_says_so_and_removes_an_older_proof(self, bert, tmp_path):
         run("export", bert, "--out", tmp_path)
         run("report", tmp_path)
         result = run("export", bert, "--out", tmp_path, "--no-verify", "--opset", 21)
@@ -195,7 +196,7 @@ class TestVerify:
         assert "recorded 1" in result.stdout
         assert result.stderr == f"verifying {folder}\nverifying {folder}: verify\n"
 
-    def test_json_for_programs(self, folder):
+    def test_json_is_one_document(self, folder):
         report = json.loads(run("verify", folder, "--json").stdout)
         assert report["ok"] is True
         assert {row["status"] for row in report["rows"]} == {"proven"}
@@ -223,7 +224,7 @@ class TestReport:
         result = run("report", folder)
         assert (result.exit_code, result.stdout) == (0, f"{folder / 'report.html'}\n"), result.output
         assert "Classifier" in (folder / "report.html").read_text()
-        assert last_line(run("verify", folder)) == "proven"  # the page is no part of the proof
+        assert last_line(run("verify", folder)) == "proven"  # the page is not part of the proof
 
     def test_another_file_and_json(self, folder, tmp_path):
         result = run("report", folder, "--out", tmp_path / "pages" / "a.html", "--json")
@@ -362,3 +363,8 @@ class TestDemo:
         result = run("demo")
         assert (result.exit_code, last_line(result)) == (1, "not proven: busy")
         assert "busy (one batch): recorded call 0: differs, logits: 0.5 off" in result.stdout
+
+
+def test_json_has_strings_for_infinity_and_nan(capsys):
+    print_json({"mask": float("-inf"), "nested": [float("nan"), 1.5, "é"]})
+    assert json.loads(capsys.readouterr().out) == {"mask": "-Infinity", "nested": ["NaN", 1.5, "é"]}

@@ -9,12 +9,12 @@ from exportkit import errors
 ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.ExportkitError)]
 
 
-def test_an_error_says_what_where_expected_got_and_what_to_do():
+def test_a_message_says_what_where_expected_got_and_hint():
     error = errors.PlanError("It broke.", where="x, axis 1", expected=3, got=(4, 5), hint="mend it.")
     assert str(error) == "It broke.\n  where: x, axis 1\n  expected: 3\n  got: (4, 5)\n  hint: mend it."
 
 
-def test_what_is_not_known_is_not_said():
+def test_unknown_parts_of_a_message_are_left_out():
     assert str(errors.ExportError("It broke.")) == "It broke."
 
 
@@ -44,5 +44,5 @@ def test_errors_survive_pickling(cls):
         (errors.MissingPackageError, ImportError),
     ],
 )
-def test_errors_are_also_what_callers_of_the_peers_catch(cls, builtin):
+def test_errors_are_also_the_builtin_errors_that_users_of_the_peers_catch(cls, builtin):
     assert issubclass(cls, builtin)

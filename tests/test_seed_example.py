@@ -1,4 +1,4 @@
-"""The three examples that the observer was made for: what is inferred from them, and that it exports as it is."""
+"""Three basic examples of the observer: what is inferred from them, and that the result exports."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_add_is_inferred_from_three_calls():
     assert string_type(observer.infer_arguments(), with_shape=True) == "(T1s2x6,T1s1x6)"
 
 
-def test_add_exports_with_what_was_inferred():
+def test_add_exports_with_the_inferred_shapes():
     model, observer = _observe_add()
 
     arguments = observer.infer_arguments(exportable=True)
@@ -86,7 +86,7 @@ def test_decoder_is_inferred_from_prefill_and_one_token():
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_decoder_exports_with_what_was_inferred(decoder):
+def test_decoder_exports_with_the_inferred_shapes(decoder):
     model = decoder()
     observer = _observe_decoder(model)
     shapes = observer.infer_dynamic_shapes(set_batch_dimension_for=True)
@@ -106,7 +106,7 @@ def test_decoder_exports_with_what_was_inferred(decoder):
     assert _dynamic(_input_shapes(program)) == [[0, 1], [0, 1], *[[0, 2]] * 4]
 
 
-def test_image_decoder_is_inferred_although_images_come_with_the_prompt_only():
+def test_image_decoder_is_inferred_although_only_the_prompt_has_images():
     _, observer = _observe_image_decoder()
 
     shapes = observer.infer_dynamic_shapes()
@@ -119,7 +119,7 @@ def test_image_decoder_is_inferred_although_images_come_with_the_prompt_only():
     )
 
 
-def test_image_decoder_exports_with_what_was_inferred():
+def test_image_decoder_exports_with_the_inferred_shapes():
     model, observer = _observe_image_decoder()
     shapes = observer.infer_dynamic_shapes(set_batch_dimension_for=True)
 

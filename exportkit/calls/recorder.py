@@ -23,8 +23,9 @@ from exportkit.calls.seen import MOST_SHAPES, ShapeCounter
 from exportkit.calls.signature import Signature
 from exportkit.calls.snapshot import Copying, Snapshot, shapes_of
 from exportkit.trees import join, string_type
-from exportkit.trees.outline import Outline, Taken, outline, outline_of_call
-from exportkit.trees.outlined import located, outlined_tree, tensor_paths
+from exportkit.trees.flatten import Flattened, flattened, flattened_call
+from exportkit.trees.structure import Structure, joined_parts
+from exportkit.trees.tree import lazy_tree
 
 Method = Callable[..., Any]
 
@@ -150,9 +151,9 @@ class Recorder:
         """The call with its trees, which are made once."""
         if index not in self._calls:
             stored = self._stored[index]
-            args, kwargs = located(stored.inputs.outline)
+            args, kwargs = stored.inputs.structure.arguments()
             given = self._signature.bind(args, kwargs)
-            arguments = {name: outlined_tree(value, stored.inputs) for name, value in given.items()}
+            arguments = {name: lazy_tree(value, stored.inputs) for name, value in given.items()}
             named = frozenset(n for n in given if n in kwargs or n == self._signature.var_keyword)
             outputs = stored.outputs.tree()
             self._calls[index] = Call(arguments, self._signature, named, outputs, index, stored.latency)
@@ -197,7 +198,7 @@ class Recorder:
         return len(self._stored) + self._running >= self._limit
 
     def _begun(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
-        copying = Copying(outline_of_call(args, kwargs))
+        copying = Copying(flattened_call(args, kwargs))
         large, share = copying.large(), self._room_for(copying)
         return None if share is None else _Begun(index, copying.snapshot(), large, share)
 
@@ -226,12 +227,12 @@ class Recorder:
         return result
 
     def _stored_call(self, begun: _Begun, result: Any, latency: float) -> _Stored | None:
-        copying = Copying(outline(result), begun.large)
+        copying = Copying(flattened(result), begun.large)
         if self._room_for(copying) is not None:
             return _Stored(begun.inputs, copying.snapshot(), latency)
         if self._counts_shapes:
             self._counter.count(
-                (begun.inputs.outline, tuple(begun.inputs.shapes())), (copying.outline, copying.shapes())
+                (begun.inputs.structure, tuple(begun.inputs.shapes())), (copying.structure, copying.shapes())
             )
         return None
 
@@ -250,10 +251,10 @@ class Recorder:
 
     def _count(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the method and counts the shapes of its inputs, as they were before, and outputs."""
-        inputs = self._guarded(lambda: _outlined(outline_of_call(args, kwargs, keep_values=False)))
+        inputs = self._guarded(lambda: _shaped(flattened_call(args, kwargs, keep_values=False)))
         result = method(*args, **kwargs)
         if inputs is not None:
-            self._guarded(lambda: self._counter.count(inputs, _outlined(outline(result, keep_values=False))))
+            self._guarded(lambda: self._counter.count(inputs, _shaped(flattened(result, keep_values=False))))
         return result
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
@@ -265,15 +266,16 @@ class Recorder:
             return None
 
 
-def _input_paths(signature: Signature, outline: Outline) -> list[tuple[str, int]]:
-    given = signature.bind(*located(outline))
-    return [(join(name, path), number) for name, value in given.items() for path, number in tensor_paths(value)]
+def _input_paths(signature: Signature, structure: Structure) -> list[tuple[str, int]]:
+    given = signature.bind(*structure.arguments())
+    leaves = {name: joined_parts(value).leaves for name, value in given.items()}
+    return [(join(name, path), number) for name, found in leaves.items() for path, number in found.tensors()]
 
 
-def _output_paths(outline: Outline) -> list[tuple[str, int]]:
-    return tensor_paths(located(outline))
+def _output_paths(structure: Structure) -> list[tuple[str, int]]:
+    return structure.listed().tensors()
 
 
-def _outlined(taken: Taken) -> tuple[Outline, tuple[tuple[int, ...], ...]]:
-    """The structure and the shapes, which is all that is kept of a call whose values are not."""
-    return taken.outline, shapes_of(taken.tensors)
+def _shaped(found: Flattened) -> tuple[Structure, tuple[tuple[int, ...], ...]]:
+    """The structure and the shapes: all that is kept of a call whose values are not recorded."""
+    return found.structure, shapes_of(found.tensors)

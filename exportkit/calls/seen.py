@@ -1,7 +1,7 @@
 """Shapes of all calls: what was seen how often, without the values.
 
-In come outlines of calls and the shapes of their tensors; out go `SeenShapes`. Calls of one structure and equal shapes
-take no more memory than one, and there is an end to how many different ones are kept.
+In come structures of calls and the shapes of their tensors; out go `SeenShapes`. Calls of one structure and equal
+shapes take no more memory than one, and there is an end to how many different ones are kept.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from exportkit.trees.outline import Outline
+from exportkit.trees.structure import Structure
 
 MOST_SHAPES = 1000
 
 Shapes = Mapping[str, tuple[int, ...]]
-PathsOf = Callable[[Outline], Sequence[tuple[str, int]]]
+PathsOf = Callable[[Structure], Sequence[tuple[str, int]]]
 # What tells one value from another here: its structure, and the shapes of its tensors.
 _Key = tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]
 
@@ -45,8 +45,8 @@ class ShapeCounter:
     """Counts calls by their shapes.
 
     Args:
-        input_paths: Gives full path and number of each tensor in an outline of ``(args, kwargs)``.
-        output_paths: Gives path and number of each tensor in an outline of outputs.
+        input_paths: Gives full path and number of each tensor in the structure of ``(args, kwargs)``.
+        output_paths: Gives path and number of each tensor in the structure of outputs.
 
     Attributes:
         total: Number of calls.
@@ -60,8 +60,8 @@ class ShapeCounter:
         self.total = 0
         self.overflowed = False
 
-    def count(self, inputs: tuple[Outline, Any], outputs: tuple[Outline, Any]) -> None:
-        """Counts one call, given by the outlines and shapes of both sides."""
+    def count(self, inputs: tuple[Structure, Any], outputs: tuple[Structure, Any]) -> None:
+        """Counts one call, given by the structures and shapes of both sides."""
         key = (inputs[0].marks, inputs[1]), (outputs[0].marks, outputs[1])
         with self._lock:
             self.total += 1
@@ -88,20 +88,20 @@ class _Side:
 
     def __init__(self, paths_of: PathsOf) -> None:
         self._paths_of = paths_of
-        self._outlines: dict[tuple[Any, ...], Outline] = {}
+        self._structures: dict[tuple[Any, ...], Structure] = {}
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._paths: dict[tuple[Any, ...], Sequence[tuple[str, int]]] = {}
 
-    def keep(self, outline: Outline, shapes: tuple[tuple[int, ...], ...]) -> _Key:
+    def keep(self, structure: Structure, shapes: tuple[tuple[int, ...], ...]) -> _Key:
         """Keeps one object of those that are equal: the layers of a cache have one shape, and calls one structure."""
-        marks = self._outlines.setdefault(outline.marks, outline).marks
+        marks = self._structures.setdefault(structure.marks, structure).marks
         return marks, tuple(self._shapes.setdefault(shape, shape) for shape in shapes)
 
     def by_path(self, key: _Key) -> Shapes:
         """Returns shapes by path; paths are found once for each structure."""
         marks, shapes = key
         if marks not in self._paths:
-            self._paths[marks] = self._paths_of(self._outlines[marks])
+            self._paths[marks] = self._paths_of(self._structures[marks])
         return {path: tuple(shapes[position]) for path, position in self._paths[marks]}
 
 

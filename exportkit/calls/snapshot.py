@@ -31,8 +31,8 @@ from exportkit._torch_compat.memory import (
     version_of,
 )
 from exportkit.calls.memory import Parts
-from exportkit.trees.outline import Outline, Taken
-from exportkit.trees.outlined import growing_tensors, located, outlined_tree
+from exportkit.trees.flatten import Flattened
+from exportkit.trees.structure import Structure
 from exportkit.trees.tree import Tree, shape_of
 
 Result = TypeVar("Result")
@@ -57,20 +57,20 @@ class Snapshot:
     """A nested value as it was.
 
     Args:
-        outline: Its structure.
+        structure: Its structure.
         pieces: Copies of its tensors.
     """
 
-    __slots__ = ("_pieces", "_shapes", "_tensors", "outline")
+    __slots__ = ("_pieces", "_shapes", "_tensors", "structure")
 
-    def __init__(self, outline: Outline, pieces: list[_Piece]) -> None:
-        self.outline, self._pieces = outline, pieces
+    def __init__(self, structure: Structure, pieces: list[_Piece]) -> None:
+        self.structure, self._pieces = structure, pieces
         self._tensors: list[torch.Tensor] | None = None
         self._shapes: list[tuple[int, ...]] | None = None
 
     def tree(self) -> Tree:
         """Returns the value as a tree around the copies."""
-        return outlined_tree(located(self.outline), self)
+        return Tree(self.structure.root, self.structure.listed(), self)
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the copies, each time the same ones."""
@@ -118,14 +118,14 @@ class Copying:
     """The copies that are to be made of a value.
 
     Args:
-        taken: The outline of any nested value, and the tensors in it.
+        found: The structure of any nested value, and the tensors in it.
         inputs: Identities of the large tensors that the model was given; None if this is what it was given.
     """
 
-    __slots__ = ("_apart", "_inputs", "_large", "_shared", "_tensors", "_together", "outline")
+    __slots__ = ("_apart", "_inputs", "_large", "_shared", "_tensors", "_together", "structure")
 
-    def __init__(self, taken: Taken, inputs: frozenset[int] | None = None) -> None:
-        self.outline, self._tensors, runs = taken
+    def __init__(self, found: Flattened, inputs: frozenset[int] | None = None) -> None:
+        self.structure, self._tensors, runs = found
         self._together, self._apart = _grouped(self._tensors, runs)
         self._inputs = inputs
         self._large = _large(self._tensors, self._apart)
@@ -150,7 +150,7 @@ class Copying:
         """Makes the copies, cut off from autograd and inference mode; afterwards the originals are let go."""
         pieces = _plainly(self._pieces)
         del self._tensors
-        return Snapshot(self.outline, pieces)
+        return Snapshot(self.structure, pieces)
 
     def _pieces(self) -> list[_Piece]:
         pieces = [self._copied_together(group) for group in self._together]
@@ -179,7 +179,7 @@ class Copying:
         still_shared = are_copy_on_write(tensors)
         if all(still_shared):
             return plain
-        growing = growing_tensors(self.outline)
+        growing = self.structure.growing_tensors()
         pairs = zip(plain, still_shared, strict=True)
         return [i for i, is_shared in pairs if is_shared or self._may_share(self._tensors[i], i in growing)]
 

@@ -59,7 +59,9 @@ def verify(
 def report(
     folder: Annotated[
         Path,
-        typer.Argument(help="Folder written by exportkit export, exported.save, trace or scan-skips.", metavar="DIR"),
+        typer.Argument(
+            help="Folder written by exportkit export, trace or scan-skips, or by exported.save.", metavar="DIR"
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -68,7 +70,7 @@ def report(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write one HTML page about an exported folder, a trace or a skip scan.
+    """Write an HTML page about an export, a trace or a skip scan.
 
     The page needs no other files and no network. Nothing runs and nothing is proven again: the page shows what the
     folder holds.

@@ -72,7 +72,7 @@ def run_program(program: torch.export.ExportedProgram, inputs: Mapping[str, Any]
         _program_node(node) for node in graph.nodes if node.op in ("call_function", "call_module", "get_attr")
     )
     outputs = tuple(name for name in program.graph_signature.user_outputs if isinstance(name, str))
-    return GraphRun(tuple(map(_program_node, computing)), values, tuple(inputs), outputs, numbers)
+    return GraphRun(nodes, values, tuple(inputs), outputs, numbers)
 
 
 def _program_node(node: torch.fx.Node) -> GraphNode:

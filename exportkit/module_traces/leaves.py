@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from exportkit.trees import flatten, join
-from exportkit.trees.flatten import path_of
-from exportkit.trees.objects import ATOMS
-from exportkit.trees.outline import Closed, Nested, Outline, Registered, outline
-from exportkit.trees.outlined import constant_paths, located, tensor_paths
+from exportkit.trees.caches import ATOMS
+from exportkit.trees.flatten import flattened
+from exportkit.trees.structure import Closed, Nested, Registered, Structure, path_of
 
 _LONGEST_TEXT = 500
 _DEEPEST = 8  # objects inside of objects that are opened; what is deeper becomes a text
@@ -36,7 +35,7 @@ class Layout:
         number: How many layouts there were before.
         tensors: Paths of the tensors.
         others: Paths of the other leaves.
-        order: Where each of the tensors is among those of an outline.
+        order: Where each of the tensors is among those of a structure.
         empty: What has no leaves, as a text by path: arguments such as a cache that nothing is in yet.
     """
 
@@ -74,13 +73,13 @@ class LeafReader:
         if isinstance(only, torch.Tensor):
             layout = self._known.get(path) or self._new(value, path, (path,), (), (0,))
             return Leaves(layout, [only], [])
-        taken = outline(value)
+        taken = flattened(value)
         others: list[Any] = []
-        _add_others(taken.outline.root, others)
+        _add_others(taken.structure.root, others)
         if any(type(other) is Closed and _inside(other.value) is not None for other in others):
             return self._opened(value)
-        key = taken.outline.marks
-        layout = self._known.get(key) or self._new(value, key, *_paths(taken.outline))
+        key = taken.structure.marks
+        layout = self._known.get(key) or self._new(value, key, *_paths(taken.structure))
         return Leaves(layout, [taken.tensors[i] for i in layout.order], [_plain(other) for other in others])
 
     def _opened(self, value: dict[str, Any]) -> Leaves:
@@ -123,7 +122,7 @@ def _only_value(value: dict[str, Any]) -> tuple[str, Any]:
 
 
 def _add_others(item: Any, others: list[Any]) -> None:
-    """Adds the leaves of an outline that are no tensors, in the order of their paths; in caches there are none."""
+    """Adds the leaves of a structure that are no tensors, in the order of their paths; in caches there are none."""
     for leaf in (item if type(item) is Nested else item.children).leaves:
         kind = type(leaf)
         if kind in ATOMS or kind is Closed:
@@ -132,11 +131,11 @@ def _add_others(item: Any, others: list[Any]) -> None:
             _add_others(leaf, others)
 
 
-def _paths(taken: Outline) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
-    value = located(taken)
-    tensors = tensor_paths(value)
+def _paths(structure: Structure) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
+    leaves = structure.listed()
+    tensors = leaves.tensors()
     paths, order = tuple([path for path, _ in tensors]), tuple([number for _, number in tensors])
-    return paths, tuple(constant_paths(value)), order
+    return paths, tuple(leaves.constants), order
 
 
 def _collect(value: Any, start: str, tensors: dict[str, torch.Tensor], others: dict[str, Any], depth: int) -> None:

@@ -18,7 +18,7 @@ from exportkit.calls.signature import Signature
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import flatten
-from exportkit.trees.objects import is_cache_class
+from exportkit.trees.caches import is_cache_class
 
 STATE = "module_state"
 RESULT = "result"

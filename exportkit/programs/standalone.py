@@ -121,9 +121,10 @@ def built(layout, tensors):
     if kind == "dict":
         return {built(key, tensors): built(item, tensors) for key, item in value}
     if kind == "fields":
-        return found(value)(*built(layout["items"], tensors))
-    if kind == "cache":
-        return built_cache(value, tensors[layout["first"] :])
+        cls, items = found(value), built(layout["items"], tensors)
+        return cls(*items) if hasattr(cls, "_fields") else cls(items)
+    if kind == "object":
+        return built_object(found(value), {name: built(item, tensors) for name, item in layout["state"]})
     if kind == "registered":
         return built_fields(found(value), built(layout["context"], tensors), built(layout["items"], tensors))
     if kind == "enum":
@@ -144,28 +145,18 @@ def built_constant(kind, value):
         return complex(*(built(part, []) for part in value))
     if kind == "type":
         return found(value)
-    if kind in ("torch", "dtype"):
+    if kind == "torch":
         return getattr(torch, value)
     return torch.device(value) if kind == "device" else None
 
 
-def built_cache(part, tensors):
-    if not isinstance(part, dict):
-        return part
-    kind = next(iter(part))
-    if kind == "slot":
-        return tensors[part["slot"]]
-    if kind != "class":
-        return built_constant(kind, part[kind])
-    cls = found(part["class"])
-    items = [(key, built_cache(item, tensors)) for key, item in part["items"]]
-    if issubclass(cls, dict):
-        return cls(items)
-    if issubclass(cls, (list, tuple)):
-        return cls(item for _, item in items)
-    cache = object.__new__(cls)
-    vars(cache).update(items)
-    return cache
+def built_object(cls, state):
+    """Returns a cache, or a layer of one."""
+    if "sliding_window" in state:
+        state["_sliding_window_tensor"] = torch.tensor(state["sliding_window"], dtype=torch.long)
+    value = object.__new__(cls)
+    vars(value).update(state)
+    return value
 
 
 def tensors_in(value):

@@ -1,11 +1,19 @@
 """Nested values ⇄ leaves with paths, and reversible registration of caches with torch's pytree and optree."""
 
+from exportkit.trees.caches import (
+    Growth,
+    is_cache_class,
+    make_dynamic_cache,
+    make_encoder_decoder_cache,
+    make_static_cache,
+    set_stored_length,
+    stored_length,
+)
 from exportkit.trees.flatten import check_opened, flatten, with_list
-from exportkit.trees.make import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
-from exportkit.trees.objects import Growth, is_cache_class, set_stored_length, stored_length
 from exportkit.trees.registry import opens_in_order, register_flattening_functions, registered_caches
+from exportkit.trees.structure import join, joined
 from exportkit.trees.text import string_type
-from exportkit.trees.tree import Tree, join, joined
+from exportkit.trees.tree import Tree
 
 __all__ = [
     "Growth",

@@ -1,84 +1,287 @@
-"""Nested values ⇄ leaves with paths.
+"""The one flattener: decides which values are opened, and lists their leaves in order.
 
-In comes any nested value (arguments or outputs of a model); out comes a `Tree`: its leaves, each with a stable readable
-path such as ``layers[0].keys`` or ``inner.scale``, and what is needed to build the value again. The order of the keys
-of a dict does not matter: leaves are known by their path, never by their position.
+`flattened` makes one quick pass over a value that its owner may change the next moment, and returns a structure and the
+tensors beside it, so that a recorder decides what it keeps of each. `flatten` returns a `Tree` around the value's own
+leaves. The order of the keys of a dict does not matter: leaves are known by their path, never by their position.
 """
 
 from __future__ import annotations
 
-import threading
+import collections
+import functools
+import itertools
+import operator
+import types
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from exportkit._torch_compat.pytree import Registered, key_name, registered_node
+from exportkit._torch_compat.pytree import Registered as Registration
+from exportkit._torch_compat.pytree import key_name, registered_node
 from exportkit.errors import UnregisteredClassError
-from exportkit.trees.objects import Growth, PathPart, is_cache_class, put_together, take_apart
-from exportkit.trees.tree import Tree, flattened_tree, join
+from exportkit.trees.caches import ATOMS, DERIVED, is_cache_class, is_cache_part
+from exportkit.trees.structure import (
+    LENGTH,
+    TENSOR,
+    Closed,
+    Container,
+    Method,
+    Nested,
+    Object,
+    Registered,
+    Structure,
+    Table,
+    containers,
+    join,
+)
+from exportkit.trees.tree import HeldTensors, Tree
 
-# A namespace of our own: nobody else sees what is registered here, and nobody's registrations can be in the way.
-_NAMESPACE = "exportkit"
-# Dicts flatten in the order of their keys, as in torch; set once and for good, as only this namespace sees it.
-_insertion_order = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
-_insertion_order.__enter__()
-_lock = threading.RLock()
-_opened: set[type] = set()
+_CONTAINERS = (tuple, list, dict, collections.deque)  # what optree opens natively, and classes derived from them
+_SHORT = 8  # up to this many leaves, looking at each of them takes less time than calling optree
+_ONE_TENSOR = Structure(TENSOR, (0,))
+_state = operator.attrgetter("__dict__")
+
+# Classes that were opened because they are registered with torch's pytree: taking that back later is an error.
+_registered: set[type] = set()
 
 
-@dataclass(frozen=True)
-class Opened:
-    """An object of a class registered with torch's pytree, taken apart: a tree puts an object of that class together.
+class Flattened(NamedTuple):
+    """A structure, and the tensors that were found.
 
     Attributes:
-        node: The registration.
-        context: What the registration keeps besides the children.
-        names: Path step of each child.
-        children: The children.
+        structure: The structure.
+        tensors: The tensors themselves, in the order in which they were found.
+        runs: Positions of tensors that are usually alike: one attribute of all layers of a cache.
     """
 
-    node: Registered
-    context: Any
-    names: tuple[str | int, ...]
-    children: list[Any]
-
-    def with_children(self, children: list[Any]) -> Opened:
-        """Returns the same object with other children."""
-        return Opened(self.node, self.context, self.names, children)
-
-
-def open_registered(value: Any) -> Opened | None:
-    """Returns an object taken apart the way its class is registered with torch, or None if it is not."""
-    node = registered_node(type(value))
-    if node is None:
-        return None
-    children, context = node.flatten(value)
-    children = list(children)
-    if node.flatten_with_keys is None:
-        return Opened(node, context, tuple(range(len(children))), children)
-    # For the names alone: its context can be another one (dataclasses), which unflatten does not take.
-    names = tuple(key_name(key) for key, _ in node.flatten_with_keys(value)[0])
-    return Opened(node, context, names, children)
+    structure: Structure
+    tensors: list[torch.Tensor]
+    runs: list[range]
 
 
 def flatten(value: Any) -> Tree:
-    """Returns the `Tree` of a nested value.
+    """Returns the `Tree` of a nested value; what is opened is said in `flattened`.
+
+    Raises:
+        UnregisteredClassError: if an object was opened before, and its class is not registered any more.
+    """
+    found = flattened(value)
+    leaves = found.structure.listed()
+    for constant in leaves.constants.values():
+        if type(constant) in _registered:
+            raise UnregisteredClassError(
+                f"Class {type(constant).__name__} was registered with torch's pytree and no longer is.",
+                hint="keep the registration active while the model is observed and exported.",
+            )
+    return Tree(found.structure.root, leaves, HeldTensors(found.tensors))
+
+
+def flattened(value: Any, keep_values: bool = True) -> Flattened:
+    """Returns the structure of a nested value, and the tensors in it.
 
     Lists, tuples, dicts, named tuples, caches, and every class registered with torch's pytree are opened; any other
     object is a leaf.
+
+    Args:
+        value: Any nested value.
+        keep_values: Keep references to objects that are not opened.
     """
-    parts, leaves, structure = _flatten(value)
-    unopened = {type(leaf) for leaf in leaves if _can_open(type(leaf))}
-    if unopened:
-        for cls in unopened:
-            _open(cls)
-        return flatten(value)
-    paths = tuple(path_of(steps) for steps in parts)
-    growing = {path: growth for path, steps in zip(paths, parts, strict=True) if (growth := _growth(steps)) is not None}
-    return flattened_tree(paths, tuple(leaves), growing, structure)
+    if isinstance(value, torch.Tensor):  # as many results are
+        return Flattened(_ONE_TENSOR, [value], [])
+    flattener = _Flattener(keep_values)
+    root = flattener.nested(value)
+    return Flattened(Structure(root, tuple(flattener.marks)), flattener.tensors, flattener.runs)
+
+
+def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any], keep_values: bool = True) -> Flattened:
+    """Returns the structure of ``(args, kwargs)``, and the tensors in it.
+
+    Args:
+        args: Positional arguments of a call.
+        kwargs: Its keyword arguments.
+        keep_values: Keep references to objects that are not opened.
+    """
+    leaves = [*args, *kwargs.values()]
+    if _hold_containers(leaves):
+        return flattened((args, kwargs), keep_values)
+    flattener = _Flattener(keep_values)
+    root = flattener.opened(leaves, _call_spec(len(args), tuple(kwargs)))
+    return Flattened(Structure(root, tuple(flattener.marks)), flattener.tensors, flattener.runs)
+
+
+def flattened_cache(cache: Any) -> tuple[list[torch.Tensor], Object]:
+    """Returns the tensors of a cache in the order of their paths, layer by layer, and its structure."""
+    flattener = _Flattener(keep_values=True, by_layer=True)
+    structure = flattener.object(cache)
+    return flattener.tensors, structure
+
+
+def open_registered(value: Any) -> tuple[Registration, Any, tuple[str | int, ...], list[Any]] | None:
+    """Returns the registration of an object's class with torch, its context, and names and values of its children.
+
+    None if the class is not registered.
+    """
+    node = registered_node(type(value))
+    if node is None:
+        return None
+    _registered.add(type(value))
+    children, context = node.flatten(value)
+    children = list(children)
+    if node.flatten_with_keys is None:
+        return node, context, tuple(range(len(children))), children
+    # For the names alone: its context can differ (dataclasses), and unflatten does not take that one.
+    names = tuple([key_name(key) for key, _ in node.flatten_with_keys(value)[0]])
+    return node, context, names, children
+
+
+def _hold_containers(leaves: Sequence[Any]) -> bool:
+    return any(map(isinstance, leaves, itertools.repeat(_CONTAINERS)))
+
+
+# A model is given and returns the same structures again and again.
+
+
+@functools.lru_cache(maxsize=256)
+def _call_spec(num_args: int, names: tuple[str, ...]) -> optree.PyTreeSpec:
+    return containers(((None,) * num_args, dict.fromkeys(names)))[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _dict_spec(names: tuple[str, ...]) -> optree.PyTreeSpec:
+    return containers(dict.fromkeys(names))[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _row_spec(kind: Any, length: int) -> optree.PyTreeSpec:
+    return containers(kind([None] * length))[1]
+
+
+class _Flattener:
+    """Opens one value, and notes what it finds. This runs in every recorded call, hence the short cuts."""
+
+    __slots__ = ("by_layer", "keep_values", "marks", "runs", "tensors")
+
+    def __init__(self, keep_values: bool, by_layer: bool = False) -> None:
+        self.keep_values, self.by_layer = keep_values, by_layer
+        self.tensors: list[torch.Tensor] = []
+        self.runs: list[range] = []
+        self.marks: list[Any] = []
+
+    def nested(self, value: Any) -> Nested:
+        """Opens plain containers, and what is found in them."""
+        kind: Any = type(value)
+        if kind is dict and len(value) <= _SHORT and set(map(type, value)) == {str}:
+            leaves = list(value.values())
+            if not _hold_containers(leaves):
+                return self.opened(leaves, _dict_spec(tuple(value)))
+        elif (kind is list or kind is tuple) and len(value) <= _SHORT and not _hold_containers(value):
+            return self.opened(list(value), _row_spec(kind, len(value)))
+        return self.opened(*containers(value))
+
+    def opened(self, leaves: list[Any], spec: optree.PyTreeSpec) -> Nested:
+        """Opens what was found in plain containers."""
+        marks, tensors = self.marks, self.tensors
+        marks.append(spec)
+        for index, leaf in enumerate(leaves):
+            if type(leaf) in ATOMS:
+                continue
+            marks.append(index)
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+                leaves[index] = TENSOR
+            else:
+                leaves[index] = self.leaf(leaf)
+        return Nested(spec, tuple(leaves))
+
+    def leaf(self, value: Any) -> Any:
+        if is_cache_class(type(value)):
+            return self.object(value)
+        opened = open_registered(value)
+        if opened is None:
+            return Closed(value if self.keep_values else None)
+        node, context, names, children = opened
+        self.marks += (type(value), names)
+        return Registered(type(value), node, context, names, self.nested(children))
+
+    def object(self, value: Any) -> Object:
+        """Opens a cache or a layer of one."""
+        marks, tensors = self.marks, self.tensors
+        cls, state = type(value), vars(value)
+        if any([name in state for name in DERIVED]):  # noqa: C419  # a generator takes longer
+            state = {name: attribute for name, attribute in state.items() if name not in DERIVED}
+        marks.append(cls)
+        values = list(state.values())
+        for index, (name, attribute) in enumerate(state.items()):
+            if type(attribute) in ATOMS:
+                continue
+            marks.append(name)
+            if isinstance(attribute, torch.Tensor):
+                tensors.append(attribute)
+                values[index] = TENSOR
+            elif isinstance(attribute, types.MethodType) and attribute.__self__ is value:
+                values[index] = Method(attribute.__func__)
+            else:
+                values[index] = self.inside(attribute)
+        return Object(cls, tuple(state), tuple(values))
+
+    def inside(self, value: Any) -> Any:
+        """Opens what is found inside a cache: containers and layers, but no class that is registered with torch."""
+        cls: Any = type(value)
+        if is_cache_part(cls):
+            return self.object(value)
+        if cls is list and len(value) > 1 and not self.by_layer:
+            table = self._table(value)
+            if table is not None:
+                return table
+        if not isinstance(value, _CONTAINERS):
+            if isinstance(value, torch.SymInt):
+                return LENGTH
+            return value if self.keep_values else None
+        self.marks += (cls, tuple(value) if isinstance(value, dict) else len(value))
+        nodes = []
+        for index, item in enumerate(value.values() if isinstance(value, dict) else value):
+            if type(item) in ATOMS:
+                nodes.append(item)
+                continue
+            self.marks.append(index)
+            if isinstance(item, torch.Tensor):
+                self.tensors.append(item)
+                nodes.append(TENSOR)
+            else:
+                nodes.append(self.inside(item))
+        return Container.of(value, nodes)
+
+    def _table(self, items: list[Any]) -> Table | None:
+        """Opens the layers of a cache together, if they hold tensors and constants only, each in the same way."""
+        cls, height = type(items[0]), len(items)
+        if not is_cache_part(cls) or list(map(type, items)).count(cls) < height:
+            return None
+        states = list(map(_state, items))
+        names = tuple(states[0])
+        if len(names) < 2 or list(map(len, states)).count(len(names)) < height:
+            return None
+        try:
+            columns: list[Any] = list(zip(*map(operator.itemgetter(*names), states), strict=True))
+        except KeyError:
+            return None
+        if any([name in names for name in DERIVED]):  # noqa: C419
+            columns = [column for name, column in zip(names, columns, strict=True) if name not in DERIVED]
+            names = tuple([name for name in names if name not in DERIVED])
+        found = []
+        for position, column in enumerate(columns):
+            kind = type(column[0])
+            if list(map(type, column)).count(kind) < height or not (kind is torch.Tensor or kind in ATOMS):
+                return None
+            if kind is torch.Tensor:
+                found.append(position)
+        for position in found:
+            self.runs.append(range(len(self.tensors), len(self.tensors) + height))
+            self.tensors += columns[position]
+            columns[position] = TENSOR
+        self.marks += (cls, names, height, *found)
+        return Table(cls, names, tuple(columns), height)
 
 
 def with_list(tree: Tree, members: Sequence[torch.Tensor], others: list[torch.Tensor]) -> Tree:
@@ -88,14 +291,19 @@ def with_list(tree: Tree, members: Sequence[torch.Tensor], others: list[torch.Te
         same = type(value) in (list, tuple) and len(value) == len(members)
         return same and all(a is b for a, b in zip(value, members, strict=True))
 
-    changed = optree.tree_map(
-        lambda value: type(value)(others) if is_wanted(value) else value,
-        tree.build(),
-        is_leaf=is_wanted,
-        none_is_leaf=True,
-        namespace=_NAMESPACE,
-    )
-    return flatten(changed)
+    def changed(value: Any) -> Any:
+        leaves, spec = containers(value, is_wanted)
+        for index, leaf in enumerate(leaves):
+            if is_wanted(leaf):
+                leaves[index] = type(leaf)(others)
+            elif not isinstance(leaf, torch.Tensor) and not is_cache_class(type(leaf)):
+                opened = open_registered(leaf)
+                if opened is not None:
+                    node, context, _, children = opened
+                    leaves[index] = node.unflatten([changed(child) for child in children], context)
+        return spec.unflatten(leaves)
+
+    return flatten(changed(tree.build()))
 
 
 def check_opened(name: str, tree: Tree) -> None:
@@ -128,72 +336,3 @@ def _holds_tensor(value: Any) -> bool:
     if isinstance(value, dict):
         return any(_holds_tensor(item) for item in value.values())
     return isinstance(value, torch.Tensor)
-
-
-def _flatten(value: Any) -> tuple[list[tuple[Any, ...]], list[Any], optree.PyTreeSpec]:
-    return optree.tree_flatten_with_path(value, none_is_leaf=True, namespace=_NAMESPACE)
-
-
-def _can_open(cls: type) -> bool:
-    if cls in _opened or issubclass(cls, torch.Tensor):
-        return False
-    return is_cache_class(cls) or registered_node(cls) is not None
-
-
-def _open(cls: type) -> None:
-    """Teaches our namespace how to take ``cls`` apart: as a cache, or the way it is registered with torch."""
-    with _lock:
-        if cls in _opened:
-            return
-        if is_cache_class(cls):
-            _register(cls, _flatten_cache, _build_cache, namespace=_NAMESPACE)
-        else:
-            _register(cls, _flatten_registered, _build_registered, namespace=_NAMESPACE)
-        _opened.add(cls)
-
-
-def _flatten_cache(cache: Any) -> tuple[list[Any], Any, tuple[PathPart, ...]]:
-    tensors, paths, part = take_apart(cache)
-    return list(tensors), part, tuple(paths)
-
-
-def _build_cache(part: Any, tensors: Sequence[Any]) -> Any:
-    return put_together(tensors, part)
-
-
-def _flatten_registered(value: Any) -> tuple[list[Any], Any, tuple[str | int, ...]]:
-    opened = open_registered(value)
-    if opened is None:  # registered once, and taken back since: then it has no parts for torch either
-        raise UnregisteredClassError(
-            f"Class {type(value).__name__} was registered with torch's pytree and no longer is.",
-            hint="keep the registration active while the model is observed and exported.",
-        )
-    return _flatten_opened(opened)
-
-
-def _flatten_opened(opened: Opened) -> tuple[list[Any], Any, tuple[str | int, ...]]:
-    return opened.children, (opened.node, opened.context), opened.names
-
-
-def _build_registered(kept: Any, children: Sequence[Any]) -> Any:
-    node, context = kept
-    return node.unflatten(list(children), context)
-
-
-_register: Any = optree.register_pytree_node  # its types ask more of a class than it does
-_register(Opened, _flatten_opened, _build_registered, namespace=_NAMESPACE)
-
-
-def path_of(steps: Sequence[Any], start: str = "") -> str:
-    """Returns the path that leads from ``start`` along the steps that optree gives."""
-    path = start
-    for step in steps:
-        if isinstance(step, PathPart) or (isinstance(step, str) and step.isidentifier()):
-            path = join(path, step)
-        else:
-            path += f"[{step!r}]"
-    return path
-
-
-def _growth(steps: Sequence[Any]) -> Growth | None:
-    return next((step.growth for step in reversed(steps) if isinstance(step, PathPart)), None)

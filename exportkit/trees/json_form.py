@@ -1,34 +1,40 @@
-"""A nested value as JSON data and back, with its tensors kept apart.
+"""Nested values as JSON data and back, with their tensors kept apart: for files that outlive the process.
 
-In comes a `Tree`; out go data that ``json.dumps`` takes, in which numbers stand for the tensors. Reading looks classes
-up by name, in modules that are loaded or belong to torch, transformers or exportkit. Nothing is unpickled, nothing
-evaluated: what JSON cannot hold comes back as a `Placeholder`.
+Numbers stand for the tensors, in the order of their paths. Reading looks up classes by name, in modules that are
+loaded or belong to torch, transformers or exportkit. Nothing is unpickled and nothing is evaluated: a constant that
+JSON cannot hold comes back as a `Placeholder`.
 """
 
 from __future__ import annotations
 
 import enum
+import importlib
 import json
 import math
 import numbers
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import optree
 import torch
 
-from exportkit._torch_compat.pytree import Registered, context_writer, registered_node
-from exportkit._torch_compat.transformers import cache_bases
+from exportkit._torch_compat.pytree import context_writer, registered_node
 from exportkit.errors import ExportkitError, TreeError
-from exportkit.trees.lookup import class_name, find_class
-from exportkit.trees.objects import dump_part, is_cache_class, load_part, put_together, take_apart
+from exportkit.trees.caches import is_cache_part
+from exportkit.trees.flatten import flatten
+from exportkit.trees.structure import LENGTH, TENSOR, Container, Nested, Object, Registered, Table, build, containers
 from exportkit.trees.tree import Tree
 
-# What a dict in a cache may make its missing values with.
-_DEFAULTS = (bool, int, float, str, list, tuple, dict, set)
 _LONGEST_TEXT = 500
+# Containers that torch's pytree knows how to build, and that a cache may hold.
+_COLLECTIONS = (OrderedDict, defaultdict, deque)
+# Other classes that a cache may name: what a dict in it makes its missing values with.
+_DEFAULTS = (bool, int, float, str, list, tuple, dict, set)
+# Packages whose modules are imported when a class of theirs is needed; any other must be loaded already.
+_IMPORTED = ("torch", "transformers", "exportkit")
 
 
 @dataclass(frozen=True)
@@ -53,26 +59,17 @@ def dump_tree(tree: Tree) -> Any:
     Raises:
         TreeError: if it holds a container that cannot be built again from JSON, such as one of a local class.
     """
-    writer = _Writer()
-    data = writer.dump(tree.build())
-    if len(writer.tensors) != len(tree.tensors()):
-        raise TreeError(
-            "A value holds tensors in a class that was opened in a way which cannot be written.",
-            expected=f"tensors at {', '.join(tree.tensors())}",
-            got=f"{len(writer.tensors)} of them",
-            hint="register the class with torch.utils._pytree.register_pytree_node.",
-        )
-    return data
+    return _Writer(iter(tree.leaves)).dump(tree.structure)
 
 
 def dump_constant(value: Any) -> Any:
-    """Returns the JSON data of a value; its tensors, and containers that cannot be written, become placeholders."""
-    writer = _Writer()
+    """Returns the JSON data of a value; tensors, and containers that cannot be written, become placeholders."""
     try:
-        data = writer.dump(value)
+        tree = flatten(value)
+        data = dump_tree(tree)
     except TreeError:
         return _dump_placeholder(value)
-    return _dump_placeholder(value) if writer.tensors else data
+    return _dump_placeholder(value) if tree.tensor_paths else data
 
 
 def load_value(data: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
@@ -83,10 +80,12 @@ def load_value(data: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
         tensors: The tensors of the tree, in its order.
 
     Raises:
-        TreeError: if the data are damaged, or a class is not there.
+        TreeError: if the data is damaged, or a class does not exist.
     """
     try:
-        return _Reader(tensors).load(data)
+        reader = _Reader(tensors)
+        nodes, spec = containers(reader.load(data))
+        return build(Nested(spec, tuple(nodes)), iter(reader.leaves))
     except ExportkitError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -97,57 +96,97 @@ def load_value(data: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
         ) from error
 
 
+def dump_structure(structure: Object) -> Any:
+    """Returns the JSON data of the structure of a cache.
+
+    Raises:
+        TreeError: if it holds a value that JSON cannot, such as a CUDA stream.
+    """
+    return _Writer(None).dump(structure)
+
+
+def load_structure(data: Any) -> Object:
+    """Returns the structure of a cache, which `dump_structure` wrote.
+
+    Raises:
+        TreeError: if it names a class that does not exist, or whose module is not loaded.
+    """
+    structure: Object = _Reader(None).load(data)
+    return structure
+
+
 class _Writer:
-    """Turns values into JSON data and collects their tensors on the way."""
+    """Writes a structure, and the constants among its leaves.
 
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
+    Args:
+        leaves: All leaves; None for the structure of a cache, whose leaves are tensors.
+    """
 
-    def dump(self, value: Any) -> Any:
-        cls = type(value)
-        if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
-            return {"tensor": len(self.tensors) - 1}
-        if cls is list:
-            return self._all(value)
-        if cls is tuple:
-            return {"tuple": self._all(value)}
-        if cls is dict:
-            return {"dict": [[_exact(key, "A key of a dict"), self.dump(item)] for key, item in value.items()]}
-        if optree.is_namedtuple_class(cls):
-            return {"fields": class_name(cls), "items": self._all(value)}
-        if is_cache_class(cls):
-            return self._cache(value)
-        node = registered_node(cls)
-        return _dump_leaf(value) if node is None else self._registered(value, node)
+    def __init__(self, leaves: Iterator[Any] | None) -> None:
+        self._leaves, self._tensors = leaves, 0
 
-    def _all(self, values: Iterable[Any]) -> list[Any]:
-        return [self.dump(value) for value in values]
-
-    def _cache(self, cache: Any) -> Any:
-        tensors, _, part = take_apart(cache)
-        data = {"cache": dump_part(part), "first": len(self.tensors)}
-        _check_part(data["cache"])
-        self.tensors += tensors
+    def dump(self, node: Any, inside: bool = False) -> Any:
+        """Returns the JSON data of a node; ``inside`` a cache, constants are not leaves."""
+        kind = type(node)
+        if kind is Nested:
+            return self._dump_containers(node.spec.unflatten(node.leaves), inside)
+        if kind is Container:
+            return self._dump_containers(node.around(node.values), inside)
+        if kind is Object:
+            state = [[name, self.dump(value, True)] for name, value in zip(node.names, node.values, strict=True)]
+            return {"object": class_name(node.cls, *_CACHE_CLASSES), "state": state}
+        if kind is Table:
+            return [self.dump(row, True) for row in node.rows()]
+        if kind is Registered:
+            return self._dump_registered(node.cls, self.dump(node.children), node.context)
+        if node is LENGTH:
+            return {"length": "keys"}
+        value = next(self._leaves) if self._leaves is not None and (node is TENSOR or not inside) else node
+        if isinstance(value, torch.Tensor) or value is TENSOR:
+            self._tensors += 1
+            return {"tensor": self._tensors - 1}
+        data = _dump_leaf(value)
+        if inside and type(data) is dict and "placeholder" in data:
+            raise TreeError(
+                f"A cache holds a value of class {type(value).__name__}, which cannot be written as JSON.",
+                got=data["text"][:200],
+                hint="save a program whose cache uses neither offloading nor quantisation.",
+            )
         return data
 
-    def _registered(self, value: Any, node: Registered) -> Any:
-        children, context = node.flatten(value)
-        data = {"registered": class_name(type(value)), "items": self._all(children)}
-        writer = context_writer(type(value))
-        if writer is not None:
-            return data | {"dumped": _dumped(writer.dump(context))}
-        return data | {"context": _exact(context, f"What torch's pytree keeps of class {type(value).__name__}")}
+    def _dump_containers(self, value: Any, inside: bool) -> Any:
+        """The data of plain containers which hold nodes."""
+        cls = type(value)
+        if cls is dict:
+            items = [[_exact(key, "A key of a dict"), self._dump_containers(v, inside)] for key, v in value.items()]
+            return {"dict": items}
+        if cls in _COLLECTIONS:
+            node: Any = registered_node(cls)
+            children, context = node.flatten(value)
+            return self._dump_registered(cls, [self._dump_containers(v, inside) for v in children], context)
+        if not issubclass(cls, list | tuple):
+            return self.dump(value, inside)
+        data = [self._dump_containers(v, inside) for v in value]
+        if cls is list:
+            return data
+        return {"tuple": data} if cls is tuple else {"fields": class_name(cls), "items": data}
 
-
-def _dumped(data: Any) -> str:
-    """What a registration writes of a context, as text, for it is not ours to look into."""
-    try:
-        return json.dumps(data, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TreeError(
-            "The context of a registered class was written as something else than JSON.", got=error
-        ) from error
+    def _dump_registered(self, cls: type, items: list[Any], context: Any) -> Any:
+        data = {"registered": class_name(cls), "items": items}
+        if registered_node(cls) is None:
+            raise TreeError(
+                f"Class {cls.__name__} was registered with torch's pytree and no longer is.",
+                hint="keep the registration active until the value is written.",
+            )
+        writer = context_writer(cls)
+        if writer is None:
+            return data | {"context": _exact(context, f"What torch's pytree keeps of class {cls.__name__}")}
+        try:  # the data belongs to the registration: it is kept as text
+            return data | {"dumped": json.dumps(writer.dump(context), allow_nan=False)}
+        except (TypeError, ValueError) as error:
+            raise TreeError(
+                "The context of a registered class was written as something else than JSON.", got=error
+            ) from error
 
 
 def _dump_leaf(value: Any) -> Any:
@@ -183,16 +222,18 @@ def _dump_placeholder(value: Any) -> Any:
         return {"placeholder": value.cls, "text": value.text}
     try:
         text = repr(value)
-    except Exception:  # whatever somebody's own repr does: the name of the class is enough
+    except Exception:  # a broken repr must not stop the writing: the name of the class is enough
         text = object.__repr__(value)
     return {"placeholder": f"{type(value).__module__}.{type(value).__qualname__}", "text": text[:_LONGEST_TEXT]}
 
 
 def _exact(value: Any, what: str) -> Any:
     """JSON data of something that a container cannot be built without."""
-    writer = _Writer()
-    data = writer.dump(value)
-    if writer.tensors or any("placeholder" in part for part in _dicts(data)):
+    if value is None or type(value) in (bool, int, str):
+        return value
+    tree = flatten(value)
+    data = dump_tree(tree)
+    if tree.tensor_paths or _holds_placeholder(data):
         raise TreeError(
             f"{what} cannot be written as JSON.",
             expected="numbers, strings, dtypes, enums, and lists, tuples and dicts of these",
@@ -201,103 +242,178 @@ def _exact(value: Any, what: str) -> Any:
     return data
 
 
-def _dicts(data: Any) -> Iterator[dict[str, Any]]:
+def _holds_placeholder(data: Any) -> bool:
     if isinstance(data, dict):
-        yield data
-        data = list(data.values())
-    if isinstance(data, list):
-        for item in data:
-            yield from _dicts(item)
+        return "placeholder" in data or any(map(_holds_placeholder, data.values()))
+    return isinstance(data, list) and any(map(_holds_placeholder, data))
 
 
 class _Reader:
-    """Turns JSON data into values around the given tensors."""
+    """Reads data into nodes, and lists their leaves in the order in which `build` takes them.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
+    Args:
+        tensors: The tensors; None for the structure of a cache.
+    """
 
-    def load(self, data: Any) -> Any:
+    def __init__(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        self._tensors = tensors
+        self.leaves: list[Any] = []
+
+    def load(self, data: Any, inside: bool = False) -> Any:
+        """Returns a node, or plain containers of nodes; ``inside`` a cache, constants are not leaves."""
+        loaded = self._load(data, inside)
+        if not inside or not isinstance(loaded, list | tuple | dict | deque):
+            return loaded
+        return Container.of(loaded, loaded.values() if isinstance(loaded, dict) else loaded)
+
+    def _load(self, data: Any, inside: bool) -> Any:
         if isinstance(data, list):
-            return [self.load(item) for item in data]
+            return [self.load(item, inside) for item in data]
         if not isinstance(data, dict):
-            return data
+            return self._leaf(data, inside)
         kind = next(iter(data), "nothing")
-        return _READERS[kind](self, data[kind], data)
+        value = data[kind]
+        if kind == "tensor":
+            return self._leaf(None if self._tensors is None else self._tensors[value], inside=False)
+        if kind == "tuple":
+            return tuple([self.load(item, inside) for item in value])
+        if kind == "dict":
+            loaded = {load_value(key): self.load(item, inside) for key, item in value}
+            if len(loaded) < len(value):
+                raise ValueError("a dict has a key twice")
+            return loaded
+        if kind == "fields":
+            cls = find_class(value, _has_fields, "a named tuple")
+            items = [self.load(item, inside) for item in data["items"]]
+            return cls(*items) if optree.is_namedtuple_class(cls) else cls(items)
+        if kind == "registered":
+            return self._load_registered(value, data, inside)
+        if kind == "object":
+            cls = find_class(value, *_CACHE_CLASSES)
+            names, values = [name for name, _ in data["state"]], [self.load(item, True) for _, item in data["state"]]
+            return Object(cls, tuple(names), tuple(values))
+        if kind == "length":
+            return LENGTH
+        return self._leaf(_load_leaf(kind, value, data, inside), inside)
 
-    def fields(self, name: str, items: list[Any]) -> Any:
-        return find_class(name, optree.is_namedtuple_class, "a named tuple")(*self.load(items))
+    def _leaf(self, value: Any, inside: bool) -> Any:
+        if inside:
+            return value
+        self.leaves.append(value)
+        return TENSOR
 
-    def cache(self, part: Any, first: int) -> Any:
-        _check_part(part)
-        return put_together(self.tensors[first:], load_part(part))
-
-    def registered(self, name: str, data: Any) -> Any:
-        node_class = find_class(name)
-        node = registered_node(node_class)
+    def _load_registered(self, name: str, data: Any, inside: bool) -> Any:
+        cls = find_class(name, *(_CACHE_CLASSES if inside else ()))
+        node = registered_node(cls)
         if node is None:
             raise TreeError(
                 f"Class {name.partition(':')[2]} is not registered with torch's pytree.",
                 expected=f"{name.replace(':', '.')} registered, as when the value was written",
                 hint="torch.utils._pytree.register_pytree_node, or torch.export.register_dataclass, before reading.",
             )
-        items = self.load(data["items"])
+        if cls in _COLLECTIONS:
+            items = [self.load(item, inside) for item in data["items"]]
+            loaded = node.unflatten(items, load_value(data["context"]))
+            default = getattr(loaded, "default_factory", None)
+            if inside and default is not None and default not in _DEFAULTS:
+                raise ValueError(f"a dict in a cache makes its missing values with {default}")
+            return loaded
+        items = load_value(data["items"], self._tensors or ())
         try:
-            return node.unflatten(items, self._context(node_class, data))
+            if "dumped" not in data:
+                context = load_value(data["context"])
+            else:
+                writer = context_writer(cls)
+                if writer is None:
+                    raise TypeError("it was registered with functions that write and read its context, and is not now")
+                context = writer.load(json.loads(data["dumped"]))
+            return self._leaf(node.unflatten(items, context), inside)
         except Exception as error:
             raise TreeError(
                 f"Class {name.partition(':')[2]} cannot be built from what was written.",
                 got=f"{type(error).__name__}: {error}",
-                hint="the class changed since, or it is registered in another way than then.",
+                hint="the class changed since, or it was registered in another way then.",
             ) from error
 
-    def _context(self, cls: type, data: Any) -> Any:
-        if "dumped" not in data:
-            return self.load(data["context"])
-        writer = context_writer(cls)
-        if writer is None:
-            raise TypeError("it was registered with functions that write and read its context, and is not now")
-        return writer.load(json.loads(data["dumped"]))
+
+def _load_leaf(kind: str, value: Any, data: Any, inside: bool) -> Any:
+    if kind == "enum":
+        return find_class(value, lambda cls: issubclass(cls, enum.Enum), "an enum").__members__[data["name"]]
+    if kind == "float":
+        return float(value)
+    if kind == "complex":
+        return complex(*[load_value(part) for part in value])
+    if kind == "torch":
+        found = getattr(torch, value)
+        if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+            raise TypeError(f"torch.{value} is not a dtype")
+        return found
+    if kind == "device":
+        return torch.device(value)
+    if kind == "type":
+        return find_class(value, *(_CACHE_CLASSES if inside else ()))
+    if kind == "placeholder":
+        return Placeholder(value, data["text"])
+    raise KeyError(kind)
 
 
-def _load_torch(name: str) -> Any:
-    value = getattr(torch, name)
-    if not isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-        raise TypeError(f"torch.{name} is no dtype")
-    return value
+def class_name(cls: type, accepted: Callable[[Any], bool] | None = None, expected: str = "a class") -> str:
+    """Returns the name under which `find_class` finds a class.
+
+    Raises:
+        TreeError: if it does not, for example because the class is defined in a function.
+    """
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    if find_class(name, accepted, expected) is not cls:
+        raise TreeError("A class has the name of another one.", got=name.replace(":", "."))
+    return name
 
 
-def _load_enum(name: str, member: str) -> Any:
-    return find_class(name, lambda cls: issubclass(cls, enum.Enum), "an enum").__members__[member]
+def find_class(name: str, accepted: Callable[[Any], bool] | None = None, expected: str = "a class") -> Any:
+    """Returns the class of that name.
+
+    Args:
+        name: Its module, a colon, and its qualified name.
+        accepted: Says whether a class is one of those that may be named here.
+        expected: What these are, for the message.
+
+    Raises:
+        TreeError: if there is no such class, or its module is not loaded.
+    """
+    module, _, qualified = name.partition(":")
+    cause: object = "not loaded, and reading a file loads no module from elsewhere"
+    found: Any = sys.modules.get(module)
+    if found is None and module.partition(".")[0] in _IMPORTED:
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            cause = error
+    if found is None:
+        raise TreeError(
+            f"Class {qualified} belongs to a module that is not there.",
+            where=f"module {module}",
+            got=cause,
+            hint=f"import {module} first, in the version that was there when the file was written.",
+        )
+    for step in qualified.split("."):
+        found = getattr(found, step, None)
+    if not isinstance(found, type) or (accepted is not None and not accepted(found)):
+        raise TreeError(
+            f"No such class can be found by its name: {qualified}.",
+            where=f"module {module}",
+            expected=f"{expected}, defined at the top level of its module",
+            got=found,
+        )
+    return found
 
 
-_READERS: dict[str, Callable[[_Reader, Any, Any], Any]] = {
-    "tensor": lambda reader, index, _: reader.tensors[index],
-    "tuple": lambda reader, items, _: tuple(reader.load(items)),
-    "dict": lambda reader, items, _: {reader.load(key): reader.load(value) for key, value in items},
-    "fields": lambda reader, name, data: reader.fields(name, data["items"]),
-    "cache": lambda reader, part, data: reader.cache(part, data["first"]),
-    "registered": lambda reader, name, data: reader.registered(name, data),
-    "enum": lambda _, name, data: _load_enum(name, data["name"]),
-    "float": lambda _, text, __: float(text),
-    "complex": lambda reader, parts, _: complex(*reader.load(parts)),
-    "torch": lambda _, name, __: _load_torch(name),
-    "device": lambda _, name, __: torch.device(name),
-    "type": lambda _, name, __: find_class(name),
-    "placeholder": lambda _, cls, data: Placeholder(cls, data["text"]),
-}
+def _has_fields(cls: Any) -> bool:
+    return optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)
 
 
-def _check_part(data: Any) -> None:
-    """Refuses what a cache does not consist of: its classes are built without asking them."""
-    for item in _dicts(data):
-        name = item.get("class", item.get("type"))
-        if name is not None:
-            find_class(name, _belongs_to_cache, "a cache, a layer of one, or a plain container")
-        if "dtype" in item:
-            _load_torch(item["dtype"])
+def _belongs_to_cache(cls: Any) -> bool:
+    return cls in (*_DEFAULTS, *_COLLECTIONS) or optree.is_namedtuple_class(cls) or is_cache_part(cls)
 
 
-def _belongs_to_cache(cls: type) -> bool:
-    if cls in (*_DEFAULTS, OrderedDict, defaultdict) or optree.is_namedtuple_class(cls):
-        return True
-    return is_cache_class(cls) or issubclass(cls, cache_bases())
+# Classes that a cache may name in a file, as objects of its classes are built without asking them.
+_CACHE_CLASSES = _belongs_to_cache, "a cache, a layer of one, or a plain container"

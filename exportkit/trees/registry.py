@@ -17,7 +17,10 @@ import torch
 
 from exportkit._torch_compat.pytree import deregister_node, register_node, registered_node
 from exportkit._torch_compat.transformers import cache_bases
-from exportkit.trees.objects import Part, dump_part, is_cache_class, load_part, put_together, take_apart
+from exportkit.trees.caches import is_cache_class
+from exportkit.trees.flatten import flattened_cache
+from exportkit.trees.json_form import dump_structure, load_structure
+from exportkit.trees.structure import Leaves, Object, build
 
 
 @contextlib.contextmanager
@@ -90,7 +93,7 @@ def opens_in_order(cls: type) -> bool:
     if not is_cache_class(cls):
         return False
     node = registered_node(cls)
-    return node is None or node.flatten is _flatten
+    return node is None or node.flatten is flattened_cache
 
 
 class _Shared:
@@ -140,10 +143,10 @@ def _node(cls: type) -> contextlib.AbstractContextManager[None] | None:
 
 @contextlib.contextmanager
 def _registered(cls: type) -> Iterator[None]:
-    register_node(cls, _flatten, _unflatten, _keys, dump_part, load_part)
+    register_node(cls, flattened_cache, _unflatten, _keys, dump_structure, load_structure)
     yield
     node = registered_node(cls)
-    if node is not None and node.flatten is _flatten:  # and not somebody else's, who replaced ours meanwhile
+    if node is not None and node.flatten is flattened_cache:  # and not somebody else's, who replaced ours meanwhile
         deregister_node(cls)
 
 
@@ -156,14 +159,11 @@ _nodes = _Shared(_node)
 _loadable = _Shared(_safe_global)
 
 
-def _flatten(cache: Any) -> tuple[list[Any], Part]:
-    tensors, _, part = take_apart(cache)
-    return list(tensors), part
-
-
-def _unflatten(tensors: Iterable[Any], part: Part) -> Any:
-    return put_together(list(tensors), part)
+def _unflatten(tensors: Iterable[Any], structure: Object) -> Any:
+    return build(structure, iter(tensors))
 
 
 def _keys(cache: Any) -> list[str]:
-    return [str(path) for path in take_apart(cache)[1]]
+    leaves = Leaves()
+    leaves.add(flattened_cache(cache)[1], "", 0)
+    return leaves.paths

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.pytree import registered_node
-from exportkit.trees.objects import is_cache_class
+from exportkit.trees.caches import is_cache_class
 
 # Numbers of the element types in ONNX's TensorProto.DataType (onnx.proto), which users of the peers read.
 _ONNX_TYPES = {

@@ -1,96 +1,86 @@
-"""A nested value, taken apart: what the later stages see of it.
-
-In come paths and a `Content`, which may make the leaves when they are asked for; out go leaves, by path.
-"""
+"""A nested value with its leaves, known by path: what the later stages see of arguments and outputs."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import optree
 import torch
 
-from exportkit.trees.objects import Growth
+from exportkit.trees.caches import Growth
+from exportkit.trees.structure import Leaves, Nested, Object, Part, Registered, build, joined_parts
 
 
-class Content(Protocol):
-    """What a tree holds; most of it is made when it is asked for."""
+class Tensors(Protocol):
+    """The tensors of a value, or copies of them, in the order in which the flattener found them."""
 
-    def cls(self) -> type:
-        """Returns the class of the value."""
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Returns the tensors."""
 
-    def leaves(self) -> tuple[Any, ...]:
-        """Returns the leaves."""
-
-    def structure(self) -> optree.PyTreeSpec:
-        """Returns what puts the leaves together."""
-
-    def constants(self) -> Mapping[str, Any]:
-        """Returns the leaves that are no tensors, by path."""
-
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Returns the shapes of those that are tensors, in order."""
-
-    def growing(self) -> Mapping[str, Growth]:
-        """Returns how the lengths of caches grow, by path."""
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Returns their shapes, without making the tensors."""
 
 
-@dataclass(frozen=True, eq=False)
 class Tree:
-    """A nested value, taken apart.
+    """A nested value by its leaves.
+
+    Args:
+        structure: How the leaves are put together: the root of a structure.
+        listed: What is known about the leaves.
+        source: Gives the tensors when somebody asks for them.
 
     Attributes:
         paths: Path of each leaf inside the value; the path of a value that is itself a leaf is "".
-        content: The leaves, and how they are put together.
+        structure: How the leaves are put together.
+        growing: By path, the axis that grows by one with each token, in dynamic caches, and its limit.
     """
 
-    paths: tuple[str, ...]
-    content: Content = field(repr=False)
+    def __init__(self, structure: Any, listed: Leaves, source: Tensors) -> None:
+        self.paths: tuple[str, ...] = tuple(listed.paths)
+        self.structure = structure
+        self.growing: Mapping[str, Growth] = listed.growing
+        self._listed, self._source = listed, source
+
+    def __repr__(self) -> str:
+        return f"Tree(paths={self.paths!r})"
 
     @property
     def cls(self) -> type:
-        """The class of the value; of one that is a leaf, another one."""
-        return self.content.cls()
+        """The class of the value; ``object`` if it is a leaf."""
+        found = self.structure
+        if type(found) is Nested:
+            if found.spec.type is not None:
+                return found.spec.type
+            found = found.leaves[0]
+        return found.cls if type(found) in (Object, Registered) else object
 
     @functools.cached_property
     def leaves(self) -> tuple[Any, ...]:
         """The leaves: tensors, and constants (numbers, strings, None, ...)."""
-        return self.content.leaves()
-
-    @functools.cached_property
-    def growing(self) -> Mapping[str, Growth]:
-        """By path, the axis that grows by one with each token, in dynamic caches, and its limit."""
-        return self.content.growing()
-
-    @functools.cached_property
-    def structure(self) -> optree.PyTreeSpec:
-        """How optree puts the leaves together."""
-        return self.content.structure()
+        tensors, constants = self._source.tensors(), self._listed.constants
+        pairs = zip(self.paths, self._listed.numbers, strict=True)
+        return tuple([constants[path] if number is None else tensors[number] for path, number in pairs])
 
     @functools.cached_property
     def tensor_paths(self) -> tuple[str, ...]:
         """Paths of the leaves that are tensors."""
-        constants = self.content.constants()
+        constants = self._listed.constants
         return tuple([path for path in self.paths if path not in constants]) if constants else self.paths
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the leaves that are tensors, by path."""
-        return dict(self._tensors)
-
-    @functools.cached_property
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {p: leaf for p, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+        constants = self._listed.constants
+        return {path: leaf for path, leaf in zip(self.paths, self.leaves, strict=True) if path not in constants}
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Returns the shapes of the tensors, in the order of `tensor_paths`, without making those of a recording."""
-        return self.content.shapes()
+        """Returns the shapes of the tensors, in the order of `tensor_paths`, without making the tensors."""
+        shapes = self._source.shapes()
+        return [shapes[number] for number in self._listed.numbers if number is not None]
 
     def constants(self) -> dict[str, Any]:
-        """Returns the leaves that are no tensors, by path."""
-        return dict(self.content.constants())
+        """Returns the leaves that are not tensors, by path."""
+        return dict(self._listed.constants)
 
     def map(self, change: Callable[[Any], Any]) -> Tree:
         """Returns the same tree with ``change(leaf)`` for each leaf."""
@@ -101,65 +91,48 @@ class Tree:
         return self._holding([leaves.get(p, leaf) for p, leaf in zip(self.paths, self.leaves, strict=True)])
 
     def _holding(self, leaves: list[Any]) -> Tree:
-        return Tree(self.paths, _Flattened(self.paths, tuple(leaves), self.growing, self.structure))
+        listed, tensors = Leaves(), list[torch.Tensor]()
+        listed.paths, listed.growing = self._listed.paths, self._listed.growing
+        for path, leaf in zip(self.paths, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                listed.numbers.append(len(tensors))
+                tensors.append(leaf)
+            else:
+                listed.numbers.append(None)
+                listed.constants[path] = leaf
+        return Tree(self.structure, listed, HeldTensors(tensors))
 
     def build(self) -> Any:
         """Returns the nested value, holding the leaves themselves; containers and caches are new objects."""
-        return self.structure.unflatten(self.leaves)
+        return build(self.structure, iter(self.leaves))
 
 
-def flattened_tree(
-    paths: tuple[str, ...], leaves: tuple[Any, ...], growing: Mapping[str, Growth], structure: optree.PyTreeSpec
-) -> Tree:
-    """Returns the tree of a value that optree has flattened."""
-    return Tree(paths, _Flattened(paths, leaves, growing, structure))
+class HeldTensors:
+    """Tensors at hand: see `Tensors`."""
 
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
 
-class _Flattened:
-    """The content of a value that optree has flattened: see `Content`."""
-
-    def __init__(
-        self,
-        paths: tuple[str, ...],
-        leaves: tuple[Any, ...],
-        growing: Mapping[str, Growth],
-        structure: optree.PyTreeSpec,
-    ) -> None:
-        self._paths, self._leaves, self._growing, self._structure = paths, leaves, growing, structure
-
-    def cls(self) -> type:
-        return self._structure.type or object
-
-    def leaves(self) -> tuple[Any, ...]:
-        return self._leaves
-
-    def structure(self) -> optree.PyTreeSpec:
-        return self._structure
-
-    def constants(self) -> dict[str, Any]:
-        pairs = zip(self._paths, self._leaves, strict=True)
-        return {path: leaf for path, leaf in pairs if not isinstance(leaf, torch.Tensor)}
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the tensors."""
+        return self._tensors
 
     def shapes(self) -> list[tuple[int, ...]]:
-        return [shape_of(leaf) for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        """Returns their shapes."""
+        return [shape_of(tensor) for tensor in self._tensors]
 
-    def growing(self) -> Mapping[str, Growth]:
-        return self._growing
+
+def lazy_tree(parts: Any, source: Tensors) -> Tree:
+    """Returns the tree of a part of a recorded call; its tensors are asked for when its leaves are.
+
+    Args:
+        parts: A `Part`, or a tuple or dict of parts.
+        source: Copies of the tensors of the whole call.
+    """
+    part: Part = joined_parts(parts)
+    return Tree(part.node, part.leaves, source)
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the shape of a tensor; that of a nested tensor, which has none, is ()."""
     return () if tensor.is_nested else tuple(tensor.shape)
-
-
-def join(name: str, path: str) -> str:
-    """Returns the path of a leaf of the argument ``name``: ``x``, ``x[0]`` or ``x.inner``."""
-    if not path or not name:
-        return name or path
-    return f"{name}{path}" if path.startswith("[") else f"{name}.{path}"
-
-
-@functools.lru_cache(maxsize=256)
-def joined(name: str, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns `join` of each path; worked out once for calls that have the same leaves."""
-    return tuple([join(name, path) for path in paths])

@@ -13,7 +13,7 @@ import torch
 from exportkit import InputObserver, make_dynamic_cache, make_static_cache
 from exportkit._torch_compat.memory import copies_on_write, is_only_holder, memory_address
 from exportkit.calls.snapshot import LARGE, Copying
-from exportkit.trees.outline import outline
+from exportkit.trees.flatten import flattened
 from tests.models import AddsInPlace, IdsDecoder, random_ids
 
 BIG = LARGE // 4  # float32 elements of a large tensor
@@ -34,7 +34,7 @@ def owned_cache():
 
 def taken(value, inputs=None):
     """Returns the tensors of a snapshot of the value."""
-    return list(Copying(outline(value), inputs).snapshot().tree().tensors().values())
+    return list(Copying(flattened(value), inputs).snapshot().tree().tensors().values())
 
 
 def shares(snapshot, tensor):
@@ -363,7 +363,7 @@ def test_layers_of_other_shapes_and_types_are_kept_apart():
     pairs = [(torch.rand(1, 2, n, 4), torch.rand(1, 2, n, 4)) for n in (3, 5, 3)]
     pairs[1] = pairs[1][0].double(), pairs[1][1]
     cache = make_dynamic_cache(pairs)
-    tree = Copying(outline(cache)).snapshot().tree()
+    tree = Copying(flattened(cache)).snapshot().tree()
 
     assert tree.paths[:2] == ("layers[0].keys", "layers[0].values")
     for copy, tensor in zip(tree.leaves, [tensor for pair in pairs for tensor in pair], strict=True):

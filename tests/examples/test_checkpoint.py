@@ -39,7 +39,7 @@ def save_tokenizer(folder):
 
 
 class TestDefaultRun:
-    def test_a_decoder_generates_from_one_prompt_and_sees_its_padding(self, tmp_path):
+    def test_a_decoder_generates_from_one_padded_prompt(self, tmp_path):
         prefill, *decodes = observed_calls(saved(models.tiny_llama(), tmp_path))
         assert prefill["input_ids"].shape == (1, 8)
         assert prefill["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1, 1]]
@@ -72,14 +72,14 @@ class TestDefaultRun:
         calls = observed_calls(saved(model, tmp_path))
         assert [tuple(call["pixel_values"].shape) for call in calls] == [(1, 3, 24, 24), (2, 3, 24, 24)]
 
-    def test_an_image_model_of_any_size_gets_common_images(self, tmp_path):
+    def test_an_image_model_of_any_size_gets_images_of_a_common_size(self, tmp_path):
         from transformers import ResNetConfig, ResNetModel
 
         model = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic"))
         calls = observed_calls(saved(model, tmp_path))
         assert [tuple(call["pixel_values"].shape) for call in calls] == [(1, 3, 224, 224), (2, 3, 224, 224)]
 
-    def test_an_audio_model_of_samples_hears_two_lengths(self, tmp_path):
+    def test_an_audio_model_of_samples_gets_two_lengths(self, tmp_path):
         from transformers import Wav2Vec2Config, Wav2Vec2Model
 
         positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
@@ -87,7 +87,7 @@ class TestDefaultRun:
         calls = observed_calls(saved(model, tmp_path))
         assert [tuple(call["input_values"].shape) for call in calls] == [(1, 8000), (2, 6401)]
 
-    def test_an_audio_model_of_spectrograms_gets_their_size(self, tmp_path):
+    def test_an_audio_model_of_spectrograms_gets_the_configured_size(self, tmp_path):
         from transformers import ASTConfig, ASTModel
 
         patches = {"patch_size": 4, "frequency_stride": 4, "time_stride": 4}
@@ -163,20 +163,20 @@ class TestLoading:
         with pytest.raises(DestinationError, match="has no weights"):
             load_checkpoint(tmp_path)
 
-    def test_weights_that_are_cut_short(self, tmp_path):
+    def test_truncated_weights(self, tmp_path):
         file = saved(models.tiny_llama(), tmp_path) / "model.safetensors"
         file.write_bytes(file.read_bytes()[:1000])
         with pytest.raises(DestinationError, match="cannot be loaded as LlamaForCausalLM"):
             load_checkpoint(tmp_path)
 
-    def test_weights_that_are_missing_are_not_left_random(self, tmp_path):
+    def test_missing_weights_are_an_error(self, tmp_path):
         edit_config(saved(models.tiny_llama(), tmp_path), num_hidden_layers=3)
         with pytest.raises(
             DestinationError, match=r"lacks 9 weights(.|\n)*model.layers.2.input_layernorm.weight: nothing"
         ):
             load_checkpoint(tmp_path)
 
-    def test_weights_of_other_sizes_are_not_left_random(self, tmp_path):
+    def test_weights_of_a_different_size_are_an_error(self, tmp_path):
         edit_config(saved(models.tiny_llama(), tmp_path), intermediate_size=48)
         with pytest.raises(DestinationError, match=r"\(32, 16\) instead of \(48, 16\)"):
             load_checkpoint(tmp_path)

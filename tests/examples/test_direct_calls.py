@@ -1,4 +1,4 @@
-"""Multimodal models called directly: pixels in the first call, none while the text goes on, and one graph for both."""
+"""Multimodal models called directly: one graph for the first call with pixels and for later calls without."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ def pixels_of(count, seed=0):
 
 
 def prompt(batch, text, images=1, seed=1):
-    """Token ids with so many images at the beginning of each row."""
+    """Token ids with the given number of images at the beginning of each row."""
     ids = torch.randint(3, 90, (batch, text), generator=torch.Generator().manual_seed(seed))
     return torch.cat([torch.full((batch, 4 * images), IMAGE), ids], dim=1)
 
 
 def loop(model, first, steps, masked=True):
-    """Returns the logits of a first call with an image, and of single tokens after it, as a user would write it."""
+    """Returns the logits of a first call with an image, and of the single tokens after it."""
     out = model(**first, use_cache=True)
     logits, mask = [out["logits"]], first["attention_mask"]
     for _ in range(steps):
@@ -61,7 +61,7 @@ def exported(build, inputs, masked=True):
 
 
 @pytest.mark.parametrize(("build", "inputs"), [(llava, llava_inputs), (gemma3, gemma3_inputs)])
-def test_one_graph_takes_images_first_and_none_after(build, inputs, tmp_path):
+def test_one_graph_serves_a_call_with_images_and_calls_without(build, inputs, tmp_path):
     model, export = exported(build, inputs)
     assert isinstance(export, exportkit.Exported)
     assert not [finding for finding in export.plan.findings if finding.kind == "missing input"]
@@ -77,8 +77,8 @@ def test_one_graph_takes_images_first_and_none_after(build, inputs, tmp_path):
         torch.testing.assert_close(loop(onnx_model, given, 3), expected, atol=1e-4, rtol=1e-3)
 
 
-def test_where_the_model_needs_a_mask_first_and_refuses_it_after_two_programs_do_it(tmp_path):
-    """Qwen2.5-VL works positions out of the grids of a first call, and goes on from a state that it keeps."""
+def test_a_model_that_takes_a_mask_only_in_the_first_call_needs_two_programs(tmp_path):
+    """Qwen2.5-VL computes positions from the grids of the first call, and continues from a state that it keeps."""
     model, export = exported(lambda: qwen2_5_vl()[0], qwen_inputs, masked=False)
     assert list(export.programs) == ["prefill", "decode"]
     programs = export.save(tmp_path / "out")

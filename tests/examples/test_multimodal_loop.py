@@ -1,4 +1,4 @@
-"""Multimodal models in parts: pixels and a prompt go in, and the greedy tokens are those of generate."""
+"""Multimodal models in parts: from pixels and a prompt, they generate the same greedy tokens as ``generate``."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def gemma3():
 
 
 def prompt(name, batch, words):
-    """Four placeholders for each image, then words; with what the kind of model wants besides."""
+    """Four placeholders for each image, then words, and whatever else this kind of model needs."""
     tokens = torch.randint(3, 90, (batch, words + 5), generator=torch.Generator().manual_seed(batch))
     tokens[:, 1:5] = IMAGE
     pixels = torch.Generator().manual_seed(words)
@@ -64,7 +64,7 @@ def positions(model, inputs, start, shift):
 
 
 def greedy(onnx_model, model, inputs):
-    """The loop: pixels go in with the prompt, then each new token with the cache."""
+    """The loop: first pixels and prompt, then each new token with the cache."""
     found, start, shift = [], 0, None
     while len(found) < COUNT:
         position_ids, shift = positions(model, inputs, start, shift)

@@ -15,7 +15,7 @@ RUNNER = CliRunner()
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    """Traces of a checkpoint, of the same in bfloat16, and of one with a changed weight."""
+    """Traces of a checkpoint, of the same checkpoint in bfloat16, and of one with a changed weight."""
     folder = tmp_path_factory.mktemp("traces")
     torch.manual_seed(0)
     model = tiny_llama()

@@ -1,4 +1,4 @@
-"""What a page must be: well-formed, complete in itself, without errors in a browser."""
+"""Checks for all pages: well-formed, self-contained, and without errors in a browser."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 class Page(HTMLParser):
-    """A page taken apart: its tags, its text, its links; tags that are not closed in order are an error."""
+    """A parsed page: its tags, its text, its links. Tags that are not closed in order are an error."""
 
     def __init__(self, text):
         super().__init__()
@@ -38,12 +38,12 @@ class Page(HTMLParser):
 
     @property
     def text(self):
-        """What a person reads, with single spaces."""
+        """The visible text, with single spaces."""
         return " ".join(" ".join(self.words).split())
 
 
 def check_page(text):
-    """Returns the page taken apart, after checks that hold for all pages."""
+    """Returns the parsed page, after checks that apply to all pages."""
     page = Page(text)
     assert text.startswith("<!doctype html>")
     outline = [tag for tag, _ in page.tags if tag in ("html", "head", "body", "main", "h1")]
@@ -59,7 +59,7 @@ def check_page(text):
 
 
 def browser_messages(file, folder, width=1280):
-    """Returns what the console of a browser says of a page, and the document after its scripts ran."""
+    """Returns the console messages of a browser, and the document after its scripts ran."""
     done = subprocess.run(
         [
             CHROMIUM,

@@ -1,4 +1,4 @@
-"""Pages in a browser, where there is one: scripts run without errors, tables sort, nothing is wider than a phone."""
+"""Pages in a browser, if one is installed: scripts run without errors, tables sort, nothing is wider than a phone."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_no_console_message(pages, name, tmp_path):
 
 
 @pytest.mark.runtime
-def test_a_console_message_would_be_seen(pages, tmp_path):
+def test_console_messages_are_detected(pages, tmp_path):
     broken = tmp_path / "broken.html"
     broken.write_text(pages["skips"].read_text().replace("</body>", "<script>missing()</script></body>"))
     messages, _ = browser_messages(broken, tmp_path / "profile")

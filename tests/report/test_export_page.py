@@ -1,4 +1,4 @@
-"""The page of an export: what it shows, that it is complete in itself, and safe with any name."""
+"""The page of an export: its content, that it is self-contained, and that names are escaped."""
 
 import json
 import shutil
@@ -194,7 +194,7 @@ class TestExportPage:
         with pytest.raises(DestinationError, match=r"damaged(.|\n)*plan.json"):
             export_page(copied)
 
-    def test_exported_report_proves_and_writes_the_page_alone(self, exported, tmp_path):
+    def test_exported_report_proves_and_writes_only_the_page(self, exported, tmp_path):
         path = exported.report(tmp_path / "pages" / "scaled.html")
         assert [item.name for item in tmp_path.rglob("*") if item.is_file()] == ["scaled.html"]
         assert " proven onnxruntime returns what the model returns" in check_page(path.read_text()).text

@@ -1,4 +1,4 @@
-"""show_progress: the stages of an export, as they come."""
+"""`show_progress`: the stages of an export while they run."""
 
 import io
 
@@ -36,7 +36,7 @@ def test_each_stage_is_a_line_in_a_file(tmp_path):
     )
 
 
-def test_terminal_shows_one_line_with_details_and_cleans_it_up(tmp_path):
+def test_terminal_shows_one_line_with_details_and_removes_it(tmp_path):
     model, observer = observed()
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=100, _environ={"TERM": "xterm"})
@@ -45,7 +45,7 @@ def test_terminal_shows_one_line_with_details_and_cleans_it_up(tmp_path):
     assert text.getvalue().endswith("\x1b[2K")
 
 
-def test_details_and_durations_reach_watchers_of_this_block_only():
+def test_details_and_durations_reach_only_watchers_of_this_block():
     told = []
 
     class Watcher:
@@ -62,7 +62,7 @@ def test_details_and_durations_reach_watchers_of_this_block_only():
     with watched_by(Watcher), stage("slow", seconds, 2.0) as tell:
         tell("half")
     with stage("slow") as tell:
-        tell("nobody hears this")
+        tell("no watcher is left")
     assert told == [("slow", 2.0), "half", "end"]
     assert seconds["slow"] > 1.0
 

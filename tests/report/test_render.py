@@ -1,4 +1,4 @@
-"""How numbers are shown, and pages written."""
+"""How numbers are formatted, and how pages are written."""
 
 import subprocess
 import sys
@@ -33,11 +33,11 @@ from exportkit.report.render import count, difference, percent, render, seconds,
         (count(2, "entry", "entries"), "2 entries"),
     ],
 )
-def test_numbers_for_people(shown, text):
+def test_numbers_are_formatted(shown, text):
     assert shown == text
 
 
-def test_a_value_that_a_template_needs_cannot_be_forgotten():
+def test_a_missing_template_value_is_an_error():
     import jinja2
 
     with pytest.raises(jinja2.UndefinedError, match="rows"):

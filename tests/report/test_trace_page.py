@@ -29,7 +29,7 @@ class Log(torch.nn.Module):
         return x.abs().neg().log()
 
 
-def test_a_row_for_each_module_call_and_odd_values_stand_out(tmp_path):
+def test_a_row_for_each_module_call_with_nan_and_infinity_highlighted(tmp_path):
     model = Failing()
     with exportkit.trace_model(model, tmp_path / "trace", values="all"):
         model(torch.ones(2, 4))
@@ -40,14 +40,14 @@ def test_a_row_for_each_module_call_and_odd_values_stand_out(tmp_path):
     assert page.count('<tr class="bad">') == 2
 
 
-def test_what_a_module_raised_is_shown(tmp_path):
+def test_an_exception_of_a_module_is_shown(tmp_path):
     model = Failing()
     with pytest.raises(ValueError, match="rows"), exportkit.trace_model(model, tmp_path / "trace"):
         model(torch.ones(3, 4))
     assert "no more than <2> rows" in check_page(trace_page(tmp_path / "trace")).text
 
 
-def test_command_makes_the_page_of_a_trace(tmp_path):
+def test_command_writes_the_page_of_a_trace(tmp_path):
     model = Failing()
     with exportkit.trace_model(model, tmp_path / "trace"):
         model(torch.ones(2, 4))
@@ -62,7 +62,7 @@ def test_damaged_trace_is_refused(tmp_path):
         trace_page(tmp_path)
 
 
-def test_page_of_a_comparison_is_complete_in_itself():
+def test_page_of_a_comparison_is_self_contained():
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
     with exportkit.trace_model(model, values="all") as right:
         model(torch.ones(2, 4))
@@ -73,7 +73,7 @@ def test_page_of_a_comparison_is_complete_in_itself():
     assert "The runs differ in 0 (Linear)." in text
 
 
-def test_page_of_several_programs_says_why_and_shows_each(tmp_path):
+def test_page_of_several_programs_gives_the_reason_and_shows_each(tmp_path):
     torch.manual_seed(0)
     model, observer = OtherStart().eval(), exportkit.InputObserver()
     with observer(model), torch.no_grad():

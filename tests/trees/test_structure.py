@@ -1,4 +1,4 @@
-"""The tree of a recorded value is that of the value itself, although its paths are listed without building it."""
+"""The tree of a recorded value equals the tree of the value itself, although it is made without building the value."""
 
 import collections
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from exportkit import make_dynamic_cache, make_encoder_decoder_cache
 from exportkit.calls.snapshot import Copying
 from exportkit.trees import flatten
-from exportkit.trees.outline import outline, outline_of_call
+from exportkit.trees.flatten import flattened, flattened_call
 from tests.trees.caches import filled, kinds
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
@@ -45,14 +45,15 @@ def containers(children):
     )
 
 
-def assert_alike(value, taken=None):
-    tree, expected = Copying(taken or outline(value)).snapshot().tree(), flatten(value)
+def assert_alike(value, found=None):
+    tree, expected = Copying(found or flattened(value)).snapshot().tree(), flatten(value)
     assert tree.paths == expected.paths
     assert tree.tensor_paths == expected.tensor_paths
     assert tree.growing == expected.growing
     assert tree.constants() == expected.constants()
     assert tree.shapes() == expected.shapes()
-    assert str(tree.structure) == str(expected.structure)
+    assert tree.structure == expected.structure
+    assert tree.cls is expected.cls
     for path, tensor in expected.tensors().items():
         assert torch.equal(tree.tensors()[path], tensor)
 
@@ -67,9 +68,9 @@ VALUES = st.recursive(LEAVES, containers, max_leaves=4)
 
 @given(st.lists(VALUES, max_size=3).map(tuple), st.dictionaries(st.text("ab c", max_size=3), VALUES, max_size=10))
 def test_arguments_of_a_call(args, kwargs):
-    taken = outline_of_call(args, kwargs)
-    assert_alike((args, kwargs), taken)
-    assert taken.outline.marks == outline((args, kwargs)).outline.marks
+    found = flattened_call(args, kwargs)
+    assert_alike((args, kwargs), found)
+    assert found.structure.marks == flattened((args, kwargs)).structure.marks
 
 
 @given(
@@ -78,8 +79,8 @@ def test_arguments_of_a_call(args, kwargs):
 )
 def test_marks_tell_a_flat_container_as_they_tell_one_inside_another(items, make):
     value = make(items)
-    alone, inside = outline(value).outline.root, outline([[value]]).outline.root
-    assert alone.structure == inside.structure.child(0).child(0)
+    alone, inside = flattened(value).structure.root, flattened([[value]]).structure.root
+    assert alone.spec == inside.spec.child(0).child(0)
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -100,6 +101,6 @@ def test_layers_with_windows_of_their_own():
 def test_dict_that_makes_its_missing_values_in_a_cache():
     value = cache()
     value.counts = collections.defaultdict(list, {"a": torch.ones(2)})
-    for again in (Copying(outline(value)).snapshot().tree().build(), flatten(value).build()):
+    for again in (Copying(flattened(value)).snapshot().tree().build(), flatten(value).build()):
         assert again.counts["missing"] == []
         assert again.counts["a"].tolist() == [1, 1]

@@ -1,0 +1,218 @@
+"""What is known about key-value and state caches: their classes, how they grow, what they count, how they are built."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.transformers import cache_bases
+from exportkit.errors import InvalidRequestError
+
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+
+# Tensors that transformers derives from another attribute of the same layer: rebuilt, never an input of a graph.
+DERIVED = {"_sliding_window_tensor": "sliding_window"}
+
+# Values of these types are immutable, and most attributes of a cache have one of them: they are skipped quickly.
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+
+# The axis of these attributes grows by one with each token, in layers that do not preallocate it.
+GROWING = {"keys": 2, "values": 2, "indexer_keys": 1}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the length of a dynamic cache grows.
+
+    Attributes:
+        axis: The axis that grows by one with each token.
+        limit: Its largest size in a layer with a sliding window, or None.
+    """
+
+    axis: int
+    limit: int | None = None
+
+
+def _is_cache_class(cls: Any) -> bool:
+    if issubclass(cls, torch.nn.Module | torch.Tensor | tuple | list | dict) or not cls.__dictoffset__:
+        return False  # without __dict__ there are no attributes to look into
+    if cls.__module__.partition(".")[0] == "torch":
+        return False
+    return issubclass(cls, cache_bases()) or cls.__name__.endswith("Cache")
+
+
+def _is_cache_part(cls: Any) -> bool:
+    return issubclass(cls, cache_bases()) or _is_cache_class(cls)
+
+
+# Both are asked for every leaf of every call, hence the memory.
+
+is_cache_class: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(_is_cache_class)
+"""Returns whether a class is a key-value or state cache: a transformers Cache, or a class named ``...Cache``."""
+
+is_cache_part: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(_is_cache_part)
+"""Returns whether objects of a class are opened inside a cache: caches and their layers."""
+
+
+def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
+    """Returns how an attribute of a cache layer grows with each token, or None if it does not.
+
+    Args:
+        name: The attribute.
+        cls: Class of the layer.
+        state: Attributes of the layer.
+    """
+    if name not in GROWING or "max_cache_len" in state or hasattr(cls, "max_cache_len"):
+        return None
+    window = state["sliding_window"] if "sliding_window" in state else getattr(cls, "sliding_window", None)
+    return Growth(GROWING[name], window - 1 if isinstance(window, int) else None)
+
+
+def set_stored_length(cache: Any, length: int) -> None:
+    """Sets what Python knows about the cached tokens and the tensors need not show.
+
+    That is the counter of a sliding window, whether a layer was ever filled, and whether the encoder's part of an
+    encoder-decoder cache is filled.
+
+    Args:
+        cache: A cache, changed in place; any other value is left alone. Of an encoder-decoder cache, the decoder's
+            part is changed.
+        length: Number of tokens cached so far.
+    """
+    if isinstance(cache, list | tuple):
+        for item in cache:
+            set_stored_length(item, length)
+    elif is_cache_part(type(cache)):
+        for name, value in vars(cache).items():
+            if name == "cumulative_length" and isinstance(value, int):
+                cache.cumulative_length = length
+            elif name == "is_initialized" and not length and _is_empty(getattr(cache, "keys", None)):
+                cache.is_initialized = False  # as in the first call of a generation, which models ask for
+            elif name == "is_updated" and isinstance(value, dict):
+                layers = cache.cross_attention_cache.layers
+                cache.is_updated = {i: layers[i].get_seq_length() > 0 if i < len(layers) else False for i in value}
+            elif name != "cross_attention_cache":
+                set_stored_length(value, length)
+
+
+def stored_length(value: Any) -> int:
+    """Returns how many tokens a cache counted, including those that left a sliding window; 0 without a counter.
+
+    Args:
+        value: A cache; for any other value the result is 0.
+    """
+    if isinstance(value, list | tuple):
+        return max(map(stored_length, value), default=0)
+    if not is_cache_part(type(value)):
+        return 0
+    inner = (item for name, item in vars(value).items() if name not in ("cumulative_length", "cross_attention_cache"))
+    count = getattr(value, "cumulative_length", 0)
+    return max([count if isinstance(count, int) else 0, *map(stored_length, inner)])
+
+
+def _is_empty(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and not tensor.numel()
+
+
+def make_dynamic_cache(key_value_pairs: Sequence[KeyValue], sliding_window: int | None = None) -> Any:
+    """Returns a DynamicCache that holds the given tensors themselves, one (keys, values) pair for each layer.
+
+    Args:
+        key_value_pairs: Tensors of shape ``(batch, heads, past, head_dim)``.
+        sliding_window: Make sliding-window layers with this window instead of full ones.
+
+    Raises:
+        InvalidRequestError: if a pair is not two tensors of rank 4 with equal batch, heads and length.
+
+    Example:
+        >>> cache = make_dynamic_cache([(torch.zeros(1, 4, 10, 32), torch.zeros(1, 4, 10, 32))])
+        >>> cache.get_seq_length()
+        10
+    """
+    from transformers import cache_utils
+
+    layers: list[Any] = []
+    for index, (keys, values) in enumerate(_checked(key_value_pairs)):
+        if sliding_window is None:
+            layer = cache_utils.DynamicLayer()
+        else:
+            layer = cache_utils.DynamicSlidingWindowLayer(sliding_window)
+            layer.cumulative_length = keys.shape[-2]
+            if keys.shape[-2] > sliding_window - 1:
+                raise InvalidRequestError(
+                    "A sliding-window layer holds at most window - 1 tokens.",
+                    where=f"layer {index}",
+                    expected=f"length <= {sliding_window - 1}",
+                    got=keys.shape[-2],
+                    hint="keep the last window - 1 tokens of the tensors.",
+                )
+        _fill(layer, keys, values)
+        layers.append(layer)
+    cache = cache_utils.DynamicCache()
+    if layers:
+        cache.layers, cache.layer_class_to_replicate = layers, None
+    return cache
+
+
+def make_static_cache(key_value_pairs: Sequence[KeyValue], max_cache_len: int | None = None) -> Any:
+    """Returns a StaticCache whose layers hold the given tensors as their first tokens.
+
+    Args:
+        key_value_pairs: Tensors of shape ``(batch, heads, past, head_dim)``.
+        max_cache_len: Length to allocate; by default the length of the given tensors. If it is longer, the
+            tensors are copied into zeros of that length.
+    """
+    from transformers import cache_utils
+
+    layers: list[Any] = []
+    for keys, values in _checked(key_value_pairs):
+        length = keys.shape[2]
+        layer = cache_utils.StaticLayer(max_cache_len=length if max_cache_len is None else max_cache_len)
+        if layer.max_cache_len < length:
+            raise InvalidRequestError(
+                "A static cache is shorter than the tensors it has to hold.",
+                expected=f"max_cache_len >= {length}",
+                got=max_cache_len,
+            )
+        padding = (0, 0, 0, layer.max_cache_len - length)
+        _fill(layer, *(torch.nn.functional.pad(t, padding) if padding[-1] else t for t in (keys, values)))
+        layer.batch_size, layer.num_heads = keys.shape[:2]
+        layer.k_head_dim, layer.v_head_dim = keys.shape[-1], values.shape[-1]
+        layer.cumulative_length = torch.tensor(length, dtype=torch.int64, device=keys.device)
+        layers.append(layer)
+    cache = cache_utils.StaticCache.__new__(cache_utils.StaticCache)
+    cache_utils.Cache.__init__(cache, layers=layers)
+    return cache
+
+
+def make_encoder_decoder_cache(self_attention_cache: Any, cross_attention_cache: Any) -> Any:
+    """Returns an EncoderDecoderCache of two caches, or of two sequences of (keys, values) pairs."""
+    from transformers import cache_utils
+
+    halves = [
+        half if isinstance(half, cache_utils.Cache) else make_dynamic_cache(half)
+        for half in (self_attention_cache, cross_attention_cache)
+    ]
+    return cache_utils.EncoderDecoderCache(*halves)
+
+
+def _checked(pairs: Sequence[KeyValue]) -> Sequence[KeyValue]:
+    for index, pair in enumerate(pairs):
+        shapes = [tuple(getattr(tensor, "shape", ())) for tensor in pair]
+        if len(shapes) != 2 or {len(shape) for shape in shapes} != {4} or shapes[0][:3] != shapes[1][:3]:
+            raise InvalidRequestError(
+                "A cache layer needs its keys and its values.",
+                where=f"layer {index}",
+                expected="two tensors (batch, heads, past, head_dim) with equal batch, heads and past",
+                got=shapes,
+            )
+    return pairs
+
+
+def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    layer.dtype, layer.device = keys.dtype, keys.device
+    layer.keys, layer.values, layer.is_initialized = keys, values, True
