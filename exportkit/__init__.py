@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 # `__init__.pyi` says the same to type checkers, and a test compares the two.
 _DEFINED_IN = {
     # observe
-    "InputObserver": "calls.observer",
+    "InputObserver": "api.observer",
     "Observation": "calls.observation",
     "Call": "calls.call",
     # reason
@@ -58,7 +58,7 @@ _DEFINED_IN = {
     "make_encoder_decoder_cache": "trees.caches",
     "string_type": "trees.text",
     # test suites
-    "scan_skipped_tests": "skips",
+    "scan_skipped_tests": "skipscan",
     # errors
     "ExportkitError": "errors",
 }

@@ -1,8 +1,8 @@
 """The public names, for type checkers: see `__init__.py`, which imports them when they are first used."""
 
+from exportkit.api.observer import InputObserver as InputObserver
 from exportkit.calls.call import Call as Call
 from exportkit.calls.observation import Observation as Observation
-from exportkit.calls.observer import InputObserver as InputObserver
 from exportkit.divergence.locate import locate_divergence as locate_divergence
 from exportkit.errors import ExportkitError as ExportkitError
 from exportkit.module_outputs.context import capture as capture
@@ -25,7 +25,7 @@ from exportkit.programs.make import export as export
 from exportkit.programs.programs import ExportedPrograms as ExportedPrograms
 from exportkit.proof.report import Report as Report
 from exportkit.report.progress import show_progress as show_progress
-from exportkit.skips import scan_skipped_tests as scan_skipped_tests
+from exportkit.skipscan import scan_skipped_tests as scan_skipped_tests
 from exportkit.swapping.check import check_patch as check_patch
 from exportkit.swapping.mapping import (
     clear_patch_mapping as clear_patch_mapping,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -185,6 +186,21 @@ def original_attribute(owner: Any, name: str) -> Any:
 def original_class(module: torch.nn.Module) -> type:
     """Returns the class of a module when no block that replaces it is open."""
     return original_in(ClassOf(module)) if _values else type(module)
+
+
+def modules_as_they_were(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module]]:
+    """Yields the path of each module in a model, the module, and the one in its place when no block is open."""
+    for path, module in model.named_modules():
+        parent, _, name = path.rpartition(".")
+        yield path, module, original_in(ChildOf(model.get_submodule(parent), name)) if path and _values else module
+
+
+def replaced_classes(model: torch.nn.Module) -> list[tuple[type, type, int]]:
+    """Returns the classes in a model that are replaced now: each with its replacement and the number of modules."""
+    if not _values:
+        return []
+    found = Counter((original_class(before), type(module)) for _, module, before in modules_as_they_were(model))
+    return [(*classes, count) for classes, count in found.items() if classes[0] is not classes[1]]
 
 
 def is_replaced(owner: Any, name: str) -> bool:

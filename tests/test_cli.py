@@ -293,7 +293,7 @@ class TestWrongInput:
 
     def test_a_damaged_scan(self, tmp_path):
         (tmp_path / "all_tests_scan_result.json").write_text('{"test_a": {"origin": "common"}}')
-        self.check(run("report", tmp_path), "no result of a skip scan", "KeyError: 'models_ran'")
+        self.check(run("report", tmp_path), "Not the result of a skip scan", "KeyError: 'models_ran'")
 
     def test_a_page_that_cannot_be_written(self, tmp_path):
         (tmp_path / "all_tests_scan_result.json").write_text("{}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.require import require
+from exportkit._torch_compat import require
 
 # Operators that check something at run time and compute nothing.
 _ASSERTIONS = (

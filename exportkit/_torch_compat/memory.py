@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from exportkit._torch_compat.require import require
+from exportkit._torch_compat import require
 
 # Making memory copy-on-write is not safe in two threads at once, and torch releases the GIL.
 _copy_on_write_lock = threading.Lock()

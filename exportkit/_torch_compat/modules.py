@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.require import require
+from exportkit._torch_compat import require
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exportkit._torch_compat.require import require
+from exportkit._torch_compat import require
 
 
 class Registered(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exportkit._torch_compat.require import require
+from exportkit._torch_compat import require
 
 
 def symbol_name(size: Any) -> str | int:

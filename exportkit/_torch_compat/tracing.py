@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from exportkit._torch_compat.require import require
+from exportkit._torch_compat import require
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

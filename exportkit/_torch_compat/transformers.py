@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.require import require
+from exportkit._torch_compat import require
 
 # Tensors that a cache layer derives from another of its attributes: they are recomputed, and never inputs of a graph.
 DERIVED_CACHE_TENSORS = {"_sliding_window_tensor": "sliding_window"}

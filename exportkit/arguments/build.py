@@ -1,45 +1,22 @@
-"""Builds a call from a plan: one merged call with all inputs that were ever seen, at chosen sizes."""
+"""Builds a call from a plan, at chosen sizes: one merged call with all inputs that were ever seen.
+
+The tensors are made of recorded ones, so that dtypes, devices, value ranges and masks stay valid.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from exportkit.arguments.tensors import integers_below, marked, padded, resize, with_tokens
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
-from exportkit.plan.placeholders import Blocks, needed_tokens, tokens_fit
+from exportkit.plan.placeholders import Blocks, Marker, needed_tokens, place_blocks, tokens_fit
 from exportkit.plan.plan import Plan
-from exportkit.trees import Tree, check_opened, join
+from exportkit.trees import join
 
-
-def merged_trees(observation: Observation) -> dict[str, Tree]:
-    """Returns one tree for each argument that some call gave: the one with the most tensors, the first of equals.
-
-    Arguments that were only ever None are left out, unless the method cannot do without them.
-    """
-    return dict(observation.remembered("merged trees", lambda: _merged_trees(observation)))
-
-
-def _merged_trees(observation: Observation) -> dict[str, Tree]:
-    best: dict[str, Tree] = {}
-    for name in observation.signature.names:
-        trees = [call.arguments[name] for call in observation.calls if name in call.arguments]
-        if not trees:
-            continue
-        tree = max(trees, key=lambda t: (len(t.tensor_paths), _has_any(t)))
-        only_none = tree.constants() == {"": None}
-        if not only_none or observation.signature.defaults.get(name, ...) is not None:
-            best[name] = tree
-    for name, tree in best.items():
-        check_opened(name, tree)
-    return best
-
-
-def _has_any(tree: Tree) -> bool:
-    return bool(tree.tensor_paths) or any(leaf is not None for leaf in tree.constants().values())
+_MASK_VALUES = 2  # integers or booleans with at most this many different values are a mask
 
 
 def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int]) -> Call:
@@ -59,27 +36,22 @@ def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int]) -
         raise ArgumentError(
             "The token ids have no room for their placeholders.",
             where=", ".join(needed),
-            expected=", ".join(
-                f"token {value} {n} times" for blocks in needed.values() for value, n in _counts(blocks)
-            ),
+            expected=", ".join(f"token {v} {n} times" for blocks in needed.values() for v, n in _counts(blocks)),
             got=", ".join(f"{path} {shapes[path]}" for path in needed),
             hint="choose more tokens, or fewer rows of features.",
         )
     made: dict[str, torch.Tensor] = {}
-    for name, tree in merged_trees(observation).items():
-        for path in tree.tensors():
+    merged = observation.merged_arguments
+    for name, tree in merged.items():
+        for path in tree.tensor_paths:
             full = join(name, path)
             if full in shapes:
                 tensor = resize(sources[full], shapes[full], dynamic[full])
                 made[full] = padded(tensor) if plan.by_path[full].restored else tensor
     _relate_values(plan, shapes, needed, made)
-    trees = {
-        name: tree.with_leaves({path: made[full] for path in tree.tensors() if (full := join(name, path)) in made})
-        for name, tree in merged_trees(observation).items()
-    }
     past = plan.with_role("past")
     cached = None if past is None else sizes[past.name]
-    return Call(trees, observation.signature, cached_tokens=cached, sizes=dict(sizes))
+    return Call(merged, observation.signature, cached_tokens=cached, sizes=dict(sizes)).with_tensors(made)
 
 
 def with_integers_below(call: Call, limit: int) -> Call:
@@ -95,7 +67,7 @@ def with_ones(call: Call, paths: Collection[str]) -> Call:
 def _relate_values(
     plan: Plan, shapes: Mapping[str, tuple[int, ...]], needed: Mapping[str, Blocks], made: dict[str, torch.Tensor]
 ) -> None:
-    """Puts values in force that belong to the sizes: grids, placeholders, and marks where these are."""
+    """Sets the values that belong to the sizes: grids, placeholders in token ids, and marks where these are."""
     for grid in plan.grids:
         made[grid.path] = torch.tensor(grid.taken(shapes[grid.path][0])).reshape(shapes[grid.path]).to(made[grid.path])
     for path, blocks in needed.items():
@@ -110,10 +82,105 @@ def _counts(blocks: Blocks) -> list[tuple[int, int]]:
 
 
 def largest_tensors(observation: Observation) -> dict[str, torch.Tensor]:
-    """Returns for each leaf the recorded tensor with the most elements, which shows most of what its values can be."""
+    """Returns for each leaf the recorded tensor with the most elements, which has the most varied values."""
     found: dict[str, torch.Tensor] = {}
     for call in observation.calls:
         for path, tensor in call.tensors().items():
             if path not in found or tensor.numel() > found[path].numel():
                 found[path] = tensor
     return found
+
+
+def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = ()) -> torch.Tensor:
+    """Returns a tensor of ``shape`` made of the values of ``tensor``.
+
+    Longer axes repeat the recorded values; masks (integers or booleans with at most two values) are stretched, so that
+    padding stays where it was, on the left or on the right. Repeated rows are rolled along another axis, so that rows
+    differ and an export that mixes them up is detected.
+
+    Args:
+        tensor: A recorded tensor of the same rank.
+        shape: Wanted size of each axis.
+        dynamic: Axes along which integers may be rolled; floating-point tensors are rolled along their last axis.
+    """
+    if tuple(tensor.shape) == tuple(shape):
+        return tensor.clone()
+    if tensor.numel() == 0:
+        return _invented(tensor, shape)
+    is_mask = not tensor.is_floating_point() and not tensor.is_complex() and len(tensor.unique()) <= _MASK_VALUES
+    result = tensor
+    for axis, size in enumerate(shape):
+        have = result.shape[axis]
+        if size == have:
+            continue
+        if is_mask:
+            result = result.index_select(axis, _stretched(result, axis, size))
+            continue
+        index = torch.arange(size, device=tensor.device) % have
+        repeated = result.index_select(axis, index)
+        result = _rolled(repeated, axis, have, dynamic) if size > have else repeated
+    return result.contiguous()
+
+
+def integers_below(tensor: torch.Tensor, limit: int) -> torch.Tensor:
+    """Returns integers modulo a limit; other dtypes, and masks of zeros and ones, are returned unchanged."""
+    other = tensor.dtype is torch.bool or tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor if other or limit < 1 or not tensor.numel() or int(tensor.max()) < _MASK_VALUES else tensor % limit
+
+
+def padded(mask: torch.Tensor) -> torch.Tensor:
+    """Returns a mask of ones in which the first position of the first row is hidden, as padding on the left does."""
+    if mask.shape[0] and mask.shape[-1] > 1:
+        mask[0, 0] = 0
+    return mask
+
+
+def _stretched(mask: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    """Indices that shrink or stretch a mask; a single position is the one that most rows keep."""
+    have = mask.shape[axis]
+    if size == 1:
+        others = [other for other in range(mask.ndim) if other != axis]
+        kept = mask.to(torch.int64).sum(dim=others) if others else mask.to(torch.int64)
+        return kept.argmax().reshape(1)
+    return torch.linspace(0, have - 1, size, device=mask.device).round().to(torch.int64)
+
+
+def _rolled(repeated: torch.Tensor, axis: int, period: int, dynamic: Sequence[int]) -> torch.Tensor:
+    along = [other for other in range(repeated.ndim) if other != axis]
+    if not repeated.is_floating_point():
+        along = [other for other in along if other in dynamic]
+    if not along or axis != 0:
+        return repeated
+    chunks = repeated.split(period, dim=axis)
+    return torch.cat([chunk.roll(turn, dims=along[-1]) for turn, chunk in enumerate(chunks)], dim=axis)
+
+
+def _invented(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Values for a tensor that was only ever seen empty: standard normal, or zeros for integers."""
+    if not tensor.is_floating_point():
+        return tensor.new_zeros(tuple(shape))
+    generator = torch.Generator(device=tensor.device).manual_seed(0)
+    return torch.randn(tuple(shape), generator=generator, device=tensor.device, dtype=torch.float32).to(tensor.dtype)
+
+
+def with_tokens(ids: torch.Tensor, values: Collection[int], blocks: Blocks) -> torch.Tensor:
+    """Returns token ids in which tokens occur in the given runs, and nowhere else.
+
+    Args:
+        ids: Token ids ``(batch, length)``.
+        values: The tokens.
+        blocks: Token and length of each run; there must be room for them.
+    """
+    others = [value for value in ids.unique().tolist() if value not in values]
+    result = ids.clone()
+    for value in values:
+        result[result == value] = others[0] if others else 0
+    for value, row, column, length in place_blocks(blocks, ids.shape) or ():
+        result[row, column : column + length] = value
+    return result
+
+
+def marked(tensor: torch.Tensor, ids: torch.Tensor, marker: Marker) -> torch.Tensor:
+    """Returns a tensor with the dtype of ``tensor`` that marks where a placeholder is in token ids."""
+    inside, outside = (tensor.new_full((), value) for value in (marker.inside, marker.outside))
+    return torch.where(ids == marker.value, inside, outside)

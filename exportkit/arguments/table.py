@@ -1,28 +1,26 @@
-"""Tabulates what the reasoning needs to know of recorded calls: shapes of all tensors, and the constants."""
+"""What the reasoning needs to know of recorded calls: shapes, constants, and how the leaves are nested."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from exportkit.arguments.build import merged_trees
-from exportkit.arguments.shapes import nested_spec
+from exportkit._torch_compat.pytree import registered_node
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
-from exportkit.calls.seen import SeenShapes
 from exportkit.plan.leaves import CallTable, Constant, Leaf
-from exportkit.trees import Growth, Tree, join, joined
+from exportkit.trees import Growth, Tree, flatten, join, joined, opens_in_order
 
-_MOST_FURTHER_CALLS = 100  # with other shapes than the stored ones; more of them would tell nothing new
+_MOST_FURTHER_CALLS = 100  # with shapes that no stored call had; more of them would tell nothing new
 
 
 def call_table(observation: Observation, stored_only: bool = False) -> CallTable:
-    """Returns the shapes of all input tensors in all calls, and those of the outputs.
+    """Returns the shapes of all input tensors in all calls, and the shapes of the outputs.
 
-    First come the stored calls, then those calls of which only the shapes were kept, where these are new.
+    The stored calls come first, then the calls of which only the shapes were kept, if these shapes are new.
 
     Args:
         observation: The calls.
@@ -34,44 +32,42 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
         UnregisteredClassError: if an input is an object that holds tensors out of reach.
     """
     observation.require_calls()
-    return observation.remembered(f"table {stored_only}", lambda: _table(observation, stored_only))
-
-
-def _table(observation: Observation, stored_only: bool) -> CallTable:
     growth = growth_of(observation)
-    arguments = {
-        join(name, path): name for name, tree in merged_trees(observation).items() for path in tree.tensor_paths
-    }
     shapes = [call.shapes() for call in observation.calls]
-    further = [] if stored_only else _further(observation, shapes)
-    shapes += [{path: tuple(shape) for path, shape in seen.inputs.items()} for seen in further]
-    tensors = {path: tensor for call in reversed(observation.calls) for path, tensor in call.tensors().items()}
-    leaves = tuple(
-        Leaf(
-            path,
-            argument,
-            _dtype(tensors[path]),
-            tuple(found.get(path) for found in shapes),
-            growth[path].axis if path in growth else None,
-            growth[path].limit if path in growth else None,
-        )
-        for path, argument in arguments.items()
-    )
-    outputs = tuple(tuple(call.outputs.shapes()) for call in observation.calls)
-    return CallTable(leaves, (*outputs, *(tuple(map(tuple, seen.outputs.values())) for seen in further)))
+    outputs = [tuple(call.outputs.shapes()) for call in observation.calls]
+    if not stored_only:
+        known = [set(found.items()) for found in shapes]
+        for seen in observation.further:
+            if len(shapes) == len(known) + _MOST_FURTHER_CALLS:
+                break
+            if not any(set(seen.inputs.items()) <= found for found in known):
+                shapes.append({path: tuple(shape) for path, shape in seen.inputs.items()})
+                outputs.append(tuple(map(tuple, seen.outputs.values())))
+    dtypes: dict[str, str] = {}
+    for call in observation.calls:
+        for path, tensor in call.tensors().items():
+            dtypes.setdefault(path, str(tensor.dtype).removeprefix("torch."))
+    leaves = []
+    for name, tree in observation.merged_arguments.items():
+        for path in joined(name, tree.tensor_paths):
+            found = growth.get(path)
+            column = tuple([call_shapes.get(path) for call_shapes in shapes])
+            axis, limit = (None, None) if found is None else (found.axis, found.limit)
+            leaves.append(Leaf(path, name, dtypes[path], column, axis, limit))
+    return CallTable(tuple(leaves), tuple(outputs))
 
 
 def growth_of(observation: Observation) -> dict[str, Growth]:
     """Returns by full path how the leaves of caches grow."""
     found: dict[str, Growth] = {}
-    for name, tree in merged_trees(observation).items():
+    for name, tree in observation.merged_arguments.items():
         found |= zip(joined(name, tuple(tree.growing)), tree.growing.values(), strict=True)
     return found
 
 
 def shapes_of(observation: Observation) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
     """Returns by full path the shapes of a leaf in the stored calls, None where one lacks it."""
-    merged = {name: tree for name, tree in merged_trees(observation).items() if tree.tensor_paths}
+    merged = {name: tree for name, tree in observation.merged_arguments.items() if tree.tensor_paths}
     paths = [path for name, tree in merged.items() for path in joined(name, tree.tensor_paths)]
     columns = [_shapes_in(call, merged, paths) for call in observation.calls]
     return dict(zip(paths, zip(*columns, strict=True), strict=True))
@@ -85,29 +81,52 @@ def _shapes_in(call: Call, merged: Mapping[str, Tree], paths: list[str]) -> Iter
     return map(call.shapes().get, paths)
 
 
-def _further(observation: Observation, stored: Sequence[Mapping[str, tuple[int, ...]]]) -> list[SeenShapes]:
-    """Calls of which only the shapes are known, with shapes that no stored call had."""
-    known = [set(shapes.items()) for shapes in stored]
-    new = [seen for seen in observation.further if not any({*seen.inputs.items()} <= shapes for shapes in known)]
-    return new[:_MOST_FURTHER_CALLS]
-
-
 def constants_of(observation: Observation) -> tuple[Constant, ...]:
-    """Returns the inputs that are no tensors, as the merged call has them."""
-    return tuple(
-        Constant(join(name, path), name, value)
-        for name, tree in merged_trees(observation).items()
-        for path, value in tree.constants().items()
-    )
+    """Returns the inputs that are not tensors, as the merged call has them."""
+    found = []
+    for name, tree in observation.merged_arguments.items():
+        for path, value in tree.constants().items():
+            found.append(Constant(join(name, path), name, value))
+    return tuple(found)
 
 
 def structure_of(observation: Observation) -> dict[str, Any]:
-    """Returns how the leaves are nested in each argument, in the form of torch's dynamic shapes, as plain data."""
-    trees = merged_trees(observation)
-    return observation.remembered(
-        "structure", lambda: {name: nested_spec(name, tree, lambda path: path) for name, tree in trees.items()}
-    )
+    """Returns how the leaves are nested in each argument, as torch's dynamic shapes are, with a path for each leaf."""
+    return {name: nested_spec(name, tree, str) for name, tree in observation.merged_arguments.items()}
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], Any]) -> Any:
+    """Returns the dynamic shapes of one argument, nested as ``torch.export`` expects them.
+
+    Tensors become ``{axis: ...}``, constants None; lists, tuples and dicts stay what they are; an object of a class
+    registered with torch, and a cache, is the list of its children.
+
+    Args:
+        name: The parameter.
+        tree: Its value.
+        spec_of: Gives what stands for a leaf, such as ``{axis: ...}``, by its full path.
+    """
+    if tree.paths == ("",):
+        return spec_of(name) if tree.tensor_paths else None
+    if opens_in_order(tree.cls):
+        specs = list(map(spec_of, joined(name, tree.paths)))
+        return specs or (None if registered_node(tree.cls) is None else specs)
+    marked: dict[int, Any] = {}
+    for path, tensor in tree.tensors().items():
+        marked.setdefault(id(tensor), spec_of(join(name, path)))
+    return _spec(tree.build(), marked)
+
+
+def _spec(value: Any, marked: Mapping[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return marked[id(value)]
+    if type(value) in (list, tuple):
+        return type(value)(_spec(item, marked) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_spec(item, marked) for item in value))
+    if type(value) is dict:
+        return {key: _spec(item, marked) for key, item in value.items()}
+    node = registered_node(type(value))
+    if node is not None:
+        return [_spec(item, marked) for item in node.flatten(value)[0]]
+    return [marked[id(tensor)] for tensor in flatten(value).tensors().values()] or None

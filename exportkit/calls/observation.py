@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from exportkit.calls.call import Call
 from exportkit.calls.seen import SeenShapes, merged_shapes
 from exportkit.calls.signature import Signature
 from exportkit.errors import NoCallsError, ObservationError
-from exportkit.trees import Tree, flatten, join
-
-Made = TypeVar("Made")
+from exportkit.trees import Tree, check_opened, flatten, join
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A call that raised: its error, and what came of it is not used."""
+    """A call that raised: its error and its arguments, as text."""
 
     error: str
     arguments: str
@@ -33,12 +31,12 @@ class Observation:
         signature: Parameters of the observed method.
         calls: Calls that returned, in the order in which they began.
         failures: Calls that raised.
-        problems: What exportkit itself could not do while recording; the model's own calls were not affected.
+        problems: What exportkit itself could not record; the model's own calls were not affected.
         method_name: Name of the observed method.
         model_name: Class of the observed model.
         removed: Inputs that the user left out.
-        restored: Inputs that no call had, and that were added since.
-        has_values: Whether the tensors hold the values that were seen; if not, only their shapes and types were.
+        restored: Inputs that no call had and that were added afterwards.
+        has_values: Whether the tensors hold the values that were seen; if not, only their shapes and dtypes were seen.
         further: Shapes of the calls that returned and are not stored, with the number of calls that had them.
     """
 
@@ -58,7 +56,7 @@ class Observation:
         return f"Observation({self.model_name}.{self.method_name}, {len(self.calls)} calls{values})"
 
     def require_calls(self) -> None:
-        """Raises NoCallsError if no call was stored, ObservationError if recording failed each time."""
+        """Raises NoCallsError if no call was stored, ObservationError if recording failed every time."""
         if self.calls:
             return
         if self.failures:
@@ -100,19 +98,19 @@ class Observation:
         return [path for paths in by_name.values() for path in paths]
 
     def completed(self, value_if_missing: Mapping[str | int, Any]) -> Observation:
-        """Returns the same calls, where each argument that a call lacks is taken from ``value_if_missing``."""
+        """Returns the same calls, with ``value_if_missing`` for the arguments that a call lacks."""
         if not value_if_missing:
             return self
         calls = []
         for call in self.calls:
             found = dict(call.arguments)
             for key, value in value_if_missing.items():
-                self._stand_in(found, key, value)
+                self._set_missing(found, key, value)
             ordered = {name: found[name] for name in self.signature.names if name in found}
             calls.append(replace(call, arguments=ordered))
         return replace(self, calls=tuple(calls))
 
-    def _stand_in(self, arguments: dict[str, Tree], key: str | int, value: Any) -> None:
+    def _set_missing(self, arguments: dict[str, Tree], key: str | int, value: Any) -> None:
         catch_all = self.signature.var_keyword
         if catch_all is not None and key not in self.signature.names and isinstance(key, str):
             extra = arguments[catch_all].build() if catch_all in arguments else {}
@@ -131,40 +129,58 @@ class Observation:
         further = tuple(shapes.without(names) for shapes in self.further)
         return replace(self, calls=tuple(kept), removed=self.removed | names, further=further)
 
-    def remembered(self, what: str, make: Callable[[], Made]) -> Made:
-        """Returns ``make()``, which is called once for this observation: what follows from it never changes.
+    @functools.cached_property
+    def merged_arguments(self) -> Mapping[str, Tree]:
+        """One tree for each argument that some call gave: the one with the most tensors, the first of equals.
 
-        Args:
-            what: What is made.
-            make: Makes it from this observation alone.
+        Arguments that were only ever None are left out, unless they are required.
+
+        Raises:
+            UnregisteredClassError: if an argument is an object that holds tensors out of reach.
         """
-        known: dict[str, Any] = vars(self).setdefault("_remembered", {})
-        if what not in known:
-            known[what] = make()
-        made: Made = known[what]
-        return made
+        best: dict[str, Tree] = {}
+        for name in self.signature.names:
+            trees = [call.arguments[name] for call in self.calls if name in call.arguments]
+            if not trees:
+                continue
+            tree = max(trees, key=_fullness)
+            if tree.constants() != {"": None} or self.signature.defaults.get(name, ...) is not None:
+                best[name] = tree
+        for name, tree in best.items():
+            check_opened(name, tree)
+        return best
 
     def save(self, directory: str | os.PathLike[str], values: bool = True) -> None:
         """Writes the observation into a directory, to plan and export elsewhere, without the inputs at hand.
 
         Args:
             directory: A new or empty directory, or one that holds an observation, which is replaced.
-            values: Also write the values of the tensors, not only their shapes and types.
+            values: Also write the values of the tensors, not only their shapes and dtypes.
 
         Raises:
             DestinationError: if the directory cannot be written, or holds something else.
             ObservationError: if a tensor is of a kind that cannot be written, such as a sparse one.
             TreeError: if a container is of a class that cannot be found by its name.
         """
-        from exportkit.calls.storage import save_observation
+        from exportkit.calls.storage import save_calls
 
-        save_observation(self, directory, values)
+        about = {
+            "model_name": self.model_name,
+            "method_name": self.method_name,
+            "removed": sorted(self.removed),
+            "restored": sorted(self.restored),
+            "problems": list(self.problems),
+            "failures": [{"error": failure.error, "arguments": failure.arguments} for failure in self.failures],
+            "further": [{"inputs": s.inputs, "outputs": s.outputs, "count": s.count} for s in self.further],
+        }
+        # made-up values are not written as if they had been seen
+        save_calls(self.signature, self.calls, about, directory, values and self.has_values)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Observation:
         """Returns the observation that `save` wrote; all tensors are on the CPU.
 
-        Where only shapes were written, the values are made up: ones for integers and booleans, else numbers between
+        If only shapes were written, the values are made up: ones for integers and booleans, otherwise numbers between
         0.1 and 1, and `has_values` is False. Constants that JSON cannot hold come back as placeholders.
 
         Args:
@@ -173,8 +189,32 @@ class Observation:
         Raises:
             DestinationError: if there is no observation, or a file of it is missing.
             ObservationError: if a file is damaged, or of another version.
-            TreeError: if a class is not there, for it was not imported or not registered with torch's pytree.
+            TreeError: if a class is missing, because it was not imported or not registered with torch's pytree.
         """
-        from exportkit.calls.storage import load_observation
+        from exportkit.calls.storage import load_calls, reading
 
-        return load_observation(directory)
+        signature, calls, data = load_calls(directory)
+        with reading(directory):
+            return cls(
+                signature=signature,
+                calls=calls,
+                failures=tuple(Failure(**failure) for failure in data["failures"]),
+                problems=tuple(data["problems"]),
+                method_name=data["method_name"],
+                model_name=data["model_name"],
+                removed=frozenset(data["removed"]),
+                restored=frozenset(data["restored"]),
+                has_values=data["values"],
+                further=tuple(_seen_shapes(item) for item in data["further"]),
+            )
+
+
+def _fullness(tree: Tree) -> tuple[int, bool]:
+    """How much an argument holds: its number of tensors, and whether it holds anything but None."""
+    count = len(tree.tensor_paths)
+    return count, bool(count) or any(leaf is not None for leaf in tree.constants().values())
+
+
+def _seen_shapes(data: Mapping[str, Any]) -> SeenShapes:
+    inputs, outputs = ({p: tuple(shape) for p, shape in data[side].items()} for side in ("inputs", "outputs"))
+    return SeenShapes(inputs, outputs, data["count"])

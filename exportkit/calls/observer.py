@@ -1,8 +1,4 @@
-"""InputObserver: watch a model while it is used as always, then ask what varied and what to export with.
-
-In comes a model that somebody runs; out come an `Observation`, and from it dynamic shapes, arguments and a plan. The
-methods below are doors to the later stages; each imports its stage when it is opened.
-"""
+"""Records a model's calls for the time of a ``with`` block, together with the calls of the parts that feed it."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -20,33 +16,13 @@ from exportkit.calls.recorder import Recorder
 from exportkit.calls.signature import Signature
 from exportkit.calls.standin import attach
 from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError, ObservationError, UnknownMethodError
-from exportkit.peers.view import ObservedInfo
-
-if TYPE_CHECKING:
-    from exportkit.plan.plan import Plan
 
 
-class InputObserver:
-    """Records calls of a model, and infers from them what ``torch.export`` and ``torch.onnx.export`` need.
+class Observer:
+    """Records calls of a model, and only records: `exportkit.InputObserver` adds what can be inferred from them.
 
     Args:
-        value_if_missing: Values that stand in for arguments which some calls lack, by name or position. They count as
-            observed shapes: an empty tensor says which axis is 0 when the argument is absent.
-
-    Example:
-        >>> import torch
-        >>> from exportkit import InputObserver
-        >>> class Add(torch.nn.Module):
-        ...     def forward(self, x, y):
-        ...         return x + y
-        >>> model, observer = Add(), InputObserver()
-        >>> with observer(model):
-        ...     for n in (2, 3):
-        ...         _ = model(torch.ones(n, 6), torch.ones(1, 6))
-        >>> observer.num_obs()
-        2
-        >>> observer.infer_dynamic_shapes()
-        ({0: DimHint(DYNAMIC)}, {})
+        value_if_missing: Values for arguments that some calls lack, by name or position.
     """
 
     def __init__(self, value_if_missing: Mapping[str | int, Any] | None = None) -> None:
@@ -58,7 +34,7 @@ class InputObserver:
         self._watch: PartWatch | None = None
 
     def __repr__(self) -> str:
-        return f"InputObserver({self.num_obs()} calls)"
+        return f"{type(self).__name__}({self.num_obs()} calls)"
 
     @contextlib.contextmanager
     def __call__(
@@ -69,7 +45,7 @@ class InputObserver:
         shapes: Literal["all", "stored"] = "all",
         max_bytes: int | None = None,
         parts: Wanted | None = None,
-    ) -> Iterator[InputObserver]:
+    ) -> Iterator[Self]:
         """Records calls of ``model`` for the time of a ``with`` block.
 
         Args:
@@ -78,22 +54,22 @@ class InputObserver:
             method_name: Method to observe.
             shapes: "all" counts the shapes of further calls (``observation.seen``); "stored" takes the observer off
                 the model as soon as the calls are stored, so that further ones cost nothing.
-            max_bytes: Most memory for the values of all calls; of the call that would pass it, and of those after it,
-                only the shapes are kept. Memory that is shared with the model's own tensors counts.
-            parts: Submodules or methods to record too, such as ``["encoder"]`` or ``["get_image_features"]``: those
-                that run before the model and feed it. "auto" finds them.
+            max_bytes: The most memory for the values of all calls. From the call that would exceed it on, only shapes
+                are kept. Memory that is shared with the model's own tensors counts.
+            parts: Submodules or methods to record as well, such as ``["encoder"]`` or ``["get_image_features"]``:
+                those that run before the model and feed it. "auto" finds them.
 
         Raises:
-            InvalidTypeError: if ``model`` is no ``torch.nn.Module``, or ``value_if_missing`` has a key that is neither
-                a name nor a position.
+            InvalidTypeError: if ``model`` is not a ``torch.nn.Module``, or ``value_if_missing`` has a key that is
+                neither a name nor a position.
             UnknownMethodError: if the model has no such method.
-            InvalidRequestError: if that is a module inside the model, or not the method that was recorded before, or if
-                ``shapes`` is neither "all" nor "stored".
+            InvalidRequestError: if the method is a module inside the model, or not the method that was recorded before,
+                or if ``shapes`` is neither "all" nor "stored".
             UnknownInputError: if ``value_if_missing`` names an input that the method does not have.
         """
         if shapes not in ("all", "stored"):
             raise InvalidRequestError(
-                "An observer keeps shapes of all calls or of the stored ones.",
+                "An observer keeps the shapes of all calls, or of the stored ones.",
                 where="shapes",
                 expected="'all' or 'stored'",
                 got=repr(shapes),
@@ -131,12 +107,12 @@ class InputObserver:
                 "An observer watches a torch.nn.Module.",
                 expected="torch.nn.Module",
                 got=type(model).__name__,
-                hint="of a pipeline, observe its model: `with observer(pipe.model):`.",
+                hint="to observe a pipeline, observe its model: `with observer(pipe.model):`.",
             )
         method = getattr(model, method_name, None)
         if isinstance(method, torch.nn.Module):
             raise InvalidRequestError(
-                f"{method_name!r} is no method of {type(model).__name__}, but a module inside it.",
+                f"{method_name!r} is not a method of {type(model).__name__}, but a module inside it.",
                 hint=f"observe that module itself: `with observer(model.{method_name}):`.",
             )
         if not callable(method):
@@ -158,7 +134,7 @@ class InputObserver:
 
     @property
     def observation(self) -> Observation:
-        """The calls as they were seen, with missing arguments stood in for, and removed ones left out.
+        """The recorded calls, with ``value_if_missing`` for missing arguments, and without removed ones.
 
         Raises:
             NoCallsError: if nothing was ever observed.
@@ -174,11 +150,6 @@ class InputObserver:
         """The parts that were recorded with the model (``parts=``) and ran, by name."""
         return {} if self._watch is None else self._watch.parts(self.observation)
 
-    @property
-    def info(self) -> ObservedInfo | None:
-        """The recorded calls the way ``torch.onnx.InputObserver`` shows them; None before the first observation."""
-        return None if self._recorder is None else ObservedInfo(self.observation)
-
     def num_obs(self) -> int:
         """Returns how many calls are stored."""
         return 0 if self._recorder is None else self._recorder.num_calls()
@@ -188,14 +159,14 @@ class InputObserver:
         return self.num_obs() == 0
 
     def remove_inputs(self, names_or_positions: Iterable[str | int]) -> None:
-        """Leaves inputs out of everything that is inferred from now on.
+        """Leaves inputs out of the observation, and so of everything that is inferred from now on.
 
         Raises:
             ObservationError: if nothing was observed yet.
             InvalidRequestError: for ``*args`` and ``**kwargs``, and for names that the method does not have.
         """
         if self._recorder is None or self.is_empty():
-            raise ObservationError("No input was captured, so there is none to remove.")
+            raise ObservationError("No input was captured, so there is nothing to remove.")
         signature = self._recorder.signature
         names = {signature.name_of(key) for key in names_or_positions}
         variadic = names & {signature.var_positional, signature.var_keyword}
@@ -206,110 +177,9 @@ class InputObserver:
             )
         self._removed |= names
 
-    def plan(self, probe: bool = True) -> Plan:
-        """Returns the `Plan`: what varies, what depends on what, and why.
-
-        Args:
-            probe: Run the model again, without gradients, to confirm what the recorded sizes suggest: which axes are
-                the batch, which equal sizes belong together. Without it, or once the model is gone, the plan rests
-                on the recorded sizes alone.
-        """
-        from exportkit.probing.planning import plan_calls
-
-        model = self._model() if probe and self._model is not None else None
-        return plan_calls(self.observation, model, self._method_name)
-
-    def infer_dynamic_shapes(
-        self,
-        set_batch_dimension_for: set[int | str] | bool | None = None,
-        dim_names: bool | Mapping[str | int, Mapping[int, str]] | None = None,
-    ) -> tuple[Any, ...] | dict[str, Any]:
-        """Returns dynamic shapes for ``torch.export.export``, from the sizes that varied between the calls.
-
-        Args:
-            set_batch_dimension_for: Inputs, by name or position, whose batch axis is dynamic although it never
-                varied; True for all.
-            dim_names: Names instead of ``Dim.DYNAMIC``, for ``torch.onnx.export``: True for the names of the plan, or
-                names by input and axis, where axes left out get a name of their own.
-
-        Returns:
-            A tuple if all calls gave all inputs by position, else a dict in signature order. Constants are None; a
-            cache or another registered class is the list of its leaves.
-
-        Raises:
-            NoCallsError: before any call.
-            PlanError: if the calls contradict each other.
-        """
-        from exportkit.peers.recorded import recorded_dynamic_shapes
-
-        return recorded_dynamic_shapes(self.observation, set_batch_dimension_for, dim_names)
-
-    def infer_arguments(
-        self,
-        index_or_args_or_kwargs: int | tuple[Any, ...] | dict[str, Any] | None = None,
-        flat: bool = False,
-        as_args_kwargs: bool = False,
-        exportable: bool = False,
-    ) -> Any:
-        """Returns the arguments of a call, completed with what other calls had and this one lacks.
-
-        Args:
-            index_or_args_or_kwargs: Number of a recorded call, or arguments of your own; by default the first call
-                with the most inputs. What is missing becomes an empty tensor, 0 on its last dynamic axis, or zeros.
-            flat: Return the list of tensors.
-            as_args_kwargs: Return ``(args, kwargs)`` in any case.
-            exportable: Return arguments of the same structure made for ``torch.export.export``: all sizes that can
-                vary are distinct and greater than 1, so that no axis is specialised.
-
-        Returns:
-            A tuple if all calls gave all inputs by position, else a dict in signature order.
-
-        Raises:
-            NoCallsError: before any call.
-            InvalidRequestError: if the first argument is neither None, an index, a tuple nor a dict.
-            PlanError: if positional ``*args`` and named inputs are mixed, unless ``as_args_kwargs`` is set.
-        """
-        from exportkit.peers.recorded import exportable_arguments, recorded_arguments
-
-        if not exportable:
-            return recorded_arguments(self.observation, index_or_args_or_kwargs, flat, as_args_kwargs)
-        if index_or_args_or_kwargs is not None:
-            raise InvalidRequestError(
-                "Exportable arguments are built from all calls together, not from one.",
-                hint="leave out the first argument, or leave out exportable=True.",
-            )
-        return exportable_arguments(self.plan(), self.observation, flat, as_args_kwargs)
-
-    def check_discrepancies(
-        self,
-        onnx_model: Any,
-        atol: float = 1e-4,
-        rtol: float = 0.1,
-        progress_bar: bool = False,
-        skip_none: bool = True,
-        include_io: bool = False,
-    ) -> list[dict[str, Any]]:
-        """Returns one row for each recorded call: how far an ONNX model is from what the model returned then.
-
-        Args:
-            onnx_model: Path of an ONNX file, a ModelProto, a ``torch.onnx.ONNXProgram`` or an `OnnxModel`.
-            atol: Largest absolute difference.
-            rtol: Largest relative difference, ``|a - b| / (|a| + rtol)``.
-            progress_bar: Show progress on the terminal.
-            skip_none: Do not compare outputs that are None on either side.
-            include_io: Add the feeds and both outputs to each row.
-
-        Returns:
-            Rows with SUCCESS, abs, rel, error, index, duration_torch, ort_duration, n_inputs, n_none, n_empty.
-        """
-        from exportkit.peers.check import Tolerance, check_recorded_calls
-
-        tolerance = Tolerance(atol, rtol, skip_none)
-        return check_recorded_calls(self.observation, onnx_model, tolerance, progress_bar, include_io)
-
 
 def _report(problems: tuple[str, ...], limits: tuple[str, ...]) -> None:
-    """Warns where the ``with`` block of the user ends."""
+    """Warns at the place where the user's ``with`` block ends."""
     texts = [f"exportkit: {limit}" for limit in limits]
     if problems:
         texts.append(

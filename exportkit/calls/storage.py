@@ -14,7 +14,7 @@ import platform
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from safetensors.torch import save_file
 
 from exportkit.calls.call import Call
 from exportkit.calls.json_file import read_json_file
-from exportkit.calls.observation import Failure, Observation
-from exportkit.calls.seen import SeenShapes
 from exportkit.calls.signature import Signature
 from exportkit.calls.stored_tensors import JSON, TENSORS, KeptTensors, StoredTensors, damaged, opened_tensors
 from exportkit.errors import DestinationError, ExportkitError, ObservationError, TreeError
@@ -33,16 +31,29 @@ from exportkit.trees import Tree, check_opened, flatten, join
 from exportkit.trees.json_form import dump_constant, dump_tree, load_value
 
 _FORMAT = "exportkit-observation"
-_VERSION = 1
+_VERSION = 2
 _TEMPORARY = ".saving-"
 
 
-def save_observation(observation: Observation, directory: str | os.PathLike[str], values: bool = True) -> None:
-    """Writes an observation into a directory; see `Observation.save`."""
+def save_calls(
+    signature: Signature,
+    calls: Sequence[Call],
+    about: Mapping[str, Any],
+    directory: str | os.PathLike[str],
+    values: bool,
+) -> None:
+    """Writes an observation into a directory; see `Observation.save`.
+
+    Args:
+        signature: The signature of the observed method.
+        calls: The calls.
+        about: Everything else, as JSON data.
+        directory: Where to write.
+        values: Also write the values of the tensors.
+    """
     target = _checked_destination(Path(directory))
-    values = values and observation.has_values  # what was made up is not written as if it had been seen
     kept = KeptTensors(values)
-    calls = [_dump_call(number, call, kept) for number, call in enumerate(observation.calls)]
+    dumped = [_dump_call(number, call, kept) for number, call in enumerate(calls)]
     stamp = uuid.uuid4().hex
     data = {
         "format": _FORMAT,
@@ -50,21 +61,15 @@ def save_observation(observation: Observation, directory: str | os.PathLike[str]
         "stamp": stamp,
         "values": values,
         "written_by": versions("exportkit", "torch", "transformers", "safetensors"),
-        "model_name": observation.model_name,
-        "method_name": observation.method_name,
-        "signature": _dump_signature(observation.signature),
-        "removed": sorted(observation.removed),
-        "restored": sorted(observation.restored),
-        "problems": list(observation.problems),
-        "failures": [{"error": failure.error, "arguments": failure.arguments} for failure in observation.failures],
-        "calls": calls,
-        "further": [{"inputs": s.inputs, "outputs": s.outputs, "count": s.count} for s in observation.further],
+        "signature": _dump_signature(signature),
+        "calls": dumped,
+        **about,
     }
     _write(target, _as_text(data), kept.tensors if values else None, stamp)
 
 
-def load_observation(directory: str | os.PathLike[str]) -> Observation:
-    """Returns the observation that `save_observation` wrote; see `Observation.load`."""
+def load_calls(directory: str | os.PathLike[str]) -> tuple[Signature, tuple[Call, ...], dict[str, Any]]:
+    """Returns the signature, the calls, and all JSON data of an observation; see `Observation.load`."""
     folder = Path(directory)
     data = read_json_file(
         folder / JSON,
@@ -74,26 +79,22 @@ def load_observation(directory: str | os.PathLike[str]) -> Observation:
         damaged=damaged,
         foreign=ObservationError,
     )
-    try:
+    with reading(folder):
         signature = _load_signature(data["signature"])
         with opened_tensors(folder / TENSORS, data) as tensors:
             calls = tuple(_load_call(number, call, signature, tensors) for number, call in enumerate(data["calls"]))
-        return Observation(
-            signature=signature,
-            calls=calls,
-            failures=tuple(Failure(**failure) for failure in data["failures"]),
-            problems=tuple(data["problems"]),
-            method_name=data["method_name"],
-            model_name=data["model_name"],
-            removed=frozenset(data["removed"]),
-            restored=frozenset(data["restored"]),
-            has_values=data["values"],
-            further=tuple(SeenShapes(_shapes(o["inputs"]), _shapes(o["outputs"]), o["count"]) for o in data["further"]),
-        )
+        return signature, calls, data
+
+
+@contextlib.contextmanager
+def reading(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns the errors of reading data that are not as they were written into an ObservationError."""
+    try:
+        yield
     except ExportkitError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise damaged(folder / JSON, f"{type(error).__name__}: {error}") from error
+        raise damaged(Path(directory) / JSON, f"{type(error).__name__}: {error}") from error
 
 
 def _dump_call(number: int, call: Call, kept: KeptTensors) -> dict[str, Any]:
@@ -215,10 +216,6 @@ def _load_tree(place: str, data: Mapping[str, Any], tensors: StoredTensors) -> T
             hint="register its class in the way it was registered when the model was observed.",
         )
     return tree
-
-
-def _shapes(data: Mapping[str, list[int]]) -> dict[str, tuple[int, ...]]:
-    return {path: tuple(shape) for path, shape in data.items()}
 
 
 def _load_signature(data: Mapping[str, Any]) -> Signature:

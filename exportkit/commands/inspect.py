@@ -95,13 +95,12 @@ def _page_of(folder: Path) -> str:
     from exportkit.module_traces.files import INDEX
     from exportkit.report.export import export_page
     from exportkit.report.traces import trace_page
-    from exportkit.skips.page import folder_page
-    from exportkit.skips.result import ALL_TESTS_FILE
+    from exportkit.skipscan.result import ALL_TESTS_FILE, read_scan
 
     pages: Mapping[str, Callable[[Path], str]] = {
         MANIFEST: export_page,
         INDEX: trace_page,
-        ALL_TESTS_FILE: folder_page,
+        ALL_TESTS_FILE: lambda folder: read_scan(folder / ALL_TESTS_FILE).to_html(),
     }
     for name, page in pages.items():
         if (folder / name).is_file():

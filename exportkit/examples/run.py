@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from exportkit.calls.observer import InputObserver
+from exportkit.api.observer import InputObserver
 from exportkit.errors import InvalidRequestError, ObservationError
 
 _MOST_CALLS = 16  # more than any example makes, so that the values of all calls are stored

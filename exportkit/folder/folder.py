@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MANIFEST, REPORT_TEXT, REPORT_JSON = "manifest.json", "report.txt", "report.json"
 PAGE = "report.html"  # made later; goes with the proof that it shows
-_FORMAT, _VERSION = "exportkit-folder", 1
+_FORMAT, _VERSION = "exportkit-folder", 2
 _TEMPORARY = ".saving-"
 
 

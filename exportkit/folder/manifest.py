@@ -22,7 +22,7 @@ from exportkit.onnx_files.onnx_model import OnnxModel
 from exportkit.onnx_files.translate import OnnxFile
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
-from exportkit.probing.missing import Fills
+from exportkit.probing.missing import MissingDefaults
 from exportkit.programs.stateful import onnx_model_of
 from exportkit.trees import Tree, flatten
 from exportkit.trees.json_form import dump_tree, load_value
@@ -100,7 +100,7 @@ def load_program(folder: Path, data: Mapping[str, Any], digests: Mapping[Path, s
     saved = Saved(
         plan=plan,
         observation=observation,
-        fills=Fills(data["fills"], tuple(data["unproven"])),
+        fills=MissingDefaults(data["fills"], tuple(data["unproven"])),
         outputs=_load_structure(data),
         method=data["method"],
         cases=_load_cases(data["unseen"], place / _UNSEEN),

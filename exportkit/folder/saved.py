@@ -22,7 +22,7 @@ from exportkit.calls.parts import Edge
 from exportkit.errors import DestinationError
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import UnseenSizes, unseen_sizes
-from exportkit.probing.missing import Fills, run_leniently
+from exportkit.probing.missing import MissingDefaults, run_leniently
 from exportkit.programs.audit import Guard, guards_of
 from exportkit.trees import Tree, flatten, join
 
@@ -79,7 +79,7 @@ class Saved:
 
     plan: Plan
     observation: Observation
-    fills: Fills
+    fills: MissingDefaults
     outputs: Tree
     method: str
     cases: tuple[Case, ...]

@@ -1,7 +1,7 @@
-"""Which call of one run is which of another: in come the calls of two traces, out go pairs of them.
+"""Aligns the module calls of two runs: says which call of one run is which call of the other.
 
-By path and call number first, then with a prefix that a wrapper adds or takes, and last by order: among the calls
-inside of a pair, those that return the same shapes belong together.
+Calls are paired by path and number, if need be with a prefix that a wrapper adds or removes. The others are paired by
+order: among the calls inside a pair, those that return the same shapes belong together.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def align_calls(
     Args:
         first: Calls of one run.
         second: Calls of the other.
-        names: Regular expressions for parts of the paths in the second run, and what they are in the first.
+        names: Regular expressions for parts of the paths in the second run, and what these are in the first.
 
     Raises:
-        InvalidRequestError: if one of these is no regular expression.
+        InvalidRequestError: if one of these is not a regular expression.
     """
     paths = _renamed({call.path for call in second}, names or {})
     paths = _with_prefix(paths, {call.path for call in first})
@@ -54,41 +54,39 @@ def _renamed(paths: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
             try:
                 new = re.sub(pattern, replacement, new)
             except (re.error, IndexError) as error:
-                raise InvalidRequestError("This is no regular expression for paths.", got=pattern) from error
+                raise InvalidRequestError("Not a regular expression for paths.", got=pattern) from error
         renamed[path] = new.strip(".")
     return renamed
 
 
 def _with_prefix(paths: dict[str, str], known: set[str]) -> dict[str, str]:
-    """The paths without a prefix that the model around has in one of the runs, if more of them are known then."""
+    """The paths without the prefix of a wrapper that one of the runs has, if more of them are known then."""
     fitting = sum(path in known for path in paths.values())
-    taken = Counter(path[: -len(tail) - 1] for path in paths.values() for tail in _tails(path) if tail in known)
-    given = Counter(path[: -len(tail) - 1] for path in known for tail in _tails(path) if tail in paths.values())
-    best = max([(count, "-", prefix) for prefix, count in taken.items()]
-               + [(count, "+", prefix) for prefix, count in given.items()], default=(0, "", ""))  # fmt: skip
-    count, sign, prefix = best
+    wrapped = Counter(path[: -len(tail) - 1] for path in paths.values() for tail in _tails(path) if tail in known)
+    unwrapped = Counter(path[: -len(tail) - 1] for path in known for tail in _tails(path) if tail in paths.values())
+    candidates = [(count, "-", prefix) for prefix, count in wrapped.items()]
+    candidates += [(count, "+", prefix) for prefix, count in unwrapped.items()]
+    count, sign, prefix = max(candidates, default=(0, "", ""))
     if count <= fitting:
         return paths
     if sign == "+":
         return {path: f"{prefix}.{new}".strip(".") for path, new in paths.items()}
-    return {path: _without(new, prefix) for path, new in paths.items()}
-
-
-def _without(path: str, prefix: str) -> str:
-    if path == prefix:
-        return ""
-    return path[len(prefix) + 1 :] if path.startswith(f"{prefix}.") else f"\0{path}"  # a path that no module has
+    outside = "\0"  # begins a path that no module has
+    return {
+        path: f"{new}."[len(prefix) + 1 :].rstrip(".") if f"{new}.".startswith(f"{prefix}.") else f"{outside}{new}"
+        for path, new in paths.items()
+    }
 
 
 def _tails(path: str) -> Iterable[str]:
-    """What is left of a path as parts are taken away from its beginning."""
+    """The rests of a path as parts are removed from its beginning."""
     while "." in path:
         path = path.partition(".")[2]
         yield path
 
 
 class _Order:
-    """Pairs among the calls that paths leave over, from the outermost ones inwards."""
+    """Pairs the calls that have no counterpart by path, from the outermost ones inwards."""
 
     def __init__(self, first: Sequence[ModuleCall], second: Sequence[ModuleCall], found: dict[int, ModuleCall]) -> None:
         self._own, self._other = _children(first), _children(second)
@@ -96,7 +94,7 @@ class _Order:
         self._looks: dict[int, _Look] = {}
 
     def add(self) -> None:
-        """Adds pairs: calls with the same calls inside of them first, then those that only return the same shapes."""
+        """Adds pairs: first of calls with the same calls inside, then of those that only return the same shapes."""
         for deep in (True, False):
             pending: list[tuple[int | None, int | None]] = [(None, None)]
             while pending:
@@ -107,7 +105,7 @@ class _Order:
                 pending += [(call.index, self._found[call.index].index) for call in nearest]
 
     def _match(self, left: list[ModuleCall], right: list[ModuleCall], deep: bool) -> None:
-        """Adds pairs among some calls; where there are none, calls are replaced by those inside of them."""
+        """Adds pairs among some calls; where there are none, calls are replaced by the calls inside them."""
         while left and right:
             opened, other_opened = _opened(left, self._own), _opened(right, self._other)
             levels = [(left, right), (left, other_opened), (opened, right), (opened, other_opened)]
@@ -133,7 +131,7 @@ class _Order:
         return _swapped([(first[block.a + i], second[block.b + i]) for block in blocks for i in range(block.size)])
 
     def _look(self, call: ModuleCall, children: Mapping[int | None, list[ModuleCall]], deep: bool) -> _Look:
-        """What is the same of calls that belong together: the shapes that they return, and those inside of them."""
+        """Equal for calls that belong together: the shapes that they return, and those of the calls inside them."""
         if not deep:
             return (_shapes(call),)
         key = id(call)
@@ -156,14 +154,14 @@ def _others(calls: Iterable[ModuleCall], done: Iterable[int]) -> list[ModuleCall
 
 
 def _opened(calls: Sequence[ModuleCall], children: Mapping[int | None, list[ModuleCall]]) -> list[ModuleCall]:
-    """The calls with those that have calls inside of them replaced by these."""
+    """The calls, those with calls inside replaced by these."""
     return [inner for call in calls for inner in (children.get(call.index) or [call])]
 
 
 def _nearest(
     children: Mapping[int | None, list[ModuleCall]], index: int | None, found: Mapping[int, ModuleCall]
 ) -> Iterable[ModuleCall]:
-    """The calls inside of a call that have a pair, without those inside of them."""
+    """The outermost calls inside a call that have a pair."""
     for call in children.get(index, ()):
         if call.index in found:
             yield call
@@ -172,7 +170,7 @@ def _nearest(
 
 
 def _swapped(pairs: list[Pair]) -> list[Pair]:
-    """The pairs, with neighbours of the same shapes exchanged where what they returned says so."""
+    """The pairs, with calls of the same shapes exchanged if their outputs fit better that way."""
     groups: dict[tuple[int | None, int | None, _Shapes], list[Pair]] = defaultdict(list)
     for one, two in pairs:
         groups[one.parent, two.parent, _shapes(one)].append((one, two))
@@ -194,9 +192,8 @@ def _assigned(group: list[Pair]) -> list[Pair]:
 
 
 def _unlike(one: ModuleCall, two: ModuleCall) -> float:
-    """How unlike what two calls returned is, by the statistics; 0 for the same, and at most 1."""
-    pairs = list(zip(one.outputs, two.outputs, strict=True))
-    return max((_apart(a, b) for a, b in pairs), default=0.0)
+    """How unlike the outputs of two calls are, by their statistics: 1 at most, and negative if they are equal."""
+    return max((_apart(a, b) for a, b in zip(one.outputs, two.outputs, strict=True)), default=0.0)
 
 
 def _apart(a: TensorRecord, b: TensorRecord) -> float:

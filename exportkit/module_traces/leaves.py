@@ -1,7 +1,6 @@
-"""The leaves of what a module is given or returns, as quickly as calls come.
+"""Flattens what modules are given and return, quickly enough to do so for every call.
 
-In comes a dict of nested values; out come its tensors, its other leaves, and a `Layout` that names them. Values of one
-structure share their layout, so that paths are made once and not for each call.
+Values of the same structure share their `LeafPaths`, so that paths are made once and not for each call.
 """
 
 from __future__ import annotations
@@ -21,22 +20,24 @@ from exportkit.trees.caches import ATOMS
 from exportkit.trees.flatten import flattened
 from exportkit.trees.structure import Closed, Nested, Registered, Structure, path_of
 
-_LONGEST_TEXT = 500
-_DEEPEST = 8  # objects inside of objects that are opened; what is deeper becomes a text
+_LONGEST_TEXT = 500  # characters of a text, which may be a whole prompt
+_DEEPEST = (
+    8  # objects inside objects that are opened; what is deeper becomes a text, as objects can refer to each other
+)
 _UNOPENED = (type, torch.nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _SHORT = (slice, range, complex, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Paths of the leaves of values that have one structure.
+class LeafPaths:
+    """Paths of the leaves of values that have the same structure.
 
     Attributes:
-        number: How many layouts there were before.
+        number: How many structures were seen before.
         tensors: Paths of the tensors.
         others: Paths of the other leaves.
-        order: Where each of the tensors is among those of a structure.
-        empty: What has no leaves, as a text by path: arguments such as a cache that nothing is in yet.
+        order: For each path of a tensor, its position among the tensors of a flattened value.
+        empty: Arguments without leaves, as a text by path, such as an empty cache.
     """
 
     number: int
@@ -46,50 +47,47 @@ class Layout:
     empty: dict[str, str]
 
 
-class Leaves(NamedTuple):
-    """What a value consists of, in the order of its layout."""
+class FoundLeaves(NamedTuple):
+    """The leaves of a value, in the order of their paths."""
 
-    layout: Layout
+    paths: LeafPaths
     tensors: list[torch.Tensor]
     others: list[Any]
 
 
 class LeafReader:
-    """Takes values apart, and knows the layouts of those before.
+    """Flattens values, and remembers the structures that it has seen.
 
     Caches and classes registered with torch are opened as everywhere in this package; so are mappings, dataclasses, and
     objects that hold tensors.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, Layout] = {}
+        self._known: dict[Any, LeafPaths] = {}
 
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def read(self, value: dict[str, Any]) -> Leaves:
-        """Returns the leaves of a dict of values; those that are no tensors in a form that JSON can hold."""
+    def read(self, value: dict[str, Any]) -> FoundLeaves:
+        """Returns the leaves of a dict of values; those that are not tensors in a form that JSON can hold."""
         path, only = _only_value(value)
         if isinstance(only, torch.Tensor):
-            layout = self._known.get(path) or self._new(value, path, (path,), (), (0,))
-            return Leaves(layout, [only], [])
+            paths = self._known.get(path) or self._new(value, path, (path,), (), (0,))
+            return FoundLeaves(paths, [only], [])
         taken = flattened(value)
         others: list[Any] = []
         _add_others(taken.structure.root, others)
         if any(type(other) is Closed and _inside(other.value) is not None for other in others):
             return self._opened(value)
         key = taken.structure.marks
-        layout = self._known.get(key) or self._new(value, key, *_paths(taken.structure))
-        return Leaves(layout, [taken.tensors[i] for i in layout.order], [_plain(other) for other in others])
+        paths = self._known.get(key) or self._new(value, key, *_paths(taken.structure))
+        return FoundLeaves(paths, [taken.tensors[i] for i in paths.order], [_plain(other) for other in others])
 
-    def _opened(self, value: dict[str, Any]) -> Leaves:
-        """The same for a value with objects that have to be opened first."""
+    def _opened(self, value: dict[str, Any]) -> FoundLeaves:
+        """The leaves of a value with objects that have to be opened."""
         tensors: dict[str, torch.Tensor] = {}
         others: dict[str, Any] = {}
         _collect(value, "", tensors, others, _DEEPEST)
         key = tuple(tensors), tuple(others)
-        layout = self._known.get(key) or self._new(value, key, *key, tuple(range(len(tensors))))
-        return Leaves(layout, list(tensors.values()), [_plain(other) for other in others.values()])
+        paths = self._known.get(key) or self._new(value, key, *key, tuple(range(len(tensors))))
+        return FoundLeaves(paths, list(tensors.values()), [_plain(other) for other in others.values()])
 
     def _new(
         self,
@@ -98,14 +96,15 @@ class LeafReader:
         tensors: tuple[str, ...],
         others: tuple[str, ...],
         order: tuple[int, ...],
-    ) -> Layout:
-        empty = _empty(value, {*tensors, *others})
-        self._known[key] = layout = Layout(len(self._known), tensors, others, order, empty)
-        return layout
+    ) -> LeafPaths:
+        self._known[key] = paths = LeafPaths(
+            len(self._known), tensors, others, order, _empty(value, {*tensors, *others})
+        )
+        return paths
 
 
 def _empty(value: dict[str, Any], paths: set[str]) -> dict[str, str]:
-    """Texts of what a module was given or returned, and has no leaves."""
+    """Texts of arguments and outputs that have no leaves."""
     given = {f"args[{i}]": item for i, item in enumerate(value.get("args", ()))}
     given |= {path_of([key], "kwargs"): item for key, item in value.get("kwargs", {}).items()}
     given |= {"outputs": value["outputs"]} if "outputs" in value else {}
@@ -114,7 +113,7 @@ def _empty(value: dict[str, Any], paths: set[str]) -> dict[str, str]:
 
 
 def _only_value(value: dict[str, Any]) -> tuple[str, Any]:
-    """What a module returned, or was given as its only argument, as most are: the quickest way for a tensor."""
+    """What a module returned, or was given as its only argument: mostly a tensor, which is quick."""
     if "outputs" in value:
         return "outputs", value["outputs"]
     args = value["args"]
@@ -122,7 +121,7 @@ def _only_value(value: dict[str, Any]) -> tuple[str, Any]:
 
 
 def _add_others(item: Any, others: list[Any]) -> None:
-    """Adds the leaves of a structure that are no tensors, in the order of their paths; in caches there are none."""
+    """Adds the leaves of a structure that are not tensors, in the order of their paths; caches have none."""
     for leaf in (item if type(item) is Nested else item.children).leaves:
         kind = type(leaf)
         if kind in ATOMS or kind is Closed:
@@ -139,7 +138,7 @@ def _paths(structure: Structure) -> tuple[tuple[str, ...], tuple[str, ...], tupl
 
 
 def _collect(value: Any, start: str, tensors: dict[str, torch.Tensor], others: dict[str, Any], depth: int) -> None:
-    """Adds the leaves of a value by path, those of the objects in it included."""
+    """Adds the leaves of a value by path, also those of the objects in it."""
     tree = flatten(value)
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):
         place = join(start, path)
@@ -154,7 +153,7 @@ def _collect(value: Any, start: str, tensors: dict[str, torch.Tensor], others: d
 
 
 def _inside(value: Any) -> dict[Any, Any] | None:
-    """What an object holds, by key or attribute; None for one that is left closed."""
+    """The content of an object, by key or attribute; None if it is not opened."""
     if value is None or isinstance(value, _UNOPENED):
         return None
     if isinstance(value, Mapping):
@@ -174,7 +173,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _plain(other: Any) -> Any:
-    """A leaf in a form that JSON can hold, and that is the same in the next run."""
+    """A leaf in a form that JSON can hold and that does not differ between runs."""
     value = other.value if type(other) is Closed else other
     if value is None or type(value) in (bool, int):
         return value

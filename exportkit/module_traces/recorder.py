@@ -223,18 +223,18 @@ class TraceRecorder:
             return lines, _NOTHING
 
     def _described(self, value: dict[str, Any], frame: CallFrame, lines: list[str]) -> str:
-        layout, tensors, others = self._leaf_reader.read(value)
-        if layout.number >= self._written_layouts:
-            self._written_layouts = layout.number + 1
-            named = {"tensors": layout.tensors, "others": layout.others, "empty": layout.empty}
-            lines.append(encode({"layout": layout.number, **named}))
+        paths, tensors, others = self._leaf_reader.read(value)
+        if paths.number >= self._written_layouts:
+            self._written_layouts = paths.number + 1
+            named = {"tensors": paths.tensors, "others": paths.others, "empty": paths.empty}
+            lines.append(encode({"layout": paths.number, **named}))
         wanted = self._selection(frame.path, frame.number)
         call = f"{frame.path or self._model_name}[{frame.number}]"
         numbers = [
             self._tensor(tensor, f"{call}.{place}" if wanted else None, lines)
-            for tensor, place in zip(tensors, layout.tensors, strict=True)
+            for tensor, place in zip(tensors, paths.tensors, strict=True)
         ]
-        return f'"layout":{layout.number},"tensors":{numbers},"others":{encode(others) if others else "[]"}'
+        return f'"layout":{paths.number},"tensors":{numbers},"others":{encode(others) if others else "[]"}'
 
     def _tensor(self, tensor: torch.Tensor, key: str | None, lines: list[str]) -> int:
         """The number of the record of a tensor; adds the lines that describe it if it is new."""

@@ -13,9 +13,9 @@ from exportkit.calls.signature import Signature
 from exportkit.errors import ArgumentError, UnregisteredClassError
 from exportkit.onnx_files.translate import OnnxFile
 from exportkit.plan.plan import Plan
-from exportkit.probing.echoes import value_at
-from exportkit.probing.missing import dependent_outputs, fill_missing, solve_sizes
-from exportkit.probing.simplify import as_simplified, with_split_lists
+from exportkit.plan.sizes import solve_sizes
+from exportkit.probing.missing import dependent_outputs, fill_missing
+from exportkit.probing.simplify import as_simplified, value_at, with_split_lists
 from exportkit.running.program import tensor_placeholders
 from exportkit.running.session import Session
 from exportkit.trees import Tree, flatten, join, set_stored_length

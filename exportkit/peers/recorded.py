@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.memory import copies_on_write
-from exportkit.arguments.build import build_call, merged_trees
+from exportkit.arguments.build import build_call
 from exportkit.arguments.table import call_table, growth_of, shapes_of, structure_of
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
@@ -49,7 +49,7 @@ def recorded_dynamic_shapes(
         return {axis: namer(path, axis) for axis in found} if found else {}
 
     specs = {name: _marked(value, spec_of) for name, value in structure.items()}
-    _check_collisions(merged_trees(observation), observation)
+    _check_collisions(observation.merged_arguments, observation)
     if observation.signature.var_positional is None and not _any_named(observation):
         return _as_tuple(specs, observation)
     return specs
@@ -90,7 +90,7 @@ def recorded_arguments(
     axes, growth = dynamic_axes(observation, None), growth_of(observation)
     last = {path: tensor for call in observation.calls for path, tensor in call.tensors().items()}
     completed = {}
-    for name, tree in _without_caught_constants(merged_trees(observation), observation).items():
+    for name, tree in _without_caught_constants(observation.merged_arguments, observation).items():
         have = given.get(name)
         if have is not None and name != observation.signature.var_keyword and _is_complete(have, tree):
             completed[name] = have
@@ -139,7 +139,7 @@ def exportable_arguments(plan: Plan, observation: Observation, flat: bool = Fals
 
 def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str, list[int]]:
     """Returns by path the axes that varied or grow with a cache, and the batch axis of hinted inputs."""
-    varying = observation.remembered("varying axes", lambda: _varying(observation))
+    varying = _varying(observation)
     if not batch_hints:
         return varying
     table = call_table(observation, stored_only=True)

@@ -1,4 +1,4 @@
-"""Chooses sizes for the variables of a plan: for the export, and for the proof.
+"""The sizes of a plan's variables: chosen for the export and for the proof, and solved for given shapes.
 
 torch.export specialises an axis whose example size is 0 or 1, and ties axes whose example sizes are equal to each other
 or to a constant. So all sizes of an export are distinct, greater than 1, and equal to no static size.
@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from exportkit.errors import ArgumentError
 from exportkit.plan.expression import Expression
@@ -129,6 +130,56 @@ def _shorten(plan: Plan, sizes: dict[str, int]) -> bool:
                 return False
             sizes[variable.name] = shorter
     return True
+
+
+def solve_sizes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Returns the size of each variable as the given inputs show it; variables that none of them shows are 0.
+
+    Args:
+        plan: The plan.
+        shapes: Shapes of the inputs that are given, by path.
+    """
+    sizes: dict[str, int] = {}
+    equations = []
+    for leaf in plan.leaves:
+        for size, value in zip(leaf.sizes, shapes.get(leaf.path, ()), strict=False):
+            # a window that is not full shows how much was cached
+            below_cap = size.divisor == 1 and size.cap is not None and value < size.cap
+            if not size.is_static and (size.is_linear or below_cap):
+                equations.append((size, value))
+    for _ in range(2):  # sums are of plain variables, so two rounds settle them
+        for size, value in equations:
+            unknown = [(name, factor) for name, factor in size.terms if name not in sizes]
+            if len(unknown) == 1:
+                name, factor = unknown[0]
+                rest = value - size.constant - sum([f * sizes[n] for n, f in size.terms if n != name])
+                sizes[name] = max(rest // factor, 0)
+    return {variable.name: sizes.get(variable.name, 0) for variable in plan.variables}
+
+
+def size_in(plan: Plan, name: str, shapes: Mapping[str, tuple[Any, ...]]) -> Any:
+    """Returns the size of a variable in the given shapes, which may be symbolic; None if they do not show it.
+
+    Args:
+        plan: The plan.
+        name: The variable.
+        shapes: Shapes by path, of ints or of a trace's symbols.
+    """
+    plain: dict[str, Any] = {}
+    sums = []
+    for leaf in plan.leaves:
+        for size, value in zip(leaf.sizes, shapes.get(leaf.path, ()), strict=False):
+            if size.variable is not None:
+                plain.setdefault(size.variable, value)
+            elif size.is_linear and (name, 1) in size.terms:
+                sums.append((size, value))
+    if name in plain:
+        return plain[name]
+    for size, value in sums:
+        others = [(other, factor) for other, factor in size.terms if other != name]
+        if all(other in plain for other, _ in others):
+            return value - size.constant - sum(factor * plain[other] for other, factor in others)
+    return None
 
 
 def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:

@@ -1,8 +1,7 @@
 """Finds relations between values and sizes: placeholders in token ids, grids of patches, and marks of placeholders.
 
-Multimodal models look for a placeholder token and put a row of image or audio features wherever it stands, so the
-number of rows follows from values; and grids say by their products how many patches there are. In come recorded calls
-and the model; out go relations, each confirmed by a run.
+Multimodal models replace each placeholder token by a row of image or audio features, so the number of rows follows from
+values; and the products of grids say how many patches there are. Each relation is confirmed by running the model.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from exportkit.arguments.tensors import marked, with_tokens
+from exportkit.arguments.build import marked, with_tokens
 from exportkit.plan.infer import with_grids, with_rows
 from exportkit.plan.placeholders import Grids, Marker, Placeholder, needed_tokens, tokens_fit
 from exportkit.plan.plan import Plan
-from exportkit.probing.ask import AskedModel
+from exportkit.probing.model_probe import ModelProbe
 
 _MOST_TRIALS = 24  # groups of inputs and tokens that are tried, an eager run or two each
 _TOKENS_RANK = 2
@@ -33,7 +32,7 @@ class ValueRelations:
     Attributes:
         placeholders: Tokens that stand for rows of other inputs.
         grids: Inputs that say how many rows other inputs have.
-        markers: Inputs that say where placeholders stand.
+        markers: Inputs that say where placeholders are.
     """
 
     placeholders: tuple[Placeholder, ...] = ()
@@ -45,38 +44,38 @@ class ValueRelations:
         return replace(with_rows(with_grids(plan, self.grids), self.placeholders), markers=self.markers)
 
 
-def find_relations(asked: AskedModel) -> ValueRelations:
+def find_value_relations(probe: ModelProbe) -> ValueRelations:
     """Returns the relations that the recorded calls suggest and the model confirms.
 
     A token qualifies if in every call it occurs as often as the input has rows, or a multiple of that; with a grid, a
-    fraction is enough. It is confirmed if the model refuses another number of rows alone, and accepts it together with
-    as many tokens.
+    fraction is enough. It is confirmed if the model raises for a different number of rows alone, and accepts this
+    number together with as many tokens.
     """
-    grids = tuple(_grids(asked))
+    grids = tuple(_grids(probe))
     found = ValueRelations(grids=grids)
-    for number, group in enumerate(_candidates(asked, grids)):
+    for number, group in enumerate(_candidates(probe, grids)):
         if number >= _MOST_TRIALS:
             break
         taken = {placeholder.rows for placeholder in found.placeholders}
         rest = [placeholder for placeholder in group if placeholder.rows not in taken]
-        markers = tuple(_markers(asked, rest[0])) if rest else ()
+        markers = tuple(_markers(probe, rest[0])) if rest else ()
         tried = ValueRelations(tuple(rest), grids, markers)
-        if rest and _confirmed(asked, tried):
+        if rest and _confirmed(probe, tried):
             found = ValueRelations((*found.placeholders, *rest), grids, (*found.markers, *markers))
     return found
 
 
-def _grids(asked: AskedModel) -> Iterator[Grids]:
-    """Yields inputs of integers whose products are the rows of another input, which the model needs to be so many."""
+def _grids(probe: ModelProbe) -> Iterator[Grids]:
+    """Yields integer inputs whose products are the number of rows of another input, if the model insists on it."""
     taken: set[str] = set()
-    for leaf in asked.table.leaves:
+    for leaf in probe.table.leaves:
         if leaf.rank == 2 and leaf.is_integer and {shape[1] for shape in leaf.shapes if shape} <= {*_GRID_AXES}:
-            for other in asked.table.leaves:
-                calls = [tensors for call in asked.observation.calls if leaf.path in (tensors := call.tensors())]
+            for other in probe.table.leaves:
+                calls = [tensors for call in probe.observation.calls if leaf.path in (tensors := call.tensors())]
                 fits = other.path not in taken and not other.is_integer and other.rank >= 2
                 if fits and calls and all(_is_product(tensors, leaf.path, other.path) for tensors in calls):
                     examples = dict.fromkeys(tuple(grid) for tensors in calls for grid in tensors[leaf.path].tolist())
-                    if _refuses_a_row_less(asked, other.path):
+                    if _raises_for_a_row_less(probe, other.path):
                         taken.add(other.path)
                         yield Grids(leaf.path, other.path, tuple(examples))
                         break
@@ -87,29 +86,29 @@ def _is_product(tensors: Mapping[str, torch.Tensor], grid: str, rows: str) -> bo
     return rows in tensors and len(counts) > 0 and min(counts) > 1 and sum(counts) == tensors[rows].shape[0]
 
 
-def _refuses_a_row_less(asked: AskedModel, path: str) -> bool:
-    call = next(call for call in asked.observation.calls if path in call.tensors())
-    return asked.outputs(call.with_tensors({path: call.tensors()[path][:-1]})) is None
+def _raises_for_a_row_less(probe: ModelProbe, path: str) -> bool:
+    call = next(call for call in probe.observation.calls if path in call.tensors())
+    return probe.outputs(call.with_tensors({path: call.tensors()[path][:-1]})) is None
 
 
-def _candidates(asked: AskedModel, grids: Sequence[Grids]) -> Iterator[list[Placeholder]]:
+def _candidates(probe: ModelProbe, grids: Sequence[Grids]) -> Iterator[list[Placeholder]]:
     """Yields inputs that may have a placeholder in common: all with the same token first, then each alone."""
     groups: dict[tuple[str, int], list[Placeholder]] = defaultdict(list)
     counted = {grid.rows for grid in grids}
-    for leaf in asked.table.leaves:
+    for leaf in probe.table.leaves:
         if leaf.growing is None and not leaf.is_integer and leaf.rank >= 2:
-            for placeholder in _fitting(asked, leaf.path, leaf.path in counted):
+            for placeholder in _fitting(probe, leaf.path, leaf.path in counted):
                 groups[placeholder.tokens, placeholder.value].append(placeholder)
     yield from groups.values()
     yield from ([placeholder] for group in groups.values() if len(group) > 1 for placeholder in group)
 
 
-def _fitting(asked: AskedModel, path: str, in_grids: bool) -> Iterator[Placeholder]:
-    calls = [tensors for call in asked.observation.calls if path in (tensors := call.tensors())]
+def _fitting(probe: ModelProbe, path: str, in_grids: bool) -> Iterator[Placeholder]:
+    calls = [tensors for call in probe.observation.calls if path in (tensors := call.tensors())]
     rows = [tensors[path].shape[0] for tensors in calls]
     if min(rows) == 0:
         return
-    for leaf in asked.table.leaves:
+    for leaf in probe.table.leaves:
         if leaf.rank == _TOKENS_RANK and "int" in leaf.dtype and all(leaf.path in tensors for tensors in calls):
             ids = [tensors[leaf.path] for tensors in calls]
             for value in ids[0].unique().tolist():
@@ -127,11 +126,11 @@ def _is_one(factors: set[tuple[int, int]]) -> bool:
     return len(factors) == 1 and next(iter(factors))[1] == 0
 
 
-def _markers(asked: AskedModel, placeholder: Placeholder) -> Iterator[Marker]:
-    """Yields inputs of integers that have one value where the placeholder stands, and another one elsewhere."""
+def _markers(probe: ModelProbe, placeholder: Placeholder) -> Iterator[Marker]:
+    """Yields inputs of integers that have one value where the placeholder is, and another value elsewhere."""
     tokens = placeholder.tokens
-    calls = [tensors for call in asked.observation.calls if tokens in (tensors := call.tensors())]
-    for leaf in asked.table.leaves:
+    calls = [tensors for call in probe.observation.calls if tokens in (tensors := call.tensors())]
+    for leaf in probe.table.leaves:
         pairs = [
             (tensors[tokens] == placeholder.value, tensors[leaf.path]) for tensors in calls if leaf.path in tensors
         ]
@@ -143,23 +142,23 @@ def _markers(asked: AskedModel, placeholder: Placeholder) -> Iterator[Marker]:
             yield Marker(leaf.path, tokens, placeholder.value, int(inside.pop()), int(outside.pop()))
 
 
-def _confirmed(asked: AskedModel, tried: ValueRelations) -> bool:
-    """Whether the model refuses the rows of an image more or less, and accepts them with tokens that stand for them."""
+def _confirmed(probe: ModelProbe, tried: ValueRelations) -> bool:
+    """Whether the model raises for the rows of one image more or less, and accepts them with as many tokens."""
     first = tried.placeholders[0]
-    calls = [call for call in asked.observation.calls if first.rows in call.tensors()]
+    calls = [call for call in probe.observation.calls if first.rows in call.tensors()]
     for call, change in itertools.product(calls, (1, -1)):
         changed = _with_images(call.tensors(), tried, change)
         related = None if changed is None else _related(call.tensors(), changed, tried)
         if changed is not None and related is not None:
-            refused = asked.outputs(call.with_tensors(changed)) is None
-            return refused and asked.outputs(call.with_tensors({**changed, **related})) is not None
+            raised = probe.outputs(call.with_tensors(changed)) is None
+            return raised and probe.outputs(call.with_tensors({**changed, **related})) is not None
     return False
 
 
 def _with_images(
     tensors: Mapping[str, torch.Tensor], tried: ValueRelations, change: int
 ) -> dict[str, torch.Tensor] | None:
-    """The rows, and their grids, with the first image once more (1) or without the last one (-1)."""
+    """The rows and their grids, with the first image twice (1) or without the last one (-1); None if none is left."""
     changed: dict[str, torch.Tensor] = {}
     for p in tried.placeholders:
         grid = next((grid for grid in tried.grids if grid.rows == p.rows), None)

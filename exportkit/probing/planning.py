@@ -1,4 +1,10 @@
-"""From recorded calls to a plan: sizes suggest it, running the model confirms it, and findings say the rest."""
+"""From recorded calls to a plan: sizes suggest it, the model confirms it, and findings report on the inputs.
+
+The model runs in eager mode at small sizes. Rows repeated must give repeated rows in the outputs: that is the batch.
+Lengths of tokens that never varied are changed, and vary if the model accepts that. Axes that had equal sizes in all
+calls are pulled apart, and stay apart if the model accepts that in both directions. An attention mask that no call had
+is restored if it changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +12,24 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from exportkit.arguments.build import padded
 from exportkit.arguments.table import call_table, constants_of, structure_of
 from exportkit.calls.observation import Observation
-from exportkit.plan.infer import infer_plan
+from exportkit.plan.infer import infer_plan, name_variables
+from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
-from exportkit.probing.audit import audit
-from exportkit.probing.probe import probe_plan
+from exportkit.plan.sizes import solve_sizes
+from exportkit.probing.batch import confirm_batch
+from exportkit.probing.lengths import add_relations, extend_tokens, pull_apart
+from exportkit.probing.model_probe import ModelProbe
+from exportkit.probing.placeholders import ValueRelations, find_value_relations
 from exportkit.probing.simplify import simplify_calls
 from exportkit.running.eager import replayed
+from exportkit.running.runner import compare_runs, recorded
+from exportkit.trees import flatten, is_cache_class, stored_length
+
+_MASK = "attention_mask"
+_SHOWN = 4  # inputs that one finding names
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +40,7 @@ class BoundPlan(Plan):
 
     Attributes:
         observation: The calls, in the form that the plan describes: without tensors that the model never reads, with a
-            list of tensors as one, and with an attention mask that was added.
+            list of tensors as one, and with an attention mask that was restored.
     """
 
     observation: Observation = field(kw_only=True, repr=False)
@@ -42,7 +58,7 @@ class BoundPlan(Plan):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.fields() == other.fields()
 
-    __hash__ = None  # type: ignore[assignment]  # as a plan itself, which holds dictionaries
+    __hash__ = None  # type: ignore[assignment]  # a plan holds dictionaries
 
 
 def plan_calls(observation: Observation, model: torch.nn.Module | None = None, method: str = "forward") -> BoundPlan:
@@ -50,15 +66,130 @@ def plan_calls(observation: Observation, model: torch.nn.Module | None = None, m
 
     Args:
         observation: The calls.
-        model: The model, to confirm by running it what the sizes suggest; None to go by the sizes alone.
+        model: The model, to confirm by running it what the sizes suggest; None to use the sizes alone.
         method: The observed method.
     """
     if model is None:
         plan = infer_plan(call_table(observation), constants_of(observation))
     else:
         simple = simplify_calls(replayed(observation, model, method), model, method)
-        plan, observation = probe_plan(simple.observation, model, method)
-        plan = replace(plan, joined=simple.joined, unused=simple.unused, passed_through=simple.echoes)
-    leaves = tuple(replace(leaf, restored=leaf.argument in observation.restored) for leaf in plan.leaves)
+        probe = ModelProbe(model, method, simple.observation)
+        relations = find_value_relations(probe)
+        plan, observation = _confirmed(probe, relations), simple.observation
+        masked = restore_mask(plan, probe)
+        if masked is not None:
+            plan, observation = _confirmed(ModelProbe(model, method, masked), relations), masked
+            text = (
+                f"{_MASK} was never given to forward, because generate drops a mask of ones; it is an input of the "
+                "graph all the same, so that padded batches can be served. If it is left out, it is all ones."
+            )
+            plan = plan.with_findings([Finding("restored input", _MASK, text)])
+        plan = replace(plan, joined=simple.joined, unused=simple.unused, passed_through=simple.passed_through)
+    leaves = tuple([replace(leaf, restored=leaf.argument in observation.restored) for leaf in plan.leaves])
     plan = replace(plan, leaves=leaves, structure=structure_of(observation))
-    return BoundPlan.of(plan.with_findings(audit(plan, observation)), observation)
+    return BoundPlan.of(plan.with_findings(findings_of_inputs(plan, observation)), observation)
+
+
+def _confirmed(probe: ModelProbe, relations: ValueRelations) -> Plan:
+    plan = relations.added_to(infer_plan(probe.table, constants_of(probe.observation)))
+    plan = extend_tokens(confirm_batch(plan, probe), probe)
+    if not probe.accepts_lengths(plan):
+        plan = add_relations(plan, probe)
+    return name_variables(pull_apart(plan, probe))
+
+
+def restore_mask(plan: Plan, probe: ModelProbe) -> Observation | None:
+    """Returns the calls with a mask of ones, or None if there is nothing to restore.
+
+    ``generate`` drops a mask that is all ones (transformers 5.23), and a graph without a mask cannot serve a padded
+    batch. So if a decoder with a cache takes a mask and was given none, each call gets a mask of ones, provided that
+    the model returns the same with it. The mask is ``(batch, past + new)``; if the cache holds a state that does not
+    grow, it is ``(batch, new)``.
+
+    Args:
+        plan: What the calls without a mask suggest.
+        probe: The model and its calls.
+    """
+    observation = probe.observation
+    wanted = _MASK in observation.signature.plain() and _MASK not in observation.removed
+    if not wanted or any(call.has(_MASK) for call in observation.calls):
+        return None
+    masked = _with_masks(plan, observation)
+    if masked is None:
+        return None
+    whole = [masked.calls[0], *masked.calls[1:][-1:]]
+    if not all(outcome.agrees for outcome in compare_runs(recorded, probe.run, whole)):
+        return None
+    # A 0 in the mask has to change a result: otherwise it is a mask over something else, or is ignored. In a call past
+    # the window of a model, what the mask hides may have left the window before.
+    hiding = [
+        replace(call, arguments={**call.arguments, _MASK: call.arguments[_MASK].map(lambda leaf: padded(leaf.clone()))})
+        for call in whole
+    ]
+    if not any(outcome.wrong for outcome in compare_runs(recorded, probe.run, hiding)):
+        return None
+    return replace(masked, restored=observation.restored | {_MASK})
+
+
+def _with_masks(plan: Plan, observation: Observation) -> Observation | None:
+    past, new, batch = plan.with_role("past"), plan.with_role("sequence"), plan.with_role("batch")
+    if new is None or batch is None or (past is None and not _has_state(observation)):
+        return None
+    calls = []
+    for call in observation.calls:
+        tensors = call.tensors()
+        sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
+        length = sizes[new.name]
+        if past is not None:
+            length += max([sizes[past.name], *map(stored_length, call.values().values()), 0])
+        device = next(iter(tensors.values())).device
+        mask = torch.ones(sizes[batch.name], length, dtype=torch.int64, device=device)
+        arguments = {**call.arguments, _MASK: flatten(mask)}
+        ordered = {name: arguments[name] for name in observation.signature.names if name in arguments}
+        calls.append(replace(call, arguments=ordered, named=call.named | {_MASK}))
+    return replace(observation, calls=tuple(calls))
+
+
+def _has_state(observation: Observation) -> bool:
+    """Whether there is a cache, and none that grows."""
+    trees = [tree for call in observation.calls for tree in call.arguments.values() if is_cache_class(tree.cls)]
+    return any(tree.tensor_paths for tree in trees) and not any(tree.growing for tree in trees)
+
+
+def findings_of_inputs(plan: Plan, observation: Observation) -> list[Finding]:
+    """Returns findings: inputs that no call gave, or that are never read, and axes that were seen with one size only.
+
+    Args:
+        plan: The plan that the findings belong to.
+        observation: The calls.
+    """
+    found = []
+    given = {name for call in observation.calls for name in call.arguments if call.has(name)} | observation.removed
+    missing = ", ".join([name for name in observation.signature.plain() if name not in given])
+    if missing:
+        found.append(Finding("never given", missing, f"given in no call, so no input of the graph: {missing}."))
+    for path in plan.joined:
+        text = f"{path} is one input: its tensors, as many as are given, one after the other."
+        found.append(Finding("joined", path, text))
+    unused = ", ".join(plan.unused)
+    if unused:
+        found.append(Finding("never read", unused, f"given, but never read, so no input of the graph: {unused}."))
+    return [*found, *one_size(plan)]
+
+
+def one_size(plan: Plan) -> list[Finding]:
+    """Returns which axes of inputs are static, except for caches and sizes of 1.
+
+    Heads, states and broadcast axes are meant to be static.
+    """
+    caches = {leaf.argument for leaf in plan.leaves if leaf.growing is not None}
+    texts = []
+    for leaf in plan.leaves:
+        axes = [str(axis) for axis, size in enumerate(leaf.sizes) if size.is_static and size.constant != 1]
+        if axes and leaf.argument not in caches:
+            texts.append(f"{leaf.path} axis {', '.join(axes)}")
+    if not texts:
+        return []
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    where = "; ".join(texts[:_SHOWN]) + more
+    return [Finding("one size", where, f"seen with one size only, so static: {where}.")]

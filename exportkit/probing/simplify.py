@@ -1,15 +1,15 @@
-"""Recorded calls as a graph can take them: without tensors that the model never reads, and with lists as one tensor.
+"""Recorded calls in a form that a graph can take, in which the model was seen to return the same.
 
-Structures that an encoder returned hold more than a decoder reads, and lists with a tensor for each image have another
-length in each call, while a graph has a fixed number of inputs. In come calls; out go calls in which the model was seen
-to return the same.
+A graph has a fixed number of inputs. But a structure that an encoder returned holds more than a decoder reads, and a
+list with a tensor for each image has a different length in each call. So tensors that the model never reads are left
+out, a list becomes one tensor, and outputs that are inputs handed back need not be outputs of the graph.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,13 +18,13 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.seen import SeenShapes
-from exportkit.probing.ask import AskedModel
-from exportkit.probing.echoes import find_echoes, first_step
+from exportkit.probing.model_probe import ModelProbe
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed
 from exportkit.trees import Tree, is_cache_class, join, with_list
 
 _MEMBER = re.compile(r"^(?P<list>.+)\[(?P<index>\d+)\]$")
+_STEPS = re.compile(r"\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]|\.?(?P<name>[^.\[]+)")
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class Simplified:
         observation: The calls.
         joined: Paths of lists of tensors that became a list of one, their concatenation.
         unused: Paths of tensors that were taken out.
-        echoes: Outputs that are inputs handed back: name of the output to path of the input.
+        passed_through: Outputs that are inputs handed back: name of the output to path of the input.
     """
 
     observation: Observation
     joined: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    echoes: Mapping[str, str] = field(default_factory=dict)
+    passed_through: Mapping[str, str] = field(default_factory=dict)
 
 
 def simplify_calls(observation: Observation, model: torch.nn.Module, method: str) -> Simplified:
     """Returns the calls in the simplest form in which the model returns the same.
 
-    Only arguments that some calls lack, or whose number of tensors changes, are looked at: all others have a fixed
+    Only arguments are considered that some calls lack, or whose number of tensors changes: all others have a fixed
     place in a graph as they are.
 
     Args:
@@ -58,15 +58,15 @@ def simplify_calls(observation: Observation, model: torch.nn.Module, method: str
     names = _irregular(observation)
     if not names:
         return Simplified(observation)
-    echoes = find_echoes(observation, names)
-    asked = AskedModel(model, method, _without_echoes(observation, echoes))
-    unused = [path for path in _nested(observation, names) if _is_unread(asked, path)]
-    asked = AskedModel(model, method, _without(asked.observation, unused))
-    joined = [path for path in _lists(asked.observation, names) if _is_read_as_one(asked, path)]
+    passed = _passed_through(observation, names)
+    probe = ModelProbe(model, method, _without_outputs(observation, passed))
+    unused = [path for path in _nested(observation, names) if _is_unread(probe, path)]
+    probe = ModelProbe(model, method, _without(probe.observation, unused))
+    joined = [path for path in _lists(probe.observation, names) if _is_read_as_one(probe, path)]
     if not unused and not joined:
         return Simplified(observation)
-    simple = _with_joined(asked.observation, joined)
-    return Simplified(replayed(replace(simple, has_values=False), model, method), tuple(joined), tuple(unused), echoes)
+    simple = replace(_with_joined(probe.observation, joined), has_values=False)
+    return Simplified(replayed(simple, model, method), tuple(joined), tuple(unused), passed)
 
 
 def as_simplified(
@@ -77,7 +77,7 @@ def as_simplified(
     Args:
         tensors: Tensors by path, as the call gives them.
         joined: Paths of lists that are one tensor.
-        unused: Paths of tensors that the model never reads; the same ones at other positions of a list count too.
+        unused: Paths of tensors that the model never reads; they count at all positions of a list.
     """
     hidden = {_unnumbered(path) for path in unused}
     kept = {path: tensor for path, tensor in tensors.items() if _unnumbered(path) not in hidden}
@@ -90,10 +90,10 @@ def as_simplified(
 
 
 def lists_of_many(calls: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, ...]:
-    """Returns the paths of lists whose number of tensors differs between calls, while the tensors could be one.
+    """Returns the paths of lists whose number of tensors differs between calls, and whose tensors could be one.
 
     Args:
-        calls: Tensors by path, of each call; what the model returned, for instance.
+        calls: Tensors by path, for each call; for example what the model returned.
     """
     counts: dict[str, set[int]] = defaultdict(set)
     for tensors in calls:
@@ -105,10 +105,10 @@ def lists_of_many(calls: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, ...
 
 
 def rows_of_members(calls: Sequence[Mapping[str, torch.Tensor]], parents: Iterable[str]) -> dict[str, int]:
-    """Returns the number of rows that every tensor of a list has, by path of those lists where it is always the same.
+    """Returns the number of rows of every tensor in a list, by path of the lists where it is always the same.
 
     Args:
-        calls: Tensors by path, of each call.
+        calls: Tensors by path, for each call.
         parents: Paths of the lists.
     """
     rows = {p: {member.shape[0] for tensors in calls for member in _members(tensors, p).values()} for p in parents}
@@ -143,6 +143,25 @@ def with_joined_lists(tree: Tree, parents: Iterable[str]) -> Tree:
     return tree
 
 
+def value_at(arguments: Mapping[str, Any], path: str) -> Any:
+    """Returns the value at a path in arguments by name, or None if there is none."""
+    value: Any = arguments
+    for step in _STEPS.finditer(path):
+        key = int(step["index"]) if step["index"] else step["key"] or step["name"]
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(key, int):
+            value = value[key] if isinstance(value, list | tuple) and key < len(value) else None
+        else:
+            value = getattr(value, key, None)
+    return value
+
+
+def first_step(path: str) -> str:
+    """Returns the name that a path begins with."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
 def _irregular(observation: Observation) -> set[str]:
     counts: dict[str, set[int]] = defaultdict(set)
     for call in observation.calls:
@@ -152,8 +171,47 @@ def _irregular(observation: Observation) -> set[str]:
     return {name for name, found in counts.items() if len(found) > 1 and name in plain}
 
 
+def _passed_through(observation: Observation, names: Collection[str]) -> dict[str, str]:
+    """Outputs that are inputs handed back: name of the output to path of the input, if that holds in all calls.
+
+    A graph need not return them, and could not: the number of tensors in them may change from call to call.
+    """
+    returned = dict.fromkeys(first_step(path) for call in observation.calls for path in call.outputs.tensors())
+    found = {}
+    for output in returned:
+        paths = set()
+        for call in observation.calls:
+            leaves = _below(call.outputs.tensors(), output)
+            if leaves:
+                paths.add(_source(call, leaves, names))
+        if len(paths) == 1 and (path := paths.pop()) is not None:
+            found[output] = path
+    return found
+
+
+def _source(call: Call, leaves: Mapping[str, torch.Tensor], names: Collection[str]) -> str | None:
+    """The path of the input whose leaves are the leaves of an output; None for a single tensor, or if there is none."""
+    if "" in leaves:
+        return None
+    given = {path: tensor for path, tensor in call.tensors().items() if first_step(path) in names}
+    first = next(iter(leaves))
+    for path in given:
+        root = path.removesuffix(first)
+        if path.endswith(first) and all(_is_same(given.get(root + inner), leaf) for inner, leaf in leaves.items()):
+            return root
+    return None
+
+
+def _below(tensors: Mapping[str, torch.Tensor], output: str) -> dict[str, torch.Tensor]:
+    return {path.removeprefix(output): tensor for path, tensor in tensors.items() if first_step(path) == output}
+
+
+def _is_same(a: torch.Tensor | None, b: torch.Tensor) -> bool:
+    return a is not None and a.dtype == b.dtype and a.numel() > 0 and torch.equal(a, b)
+
+
 def _nested(observation: Observation, names: set[str]) -> list[str]:
-    """Paths of tensors inside the arguments, caches left out: these are read or not from call to call."""
+    """Paths of tensors inside the arguments, without caches, which one call reads and another does not."""
     found: dict[str, None] = {}
     for call in observation.calls:
         for name, tree in call.arguments.items():
@@ -162,30 +220,25 @@ def _nested(observation: Observation, names: set[str]) -> list[str]:
     return list(found)
 
 
-def _is_unread(asked: AskedModel, path: str) -> bool:
+def _is_unread(probe: ModelProbe, path: str) -> bool:
     """Whether the model returns the same for other values of a tensor, and without it, in every call that has it."""
-    calls = [call for call in asked.observation.calls if path in call.tensors()]
-    return all(_same(asked, call, _other_values, path) and _same(asked, call, lambda _: None, path) for call in calls)
+    calls = [call for call in probe.observation.calls if path in call.tensors()]
+    return all(_same(probe, call, _other_values, path) and _same(probe, call, lambda _: None, path) for call in calls)
 
 
-def _same(asked: AskedModel, call: Call, change: Callable[[torch.Tensor], torch.Tensor | None], path: str) -> bool:
-    outputs = asked.outputs(call.with_tensors({path: change(call.tensors()[path])}))
-    return outputs is not None and _returns(call, outputs)
+def _same(probe: ModelProbe, call: Call, change: Callable[[torch.Tensor], torch.Tensor | None], path: str) -> bool:
+    outputs = probe.outputs(call.with_tensors({path: change(call.tensors()[path])}))
+    return outputs is not None and outputs_close(call.outputs.tensors(), outputs)
 
 
-def _returns(call: Call, outputs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether outputs are those of a call, echoes left out."""
-    expected = call.outputs.tensors()
-    return outputs_close(expected, outputs)
-
-
-def _without_echoes(observation: Observation, echoes: Mapping[str, str]) -> Observation:
-    if not echoes:
+def _without_outputs(observation: Observation, names: Collection[str]) -> Observation:
+    """The calls without some outputs."""
+    if not names:
         return observation
     calls = []
     for call in observation.calls:
-        echoed = {path: None for path in call.outputs.tensors() if first_step(path) in echoes}
-        calls.append(replace(call, outputs=call.outputs.with_leaves(echoed)))
+        left_out = {path: None for path in call.outputs.tensors() if first_step(path) in names}
+        calls.append(replace(call, outputs=call.outputs.with_leaves(left_out)))
     return replace(observation, calls=tuple(calls))
 
 
@@ -201,11 +254,12 @@ def _without(observation: Observation, paths: Sequence[str]) -> Observation:
     calls = []
     for call in observation.calls:
         calls.append(replace(call, arguments=call.with_tensors(dict.fromkeys(paths)).arguments))
-    return replace(observation, calls=tuple(calls), further=tuple(_seen(s, (), paths) for s in observation.further))
+    further = tuple([_seen(shapes, (), paths) for shapes in observation.further])
+    return replace(observation, calls=tuple(calls), further=further)
 
 
 def _lists(observation: Observation, names: set[str]) -> list[str]:
-    """Paths of lists whose elements are tensors of one type that differ in their first axis at most."""
+    """Paths of lists whose elements are tensors of one dtype that differ in their first axis at most."""
     found: dict[str, None] = {}
     for call in observation.calls:
         tensors = {path: tensor for path, tensor in call.tensors().items() if first_step(path) in names}
@@ -218,20 +272,20 @@ def _lists(observation: Observation, names: set[str]) -> list[str]:
     return list(found)
 
 
-def _is_read_as_one(asked: AskedModel, parent: str) -> bool:
+def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
     """Whether the model returns the same for the list's concatenation as for the list, in every call that has it."""
-    calls = [call for call in asked.observation.calls if _members(call.tensors(), parent)]
-    return all(_same_as_one(asked, call, parent) for call in calls)
+    calls = [call for call in probe.observation.calls if _members(call.tensors(), parent)]
+    return all(_same_as_one(probe, call, parent) for call in calls)
 
 
-def _same_as_one(asked: AskedModel, call: Call, parent: str) -> bool:
+def _same_as_one(probe: ModelProbe, call: Call, parent: str) -> bool:
     members = list(_members(call.tensors(), parent).values())
     whole = torch.cat(members)
     if len(members) == 1 and len(whole) < 2:
         return False
     other = [whole] if len(members) > 1 else [whole[:1], whole[1:]]
-    outputs = asked.outputs(call.with_arguments(_with_list(call, parent, other)))
-    return outputs is not None and _returns(call, outputs)
+    outputs = probe.outputs(call.with_arguments(_with_list(call, parent, other)))
+    return outputs is not None and outputs_close(call.outputs.tensors(), outputs)
 
 
 def _with_list(call: Call, parent: str, tensors: list[torch.Tensor]) -> dict[str, Tree]:
@@ -251,11 +305,12 @@ def _with_joined(observation: Observation, parents: Sequence[str]) -> Observatio
             members = list(_members(call.tensors(), parent).values())
             one = [torch.cat(members)] if members else []
             calls[number] = replace(call, arguments=_with_list(call, parent, one))
-    return replace(observation, calls=tuple(calls), further=tuple(_seen(s, parents, ()) for s in observation.further))
+    further = tuple([_seen(shapes, parents, ()) for shapes in observation.further])
+    return replace(observation, calls=tuple(calls), further=further)
 
 
 def _seen(seen: SeenShapes, joined: Sequence[str], unused: Sequence[str]) -> SeenShapes:
-    """Shapes of a call in the form of simplified calls."""
+    """The shapes of a call in the form of simplified calls."""
     hidden = {_unnumbered(path) for path in unused}
     inputs = {path: shape for path, shape in seen.inputs.items() if _unnumbered(path) not in hidden}
     for parent in joined:
@@ -268,7 +323,7 @@ def _seen(seen: SeenShapes, joined: Sequence[str], unused: Sequence[str]) -> See
 
 
 def _members(by_path: Mapping[str, Any], parent: str) -> dict[str, Any]:
-    """What belongs to the elements of a list, in the order of their numbers."""
+    """The entries for the elements of a list, in the order of their numbers."""
     found = [
         (int(match["index"]), path) for path in by_path if (match := _MEMBER.match(path)) and match["list"] == parent
     ]

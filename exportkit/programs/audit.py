@@ -19,8 +19,7 @@ from exportkit.arguments.build import build_call
 from exportkit.errors import ExportError
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import unseen_sizes
-from exportkit.probing.missing import solve_sizes
+from exportkit.plan.sizes import solve_sizes, unseen_sizes
 from exportkit.programs.places import Place, is_model_code
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders

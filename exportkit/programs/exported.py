@@ -18,7 +18,7 @@ from exportkit.errors import ExportError
 from exportkit.onnx_files.onnx_model import OnnxModel
 from exportkit.onnx_files.translate import OnnxFile, check_destination, translate
 from exportkit.plan.plan import Plan
-from exportkit.probing.missing import Fills
+from exportkit.probing.missing import MissingDefaults
 from exportkit.probing.planning import BoundPlan
 from exportkit.programs.failure import Attempt, explained
 from exportkit.programs.module_state import WithState
@@ -53,7 +53,7 @@ class Exported:
     plan: Plan
     observation: Observation
     sizes: Mapping[str, int]
-    fills: Fills
+    fills: MissingDefaults
     outputs: Tree
     model: torch.nn.Module
     method: str = "forward"

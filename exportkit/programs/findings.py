@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from exportkit.overrides import replaced_classes
 from exportkit.plan.leaves import Finding
-from exportkit.probing.missing import Fills
+from exportkit.probing.missing import MissingDefaults
 from exportkit.programs.exported import Exported
 from exportkit.programs.module_state import STATE, WithState
-from exportkit.swapping.swap import swaps_in_force
 
 
 def findings_of(exported: Exported) -> list[Finding]:
@@ -24,7 +24,7 @@ def rule_findings(exported: Exported) -> list[Finding]:
     """Returns what a person should know of the rewrites that were in force, and of classes that were replaced."""
     swaps = [
         f"{original.__name__} replaced by {replacement.__name__} ({count} module{'s' if count > 1 else ''})"
-        for original, replacement, count in swaps_in_force(exported.model)
+        for original, replacement, count in replaced_classes(exported.model)
     ]
     rewrites = ", ".join((*exported.captured.rules, *swaps))
     return [Finding("exported with", rewrites, f"exported with: {rewrites}.")] if rewrites else []
@@ -44,7 +44,7 @@ def _state_findings(model: torch.nn.Module) -> list[Finding]:
     return [Finding("module state", STATE, text)]
 
 
-def _fill_findings(fills: Fills) -> list[Finding]:
+def _fill_findings(fills: MissingDefaults) -> list[Finding]:
     if not fills.unproven:
         return []
     calls = ", ".join(map(str, fills.unproven))

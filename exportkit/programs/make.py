@@ -15,12 +15,12 @@ import torch
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
-from exportkit.calls.observer import InputObserver
+from exportkit.calls.observer import Observer
 from exportkit.errors import ArgumentError, ExportError, InvalidTypeError, PlanError
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
-from exportkit.probing.missing import find_fills
+from exportkit.probing.missing import find_missing_defaults
 from exportkit.probing.planning import BoundPlan, plan_calls
 from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
 from exportkit.programs.audit import audit_sizes, fixed_branches
@@ -55,7 +55,7 @@ from exportkit.trees import flatten
 @explained()
 def export(
     model: torch.nn.Module,
-    observer_or_plan: InputObserver | Observation | Plan,
+    observer_or_plan: Observer | Observation | Plan,
     *,
     outputs: Mapping[str, Any] | None = None,
     probe: bool = True,
@@ -160,7 +160,7 @@ def _with_parts(
     exported: Exported | ExportedPrograms, root: torch.nn.Module, source: Any, probe: bool
 ) -> Exported | ExportedPrograms:
     """The export with those of the parts that feed it; of several programs, each that takes what a part returns."""
-    found = source.parts if isinstance(source, InputObserver) else {}
+    found = source.parts if isinstance(source, Observer) else {}
     modules = {name: root.get_submodule(part.module) for name, part in found.items()}
     parts = {name: _part(modules[name], part.observation, probe) for name, part in found.items()}
     edges = {name: part.edges for name, part in found.items()}
@@ -212,7 +212,7 @@ def traced(
         joined = lists_of_many(returned)
         member_rows = rows_of_members(returned, joined)
         outputs = with_joined_lists(outputs, joined)
-        fills = find_fills(plan, plan.observation, model, method)
+        fills = find_missing_defaults(plan, plan.observation, model, method)
     about = TRACE_PER_MODULE * sum(1 for _ in model.modules())
 
     def attempt(with_rules: Sequence[Rewrite]) -> Exported:
@@ -268,8 +268,8 @@ def _with_outputs_of_plan(
 
 
 def _observed(source: Any) -> Observation:
-    if isinstance(source, InputObserver | Observation):
-        observation: Observation = source.observation if isinstance(source, InputObserver) else source
+    if isinstance(source, Observer | Observation):
+        observation: Observation = source.observation if isinstance(source, Observer) else source
         observation.require_calls()
         return observation
     raise InvalidTypeError(

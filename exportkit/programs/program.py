@@ -16,14 +16,14 @@ import torch
 
 from exportkit._torch_compat.graph import trace_module
 from exportkit._torch_compat.pytree import tree_leaves
-from exportkit.arguments.shapes import nested_spec
+from exportkit.arguments.table import nested_spec
 from exportkit.calls.call import Call
 from exportkit.calls.recorder import recording_paused
 from exportkit.calls.signature import Signature
 from exportkit.errors import ExportError
 from exportkit.overrides import replaced_attributes
 from exportkit.plan.plan import Plan
-from exportkit.probing.missing import size_in
+from exportkit.plan.sizes import size_in
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.programs.failure import Attempt, failure
 from exportkit.programs.flat import FlatSignature

@@ -49,5 +49,7 @@ def returns(exported: Exported, arguments: Call, expected: Mapping[str, torch.Te
 
 
 def _returns_the_same(exported: Exported, index: int) -> bool:
-    arguments = completed_call(exported.plan, exported.observation, index, exported.fills.values)
+    arguments = completed_call(
+        exported.plan, exported.observation, exported.observation.calls[index], exported.fills.values
+    )
     return returns(exported, arguments, exported.observation.calls[index].outputs.tensors())

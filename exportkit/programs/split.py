@@ -14,8 +14,7 @@ from exportkit.arguments.build import build_call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.leaves import PlannedLeaf
-from exportkit.probing.audit import one_size
-from exportkit.probing.planning import BoundPlan
+from exportkit.probing.planning import BoundPlan, one_size
 from exportkit.programs.clusters import Cluster, Landmarks, clusters_of
 from exportkit.programs.exported import Exported
 from exportkit.programs.failure import in_one_line

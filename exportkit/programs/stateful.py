@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from exportkit.onnx_files.onnx_model import OnnxModel
-from exportkit.probing.missing import solve_sizes
+from exportkit.plan.sizes import solve_sizes
 from exportkit.programs.module_state import RESULT, STATE
 from exportkit.trees import Tree, flatten, join
 

@@ -17,7 +17,7 @@ from exportkit.folder.saved import Case, Saved, check_files, unseen_cases
 from exportkit.onnx_files.onnx_model import OnnxModel
 from exportkit.onnx_files.onnx_programs import OnnxPrograms
 from exportkit.plan.plan import Plan
-from exportkit.probing.missing import solve_sizes
+from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.simplify import as_simplified
 from exportkit.programs.exported import Exported
 from exportkit.programs.stages import stage

@@ -21,7 +21,7 @@ def render(template: str, **values: Any) -> str:
     """Renders a template of this package. All text in the values is escaped.
 
     Args:
-        template: Its file name, such as ``"skips.html.j2"``.
+        template: Its file name, such as ``"trace.html.j2"``.
         **values: The values that the template uses; a missing one is an error.
     """
     text: str = _environment().get_template(template).render(values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +20,7 @@ from exportkit.overrides import (
     ClassOf,
     Slot,
     is_replaced,
+    modules_as_they_were,
     original_attribute,
     original_class,
     original_in,
@@ -126,14 +126,6 @@ def apply_patches(model: torch.nn.Module | None = None, built_in: Iterable[str] 
             yield _report(swaps, registered, names)
 
 
-def swaps_in_force(model: torch.nn.Module) -> list[tuple[type, type, int]]:
-    """Returns which classes of a model's modules are replaced now: the class, its replacement, how many modules."""
-    found = Counter(
-        (original_class(before), type(model.get_submodule(path))) for path, before in _modules_as_they_were(model)
-    )
-    return [(*classes, count) for classes, count in found.items() if classes[0] is not classes[1]]
-
-
 def _report(swaps: Sequence[Swap], registered: Sequence[Entry], built_in: tuple[str, ...]) -> AppliedPatches:
     used = {swap.key for swap in swaps}
     return AppliedPatches(tuple(swaps), tuple(entry.text for entry in registered if entry.text not in used), built_in)
@@ -144,7 +136,7 @@ def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list
     slots: list[tuple[Slot, Any]] = []
     swaps = []
     chosen: dict[type, Entry | None] = {}
-    for path, module in _modules_as_they_were(model):
+    for path, _, module in modules_as_they_were(model):
         original = original_class(module)
         if original not in chosen:
             chosen[original] = _chosen(original, registered)
@@ -160,15 +152,6 @@ def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list
         slots += _rebuilt(model, module, entry) if how == "rebuilt" else [(ClassOf(module), entry.replacement)]
         swaps.append(Swap(path, original, entry.replacement, entry.text, how))
     return slots, swaps
-
-
-def _modules_as_they_were(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules by path; for a module that another block rebuilt, the original."""
-    for path, module in model.named_modules():
-        if path and is_rebuilt(type(module)):
-            yield path, original_in(_place(model, path))
-        else:
-            yield path, module
 
 
 def _place(model: torch.nn.Module, path: str) -> ChildOf:

@@ -69,7 +69,10 @@ def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
     if name not in GROWING or "max_cache_len" in state or hasattr(cls, "max_cache_len"):
         return None
     window = state["sliding_window"] if "sliding_window" in state else getattr(cls, "sliding_window", None)
-    return Growth(GROWING[name], window - 1 if isinstance(window, int) else None)
+    return _growth(GROWING[name], window - 1 if isinstance(window, int) else None)
+
+
+_growth = functools.lru_cache(maxsize=1024)(Growth)  # one object for equal ones: they are compared by the hundred
 
 
 def set_stored_length(cache: Any, length: int) -> None:

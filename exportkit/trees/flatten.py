@@ -41,6 +41,7 @@ from exportkit.trees.tree import HeldTensors, Tree
 _CONTAINERS = (tuple, list, dict, collections.deque)  # what optree opens natively, and classes derived from them
 _SHORT = 8  # up to this many leaves, looking at each of them takes less time than calling optree
 _ONE_TENSOR = Structure(TENSOR, (0,))
+_DERIVED = frozenset(DERIVED)
 _state = operator.attrgetter("__dict__")
 
 # Classes that were opened because they are registered with torch's pytree: taking that back later is an error.
@@ -107,7 +108,8 @@ def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any], keep_values: b
     if _hold_containers(leaves):
         return flattened((args, kwargs), keep_values)
     flattener = _Flattener(keep_values)
-    root = flattener.opened(leaves, _call_spec(len(args), tuple(kwargs)))
+    spec = _spec_of(None, (len(args), tuple(kwargs)))
+    root = Nested(spec, flattener.items(leaves, spec))
     return Flattened(Structure(root, tuple(flattener.marks)), flattener.tensors, flattener.runs)
 
 
@@ -140,22 +142,12 @@ def _hold_containers(leaves: Sequence[Any]) -> bool:
     return any(map(isinstance, leaves, itertools.repeat(_CONTAINERS)))
 
 
-# A model is given and returns the same structures again and again.
-
-
-@functools.lru_cache(maxsize=256)
-def _call_spec(num_args: int, names: tuple[str, ...]) -> optree.PyTreeSpec:
-    return containers(((None,) * num_args, dict.fromkeys(names)))[1]
-
-
-@functools.lru_cache(maxsize=256)
-def _dict_spec(names: tuple[str, ...]) -> optree.PyTreeSpec:
-    return containers(dict.fromkeys(names))[1]
-
-
-@functools.lru_cache(maxsize=256)
-def _row_spec(kind: Any, length: int) -> optree.PyTreeSpec:
-    return containers(kind([None] * length))[1]
+@functools.lru_cache(maxsize=256)  # a model is given and returns the same structures again and again
+def _spec_of(kind: Any, contents: Any) -> optree.PyTreeSpec:
+    """The containers of a list or tuple of some length, of a dict with some names, or of a call with both."""
+    if kind is None:
+        return containers(((None,) * contents[0], dict.fromkeys(contents[1])))[1]
+    return containers(dict.fromkeys(contents) if kind is dict else kind((None,) * contents))[1]
 
 
 class _Flattener:
@@ -175,27 +167,31 @@ class _Flattener:
         if kind is dict and len(value) <= _SHORT and set(map(type, value)) == {str}:
             leaves = list(value.values())
             if not _hold_containers(leaves):
-                return self.opened(leaves, _dict_spec(tuple(value)))
+                spec = _spec_of(dict, tuple(value))
+                return Nested(spec, self.items(leaves, spec))
         elif (kind is list or kind is tuple) and len(value) <= _SHORT and not _hold_containers(value):
-            return self.opened(list(value), _row_spec(kind, len(value)))
-        return self.opened(*containers(value))
+            spec = _spec_of(kind, len(value))
+            return Nested(spec, self.items(list(value), spec))
+        leaves, spec = containers(value)
+        return Nested(spec, self.items(leaves, spec))
 
-    def opened(self, leaves: list[Any], spec: optree.PyTreeSpec) -> Nested:
-        """Opens what was found in plain containers."""
+    def items(self, values: list[Any], mark: Any, owner: Any = None) -> tuple[Any, ...]:
+        """Opens values; those that have an owner are inside a cache."""
         marks, tensors = self.marks, self.tensors
-        marks.append(spec)
-        for index, leaf in enumerate(leaves):
-            if type(leaf) in ATOMS:
+        marks.append(mark)
+        for index, value in enumerate(values):
+            if type(value) in ATOMS:
                 continue
             marks.append(index)
-            if isinstance(leaf, torch.Tensor):
-                tensors.append(leaf)
-                leaves[index] = TENSOR
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+                values[index] = TENSOR
             else:
-                leaves[index] = self.leaf(leaf)
-        return Nested(spec, tuple(leaves))
+                values[index] = self.leaf(value) if owner is None else self.inside(value, owner)
+        return tuple(values)
 
     def leaf(self, value: Any) -> Any:
+        """Opens what is found in plain containers: caches, and classes registered with torch's pytree."""
         if is_cache_class(type(value)):
             return self.object(value)
         opened = open_registered(value)
@@ -207,26 +203,14 @@ class _Flattener:
 
     def object(self, value: Any) -> Object:
         """Opens a cache or a layer of one."""
-        marks, tensors = self.marks, self.tensors
         cls, state = type(value), vars(value)
-        if any([name in state for name in DERIVED]):  # noqa: C419  # a generator takes longer
-            state = {name: attribute for name, attribute in state.items() if name not in DERIVED}
-        marks.append(cls)
-        values = list(state.values())
-        for index, (name, attribute) in enumerate(state.items()):
-            if type(attribute) in ATOMS:
-                continue
-            marks.append(name)
-            if isinstance(attribute, torch.Tensor):
-                tensors.append(attribute)
-                values[index] = TENSOR
-            elif isinstance(attribute, types.MethodType) and attribute.__self__ is value:
-                values[index] = Method(attribute.__func__)
-            else:
-                values[index] = self.inside(attribute)
-        return Object(cls, tuple(state), tuple(values))
+        if not _DERIVED.isdisjoint(state):
+            state = {name: attribute for name, attribute in state.items() if name not in _DERIVED}
+        names = tuple(state)
+        self.marks.append(cls)
+        return Object(cls, names, self.items(list(state.values()), names, value))
 
-    def inside(self, value: Any) -> Any:
+    def inside(self, value: Any, owner: Any) -> Any:
         """Opens what is found inside a cache: containers and layers, but no class that is registered with torch."""
         cls: Any = type(value)
         if is_cache_part(cls):
@@ -235,23 +219,16 @@ class _Flattener:
             table = self._table(value)
             if table is not None:
                 return table
-        if not isinstance(value, _CONTAINERS):
-            if isinstance(value, torch.SymInt):
-                return LENGTH
-            return value if self.keep_values else None
-        self.marks += (cls, tuple(value) if isinstance(value, dict) else len(value))
-        nodes = []
-        for index, item in enumerate(value.values() if isinstance(value, dict) else value):
-            if type(item) in ATOMS:
-                nodes.append(item)
-                continue
-            self.marks.append(index)
-            if isinstance(item, torch.Tensor):
-                self.tensors.append(item)
-                nodes.append(TENSOR)
-            else:
-                nodes.append(self.inside(item))
-        return Container.of(value, nodes)
+        if isinstance(value, _CONTAINERS):
+            values = list(value.values() if isinstance(value, dict) else value)
+            self.marks.append(cls)
+            mark = tuple(value) if isinstance(value, dict) else len(values)
+            return Container.of(value, self.items(values, mark, value))
+        if isinstance(value, torch.SymInt):
+            return LENGTH
+        if isinstance(value, types.MethodType) and value.__self__ is owner:
+            return Method(value.__func__)
+        return value if self.keep_values else None
 
     def _table(self, items: list[Any]) -> Table | None:
         """Opens the layers of a cache together, if they hold tensors and constants only, each in the same way."""
@@ -266,9 +243,9 @@ class _Flattener:
             columns: list[Any] = list(zip(*map(operator.itemgetter(*names), states), strict=True))
         except KeyError:
             return None
-        if any([name in names for name in DERIVED]):  # noqa: C419
-            columns = [column for name, column in zip(names, columns, strict=True) if name not in DERIVED]
-            names = tuple([name for name in names if name not in DERIVED])
+        if not _DERIVED.isdisjoint(names):
+            columns = [column for name, column in zip(names, columns, strict=True) if name not in _DERIVED]
+            names = tuple([name for name in names if name not in _DERIVED])
         found = []
         for position, column in enumerate(columns):
             kind = type(column[0])

@@ -1,7 +1,7 @@
-"""Registers cache classes with torch's pytree and with optree, and takes back exactly what it registered.
+"""Registers cache classes with torch's pytree and with optree, and undoes exactly what it registered.
 
-In comes nothing but the classes that are loaded; what goes out is a context in which ``torch.export`` can take caches
-as inputs and outputs. Registrations made by others are left alone: a class that is registered already stays as it is.
+Inside its contexts ``torch.export`` can take caches as inputs and outputs. Registrations made by others are left alone:
+a class that is registered already stays as it is.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from exportkit.trees.structure import Leaves, Object, build
 
 @contextlib.contextmanager
 def register_flattening_functions(patch_transformers: bool = False) -> Iterator[None]:
-    """Makes caches known to torch's pytree and to optree for the time of a ``with`` block.
+    """Registers cache classes with torch's pytree and with optree for the duration of a ``with`` block.
 
-    Registered are the cache classes of transformers (DynamicCache, StaticCache, EncoderDecoderCache, ... and those that
-    a loaded model defines for itself). A registered cache flattens to its tensors in the order of its layers, without
-    copies: for a plain DynamicCache ``keys, values`` of layer 0, then of layer 1, and so on. Contexts can be nested,
-    left in any order, and entered from several threads; each undoes its own registrations only. Inside the context
-    ``torch.export.load`` can also read programs that take caches: it accepts the cache classes in their example inputs.
+    These are the cache classes of transformers: DynamicCache, StaticCache, EncoderDecoderCache, ..., and the classes
+    that a loaded model defines for itself. A registered cache flattens to its tensors in the order of its layers,
+    without copies: for a plain DynamicCache ``keys, values`` of layer 0, then of layer 1, and so on. Contexts can be
+    nested, left in any order, and entered from several threads; each undoes its own registrations only. Inside the
+    context ``torch.export.load`` can also read programs that take caches: it accepts the cache classes in their example
+    inputs.
 
     Args:
-        patch_transformers: Insist on transformers: without it, an ImportError. By default its classes are registered
-            where it is installed.
+        patch_transformers: Raise an ImportError if transformers is not installed. By default its classes are
+            registered if it is.
 
     Example:
         >>> import optree, torch
@@ -56,40 +57,33 @@ def register_flattening_functions(patch_transformers: bool = False) -> Iterator[
 
 @contextlib.contextmanager
 def registered_caches() -> Iterator[None]:
-    """Registers the cache classes that are loaded, as `register_flattening_functions` does; imports nothing."""
-    caches = known_cache_classes()
-    with _nodes.held(caches), _loadable.held([*caches, *_layer_classes()]):
-        yield
+    """Registers the cache classes that are loaded, as `register_flattening_functions` does; imports nothing.
 
-
-def known_cache_classes() -> list[type]:
-    """Returns the cache classes that are loaded: those of transformers, and ``...Cache`` classes of its models."""
-    found: dict[type, None] = {}
+    These are the classes of transformers, and ``...Cache`` classes of its models.
+    """
     bases = cache_bases()
-    if bases:
-        found |= dict.fromkeys(_with_subclasses(bases[0]))
+    caches = _with_subclasses(bases[:1])
     for name, module in list(sys.modules.items()):
         if module is not None and name.startswith("transformers.models.") and ".modeling_" in name:
             for cls in vars(module).values():
                 if isinstance(cls, type) and cls.__module__ == name and is_cache_class(cls):
-                    found[cls] = None
-    return list(found)
+                    caches[cls] = None
+    with _nodes.held(caches), _loadable.held(caches | _with_subclasses(bases[1:])):
+        yield
 
 
-def _layer_classes() -> list[type]:
-    bases = cache_bases()[1:]
-    return list(dict.fromkeys(cls for base in bases for cls in _with_subclasses(base)))
-
-
-def _with_subclasses(cls: type) -> Iterator[type]:
-    yield cls
-    subclasses: list[type] = cls.__subclasses__()
-    for subclass in subclasses:
-        yield from _with_subclasses(subclass)
+def _with_subclasses(bases: Iterable[type]) -> dict[type, None]:
+    found = dict.fromkeys(bases)
+    waiting = list(found)
+    while waiting:
+        subclasses: list[type] = waiting.pop().__subclasses__()
+        waiting += subclasses
+        found |= dict.fromkeys(subclasses)
+    return found
 
 
 def opens_in_order(cls: type) -> bool:
-    """Returns whether ``cls`` is a cache that torch's pytree, if it knows it, opens into the leaves of a `Tree`."""
+    """Returns whether ``cls`` is a cache that torch's pytree opens, if at all, into the leaves of a `Tree`."""
     if not is_cache_class(cls):
         return False
     node = registered_node(cls)
@@ -97,10 +91,10 @@ def opens_in_order(cls: type) -> bool:
 
 
 class _Shared:
-    """A context for each class, entered once however many need it, and left with the last of them.
+    """A context for each class, which is entered once for all its holders, and left with the last of them.
 
     Args:
-        context: Returns the context of a class, or None where somebody else did the same already.
+        context: Returns the context of a class, or None where other code did the same already.
     """
 
     def __init__(self, context: Callable[[type], contextlib.AbstractContextManager[None] | None]) -> None:
@@ -146,12 +140,12 @@ def _registered(cls: type) -> Iterator[None]:
     register_node(cls, flattened_cache, _unflatten, _keys, dump_structure, load_structure)
     yield
     node = registered_node(cls)
-    if node is not None and node.flatten is flattened_cache:  # and not somebody else's, who replaced ours meanwhile
+    if node is not None and node.flatten is flattened_cache:  # unless other code replaced it meanwhile
         deregister_node(cls)
 
 
 def _safe_global(cls: type) -> contextlib.AbstractContextManager[None] | None:
-    serialization: Any = torch.serialization  # its types ask for functions, and take classes
+    serialization: Any = torch.serialization  # its annotations ask for functions, but it takes classes
     return None if cls in serialization.get_safe_globals() else serialization.safe_globals([cls])
 
 
@@ -164,6 +158,4 @@ def _unflatten(tensors: Iterable[Any], structure: Object) -> Any:
 
 
 def _keys(cache: Any) -> list[str]:
-    leaves = Leaves()
-    leaves.add(flattened_cache(cache)[1], "", 0)
-    return leaves.paths
+    return Leaves().add(flattened_cache(cache)[1]).paths

@@ -11,7 +11,7 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import optree
@@ -153,9 +153,7 @@ class Structure(NamedTuple):
 
     def listed(self) -> Leaves:
         """Returns the leaves with their paths."""
-        leaves = Leaves()
-        leaves.add(self.root, "", 0)
-        return leaves
+        return Leaves().add(self.root)
 
     def arguments(self) -> tuple[tuple[Part, ...], dict[str, Part]]:
         """Returns the parts of a structure of ``(args, kwargs)``."""
@@ -165,17 +163,18 @@ class Structure(NamedTuple):
         for spec in (*args.children(), *kwargs.children()):
             stop = start + spec.num_leaves
             node = Nested(spec, self.root.leaves[start:stop])
-            leaves = Leaves()
-            parts.append(Part(node, first, leaves))
-            start, first = stop, leaves.add(node, "", first)
+            parts.append(Part(node, first, Leaves(next=first).add(node)))
+            start, first = stop, parts[-1].leaves.next
         return tuple(parts[: args.num_children]), dict(zip(kwargs.entries(), parts[args.num_children :], strict=True))
 
     def growing_tensors(self) -> frozenset[int]:
         """Returns the numbers of tensors that a cache replaces when it grows, and so does not write to."""
         leaves = self.listed()
-        return frozenset([number for path, number in leaves.tensors() if path in leaves.growing])
+        growing = set().union(*leaves.growing)
+        return frozenset([number for path, number in leaves.tensors() if path in growing])
 
 
+@dataclass(slots=True)
 class Leaves:
     """The leaves of a structure, in the order in which `build` takes them.
 
@@ -183,75 +182,70 @@ class Leaves:
         paths: Path of each leaf, such as ``layers[0].keys`` or ``inner.scale``.
         numbers: Number of each tensor; None for a leaf that is not a tensor.
         constants: Leaves that are not tensors, by path.
-        growing: How the lengths of dynamic caches grow, by path.
+        growing: How the lengths of dynamic caches grow, by path, in several dicts.
+        next: Number of the next tensor.
     """
 
-    __slots__ = ("_next", "constants", "growing", "numbers", "paths")
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-        self.numbers: list[int | None] = []
-        self.constants: dict[str, Any] = {}
-        self.growing: dict[str, Growth] = {}
-        self._next = 0
+    paths: list[str] = field(default_factory=list)
+    numbers: list[int | None] = field(default_factory=list)
+    constants: dict[str, Any] = field(default_factory=dict)
+    growing: list[dict[str, Growth]] = field(default_factory=list)
+    next: int = 0
 
     def tensors(self) -> list[tuple[str, int]]:
         """Returns path and number of each tensor."""
         pairs = zip(self.paths, self.numbers, strict=True)
         return [(path, number) for path, number in pairs if number is not None]
 
-    def add(self, node: Any, path: str, first: int) -> int:
-        """Adds the leaves of a node whose first tensor has that number; returns the number after its last one."""
-        self._next = first
-        self._add(node, path, False, None)
-        return self._next
+    def add(self, node: Any, path: str = "", inside: bool = False, growth: Growth | None = None) -> Leaves:
+        """Adds the leaves of a node; ``inside`` a cache, only tensors are leaves.
 
-    def _add(self, node: Any, path: str, inside: bool, growth: Growth | None) -> None:
-        """Adds the leaves of a node. Inside a cache, only tensors are leaves."""
+        Args:
+            node: The node.
+            path: Its path.
+            inside: Whether it is inside a cache.
+            growth: How it grows.
+        """
         kind = type(node)
         if node is TENSOR:
             self.paths.append(path)
-            self.numbers.append(self._next)
-            self._next += 1
+            self.numbers.append(self.next)
+            self.next += 1
             if growth is not None:
-                self.growing[path] = growth
+                self.growing.append({path: growth})
         elif kind is Nested:
             for steps, leaf in zip(node.spec.paths(), node.leaves, strict=True):
-                self._add(leaf, path_of(steps, path), False, None)
+                self.add(leaf, path_of(steps, path))
         elif kind is Object:
             state = dict(zip(node.names, node.values, strict=True))
             for name, value in state.items():
                 growth = growth_of(name, node.cls, state) if name in GROWING else None
-                self._add(value, f"{path}.{name}" if path else name, True, growth)
+                self.add(value, f"{path}.{name}" if path else name, True, growth)
         elif kind is Table:
-            tensors = tuple([n for n, column in zip(node.names, node.columns, strict=True) if column is TENSOR])
-            windows = node.columns[node.names.index("sliding_window")] if "sliding_window" in node.names else ()
-            rows = windows or (None,) * node.height
-            paths, numbers, growing = _table_leaves(path, self._next, node.cls, node.names, tensors, rows)
+            columns = dict(zip(node.names, node.columns, strict=True))
+            tensors = tuple([name for name, column in columns.items() if column is TENSOR])
+            windows = columns.get("sliding_window", (None,) * node.height)
+            paths, numbers, growing = _table_leaves(path, self.next, node.cls, node.names, tensors, windows)
             self.paths += paths
             self.numbers += numbers
-            self.growing |= growing
-            self._next += len(numbers)
+            self.growing.append(growing)
+            self.next += len(numbers)
         elif kind is Container:
             for key, value in zip(node.keys or range(len(node.values)), node.values, strict=True):
-                self._add(value, f"{path}[{key!r}]", True, growth)
+                self.add(value, f"{path}[{key!r}]", True, growth)
         elif kind is Registered:
             for steps, leaf in zip(node.children.spec.paths(), node.children.leaves, strict=True):
-                self._add(leaf, path_of((node.names[steps[0]], *steps[1:]), path), False, None)
+                self.add(leaf, path_of((node.names[steps[0]], *steps[1:]), path))
         elif not inside:
             self.paths.append(path)
             self.numbers.append(None)
             self.constants[path] = node.value if kind is Closed else node
+        return self
 
 
 @functools.lru_cache(maxsize=256)
 def _table_leaves(
-    path: str,
-    first: int,
-    cls: Any,
-    names: tuple[str, ...],
-    tensors: tuple[str, ...],
-    windows: tuple[Any, ...],
+    path: str, first: int, cls: Any, names: tuple[str, ...], tensors: tuple[str, ...], windows: tuple[Any, ...]
 ) -> tuple[list[str], list[int], dict[str, Growth]]:
     """Paths and numbers of the tensors of a table, and how they grow; the calls of a model have the same ones.
 
@@ -278,7 +272,8 @@ def joined_parts(value: Any) -> Part:
     leaves = Leaves()
     parts, spec = containers(value)
     for steps, part in zip(spec.paths(), parts, strict=True):
-        leaves.add(part.node, path_of(steps), part.first)
+        leaves.next = part.first
+        leaves.add(part.node, path_of(steps))
     return Part(Nested(spec, tuple([part.node for part in parts])), 0, leaves)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from exportkit._torch_compat.pytree import registered_node
 from exportkit.trees.caches import is_cache_class
 
-# Numbers of the element types in ONNX's TensorProto.DataType (onnx.proto), which users of the peers read.
+# Numbers of the dtypes in ONNX's TensorProto.DataType (onnx.proto), which users of the peers know.
 _ONNX_TYPES = {
     torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.uint16: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7,
     torch.bool: 9, torch.float16: 10, torch.float64: 11, torch.uint32: 12, torch.uint64: 13, torch.complex64: 14,
@@ -25,7 +24,7 @@ def string_type(
 ) -> str:
     """Returns a one-line description of a nested value.
 
-    A tensor is ``T`` and the number of its ONNX element type (1 float32, 7 int64, ...), then ``r`` and its rank, or
+    A tensor is ``T`` and the number of its ONNX data type (1 float32, 7 int64, ...), then ``r`` and its rank, or
     ``s`` and its shape. ``#2[...]`` is a list of two. Caches are shown by their keys and values.
 
     Args:
@@ -33,59 +32,36 @@ def string_type(
         with_shape: Show shapes instead of ranks.
         with_min_max: Show the smallest and largest value of each tensor, as ``[min,max]``.
         with_device: Prefix each tensor with ``C`` (CPU), ``G`` and the index (CUDA), or the name of its device.
-        limit: Longest list that is written out; of longer ones, only the length.
+        limit: Longest list that is written out; for longer ones, only the length is shown.
 
     Example:
         >>> string_type((torch.ones(2, 6), {"mask": torch.ones(2, 7, dtype=torch.int64)}), with_shape=True)
         '(T1s2x6,dict(mask:T7s2x7))'
     """
-    return _Describer(with_shape, with_min_max, with_device, limit).describe(value)
 
-
-@dataclass(frozen=True)
-class _Describer:
-    """The choices of `string_type`, and a method for each kind of value."""
-
-    with_shape: bool
-    with_min_max: bool
-    with_device: bool
-    limit: int
-
-    def describe(self, value: Any) -> str:
+    def describe(value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+            device = _device(value.device) if with_device else ""
+            size = f"s{'x'.join(map(str, value.shape))}" if with_shape else f"r{value.ndim}"
+            return f"{device}T{_ONNX_TYPES.get(value.dtype, value.dtype)}{size}{_range(value) if with_min_max else ''}"
+        name = type(value).__name__
         if value is None or isinstance(value, bool | int | float | complex | str):
-            return "None" if value is None else type(value).__name__
+            return "None" if value is None else name
         if isinstance(value, tuple):
-            return f"({self._items(value)})"
+            return f"({listed(value)})"
         if isinstance(value, list):
-            return f"#{len(value)}[{self._items(value)}]"
+            return f"#{len(value)}[{listed(value)}]"
         if is_cache_class(type(value)):
-            return self._cache(value)
+            return f"{name}({', '.join([f'{key}={describe(item)}' for key, item in _cache_fields(value).items()])})"
         if isinstance(value, Mapping):
-            name = "dict" if type(value) is dict else type(value).__name__
-            return f"{name}({','.join(f'{k}:{self.describe(v)}' for k, v in value.items())})"
-        return self._object(value)
-
-    def _tensor(self, tensor: torch.Tensor) -> str:
-        device = _device(tensor.device) if self.with_device else ""
-        size = f"s{'x'.join(map(str, tensor.shape))}" if self.with_shape else f"r{tensor.ndim}"
-        values = _range(tensor) if self.with_min_max else ""
-        return f"{device}T{_ONNX_TYPES.get(tensor.dtype, tensor.dtype)}{size}{values}"
-
-    def _items(self, values: Iterable[Any]) -> str:
-        items = list(values)
-        return "..." if len(items) > self.limit else ",".join(self.describe(item) for item in items)
-
-    def _cache(self, cache: Any) -> str:
-        fields = _cache_fields(cache)
-        return f"{type(cache).__name__}({', '.join(f'{key}={self.describe(item)}' for key, item in fields.items())})"
-
-    def _object(self, value: Any) -> str:
+            return f"{name}({','.join([f'{key}:{describe(item)}' for key, item in value.items()])})"
         node = registered_node(type(value))
-        if node is None:
-            return type(value).__name__
-        return f"{type(value).__name__}({self._items(node.flatten(value)[0])})"
+        return name if node is None else f"{name}({listed(list(node.flatten(value)[0]))})"
+
+    def listed(items: Sequence[Any]) -> str:
+        return "..." if len(items) > limit else ",".join(map(describe, items))
+
+    return describe(value)
 
 
 def _cache_fields(cache: Any) -> dict[str, Any]:
@@ -113,5 +89,5 @@ def _range(leaf: torch.Tensor) -> str:
         return "[complex]"
     if leaf.is_meta or leaf.layout is not torch.strided:
         return "[?]"
-    values = leaf.detach().to(torch.float64)  # not every type has a minimum, unsigned integers for one
+    values = leaf.detach().to(torch.float64)  # not every dtype has a minimum, for example unsigned integers
     return f"[{values.min().item():.6g},{values.max().item():.6g}]"

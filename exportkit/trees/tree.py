@@ -33,14 +33,11 @@ class Tree:
     Attributes:
         paths: Path of each leaf inside the value; the path of a value that is itself a leaf is "".
         structure: How the leaves are put together.
-        growing: By path, the axis that grows by one with each token, in dynamic caches, and its limit.
     """
 
     def __init__(self, structure: Any, listed: Leaves, source: Tensors) -> None:
         self.paths: tuple[str, ...] = tuple(listed.paths)
-        self.structure = structure
-        self.growing: Mapping[str, Growth] = listed.growing
-        self._listed, self._source = listed, source
+        self.structure, self._listed, self._source = structure, listed, source
 
     def __repr__(self) -> str:
         return f"Tree(paths={self.paths!r})"
@@ -61,6 +58,11 @@ class Tree:
         tensors, constants = self._source.tensors(), self._listed.constants
         pairs = zip(self.paths, self._listed.numbers, strict=True)
         return tuple([constants[path] if number is None else tensors[number] for path, number in pairs])
+
+    @functools.cached_property
+    def growing(self) -> Mapping[str, Growth]:
+        """By path, the axis that grows by one with each token, in dynamic caches, and its limit."""
+        return {path: growth for found in self._listed.growing for path, growth in found.items()}
 
     @functools.cached_property
     def tensor_paths(self) -> tuple[str, ...]:
@@ -91,8 +93,8 @@ class Tree:
         return self._holding([leaves.get(p, leaf) for p, leaf in zip(self.paths, self.leaves, strict=True)])
 
     def _holding(self, leaves: list[Any]) -> Tree:
-        listed, tensors = Leaves(), list[torch.Tensor]()
-        listed.paths, listed.growing = self._listed.paths, self._listed.growing
+        tensors: list[torch.Tensor] = []
+        listed = Leaves(self._listed.paths, growing=self._listed.growing)
         for path, leaf in zip(self.paths, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 listed.numbers.append(len(tensors))

@@ -3,7 +3,8 @@
 import torch
 
 from exportkit import InputObserver
-from exportkit.probing.missing import fill_missing, find_fills, solve_sizes
+from exportkit.plan.sizes import solve_sizes
+from exportkit.probing.missing import fill_missing, find_missing_defaults
 
 
 class Optional(torch.nn.Module):
@@ -37,7 +38,7 @@ def test_a_mask_that_is_left_out_is_a_mask_of_ones():
     observer = observed(
         model, {"x": x(2, 5), "mask": torch.rand(2, 5, 4)}, {"x": x(3, 7)}, {"x": x(3, 6), "mask": x(3, 6)}
     )
-    fills = find_fills(observer.plan(), observer.observation, model, "forward")
+    fills = find_missing_defaults(observer.plan(), observer.observation, model, "forward")
     assert fills.values == {"mask": 1}
     assert fills.unproven == ()
 
@@ -49,7 +50,7 @@ def test_an_input_whose_absence_nothing_can_stand_for_is_said_to_be_so():
 
     model = Branches()
     observer = observed(model, {"x": x(2, 5), "y": x(2, 5)}, {"x": x(3, 7)}, {"x": x(3, 6), "y": x(3, 6)})
-    assert find_fills(observer.plan(), observer.observation, model, "forward").unproven == (1,)
+    assert find_missing_defaults(observer.plan(), observer.observation, model, "forward").unproven == (1,)
 
 
 def test_the_past_is_what_total_and_new_tokens_leave():

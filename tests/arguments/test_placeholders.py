@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import exportkit
-from exportkit.arguments.build import build_call
-from exportkit.arguments.tensors import with_tokens
+from exportkit.arguments.build import build_call, with_tokens
 from exportkit.errors import ArgumentError
 from exportkit.plan.placeholders import Placeholder, needed_tokens, tokens_fit
 from exportkit.probing.planning import plan_calls

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exportkit.probing.probe_frames import frames_of_states
+from exportkit.probing.lengths import frames_of_states
 
 CONVOLUTIONS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=3)
 

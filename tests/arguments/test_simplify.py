@@ -1,11 +1,10 @@
-"""Calls in the form that a graph can take: lists joined, unread tensors left out, echoes recognised."""
+"""Calls in the form that a graph can take: lists joined, unread tensors and outputs that are inputs left out."""
 
 import pytest
 import torch
 
 import exportkit
-from exportkit.probing.echoes import value_at
-from exportkit.probing.simplify import as_simplified, simplify_calls
+from exportkit.probing.simplify import as_simplified, simplify_calls, value_at
 from tests.models import Captioner
 
 TOKENS = torch.tensor([[1, 7, 7, 3, 4], [1, 7, 7, 5, 6]])
@@ -56,8 +55,8 @@ def test_outputs_of_simplified_calls_are_those_of_their_inputs(model, observatio
     assert torch.equal(call.outputs.tensors()["logits"], observation.calls[0].outputs.tensors()["logits"])
 
 
-def test_a_structure_that_is_handed_back_is_an_echo(model, observation):
-    assert simplify_calls(observation, model, "forward").echoes == {"features": "features"}
+def test_a_structure_that_is_handed_back_is_passed_through(model, observation):
+    assert simplify_calls(observation, model, "forward").passed_through == {"features": "features"}
 
 
 def test_a_list_whose_order_matters_is_left_as_it_is():

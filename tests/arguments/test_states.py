@@ -3,7 +3,7 @@
 import torch
 
 import exportkit
-from exportkit.probing.missing import find_fills
+from exportkit.probing.missing import find_missing_defaults
 from exportkit.probing.planning import plan_calls
 
 
@@ -54,7 +54,7 @@ class RowsMixedInSingleTokens(torch.nn.Module):
 def test_a_state_that_holds_a_logarithm_starts_at_minus_infinity():
     model = LargestSoFar()
     observation = observed(model, {"ids": tokens(2, 3)}, {"ids": tokens(2, 1), "largest": -torch.rand(2)})
-    fills = find_fills(plan_calls(observation, model), observation, model, "forward")
+    fills = find_missing_defaults(plan_calls(observation, model), observation, model, "forward")
     assert fills.values == {"largest": -1e30}
     assert fills.unproven == ()
 
@@ -63,7 +63,9 @@ def test_a_start_that_a_long_call_hides_shows_in_a_short_one():
     model = LargestSoFar()
     long = torch.tensor([[1, 2, 9], [1, 3, 9]])
     observation = observed(model, {"ids": long}, {"ids": tokens(2, 1), "largest": -torch.rand(2)})
-    assert find_fills(plan_calls(observation, model), observation, model, "forward").values == {"largest": -1e30}
+    assert find_missing_defaults(plan_calls(observation, model), observation, model, "forward").values == {
+        "largest": -1e30
+    }
 
 
 def test_a_mask_that_a_call_ignores_is_filled_with_what_masks_mostly_hold():
@@ -71,7 +73,7 @@ def test_a_mask_that_a_call_ignores_is_filled_with_what_masks_mostly_hold():
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     calls = {"ids": tokens(2, 4), "mask": mask}, {"ids": tokens(2, 1), "state": torch.rand(2, 4)}
     observation = observed(model, *calls)
-    fills = find_fills(plan_calls(observation, model), observation, model, "forward")
+    fills = find_missing_defaults(plan_calls(observation, model), observation, model, "forward")
     assert fills.values == {"mask": 1, "state": 0}
 
 

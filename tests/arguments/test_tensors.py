@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exportkit.arguments.tensors import resize
+from exportkit.arguments.build import resize
 
 dims = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

@@ -326,7 +326,7 @@ def test_method_that_does_not_exist_is_named(name):
 
 
 def test_module_inside_the_model_is_no_method():
-    with pytest.raises(InvalidRequestError, match="'linear' is no method") as raised:
+    with pytest.raises(InvalidRequestError, match="'linear' is not a method") as raised:
         InputObserver()(Classifier(), method_name="linear").__enter__()
     assert "with observer(model.linear):" in str(raised.value)
 

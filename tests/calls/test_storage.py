@@ -238,7 +238,7 @@ def test_files_are_readable_for_all_who_may_read_the_directory(tmp_path):
 def test_observation_says_what_wrote_it(tmp_path):
     data = json.loads((_saved(tmp_path, torch.ones(1)) / "observation.json").read_text())
 
-    assert (data["format"], data["version"]) == ("exportkit-observation", 1)
+    assert (data["format"], data["version"]) == ("exportkit-observation", 2)
     assert data["written_by"]["torch"] == torch.__version__
     assert set(data["written_by"]) == {"python", "exportkit", "torch", "transformers", "safetensors"}
 
@@ -447,7 +447,7 @@ def test_json_that_was_cut_short_is_named(tmp_path, content):
 @pytest.mark.parametrize(
     ("data", "got"),
     [
-        ({"format": "exportkit-observation", "version": 2}, "exportkit-observation 2"),
+        ({"format": "exportkit-observation", "version": 1}, "exportkit-observation 1"),
         ({"format": "exportkit-plan", "version": 1}, "exportkit-plan 1"),
         ([], "None None"),
     ],
@@ -459,7 +459,7 @@ def test_another_version_is_named(tmp_path, data, got):
     assert str(raised.value) == (
         "This is no observation that this version reads.\n"
         f"  where: {tmp_path / 'observation.json'}\n"
-        "  expected: exportkit-observation 1\n"
+        "  expected: exportkit-observation 2\n"
         f"  got: {got}"
     )
 

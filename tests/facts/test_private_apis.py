@@ -5,10 +5,10 @@ import pytest
 import sympy
 import torch
 
+from exportkit._torch_compat import require
 from exportkit._torch_compat.memory import StorageRef, memory_state, scientific_text
 from exportkit._torch_compat.modules import paths_of_modules, put_hooks_in_trace, take_hooks_in_trace
 from exportkit._torch_compat.pytree import deregister_node, key_name, register_node, registered_node, tree_leaves
-from exportkit._torch_compat.require import require
 from exportkit._torch_compat.symbolic_shapes import input_axes, shape_guards, source_names, stored_sizes
 from exportkit._torch_compat.tracing import apart_from_modes, in_backward, is_tracing, watched_symbols
 from exportkit._torch_compat.transformers import (

@@ -97,7 +97,7 @@ class TestSave:
         *_, folder = nested
         data = json.loads((folder / "manifest.json").read_text())
         program = data["program"]
-        assert (data["format"], data["version"]) == ("exportkit-folder", 1)
+        assert (data["format"], data["version"]) == ("exportkit-folder", 2)
         assert data["written_by"]["torch"] == torch.__version__
         assert program["file"] == "model.onnx"
         assert program["inputs"] == [
@@ -280,7 +280,7 @@ class TestLoad:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda data: data.update(version=2), "expected: exportkit-folder 1\n  got: exportkit-folder 2"),
+            (lambda data: data.update(version=1), "expected: exportkit-folder 2\n  got: exportkit-folder 1"),
             (lambda data: data.pop("program"), "damaged"),
             (lambda data: data["program"].pop("outputs"), "damaged"),
             (lambda data: data["files"].update({"../../etc/passwd": {"sha256": "0", "bytes": 1}}), "outside"),

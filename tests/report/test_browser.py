@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.skips import scan_skipped_tests
+from exportkit.skipscan import scan_skipped_tests
 from tests import models
 from tests.report.pages import CHROMIUM, browser_messages
 

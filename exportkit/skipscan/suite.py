@@ -1,0 +1,412 @@
+"""Finds the modules, classes and functions of a suite, and what skips when one of its functions is called.
+
+Modules are parsed on first use, never imported. Classes are resolved across files, in Python's order.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from exportkit.skipscan.interpreter import Interpreter
+from exportkit.skipscan.layout import Layout
+from exportkit.skipscan.outside import external_value
+from exportkit.skipscan.values import (
+    UNKNOWN,
+    Bound,
+    Class,
+    External,
+    Function,
+    Imported,
+    Instance,
+    NamedMark,
+    Scope,
+    Skip,
+    Skipped,
+)
+
+_SELF_ASSIGNED = re.compile(r"\b(?:self|cls)\.(\w+)\s*(?::[^=\n]+)?[-+*|&/]?=(?!=)")
+_SKIPS = re.compile(r"\b(?:skip|skipTest|SkipTest|importorskip)\b")
+_CALLED = re.compile(r"\b(\w++)\s*+\(")
+_DEFINED = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
+_DEEPEST_VALUE = 2  # calls within calls that are followed for their value alone
+_NO_ARGUMENTS = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+_STAND_IN = ast.FunctionDef("", _NO_ARGUMENTS, body=[], decorator_list=[])
+
+
+@dataclass(eq=False, repr=False)
+class Module:
+    """One file of the suite: its names, its source, and what its top-level code skips."""
+
+    file: str
+    source: str
+    scope: Scope
+    skip: Skip | None = None
+    conditional: tuple[Skip, ...] = ()
+    lines: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """An attribute that a method asks its class for; ``after`` skips classes up to this one, as super() does."""
+
+    name: str
+    after: Class | None = None
+    of_instance: bool = False
+
+
+class Suite(Interpreter):
+    """The modules, classes and functions of a suite."""
+
+    def __init__(self, root: Path, layout: Layout) -> None:
+        super().__init__()
+        self.root, self.layout = root, layout
+        self.modules: dict[Path, Module | None] = {}
+        self.by_file: dict[str, Module] = {}
+        self.problems: list[str] = []
+        self._inside = root.joinpath(*Path(layout.folder).parts[:1])
+        self._found: dict[tuple[str, int, Path], Path | None] = {}
+        self._looking_up: set[Any] = set()
+        self._orders: dict[int, tuple[Any, ...]] = {}
+        self._class_marks: dict[int, tuple[Any, ...]] = {}
+        self._decorated: dict[int, Function] = {}
+        self._self_assigned: dict[int, set[str]] = {}
+        self._skipping_names: set[str] = set()
+        self._may_skip: dict[int, bool] = {}
+        self._answers: dict[tuple[int, _Question], Any] = {}
+        self._asked: list[tuple[_Question, Any]] = []
+        self._steps: dict[tuple[Any, ...], _Question | tuple[Skip, ...]] = {}
+
+    # Modules
+
+    def module(self, path: Path) -> Module | None:
+        """Returns the module of a file, which is read once; None if it cannot be read or parsed."""
+        if path not in self.modules:
+            self.modules[path] = None
+            file = path.relative_to(self.root).as_posix()
+            try:
+                source = path.read_text(encoding="utf-8")
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", SyntaxWarning)
+                    tree = ast.parse(source)
+            except (OSError, SyntaxError, ValueError) as error:
+                self.problems.append(f"{file}: {type(error).__name__}: {error}")
+                return None
+            module = self.modules[path] = self.by_file[file] = Module(file, source, Scope("module", file))
+            module.lines = source.splitlines()
+            self._execute_module(module, tree.body)
+        return self.modules[path]
+
+    def _execute_module(self, module: Module, statements: list[ast.stmt]) -> None:
+        outside, self.conditional = self.conditional, []
+        for statement in statements:
+            try:
+                self.execute([statement], module.scope)
+            except Skipped as skipped:  # the rest of the file has the tests that are skipped
+                module.skip = module.skip or skipped.skip
+            except RecursionError:
+                self.problems.append(f"{module.file}, line {statement.lineno}: too deeply nested")
+        module.conditional, self.conditional = tuple(self.conditional), outside
+
+    def find_module(self, name: str, level: int, file: str) -> Path | None:
+        """Returns the file of a module of the suite, as an import statement in ``file`` finds it."""
+        here = (self.root / file).parent
+        key = (name, level, here)
+        if key not in self._found:
+            above = [here, *here.parents]
+            folders = above[level - 1 : level] if level else [f for f in above if f.is_relative_to(self.root)]
+            paths = [folder.joinpath(*name.split(".")) if name else folder for folder in folders]
+            files = [file for path in paths for file in (path.parent / f"{path.name}.py", path / "__init__.py")]
+            inside = [file for file in files if file.is_relative_to(self._inside) and file.is_file()]
+            self._found[key] = inside[0] if inside else None
+        return self._found[key]
+
+    def is_importable(self, module: str) -> bool:
+        """Returns whether a module is installed, or below the root."""
+        top = module.partition(".")[0]
+        names = (f"{folder}{top}{suffix}" for folder in ("", "src/") for suffix in ("", ".py"))
+        return super().is_importable(module) or any((self.root / name).exists() for name in names)
+
+    def look_up(self, imported: Imported) -> Any:
+        """Returns what an import statement binds: a part of the suite, or the full name of something else."""
+        if imported in self._looking_up:  # modules that import a name from each other
+            return UNKNOWN
+        self._looking_up.add(imported)
+        try:
+            return self._look_up(imported)
+        finally:
+            self._looking_up.discard(imported)
+
+    def _look_up(self, imported: Imported) -> Any:
+        path = self.find_module(imported.module, imported.level, imported.file)
+        module = self.module(path) if path is not None else None
+        if imported.name is None:
+            return External(imported.module) if module is None else module.scope
+        value = UNKNOWN if module is None else self.member_of(module.scope, imported.name)
+        if value is not UNKNOWN:
+            return value
+        submodule = self.find_module(f"{imported.module}.{imported.name}".lstrip("."), imported.level, imported.file)
+        if submodule is not None and submodule != path:
+            module = self.module(submodule)
+            return UNKNOWN if module is None else module.scope
+        is_inside = path is not None or imported.level > 0
+        return UNKNOWN if is_inside else external_value(f"{imported.module}.{imported.name}")
+
+    def member_of(self, scope: Scope, name: str) -> Any:
+        """Returns the value of a name in a module or class body, or UNKNOWN."""
+        return self.name(name, scope) if name in scope.names else self.star_imported(name, scope)
+
+    def star_imported(self, name: str, scope: Scope) -> Any:
+        """Returns what a star import binds to a name, or UNKNOWN."""
+        key = (name, scope.file)
+        if key in self._looking_up or name.startswith("_"):  # modules that import everything from each other
+            return UNKNOWN
+        self._looking_up.add(key)
+        try:
+            for star in scope.module.names.get("*", ()):
+                path = self.find_module(star.module, star.level, star.file)
+                module = self.module(path) if path is not None else None
+                value = UNKNOWN if module is None else self.member_of(module.scope, name)
+                if value is not UNKNOWN:
+                    return value
+        finally:
+            self._looking_up.discard(key)
+        return UNKNOWN
+
+    # Classes
+
+    def order(self, cls: Class) -> tuple[Any, ...]:
+        """Returns the classes in the order in which Python looks for attributes (C3 linearisation)."""
+        if id(cls) not in self._orders:
+            orders = [list(self.order(base)) if isinstance(base, Class) else [base] for base in cls.bases]
+            self._orders[id(cls)] = (cls, *_merge([*orders, list(cls.bases)]))
+        return self._orders[id(cls)]
+
+    def suite_classes(self, cls: Class) -> list[Class]:
+        """Returns the class and its bases that the suite defines, in this order."""
+        return [base for base in self.order(cls) if isinstance(base, Class)]
+
+    def is_test_case(self, cls: Class) -> bool:
+        """Returns whether a class is a ``unittest.TestCase``; external bases are known by their name."""
+        return any(isinstance(base, External) and "TestCase" in base.name for base in self.order(cls))
+
+    def member(self, cls: Class, name: str, after: Class | None = None) -> Any:
+        """Returns an attribute of a class, or UNKNOWN; ``after`` skips the classes up to this one."""
+        classes = self.suite_classes(cls)
+        start = classes.index(after) + 1 if after in classes else 0
+        found = next((base for base in classes[start:] if name in base.body.names), None)
+        return UNKNOWN if found is None else self.member_of(found.body, name)
+
+    def attribute(self, value: Any, name: str) -> Any:
+        """Returns an attribute of a module, class or instance, or UNKNOWN."""
+        if isinstance(value, Scope):
+            return self.member_of(value, name)
+        if isinstance(value, Class):
+            return self._class_attribute(value, _Question(name), value)
+        if isinstance(value, Instance):
+            question = _Question(name, value.after, of_instance=value.after is None)
+            return self._class_attribute(value.cls, question, Instance(value.cls))
+        return UNKNOWN
+
+    def _class_attribute(self, cls: Class, question: _Question, receiver: Instance | Class) -> Any:
+        value = self._answer(cls, question)
+        self._asked.append((question, _key(value)))
+        if not isinstance(value, Function):
+            return value
+        if "property" in value.kinds:
+            return self.run(value, (receiver,))
+        of_class = "classmethod" in value.kinds
+        if "staticmethod" in value.kinds or (isinstance(receiver, Class) and not of_class):
+            return value
+        return Bound(value, cls if of_class else receiver)
+
+    def _answer(self, cls: Class, question: _Question) -> Any:
+        key = (id(cls), question)
+        if key not in self._answers:
+            name = question.name
+            if name in ("__name__", "__class__"):
+                value: Any = cls.name if name == "__name__" else cls
+            elif question.of_instance and any(name in self._assigned_on_self(base) for base in self.suite_classes(cls)):
+                value = UNKNOWN
+            else:
+                value = self.member(cls, name, question.after)
+            self._answers[key] = value
+        return self._answers[key]
+
+    def _assigned_on_self(self, cls: Class) -> set[str]:
+        if id(cls) not in self._self_assigned:
+            self._self_assigned[id(cls)] = set(_SELF_ASSIGNED.findall(self._text(cls.node, cls.scope)))
+        return self._self_assigned[id(cls)]
+
+    def _text(self, node: ast.expr | ast.stmt, scope: Scope) -> str:
+        """Returns the source of a function or class without its decorators."""
+        return "\n".join(self.by_file[scope.file].lines[node.lineno - 1 : node.end_lineno])
+
+    # Decorators
+
+    def decorated(self, function: Function) -> Function:
+        """Returns a function as its decorators leave it: with their marks, or the wrapper in its place."""
+        if function.decorated or not function.node.decorator_list:
+            return function
+        key = id(function.node)
+        if key not in self._decorated or function.scope.kind == "function" or function.marks:
+            result = self._with_decorators(function, function.node.decorator_list)
+            self._decorated[key] = Function(result.node, result.scope, result.marks, decorated=True)
+        return self._decorated[key]
+
+    def marks_of(self, cls: Class) -> tuple[Any, ...]:
+        """Returns the marks that the decorators of a class put on it, innermost first."""
+        if id(cls) not in self._class_marks:
+            stand_in = Function(_STAND_IN, cls.scope)
+            self._class_marks[id(cls)] = self._with_decorators(stand_in, cls.node.decorator_list).marks
+        return self._class_marks[id(cls)]
+
+    def _with_decorators(self, function: Function, decorators: list[ast.expr]) -> Function:
+        scope = function.scope
+        for node in reversed(decorators):
+            name = ast.unparse(node.func if isinstance(node, ast.Call) else node).rpartition(".")[2]
+            key: str | None = name
+            if name not in self.layout.marks:
+                try:
+                    result = self.decorate(self.evaluate(node, scope), function)
+                except Skipped:  # pytest.importorskip in a decorator skips the module
+                    continue
+                key = self.layout.matching_pattern(name) if result is function else None
+                function = result
+            reason = self.layout.marks[key] if key is not None else ""
+            if reason != "":
+                function = function.with_marks(NamedMark(name, reason, node.lineno, scope.file))
+        return function
+
+    def decorate(self, decorator: Any, function: Function) -> Function:
+        """Returns a function with what a decorator adds to it, or the wrapper that it puts in its place."""
+        result = super().decorate(decorator, function)
+        # A wrapper has decorators of its own: functools.wraps passes on the marks of what it wraps.
+        return self.decorated(result) if result.node is not function.node else result
+
+    # What skips when a function is called
+
+    def run(self, function: Function, args: Sequence[Any] = (), keywords: dict[str, Any] | None = None) -> Any:
+        """Follows a call; one deep inside others is only followed if it may skip, not for its value."""
+        if self._depth > _DEEPEST_VALUE and not self._is_relevant(function):
+            return UNKNOWN
+        return super().run(function, args, keywords)
+
+    def skips_of(
+        self, function: Function, receiver: Instance | Class | None, values: dict[str, Any]
+    ) -> tuple[Skip, ...]:
+        """Returns the skips in a call of a function: the conditional ones, then the one that is certain, if any.
+
+        A method asks its class for attributes one after the other, and what it asks next depends only on the answers.
+        The answers lead to the outcome of an earlier call, so that a method is followed once for all classes that
+        answer alike.
+        """
+        if not self._is_relevant(function):
+            return ()
+        if values or function.scope.kind == "function":  # a wrapper wraps a different function each time
+            return self._followed(function, receiver, values)
+        path: tuple[Any, ...] = (id(function.node),)
+        cls = receiver.cls if isinstance(receiver, Instance) else receiver
+        while isinstance(step := self._steps.get(path), _Question) and cls is not None:
+            path += (_key(self._answer(cls, step)),)
+        if isinstance(step, tuple):
+            return step
+        outside, self._asked = self._asked, []
+        skips = self._followed(function, receiver, {})
+        path = (id(function.node),)
+        for question, answer in self._asked:
+            self._steps[path] = question
+            path += (answer,)
+        self._steps[path], self._asked = skips, outside
+        return skips
+
+    def _followed(
+        self, function: Function, receiver: Instance | Class | None, values: dict[str, Any]
+    ) -> tuple[Skip, ...]:
+        outside, self.conditional = self.conditional, []
+        try:
+            self.run(function, () if receiver is None else (receiver,), values)
+            return tuple(self.conditional)
+        except Skipped as skipped:
+            return (*self.conditional, skipped.skip)
+        except RecursionError:
+            self.problems.append(f"{function.scope.file}, line {function.node.lineno}: too deeply nested")
+            return tuple(self.conditional)
+        finally:
+            self.conditional = outside
+
+    def read_what_may_skip(self) -> None:
+        """Reads the imported modules that mention a skip, and finds all functions whose body may skip or call one."""
+        done: set[Path] = set()
+        while waiting := self.modules.keys() - done:
+            done |= waiting
+            for module in filter(None, (self.modules[path] for path in waiting)):
+                for path in {path for value in _imports(module.scope) for path in self._files_of(value)} - done:
+                    if path not in self.modules and "skip" in path.read_text(errors="replace").lower():
+                        self.module(path)
+        self._may_skip.clear()
+        called: dict[str, set[str]] = {}
+        for module in filter(None, list(self.modules.values())):
+            aliases = {name for name, value in module.scope.names.items() if _SKIPS.search(_external_name(value))}
+            found = list(_DEFINED.finditer(module.source))
+            for this, following in zip_longest(found, found[1:]):
+                text = module.source[this.end() : following.start() if following else None]
+                calls = set(_CALLED.findall(text))
+                called.setdefault(this[1], set()).update(calls)
+                if _SKIPS.search(text) or aliases & calls:
+                    self._skipping_names.add(this[1])
+            self._skipping_names |= aliases
+        size = -1
+        while size != len(self._skipping_names):
+            size = len(self._skipping_names)
+            self._skipping_names |= {name for name, calls in called.items() if calls & self._skipping_names}
+
+    def _files_of(self, imported: Imported) -> Iterator[Path]:
+        submodule = f"{imported.module}.{imported.name}".lstrip(".")
+        for name in (submodule, imported.module):
+            path = self.find_module(name, imported.level, imported.file)
+            if path is not None:
+                yield path
+
+    def _is_relevant(self, function: Function) -> bool:
+        """Returns whether the body of a function names a skip, or calls a function that may skip."""
+        key = id(function.node)
+        if key not in self._may_skip:
+            body = self._text(function.node, function.scope).partition(":")[2]
+            calls_skip = not self._skipping_names.isdisjoint(_CALLED.findall(body))
+            self._may_skip[key] = function.scope.kind == "function" or bool(_SKIPS.search(body)) or calls_skip
+        return self._may_skip[key]
+
+
+def _imports(scope: Scope) -> Iterable[Imported]:
+    return [value for value in (*scope.names.values(), *scope.names.get("*", ())) if isinstance(value, Imported)]
+
+
+def _external_name(value: Any) -> str:
+    if isinstance(value, Imported):
+        return f"{value.module}.{value.name}"
+    return value.name if isinstance(value, External) else ""
+
+
+def _key(value: Any) -> Any:
+    """Returns what makes two answers the same: the value of a constant, the identity of anything else."""
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_key, value))
+    return (type(value), value) if isinstance(value, str | int | float | External) else id(value)
+
+
+def _merge(orders: list[list[Any]]) -> list[Any]:
+    """Merges orders of classes (C3); where they contradict each other, the first one takes precedence."""
+    merged: list[Any] = []
+    while orders := [order for order in orders if order]:
+        heads = [order[0] for order in orders]
+        head = next((head for head in heads if not any(head in order[1:] for order in orders)), heads[0])
+        merged.append(head)
+        orders = [[cls for cls in order if cls != head] for order in orders]
+    return merged
