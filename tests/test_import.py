@@ -151,6 +151,14 @@ def _private_uses(tree):
                 yield name, False, node.lineno
 
 
+def test_the_skip_scanner_stands_alone():
+    own = {module for module in MODULES if _room(module) == "skipscan"}
+    users = {_room(module) for module, file in MODULES.items() if module not in own and _own_imports(file) & own}
+
+    assert {_room(imported) for module in own for imported in _own_imports(MODULES[module])} <= {"skipscan", "errors"}
+    assert users <= {"__init__", "commands", "cli"}
+
+
 def test_private_names_of_torch_are_used_in_one_room_only():
     # What Python documents, under a private name, for named tuples and stack frames.
     documented = {"_fields", "_asdict", "_replace", "_make", "_getframe"}

@@ -121,9 +121,16 @@ class GraphRun:
             parts = list(self._nodes_of.get(path, {}).values())
             if len(parts) == 1 and count > 1:
                 parts = _told_apart(parts[0], path, count)
-            found = (_module_nodes(nodes, self._users, set(self.outputs)) for nodes in parts)
-            self._calls[path, count] = tuple(found) if len(parts) == count else ()
+            found = [self._module_nodes(nodes) for nodes in parts] if len(parts) == count else []
+            self._calls[path, count] = tuple(found)
         return self._calls[path, count]
+
+    def _module_nodes(self, nodes: list[GraphNode]) -> ModuleNodes:
+        own = {id(node) for node in nodes}
+        made = {name: None for node in nodes for name in node.outputs}
+        entering = {name: None for node in nodes for name in node.inputs if name not in made}
+        leaving = [name for name in made if name in self.outputs or any(user not in own for user in self._users[name])]
+        return ModuleNodes(tuple(nodes), tuple(entering), tuple(leaving))
 
 
 @dataclass(frozen=True)
@@ -161,14 +168,6 @@ def _told_apart(nodes: list[GraphNode], path: str, count: int) -> list[list[Grap
         turn = max(turn, turns.get(id(node), turn))
         parts[turn].append(node)
     return parts
-
-
-def _module_nodes(nodes: list[GraphNode], users: Mapping[str, list[int]], outputs: set[str]) -> ModuleNodes:
-    own = {id(node) for node in nodes}
-    made = {name: None for node in nodes for name in node.outputs}
-    entering = {name: None for node in nodes for name in node.inputs if name not in made}
-    leaving = [name for name in made if name in outputs or any(user not in own for user in users[name])]
-    return ModuleNodes(tuple(nodes), tuple(entering), tuple(leaving))
 
 
 @functools.cache

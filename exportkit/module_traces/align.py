@@ -6,7 +6,6 @@ order: among the calls inside a pair, those that return the same shapes belong t
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,8 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from exportkit.errors import InvalidRequestError
-from exportkit.module_traces.trace_data import ModuleCall, TensorRecord
+from exportkit.module_traces.tensor_pairs import distance_of_statistics
+from exportkit.module_traces.trace_data import ModuleCall
 
 Pair = tuple[ModuleCall, ModuleCall]
 _Shapes = tuple[tuple[int, ...], ...]
@@ -193,17 +193,8 @@ def _assigned(group: list[Pair]) -> list[Pair]:
 
 def _unlike(one: ModuleCall, two: ModuleCall) -> float:
     """How unlike the outputs of two calls are, by their statistics: 1 at most, and negative if they are equal."""
-    return max((_apart(a, b) for a, b in zip(one.outputs, two.outputs, strict=True)), default=0.0)
-
-
-def _apart(a: TensorRecord, b: TensorRecord) -> float:
-    if a.hash and a.hash == b.hash:
-        return -1.0
-    values = [(getattr(a, name), getattr(b, name)) for name in ("mean", "std", "min", "max")]
-    if any(value is None or not math.isfinite(value) for pair in values for value in pair):
-        return 0.5
-    scale = max(math.hypot(a.mean or 0.0, a.std or 0.0), math.hypot(b.mean or 0.0, b.std or 0.0))
-    return min(max(abs(x - y) for x, y in values) / scale, 1.0) if scale else 0.0
+    pairs = [distance_of_statistics(a, b) for a, b in zip(one.outputs, two.outputs, strict=True)]
+    return max((-1.0 if far.exact else min(far.peak, 1.0) for far in pairs), default=0.0)
 
 
 def _shapes(call: ModuleCall) -> _Shapes:

@@ -108,38 +108,21 @@ def _quantized(tensor: torch.Tensor) -> Decomposition:
 
 def chunks_of(dense: torch.Tensor) -> Iterator[memoryview]:
     """Yields the bytes of a dense tensor in the order of its elements, in chunks of `CHUNK` bytes at most."""
-    if is_plain(dense):
-        memory = memory_of(dense)
-        if len(memory) <= CHUNK:
-            yield memory
-        else:
-            yield from (memory[start : start + CHUNK] for start in range(0, len(memory), CHUNK))
-    elif dense.numel() * dense.itemsize <= _LARGEST_COPY:
-        yield from chunks_of(_copied(dense))
+    if not is_plain(dense):
+        for part in _slices(dense):
+            with apart_from_modes():
+                copied = part.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            yield from chunks_of(copied)
+        return
+    memory = memory_of(dense)
+    if len(memory) <= CHUNK:
+        yield memory
     else:
-        yield from _gathered(dense)
-
-
-def _copied(dense: torch.Tensor) -> torch.Tensor:
-    with apart_from_modes():
-        return dense.detach().resolve_conj().resolve_neg().cpu().contiguous()
-
-
-def _gathered(dense: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor that is too large to be copied at once."""
-    waiting = bytearray()
-    for part in _slices(dense):
-        copied = _copied(part)  # held while its memory is read
-        waiting += memory_of(copied)
-        whole = len(waiting) // CHUNK * CHUNK
-        if whole:
-            done, waiting = waiting[:whole], waiting[whole:]
-            yield from (memoryview(done)[start : start + CHUNK] for start in range(0, whole, CHUNK))
-    if waiting:
-        yield memoryview(waiting)
+        yield from (memory[start : start + CHUNK] for start in range(0, len(memory), CHUNK))
 
 
 def _slices(dense: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The parts of a tensor that are small enough to be copied."""
     if dense.numel() * dense.itemsize <= _LARGEST_COPY:
         yield dense
         return

@@ -19,6 +19,7 @@ end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -151,24 +152,18 @@ def _reused_file(path: Path) -> Any:
     of a recording.
     """
     try:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b", buffering=0)
-    except (AttributeError, OSError):
-        return None
-    if _has_no_other_user(file):
-        return file
-    file.close()
-    return None
-
-
-def _has_no_other_user(file: Any) -> bool:
-    try:
         import fcntl
 
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # raises while the file is open elsewhere
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b", buffering=0)
+    except (ImportError, AttributeError, OSError):  # only Linux can tell whether the file is open elsewhere
+        return None
+    with contextlib.suppress(AttributeError, OSError):  # also where the file system cannot tell
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except (ImportError, AttributeError, OSError):  # only Linux can tell, and not for every file system
-        return False
-    return os.fstat(file.fileno()).st_nlink == 1
+        if os.fstat(file.fileno()).st_nlink == 1:
+            return file
+    file.close()
+    return None
 
 
 def _write_header(file: Any, header: bytes, room: int) -> None:
@@ -184,8 +179,12 @@ def check_destination(target: Path) -> None:
     """Raises DestinationError unless a trace may be written there: over nothing, or over a trace."""
     try:
         found = sorted(item.name for item in target.iterdir()) if target.exists() else []
-        if not found or (INDEX in found and FORMAT in _first_line(target / INDEX)):
+        if not found:
             return
+        if INDEX in found:
+            with (target / INDEX).open("rb") as file:
+                if FORMAT in file.readline(1000).decode(errors="replace"):
+                    return
     except OSError as error:
         raise DestinationError("A trace cannot be written here.", where=str(target), got=error) from error
     raise DestinationError(
@@ -195,8 +194,3 @@ def check_destination(target: Path) -> None:
         got=", ".join(found[:5]),
         hint="name another directory, or empty this one.",
     )
-
-
-def _first_line(path: Path) -> str:
-    with path.open("rb") as file:
-        return file.readline(1000).decode(errors="replace")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import itertools
 import platform
 import threading
 from collections import Counter
@@ -93,7 +94,8 @@ class TraceRecorder:
         self._lock = threading.RLock()
         self._busy: int | None = None  # the thread that is recording at this moment
         self._leaf_reader, self._seen = LeafReader(), SeenTensors()
-        self._written_layouts = self._tensor_count = self._call_count = 0
+        self._written_layouts = self._call_count = 0
+        self._tensor_numbers = itertools.count()
         self._numbers: Counter[str] = Counter()
         self._threads: dict[int, int] = {}
         self._running = 0
@@ -215,26 +217,24 @@ class TraceRecorder:
         """The lines that describe what is new in a value, and the part of a call's line that refers to them."""
         lines: list[str] = []
         try:
-            return lines, self._described(value, frame, lines)
+            paths, tensors, others = self._leaf_reader.read(value)
+            if paths.number >= self._written_layouts:
+                self._written_layouts = paths.number + 1
+                named = {"tensors": paths.tensors, "others": paths.others, "empty": paths.empty}
+                lines.append(encode({"layout": paths.number, **named}))
+            wanted = self._selection(frame.path, frame.number)
+            call = f"{frame.path or self._model_name}[{frame.number}]"
+            numbers = [
+                self._tensor(tensor, f"{call}.{path}" if wanted else None, lines)
+                for tensor, path in zip(tensors, paths.tensors, strict=True)
+            ]
+            text = f'"layout":{paths.number},"tensors":{numbers},"others":{encode(others) if others else "[]"}'
         except OSError:
             raise
         except Exception as error:
             self.note(f"What {frame.path or 'the model'} was given or returned: {type(error).__name__}: {error}")
-            return lines, _NOTHING
-
-    def _described(self, value: dict[str, Any], frame: CallFrame, lines: list[str]) -> str:
-        paths, tensors, others = self._leaf_reader.read(value)
-        if paths.number >= self._written_layouts:
-            self._written_layouts = paths.number + 1
-            named = {"tensors": paths.tensors, "others": paths.others, "empty": paths.empty}
-            lines.append(encode({"layout": paths.number, **named}))
-        wanted = self._selection(frame.path, frame.number)
-        call = f"{frame.path or self._model_name}[{frame.number}]"
-        numbers = [
-            self._tensor(tensor, f"{call}.{place}" if wanted else None, lines)
-            for tensor, place in zip(tensors, paths.tensors, strict=True)
-        ]
-        return f'"layout":{paths.number},"tensors":{numbers},"others":{encode(others) if others else "[]"}'
+            text = _NOTHING
+        return lines, text
 
     def _tensor(self, tensor: torch.Tensor, key: str | None, lines: list[str]) -> int:
         """The number of the record of a tensor; adds the lines that describe it if it is new."""
@@ -247,7 +247,7 @@ class TraceRecorder:
         shape = tuple(tensor.shape)
         number = seen.numbers.get(shape)
         if number is None:
-            number = seen.numbers[shape] = self._next_number()
+            number = seen.numbers[shape] = next(self._tensor_numbers)
             same = next(iter(seen.numbers.values()))
             lines.append(encode({"tensor": number, "as": same, "shape": shape}))
         if key is not None and seen.key is None:
@@ -257,7 +257,7 @@ class TraceRecorder:
         return number
 
     def _new_tensor(self, tensor: torch.Tensor, identity: Any, key: str | None, lines: list[str]) -> int:
-        number, shape = self._next_number(), [] if tensor.is_nested else list(tensor.shape)
+        number, shape = next(self._tensor_numbers), [] if tensor.is_nested else list(tensor.shape)
         line = f'"tensor":{number},"shape":{shape},"dtype":"{dtype_name(tensor)}","device":"{tensor.device}"'
         stored, measured = key is not None and not tensor.is_meta, None
         try:
@@ -277,10 +277,6 @@ class TraceRecorder:
             seen.key = key if stored else None
         lines.append(f"{{{line}}}")
         return number
-
-    def _next_number(self) -> int:
-        self._tensor_count += 1
-        return self._tensor_count - 1
 
     def _write(self, lines: list[str]) -> None:
         self._files.write_lines([*self._waiting, *lines])

@@ -270,7 +270,15 @@ def _read_index(path: Path) -> _Index:
             got=error,
         ) from error
     *whole, _cut = data.split(b"\n")  # a line that was written to its end ends with a newline
-    lines = [_parsed(path, number, line) for number, line in enumerate(whole, start=1)]
+    lines: list[dict[str, Any]] = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _damaged(path, f"line {number}: {error}") from error
+        if not isinstance(found, dict):
+            raise _damaged(path, f"line {number}: {str(found)[:100]}")
+        lines.append(found)
     metadata = lines.pop(0) if lines else {}
     if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
         raise TraceError(
@@ -281,16 +289,6 @@ def _read_index(path: Path) -> _Index:
         )
     finished = lines.pop() if lines and "finished" in lines[-1] else None
     return _Index(path, len(data), metadata, lines, finished)
-
-
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"line {number}: {error}") from error
-    if not isinstance(found, dict):
-        raise _damaged(path, f"line {number}: {str(found)[:100]}")
-    return found
 
 
 def _damaged(path: Path, cause: object) -> TraceError:

@@ -7,7 +7,7 @@ are followed: what both do is certain, and a skip on one of them is noted with i
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,8 +34,9 @@ from exportkit.skipscan.values import (
     Scope,
     Skip,
     Skipped,
+    common_names,
+    is_same,
     is_true,
-    known,
 )
 
 # How control may leave statements: to the next one, out of the function, or out of the loop or its iteration.
@@ -253,7 +254,7 @@ class Interpreter(Expressions):
             if outcome == _LEAVE:
                 self._rest = _negated(condition)
         scope.names.clear()
-        scope.names.update(_common_names(after) if after else before)
+        scope.names.update(common_names(after) if after else before)
         certain = [skipped for skipped, _ in skips if skipped is not None]
         if len(certain) == len(branches):
             reason = " or ".join(dict.fromkeys(skipped.skip.reason for skipped in certain))
@@ -382,24 +383,6 @@ def _negated(condition: str) -> str:
     return condition[4:] if is_negation else f"not ({condition})"
 
 
-def _common_names(branches: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the names after branches of which one was taken, with a value where it does not depend on which."""
-    merged: dict[str, Any] = {}
-    parts = (Function, Class, Imported)  # these are kept from any branch
-    for names in branches:
-        for name, value in names.items():
-            if name not in merged or isinstance(value, parts) > isinstance(merged[name], parts):
-                merged[name] = value
-    for name, value in merged.items():
-        if not isinstance(value, parts) and not all(_is_same(names.get(name, UNKNOWN), value) for names in branches):
-            merged[name] = UNKNOWN
-    return merged
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (known(one) and known(other) and type(one) is type(other) and one == other)
-
-
 def _merged(returned: list[Any]) -> Any:
     """Returns the value of a call that may return in several places."""
     if not returned:
@@ -407,7 +390,7 @@ def _merged(returned: list[Any]) -> Any:
     last = returned[-1]
     if all(isinstance(value, Function) for value in returned):
         return replace(last, marks=tuple(mark for mark in last.marks if all(mark in value.marks for value in returned)))
-    return last if all(_is_same(value, last) for value in returned) else UNKNOWN
+    return last if all(is_same(value, last) for value in returned) else UNKNOWN
 
 
 def _cannot_raise(node: ast.stmt) -> bool:

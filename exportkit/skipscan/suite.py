@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -347,8 +347,8 @@ class Suite(Interpreter):
         while waiting := self.modules.keys() - done:
             done |= waiting
             for module in filter(None, (self.modules[path] for path in waiting)):
-                for path in {path for value in _imports(module.scope) for path in self._files_of(value)} - done:
-                    if path not in self.modules and "skip" in path.read_text(errors="replace").lower():
+                for path in self._imported_files(module.scope) - self.modules.keys():
+                    if "skip" in path.read_text(errors="replace").lower():
                         self.module(path)
         self._may_skip.clear()
         called: dict[str, set[str]] = {}
@@ -367,12 +367,12 @@ class Suite(Interpreter):
             size = len(self._skipping_names)
             self._skipping_names |= {name for name, calls in called.items() if calls & self._skipping_names}
 
-    def _files_of(self, imported: Imported) -> Iterator[Path]:
-        submodule = f"{imported.module}.{imported.name}".lstrip(".")
-        for name in (submodule, imported.module):
-            path = self.find_module(name, imported.level, imported.file)
-            if path is not None:
-                yield path
+    def _imported_files(self, scope: Scope) -> set[Path]:
+        values = [*scope.names.values(), *scope.names.get("*", ())]
+        imports = [value for value in values if isinstance(value, Imported)]
+        names = {(name, i) for i in imports for name in (i.module, f"{i.module}.{i.name}".lstrip("."))}
+        found = {self.find_module(name, imported.level, imported.file) for name, imported in names}
+        return {path for path in found if path is not None}
 
     def _is_relevant(self, function: Function) -> bool:
         """Returns whether the body of a function names a skip, or calls a function that may skip."""
@@ -382,10 +382,6 @@ class Suite(Interpreter):
             calls_skip = not self._skipping_names.isdisjoint(_CALLED.findall(body))
             self._may_skip[key] = function.scope.kind == "function" or bool(_SKIPS.search(body)) or calls_skip
         return self._may_skip[key]
-
-
-def _imports(scope: Scope) -> Iterable[Imported]:
-    return [value for value in (*scope.names.values(), *scope.names.get("*", ())) if isinstance(value, Imported)]
 
 
 def _external_name(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -200,6 +200,25 @@ def flattened(marks: Any) -> Iterator[Any]:
             yield from flattened(mark)
     else:
         yield marks
+
+
+def common_names(branches: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the names after branches of which one was taken, with a value where it does not depend on which."""
+    merged: dict[str, Any] = {}
+    parts = (Function, Class, Imported)  # these are kept from any branch
+    for names in branches:
+        for name, value in names.items():
+            if name not in merged or isinstance(value, parts) > isinstance(merged[name], parts):
+                merged[name] = value
+    for name, value in merged.items():
+        if not isinstance(value, parts) and not all(is_same(names.get(name, UNKNOWN), value) for names in branches):
+            merged[name] = UNKNOWN
+    return merged
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Returns whether two values are the same object, or equal constants of one type."""
+    return one is other or (known(one) and known(other) and type(one) is type(other) and one == other)
 
 
 _NOT_CONSTANT = (

@@ -152,11 +152,47 @@ def test_text_is_no_skip(verdicts):
         ('"%s: %d" % (NAME, 3)', "BERT: 3"),
         ('"{0}{name}".format(1, name="x")', "1x"),
         ("unknown", "{unknown}"),
+        ('"long" if len(NAME) > 3 else "short"', "long"),
+        ("NAME[:2]", "BE"),
     ],
 )
 def test_a_reason_is_what_python_makes_of_it(verdicts, written, reason):
     source = f'import pytest\nNAME = "BERT"\n@pytest.mark.skip(reason={written})\ndef test_a(): ...'
     assert verdicts(source) == {"test_a": f"skipped: {reason}"}
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "ready = False\nready += unknown",
+        "ready = False\nwhile unknown: ready = True",
+        "ready = False\nfor ready in unknown: pass",
+        "ready = False\nmatch unknown:\n    case 1: ready = True",
+        "ready = False\nif unknown: ready = True",
+        "ready = False\ntry: ready = unknown()\nexcept ValueError: pass",
+    ],
+)
+def test_a_name_that_may_have_changed_decides_nothing(verdicts, statements):
+    source = f"import pytest\n{statements}\n@pytest.mark.skipif(not ready, reason='not ready')\ndef test_a(): ..."
+    assert verdicts(source) == {"test_a": [("not ready", "not ready")]}
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "sys.version_info[:2] >= (3, 8)",
+        "sys.version_info.major == 3",
+        "os.environ.get('NO_SUCH_VARIABLE') is None",
+        "os.getenv('NO_SUCH_VARIABLE', 'no') == 'no'",
+        "platform.python_implementation() == sys.implementation.name.replace('cpython', 'CPython')",
+        "importlib.util.find_spec('no_such_package') is None",
+    ],
+)
+def test_conditions_on_the_environment_are_evaluated(verdicts, condition):
+    source = (
+        f"import importlib, os, platform, pytest, sys\n@pytest.mark.skipif({condition}, reason='x')\ndef test_a(): ..."
+    )
+    assert verdicts(source) == {"test_a": "skipped: x"}
 
 
 class TestConditions:
@@ -237,6 +273,13 @@ class TestConditions:
         one, two = "from two import mark\nfrom two import *", "from one import mark\nfrom one import *"
         source = "import pytest\nfrom one import mark, other\n@mark\ndef test_a():\n    if other: pytest.skip()"
         assert verdicts(source, one=one, two=two) == {"test_a": [("", "other")]}
+
+    def test_helpers_that_call_each_other_many_times_end(self, verdicts):
+        helpers = [f"def h{n}():\n    " + f"h{n + 1}();" * 20 for n in range(8)]
+        source = "\n".join(
+            ["import pytest", *helpers, "def h8(): ready() and pytest.skip('deep')", "def test_a(): h0()"]
+        )
+        assert verdicts(source) == {"test_a": "ran"}
 
     def test_recursion_ends(self, verdicts):
         source = "import pytest\ndef helper(): helper(); pytest.skip('deep')\ndef test_a(): helper()"
