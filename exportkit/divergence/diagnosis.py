@@ -1,7 +1,7 @@
 """Says what is wrong where a graph diverges: the module, node, weight or choice behind the first difference.
 
 The node is the one that computes the tensor that differs first. If the program that the graph was translated from is
-known and agrees, it is the first node of the module whose value none of the program's nodes with the same operator has.
+known and agrees, it is the first node of the module whose value no node of the program with its operator has.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class _Search:
         if far > _OPTIMISED * max(units, default=0.0):  # otherwise matching again is not worth its time
             matched = self._matched(optimised)
         runtime = replace(_stage(RUNTIME, matched), error=max(far, after.error))
-        skipped = [Stage(name, "not checked", note="what comes of it agrees") for name in (EXPORT, BEFORE)]
+        skipped = [Stage(name, "not checked", note="the ONNX model made from it agrees") for name in (EXPORT, BEFORE)]
         return self._diagnosis(optimised, matched).divergence(runtime, (*skipped, after, runtime))
 
     def _first_of(
@@ -197,7 +197,7 @@ class _Search:
             return _stage(BEFORE, self._matched(before))
         first, program, reference = diagnosis.matched.first, self._graphs.program, diagnosis.reference
         if reference is None or program is None or first is None or first.owner is None:
-            return Stage(BEFORE, "not checked", note="give it as before=, to tell it from the next stage")
+            return Stage(BEFORE, "not checked", note="pass it as before= to distinguish it from the next stage")
         call = diagnosis.call(first.owner)
         name = call.path or "the model"
         nodes, expected = diagnosis.nodes_of(diagnosis.run, call), diagnosis.nodes_of(reference, call)

@@ -26,9 +26,9 @@ from exportkit.trees import flatten
 
 Tensors = Mapping[str, torch.Tensor]
 
-MODEL, GRAPH, AROUND = "The model", "onnxruntime", "What feeds the graph and reads its outputs"
-CHANGED = "run again, it does not return what this call expects of it: it was changed since, or is random"
-SMALL = "more than the proof allows, but no module does more to it than rounding"
+MODEL, GRAPH, AROUND = "The model", "onnxruntime", "The code around the graph"
+CHANGED = "it no longer returns what this call expects: it was changed since, or is random"
+SMALL = "it differs by more than the proof allows, but no module adds more than rounding"
 ONNX = "ONNX or onnxruntime"
 _SHOWN = 4  # modules that are named
 

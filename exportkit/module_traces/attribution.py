@@ -17,7 +17,7 @@ from exportkit.module_traces.error_steps import ComparedCall, ErrorStep, Step, T
 
 # The thresholds are measured on the four small models of tests/module_traces/faults.py: 93 pairs of runs without a
 # fault (other dtypes, attention kernels, padding), and 50 faults. With each threshold, one at a time, anywhere in the
-# range given below, every fault is attributed to its module, and none is seen where there is none. The values are near
+# range given below, every fault is attributed to its module, and no sound pair has one. The values are near
 # the middle of the ranges, as deeper models add up more rounding and amplify it more.
 
 # How many times the error of its sources the error of a step may be (1.5 to 64). Without a fault, 90 % of the steps
@@ -36,8 +36,8 @@ PEAK = 16.0
 # what steps of a kind do needs as many.
 _COMMON, _SEVERAL = 0.1, 3
 
-GREW = "no step adds more than steps of its kind may: here the error comes near that of the outputs"
-CHOSE = "another choice, made of values that are the same up to rounding"
+GREW = "no single step adds more error than its kind may: here it approaches the error of the outputs"
+CHOSE = "a different choice among values that are equal up to rounding"
 _SEVERITY: tuple[Verdict, ...] = ("equal", "close", "carried", "unknown", "differs")
 
 
@@ -85,7 +85,7 @@ def first_step(
     by_index = {call.index: call for call in calls}
     for step in steps:
         for pair in by_index[step.call].side(step.side):
-            # where the error comes near that of the outputs; for a choice, any other choice is enough
+            # where the error approaches that of the outputs; integers only have to differ
             if not pair.distance.exact and (pair.distance.rms >= max(errors) / JUMP or not pair.unit):
                 reason = GREW if pair.unit else CHOSE
                 return replace(step, pair=pair, error=pair.distance.rms, verdict="differs", reason=reason)
@@ -93,7 +93,7 @@ def first_step(
 
 
 def is_known(path: str, wrong: Collection[str]) -> bool:
-    """Returns whether a tensor is one of those that are known to be wrong, or inside one of them."""
+    """Returns whether a tensor is known to be wrong, or part of a value that is."""
     return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in wrong)
 
 
@@ -203,14 +203,14 @@ def _attributed(step: Step, dtypes: _UsualDtypes, usual: _UsualErrors) -> ErrorS
         if excess > 1:
             reason = f"computed from {'exact' if step.exact_sources else 'close'} values"
             if math.isinf(far.rms):
-                reason = "NaN or infinite in one of the runs only"
+                reason = "NaN or infinite in only one of the runs"
             return _Finding(pair, "differs", excess, far.problem or reason)
         if far.exact:
             return _Finding(pair, "equal", 0.0)
         if not far.values and reproduced:
-            return _Finding(pair, "differs", math.inf, "other values, by their hash")
+            return _Finding(pair, "differs", math.inf, "different values, by their hash")
         if not far.values and (far.rms == 0.0 or far.reordered):
-            return _Finding(pair, "unknown", 0.0, "other values, or another order of them")
+            return _Finding(pair, "unknown", 0.0, "different values, or the same ones in a different order")
         return _Finding(pair, "carried" if step.base >= far.rms / JUMP else "close", excess)
 
     findings = [finding(pair) for pair in step.pairs]

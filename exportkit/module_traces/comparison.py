@@ -140,7 +140,7 @@ class Comparison(PrintedResult):
         counts = Counter(row.verdict for row in self.tensors)
         if counts["unknown"]:
             row = next(row for row in self.modules if row.verdict == "unknown")
-            return f"Undecided: what {row.name} ({row.class_name}) computes differs; how much, only values can tell."
+            return f"Undecided: what {row.name} ({row.class_name}) computes differs; only values can tell by how much."
         return "The runs are equal." if counts["equal"] == len(self.tensors) else "The runs agree, up to rounding."
 
     def _title(self) -> tuple[str, bool]:

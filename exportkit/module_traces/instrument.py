@@ -47,7 +47,7 @@ def instrumented(model: torch.nn.Module, recorder: TraceRecorder) -> Iterator[No
         for cls in {_owner(type(module)) for module in paths} - {None}:
             stack.enter_context(replaced_attributes(cls, {"forward": _wrapped_forward(cls)}))
         for module in paths:
-            if "forward" in vars(module):  # wrapped by somebody before
+            if "forward" in vars(module):  # set by the user, or wrapped by other code
                 owner: Any = module
                 stack.enter_context(replaced_attributes(owner, {"forward": _InstanceForward(module)}))
         stack.callback(instrument.remove)
@@ -190,7 +190,7 @@ def _recorded(
 
 
 def _adopted(module: torch.nn.Module) -> tuple[_Target, ...] | None:
-    """Who targets a module that nobody knew: it was put into one whose call is being recorded."""
+    """The recorders of a new module: it was added to a module whose call is being recorded."""
     frames: Any = scope.frames()
     if not frames:
         return None

@@ -17,13 +17,11 @@ import torch
 
 from exportkit.trees import flatten, join
 from exportkit.trees.caches import ATOMS
-from exportkit.trees.flatten import flattened
+from exportkit.trees.flatten import flattened, holds_tensor
 from exportkit.trees.structure import Closed, Nested, Registered, Structure, path_of
 
 _LONGEST_TEXT = 500  # characters of a text, which may be a whole prompt
-_DEEPEST = (
-    8  # objects inside objects that are opened; what is deeper becomes a text, as objects can refer to each other
-)
+_DEEPEST = 8  # objects inside objects that are opened; deeper ones become texts, as objects can refer to each other
 _UNOPENED = (type, torch.nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _SHORT = (slice, range, complex, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
 
@@ -122,7 +120,7 @@ def _only_value(value: dict[str, Any]) -> tuple[str, Any]:
 
 def _add_others(item: Any, others: list[Any]) -> None:
     """Adds the leaves of a structure that are not tensors, in the order of their paths; caches have none."""
-    for leaf in (item if type(item) is Nested else item.children).leaves:
+    for leaf in item.items:
         kind = type(leaf)
         if kind in ATOMS or kind is Closed:
             others.append(leaf)
@@ -161,15 +159,7 @@ def _inside(value: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     state = getattr(value, "__dict__", None)
-    return state if isinstance(state, dict) and any(map(_holds_tensor, state.values())) else None
-
-
-def _holds_tensor(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return any(map(_holds_tensor, value))
-    if type(value) is dict:
-        return any(map(_holds_tensor, value.values()))
-    return isinstance(value, torch.Tensor)
+    return state if isinstance(state, dict) and any(map(holds_tensor, state.values())) else None
 
 
 def _plain(other: Any) -> Any:

@@ -45,7 +45,7 @@ def trace_model(
             deleted.
         values: The modules whose values to store: "all"; "ends", all but the blocks in the middle of lists of blocks; a
             path such as ``"model.layers.*.mlp"``; a compiled expression that is searched in paths; or a list of these.
-        every: Store the values of every so many-eth call of a module: a sample of a long generation.
+        every: Store the values of every n-th call of each module only: a sample of a long generation.
 
     Raises:
         InvalidTypeError: if ``model`` is not a module, or ``values`` something else.
@@ -108,7 +108,7 @@ class ValueSelection:
     Args:
         model: The model.
         values: See `trace_model`.
-        every: Store the values of every so many-eth call of a module.
+        every: Store the values of every n-th call of each module only.
 
     Raises:
         InvalidRequestError: if a pattern matches no module, or ``every`` is not a positive number.
@@ -118,7 +118,10 @@ class ValueSelection:
     def __init__(self, model: torch.nn.Module, values: Any, every: int = 1) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise InvalidRequestError(
-                "Values are stored of every so many-eth call.", where="every", expected="1 or more", got=repr(every)
+                "Values are stored for every n-th call of a module.",
+                where="every",
+                expected="1 or more",
+                got=repr(every),
             )
         self._every = every
         self._stores_all = isinstance(values, str) and values == ALL
@@ -152,7 +155,7 @@ def _matching(pattern: Any, paths: list[str]) -> list[str]:
         found = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
     else:
         raise InvalidTypeError(
-            "This does not say which values are to be stored.",
+            "This does not say which values to store.",
             where="values",
             expected='None, "all", "ends", a module path (also with * and ?), a compiled regular expression, or a list',
             got=repr(pattern),

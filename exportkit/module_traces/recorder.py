@@ -137,7 +137,7 @@ class TraceRecorder:
             return True
         is_jit: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if is_jit or is_tracing() or is_capturing():
-            self.note("Calls inside of torch.compile, torch.export, torch.func, or the capture of a graph are missing.")
+            self.note("Calls inside torch.compile, torch.export, torch.func, or the capture of a graph are missing.")
             return True
         return in_backward()  # checkpointed layers run again
 

@@ -93,8 +93,9 @@ def set_stored_length(cache: Any, length: int) -> None:
         for name, value in vars(cache).items():
             if name == "cumulative_length" and isinstance(value, int):
                 cache.cumulative_length = length
-            elif name == "is_initialized" and not length and _is_empty(getattr(cache, "keys", None)):
-                cache.is_initialized = False  # as in the first call of a generation, which models ask for
+            elif name == "is_initialized" and not length and isinstance(getattr(cache, "keys", None), torch.Tensor):
+                # False as in the first call of a generation, which models ask for.
+                cache.is_initialized = value and bool(cache.keys.numel())
             elif name == "is_updated" and isinstance(value, dict):
                 layers = cache.cross_attention_cache.layers
                 cache.is_updated = {i: layers[i].get_seq_length() > 0 if i < len(layers) else False for i in value}
@@ -112,13 +113,12 @@ def stored_length(value: Any) -> int:
         return max(map(stored_length, value), default=0)
     if not is_cache_part(type(value)):
         return 0
-    inner = (item for name, item in vars(value).items() if name not in ("cumulative_length", "cross_attention_cache"))
     count = getattr(value, "cumulative_length", 0)
-    return max([count if isinstance(count, int) else 0, *map(stored_length, inner)])
-
-
-def _is_empty(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and not tensor.numel()
+    longest = count if isinstance(count, int) else 0
+    for name, item in vars(value).items():
+        if name not in ("cumulative_length", "cross_attention_cache"):
+            longest = max(longest, stored_length(item))
+    return longest
 
 
 def make_dynamic_cache(key_value_pairs: Sequence[KeyValue], sliding_window: int | None = None) -> Any:

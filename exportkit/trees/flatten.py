@@ -284,32 +284,28 @@ def with_list(tree: Tree, members: Sequence[torch.Tensor], others: list[torch.Te
 
 
 def check_opened(name: str, tree: Tree) -> None:
-    """Raises UnregisteredClassError if a leaf is an object that holds tensors nobody told us how to reach."""
+    """Raises UnregisteredClassError if a leaf of argument ``name`` is an object that holds tensors."""
     for path, leaf in tree.constants().items():
-        if isinstance(leaf, torch.nn.Module | type):
+        if leaf is None or isinstance(leaf, torch.nn.Module | type):
             continue
-        held = [key for key, value in _attributes(leaf).items() if _holds_tensor(value)]
+        state: Any = object.__getstate__(leaf)
+        plain, slots = state if isinstance(state, tuple) else (state, None)
+        held = sorted([key for key, value in ((plain or {}) | (slots or {})).items() if holds_tensor(value)])
         if held:
             raise UnregisteredClassError(
                 f"An object of class {type(leaf).__name__} holds tensors that cannot be inputs or outputs of a graph.",
                 where=join(name, path),
                 expected="a class registered with torch's pytree",
-                got=f"{type(leaf).__module__}.{type(leaf).__qualname__} with tensors in {', '.join(sorted(held))}",
+                got=f"{type(leaf).__module__}.{type(leaf).__qualname__} with tensors in {', '.join(held)}",
                 hint="torch.utils._pytree.register_pytree_node(cls, flatten, unflatten), before the model runs; "
                 "for a dataclass torch.export.register_dataclass(cls).",
             )
 
 
-def _attributes(leaf: Any) -> dict[str, Any]:
-    """Attributes of an object, those in slots included."""
-    state = object.__getstate__(leaf)
-    plain, slots = state if isinstance(state, tuple) else (state, None)
-    return {**(plain or {}), **(slots or {})}
-
-
-def _holds_tensor(value: Any) -> bool:
+def holds_tensor(value: Any) -> bool:
+    """Returns whether a value is a tensor, or lists, tuples and dicts that hold one."""
     if isinstance(value, list | tuple):
-        return any(_holds_tensor(item) for item in value)
+        return any(map(holds_tensor, value))
     if isinstance(value, dict):
-        return any(_holds_tensor(item) for item in value.values())
+        return any(map(holds_tensor, value.values()))
     return isinstance(value, torch.Tensor)

@@ -128,15 +128,13 @@ class _Writer:
     def dump(self, node: Any, inside: bool = False) -> Any:
         """Returns the JSON data of a node; ``inside`` a cache, constants are not leaves."""
         kind = type(node)
-        if kind is Nested:
-            return self._dump_containers(node.spec.unflatten(node.leaves), inside)
-        if kind is Container:
-            return self._dump_containers(node.around(node.values), inside)
+        if kind is Nested or kind is Container:
+            return self._dump_containers(node.around(node.items), node.inside)
         if kind is Object:
-            state = [[name, self.dump(value, True)] for name, value in zip(node.names, node.values, strict=True)]
+            state = [[name, self.dump(value, True)] for name, value in zip(node.names, node.items, strict=True)]
             return {"object": class_name(node.cls, *_CACHE_CLASSES), "state": state}
         if kind is Table:
-            return [self.dump(row, True) for row in node.rows()]
+            return [self.dump(row) for row in node.items]
         if kind is Registered:
             return self._dump_registered(node.cls, self.dump(node.children), node.context)
         if node is LENGTH:

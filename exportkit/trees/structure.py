@@ -12,7 +12,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import optree
 import torch
@@ -39,24 +39,68 @@ TENSOR = Mark.TENSOR
 LENGTH = Mark.LENGTH
 
 
-# The nodes of a structure. They are no named tuples, which optree would open like any other.
+# The nodes of a structure: each has ``items`` in the order of their leaves, and puts built items together (``around``).
+# Inside a cache, only tensors are leaves. Nodes are not named tuples, which optree would open like any other.
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Nested:
     """Plain containers, and what was found in them: constants, `TENSOR`, and further nodes."""
 
+    inside: ClassVar = False
     spec: optree.PyTreeSpec
-    leaves: tuple[Any, ...]
+    items: tuple[Any, ...]
+
+    def around(self, items: Sequence[Any]) -> Any:
+        """Returns the containers around the given items."""
+        return self.spec.unflatten(items)
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Registered:
+    """An object of a class registered with torch's pytree, and the path step of each of its children."""
+
+    inside: ClassVar = False
+    cls: type
+    node: Registration
+    context: Any
+    names: tuple[str | int, ...]
+    children: Nested
+
+    @property
+    def items(self) -> tuple[Any, ...]:
+        """What was found in its children."""
+        return self.children.items
+
+    def around(self, items: Sequence[Any]) -> Any:
+        """Returns the object around the given items."""
+        return self.node.unflatten(self.children.spec.unflatten(items), self.context)
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Object:
-    """A cache or one of its layers. Of the leaves inside, only tensors count; everything else belongs to the object."""
+    """A cache or one of its layers, and its attributes."""
 
+    inside: ClassVar = True
     cls: type
     names: tuple[str, ...]
-    values: tuple[Any, ...]
+    items: tuple[Any, ...]
+
+    def around(self, items: Sequence[Any]) -> Any:
+        """Returns the object around the given items. No ``update`` runs, and it behaves as the flattened one did."""
+        built: Any = object.__new__(self.cls)
+        state = dict(zip(self.names, items, strict=True))
+        for name, value in state.items():
+            if type(value) is Method:
+                state[name] = types.MethodType(value.function, built)
+            elif value is LENGTH:
+                keys = state.get("keys")
+                state[name] = 0 if keys is None else keys.shape[-2]
+        for name, source in DERIVED.items():
+            if source in state:
+                state[name] = torch.tensor(state[source], dtype=torch.long)
+        built.__dict__.update(state)
+        return built
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -66,15 +110,21 @@ class Table:
     Opening many layers together takes a third of the time.
     """
 
+    inside: ClassVar = True
     cls: type
     names: tuple[str, ...]
     columns: tuple[Any, ...]  # the values of one attribute, or TENSOR for a column of tensors
     height: int
 
-    def rows(self) -> list[Object]:
-        """Returns the objects."""
+    @property
+    def items(self) -> list[Object]:
+        """The objects."""
         columns = [itertools.repeat(TENSOR, self.height) if c is TENSOR else c for c in self.columns]
-        return [Object(self.cls, self.names, values) for values in zip(*columns, strict=True)]
+        return [Object(self.cls, self.names, row) for row in zip(*columns, strict=True)]
+
+    def around(self, items: list[Any]) -> Any:
+        """Returns the list of the given items."""
+        return items
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -84,37 +134,30 @@ class Container:
     `build` is traced by Dynamo where torch takes a cache as an input, and Dynamo does not know optree's structures.
     """
 
+    inside: ClassVar = True
     cls: type
     keys: tuple[Any, ...] | None  # of a dict
-    values: tuple[Any, ...]
+    items: tuple[Any, ...]
     extra: Any = None  # what makes the missing values of a defaultdict, or the greatest length of a deque
 
     @classmethod
-    def of(cls, value: Any, nodes: Iterable[Any]) -> Container:
-        """Returns the node of a list, tuple, dict or deque which holds these nodes."""
+    def of(cls, value: Any, items: Iterable[Any]) -> Container:
+        """Returns the node of a list, tuple, dict or deque that holds these items."""
         keys = tuple(value) if isinstance(value, dict) else None
         extra = getattr(value, "default_factory" if isinstance(value, dict) else "maxlen", None)
-        return cls(type(value), keys, tuple(nodes), extra)
+        return cls(type(value), keys, tuple(items), extra)
 
-    def around(self, values: Sequence[Any]) -> Any:
-        """Returns the container around the given values."""
+    def around(self, items: Sequence[Any]) -> Any:
+        """Returns the container around the given items."""
         if self.keys is not None:
-            items = dict(zip(self.keys, values, strict=True))
-            return self.cls(items) if self.extra is None else self.cls(self.extra, items)
+            pairs = dict(zip(self.keys, items, strict=True))
+            return self.cls(pairs) if self.extra is None else self.cls(self.extra, pairs)
         if hasattr(self.cls, "_fields"):
-            return self.cls(*values)
-        return self.cls(values) if self.extra is None else self.cls(values, self.extra)
+            return self.cls(*items)
+        return self.cls(items) if self.extra is None else self.cls(items, self.extra)
 
 
-@dataclass(slots=True, unsafe_hash=True)
-class Registered:
-    """An object of a class registered with torch's pytree, and the path step of each of its children."""
-
-    cls: type
-    node: Registration
-    context: Any
-    names: tuple[str | int, ...]
-    children: Nested
+_NODES = frozenset({Nested, Registered, Object, Table, Container})
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -162,7 +205,7 @@ class Structure(NamedTuple):
         start = first = 0
         for spec in (*args.children(), *kwargs.children()):
             stop = start + spec.num_leaves
-            node = Nested(spec, self.root.leaves[start:stop])
+            node = Nested(spec, self.root.items[start:stop])
             parts.append(Part(node, first, Leaves(next=first).add(node)))
             start, first = stop, parts[-1].leaves.next
         return tuple(parts[: args.num_children]), dict(zip(kwargs.entries(), parts[args.num_children :], strict=True))
@@ -214,10 +257,10 @@ class Leaves:
             if growth is not None:
                 self.growing.append({path: growth})
         elif kind is Nested:
-            for steps, leaf in zip(node.spec.paths(), node.leaves, strict=True):
+            for steps, leaf in zip(node.spec.paths(), node.items, strict=True):
                 self.add(leaf, path_of(steps, path))
         elif kind is Object:
-            state = dict(zip(node.names, node.values, strict=True))
+            state = dict(zip(node.names, node.items, strict=True))
             for name, value in state.items():
                 growth = growth_of(name, node.cls, state) if name in GROWING else None
                 self.add(value, f"{path}.{name}" if path else name, True, growth)
@@ -231,10 +274,10 @@ class Leaves:
             self.growing.append(growing)
             self.next += len(numbers)
         elif kind is Container:
-            for key, value in zip(node.keys or range(len(node.values)), node.values, strict=True):
+            for key, value in zip(node.keys or range(len(node.items)), node.items, strict=True):
                 self.add(value, f"{path}[{key!r}]", True, growth)
         elif kind is Registered:
-            for steps, leaf in zip(node.children.spec.paths(), node.children.leaves, strict=True):
+            for steps, leaf in zip(node.children.spec.paths(), node.items, strict=True):
                 self.add(leaf, path_of((node.names[steps[0]], *steps[1:]), path))
         elif not inside:
             self.paths.append(path)
@@ -251,17 +294,17 @@ def _table_leaves(
 
     Tensors are numbered attribute by attribute, and listed layer by layer.
     """
-    paths, growing, state, height = [], {}, dict.fromkeys(names), len(windows)
+    paths, numbers, growing, state = [], [], {}, dict.fromkeys(names)
     for row, window in enumerate(windows):
         if "sliding_window" in state:
             state["sliding_window"] = window
-        for name in tensors:
+        for column, name in enumerate(tensors):
             inner = f"{path}[{row}].{name}"
             paths.append(inner)
+            numbers.append(first + column * len(windows) + row)
             growth = growth_of(name, cls, state)
             if growth is not None:
                 growing[inner] = growth
-    numbers = [first + column * height + row for row in range(height) for column in range(len(tensors))]
     return paths, numbers, growing
 
 
@@ -280,43 +323,16 @@ def joined_parts(value: Any) -> Part:
 def build(node: Any, leaves: Iterator[Any], inside: bool = False) -> Any:
     """Returns the value of a structure, around the leaves themselves; containers, caches and objects are new.
 
-    No tensor is copied and no ``update`` runs; a new cache behaves as the old one did.
-
     Args:
         node: The root of the structure.
         leaves: Its leaves in the order of their paths, constants outside of caches included.
         inside: Whether the node is inside a cache, where only tensors are leaves.
     """
-    kind = type(node)
     if node is TENSOR:
         return next(leaves)
-    if kind is Nested:
-        return node.spec.unflatten([build(leaf, leaves) for leaf in node.leaves])
-    if kind is Object:
-        return _object(node, [build(value, leaves, True) for value in node.values])
-    if kind is Table:
-        return [build(row, leaves, True) for row in node.rows()]
-    if kind is Container:
-        return node.around([build(value, leaves, True) for value in node.values])
-    if kind is Registered:
-        return node.node.unflatten(build(node.children, leaves), node.context)
+    if type(node) in _NODES:
+        return node.around([build(item, leaves, node.inside) for item in node.items])
     return node if inside else next(leaves)
-
-
-def _object(node: Object, values: list[Any]) -> Any:
-    built: Any = object.__new__(node.cls)
-    state = dict(zip(node.names, values, strict=True))
-    for name, value in state.items():
-        if type(value) is Method:
-            state[name] = types.MethodType(value.function, built)
-        elif value is LENGTH:
-            keys = state.get("keys")
-            state[name] = 0 if keys is None else keys.shape[-2]
-    for name, source in DERIVED.items():
-        if source in state:
-            state[name] = torch.tensor(state[source], dtype=torch.long)
-    built.__dict__.update(state)
-    return built
 
 
 def containers(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:

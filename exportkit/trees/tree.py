@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +49,7 @@ class Tree:
         if type(found) is Nested:
             if found.spec.type is not None:
                 return found.spec.type
-            found = found.leaves[0]
+            found = found.items[0]
         return found.cls if type(found) in (Object, Registered) else object
 
     @functools.cached_property
@@ -86,13 +86,13 @@ class Tree:
 
     def map(self, change: Callable[[Any], Any]) -> Tree:
         """Returns the same tree with ``change(leaf)`` for each leaf."""
-        return self._holding([change(leaf) for leaf in self.leaves])
+        return self._holding(map(change, self.leaves))
 
     def with_leaves(self, leaves: Mapping[str, Any]) -> Tree:
         """Returns the same tree with the leaves of the given paths replaced."""
-        return self._holding([leaves.get(p, leaf) for p, leaf in zip(self.paths, self.leaves, strict=True)])
+        return self._holding(map(leaves.get, self.paths, self.leaves))
 
-    def _holding(self, leaves: list[Any]) -> Tree:
+    def _holding(self, leaves: Iterable[Any]) -> Tree:
         tensors: list[torch.Tensor] = []
         listed = Leaves(self._listed.paths, growing=self._listed.growing)
         for path, leaf in zip(self.paths, leaves, strict=True):
@@ -121,7 +121,7 @@ class HeldTensors:
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Returns their shapes."""
-        return [shape_of(tensor) for tensor in self._tensors]
+        return list(map(shape_of, self._tensors))
 
 
 def lazy_tree(parts: Any, source: Tensors) -> Tree:

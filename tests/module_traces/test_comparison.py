@@ -243,7 +243,7 @@ def test_json_holds_everything_and_is_valid():
 
     assert data["first"]["path"] == "head"
     assert data["first"]["error"] == "inf"
-    assert data["first"]["reason"] == "NaN or infinite in one of the runs only"
+    assert data["first"]["reason"] == "NaN or infinite in only one of the runs"
     assert data["ok"] is False
     assert len(data["tensors"]) == 18
 

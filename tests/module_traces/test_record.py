@@ -244,8 +244,8 @@ def test_values_of_a_sample_of_the_calls():
     [
         ({"values": "blocks.9"}, InvalidRequestError, "No module has such a path"),
         ({"values": re.compile("nothing")}, InvalidRequestError, "No module has such a path"),
-        ({"values": 3}, InvalidTypeError, "which values are to be stored"),
-        ({"values": "all", "every": 0}, InvalidRequestError, "every so many-eth call"),
+        ({"values": 3}, InvalidTypeError, "which values to store"),
+        ({"values": "all", "every": 0}, InvalidRequestError, "every n-th call"),
     ],
 )
 def test_what_makes_no_sense_is_an_error_before_anything_is_written(options, error, text, tmp_path):
