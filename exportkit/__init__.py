@@ -26,11 +26,9 @@ _DEFINED_IN = {
     "Expression": "plan.expression",
     # export and prove
     "export": None,
-    "load": "folder.folder:load_folder",
-    "Exported": "programs.exported",
-    "ExportedPrograms": "programs.programs",
-    "OnnxModel": "onnx_files.onnx_model",
-    "OnnxPrograms": "onnx_files.onnx_programs",
+    "load": "api.onnx_model",
+    "Exported": "api.exported",
+    "OnnxModel": "api.onnx_model",
     "Report": "proof.report",
     "show_progress": "report.progress",
     # capture what modules return
@@ -72,8 +70,7 @@ def __getattr__(name: str) -> object:
     file = _DEFINED_IN[name]
     if file is None:
         return _importlib.import_module(f"{__name__}.{name}")
-    file, _, attribute = file.partition(":")
-    value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{file}"), attribute or name)
+    value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{file}"), name)
     return value
 
 

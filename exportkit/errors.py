@@ -104,11 +104,11 @@ class ExportError(ExportkitError, RuntimeError):
 
     Attributes:
         details: The full message of torch; empty if there is none.
-        attempt: What was traced; None if unknown.
+        request: What was traced; None if unknown.
     """
 
     details: str = ""
-    attempt: Any = None
+    request: Any = None
 
     def repro(self, directory: str | os.PathLike[str]) -> Path:
         """Writes a script that fails in the same way with torch alone, and returns its path.
@@ -122,9 +122,9 @@ class ExportError(ExportkitError, RuntimeError):
             InvalidRequestError: if the error was raised before anything was traced.
             DestinationError: if the directory cannot be written.
         """
-        if self.attempt is None:
+        if self.request is None:
             raise InvalidRequestError("Nothing was traced when this error was raised, so it cannot be reproduced.")
-        script: Path = self.attempt.repro(directory)
+        script: Path = self.request.repro(directory)
         return script
 
 

@@ -1,7 +1,7 @@
 """The module ``exportkit.export``, which is also the function: ``exportkit.export(model, observer)``."""
 
 from exportkit._callable_module import make_callable
-from exportkit.programs.make import export
+from exportkit.api.export import export
 
 __all__ = ["export"]
 

@@ -163,8 +163,8 @@ def replaced_functions(
 
 def namespaces(model: torch.nn.Module) -> list[ModuleType]:
     """Returns the Python modules in which the classes of a model's modules are defined."""
-    names = sorted({type(module).__module__ for module in model.modules()})
-    return [sys.modules[name] for name in names if name in sys.modules]
+    names = {type(module).__module__ for module in model.modules()} & sys.modules.keys()
+    return [sys.modules[name] for name in sorted(names)]
 
 
 def original_in(slot: Slot) -> Any:

@@ -287,7 +287,7 @@ class TestWrongInput:
 
     def test_a_damaged_folder(self, tmp_path):
         (tmp_path / "manifest.json").write_text("{}")
-        self.check(run("report", tmp_path), "no exported model that this version reads")
+        self.check(run("report", tmp_path), "Not an exported model that this version reads")
         (tmp_path / "manifest.json").write_text("{")
         self.check(run("report", tmp_path), "is damaged")
 

@@ -21,6 +21,7 @@ ROOT = Path(exportkit.__file__).parent
 # In the order of the data flow: a room imports only rooms that stand before it, wherever the import statement stands.
 ROOMS = [
     "errors",
+    "files",
     "skipscan",
     "_callable_module",
     "_torch_compat",
@@ -257,7 +258,7 @@ def test_the_stub_says_where_names_come_from():
     for name, module in imported.items():
         public = getattr(exportkit, name)
         found = getattr(importlib.import_module(module), name)
-        assert found is getattr(public, "__wrapped__", public), name
+        assert found in (public, getattr(public, "__wrapped__", None)), name
 
 
 def test_every_module_can_be_imported():
@@ -272,13 +273,11 @@ def test_public_names_are_these():
     assert sorted(exportkit.__all__) == [
         "Call",
         "Exported",
-        "ExportedPrograms",
         "ExportkitError",
         "Expression",
         "InputObserver",
         "Observation",
         "OnnxModel",
-        "OnnxPrograms",
         "OutputRecorder",
         "Plan",
         "Report",

@@ -13,16 +13,16 @@ def quiet_onnx_export() -> Iterator[None]:
     import logging
     import warnings
 
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {}
+    for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir")):
+        levels[logger] = logger.level
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 
@@ -35,8 +35,7 @@ def exact_no_ops() -> list[tuple[Any, dict[str, float]]]:
     try:
         from onnxscript.rewriter.rules.common import _no_op
 
-        nodes = [node for rule in _no_op.rules.rules for node in rule._target_pattern]
-        values = [value for node in nodes for value in node.inputs]
+        values = [value for rule in _no_op.rules.rules for node in rule._target_pattern for value in node.inputs]
     except (ImportError, AttributeError):
         return []
     exact = {"_abs_tol": 0.0, "_rel_tol": 0.0}

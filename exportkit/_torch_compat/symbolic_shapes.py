@@ -9,18 +9,16 @@ import torch
 from exportkit._torch_compat import require
 
 
-def symbol_name(size: Any) -> str | int:
-    """Returns the expression of a traced size, such as "s27 + s65", or the int itself. Seen in torch 2.13."""
-    return int(size) if isinstance(size, int) else str(size.node.expr)
-
-
 def stored_sizes(program: torch.export.ExportedProgram) -> dict[str, tuple[str | int, ...]]:
-    """Returns the traced shape of each graph value by node name. Seen in torch 2.13 (``node.meta["val"]``)."""
-    shapes = {}
+    """Returns the traced shape of each graph value by node name: ints, and expressions such as "s27 + s65".
+
+    Seen in torch 2.13 (``node.meta["val"]``).
+    """
+    shapes: dict[str, tuple[str | int, ...]] = {}
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            shapes[node.name] = tuple(symbol_name(size) for size in value.shape)
+            shapes[node.name] = tuple([size if isinstance(size, int) else str(size.node.expr) for size in value.shape])
     return shapes
 
 
@@ -41,7 +39,7 @@ def input_axes(program: torch.export.ExportedProgram) -> dict[str, tuple[Any, ..
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            sizes[node.name] = tuple(size if isinstance(size, int) else size.node.expr for size in value.shape)
+            sizes[node.name] = tuple([size if isinstance(size, int) else size.node.expr for size in value.shape])
     return sizes
 
 
@@ -63,14 +61,14 @@ class ShapeGuard(NamedTuple):
 
 def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
     """Returns the guards on sizes that torch recorded while it traced a program. Seen in torch 2.13."""
-    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
-    sizes: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
-    symbol = next((size for size in sizes if not isinstance(size, int)), None)
-    if symbol is None:
-        return []
-    environment = symbol.node.shape_env
+    environment: Any = None
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            for size in value.shape:
+                environment = environment if isinstance(size, int) else size.node.shape_env
     found = []
-    for guard in require(environment, "guards", "torch 2.13"):
+    for guard in require(environment, "guards", "torch 2.13") if environment is not None else ():
         place = guard.sloc.framework_loc
         file, line = (place.filename, place.lineno) if hasattr(place, "filename") else ("", 0)
         found.append(ShapeGuard(guard.expr, guard.expr.xreplace(environment.replacements), file, line))

@@ -41,7 +41,7 @@ def cache_bases() -> tuple[type, ...]:
     if module is None:
         return ()
     names = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
-    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+    return tuple(filter(None, map(vars(module).get, names)))
 
 
 def cache_class(name: str) -> Any:

@@ -8,11 +8,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from exportkit.calls.call import Call
-from exportkit.calls.seen import SeenShapes, merged_shapes
-from exportkit.calls.signature import Signature
+from exportkit.calls.call import Call, Signature
 from exportkit.errors import NoCallsError, ObservationError
 from exportkit.trees import Tree, check_opened, flatten, join
+
+
+@dataclass(frozen=True)
+class SeenShapes:
+    """Shapes that one call had, or several calls.
+
+    Attributes:
+        inputs: Shape of each input tensor by full path.
+        outputs: Shape of each output tensor by its path in what the method returned.
+        count: Number of calls that had these shapes.
+    """
+
+    inputs: Mapping[str, tuple[int, ...]]
+    outputs: Mapping[str, tuple[int, ...]]
+    count: int = 1
+
+    def without(self, names: set[str]) -> SeenShapes:
+        """Returns the same shapes without the arguments of these names."""
+        kept = {}
+        for path, shape in self.inputs.items():
+            if path.partition(".")[0].partition("[")[0] not in names:
+                kept[path] = shape
+        return replace(self, inputs=kept)
 
 
 @dataclass(frozen=True)
@@ -83,11 +104,16 @@ class Observation:
     @functools.cached_property
     def seen(self) -> tuple[SeenShapes, ...]:
         """Shapes of all calls that returned, stored or not, with the number of calls that had them."""
+        found: dict[Any, SeenShapes] = {}
         stored = [
             SeenShapes(call.shapes(), dict(zip(call.outputs.tensor_paths, call.outputs.shapes(), strict=True)))
             for call in self.calls
         ]
-        return merged_shapes([*stored, *self.further])
+        for one in [*stored, *self.further]:
+            key = tuple(one.inputs.items()), tuple(one.outputs.items())
+            before = found.get(key)
+            found[key] = one if before is None else replace(before, count=before.count + one.count)
+        return tuple(found.values())
 
     def tensor_paths(self) -> list[str]:
         """Returns the paths of all input tensors of all calls, in signature order, then in order of appearance."""

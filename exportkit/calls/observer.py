@@ -10,11 +10,11 @@ from typing import Any, Literal, Self
 
 import torch
 
+from exportkit.calls.call import Signature
+from exportkit.calls.method_wrapper import attach
 from exportkit.calls.observation import Observation
-from exportkit.calls.parts import Part, PartWatch, Wanted
+from exportkit.calls.parts import Part, PartRecorder, Wanted
 from exportkit.calls.recorder import Recorder
-from exportkit.calls.signature import Signature
-from exportkit.calls.standin import attach
 from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError, ObservationError, UnknownMethodError
 
 
@@ -31,7 +31,7 @@ class Observer:
         self._removed: set[str] = set()
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._method_name = "forward"
-        self._watch: PartWatch | None = None
+        self._parts: PartRecorder | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_obs()} calls)"
@@ -85,20 +85,20 @@ class Observer:
                 hint="use one InputObserver for each method.",
             )
         self._model, self._method_name = weakref.ref(model), method_name
-        self._watch = PartWatch(model, method_name, parts) if parts is not None else None
+        self._parts = PartRecorder(model, method_name, parts) if parts is not None else None
         recorder = self._recorder
         recorder.allow(store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes)
         known = len(recorder.problems), len(recorder.limits)
-        place = attach(model, method_name, recorder, leaves_when_spent=shapes == "stored")
-        watch = self._watch
+        attachment = attach(model, method_name, recorder, leaves_when_spent=shapes == "stored")
+        part_recorder = self._parts
         try:
-            if watch is not None:
-                watch.enter(store_n_calls, max_bytes)
+            if part_recorder is not None:
+                part_recorder.enter(store_n_calls, max_bytes)
             yield self
         finally:
-            place.leave()
-            if watch is not None:
-                watch.leave()
+            attachment.leave()
+            if part_recorder is not None:
+                part_recorder.leave()
             _report(recorder.problems[known[0] :], recorder.limits[known[1] :])
 
     def _check(self, model: torch.nn.Module, method_name: str) -> Signature:
@@ -148,7 +148,7 @@ class Observer:
     @property
     def parts(self) -> dict[str, Part]:
         """The parts that were recorded with the model (``parts=``) and ran, by name."""
-        return {} if self._watch is None else self._watch.parts(self.observation)
+        return {} if self._parts is None else self._parts.parts(self.observation)
 
     def num_obs(self) -> int:
         """Returns how many calls are stored."""

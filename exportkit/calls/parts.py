@@ -1,7 +1,7 @@
 """Parts: submodules and methods that run before the model itself, and whose outputs it is given as inputs.
 
-In comes a model that is watched while it runs; out come `Part` values: calls of its image or audio encoder, each as
-an observation of its own, and which of its outputs went into which inputs of the model.
+A part, such as an image or audio encoder, has an observation of its own, and edges that say which of its outputs went
+into which inputs of the model.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any, Literal
 
 import torch
 
-from exportkit.calls.call import Call
+from exportkit.calls.call import Call, Signature
+from exportkit.calls.method_wrapper import Attachment, attach
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import Recorder
-from exportkit.calls.signature import Signature
-from exportkit.calls.standin import Place, attach
 from exportkit.errors import InvalidRequestError, InvalidTypeError, UnknownMethodError
 
-_DEPTH = 3  # steps from the model down to the submodules that are watched by themselves
-_FEATURES = re.compile(r"get_\w+_features")  # what models call a method that returns the features of one modality
+_DEPTH = 3  # steps from the model down to the submodules that are recorded
+_FEATURES = re.compile(r"get_\w+_features")  # the name of methods that return the features of one modality
 _SUFFIX = ".forward"
 _NUMBERED = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]$")
 
@@ -42,17 +41,17 @@ class Edge:
     target: str
 
     def renamed(self, path: str) -> str | None:
-        """Returns the path in the model's inputs for one in what the part returns; None where it goes nowhere."""
+        """Returns the path in the model's inputs for a path in what the part returns; None if it goes nowhere."""
         rest = path.removeprefix(self.source)
         return self.target + rest if path.startswith(self.source) and rest[:1] in ("", "[", ".") else None
 
 
 @dataclass(frozen=True)
 class Part:
-    """A method that ran outside of the observed one, and fed it.
+    """A method that ran outside of the observed one, and whose outputs are inputs of it.
 
     Attributes:
-        name: Its name, also that of its file.
+        name: Its name, which is also the name of its file.
         module: Path of the module inside the model; "" is the model itself.
         observation: Its calls.
         edges: Which outputs the model was given.
@@ -64,13 +63,13 @@ class Part:
     edges: tuple[Edge, ...]
 
 
-class PartWatch:
+class PartRecorder:
     """Records the outermost calls of submodules and methods of a model, while the model's own method does not run.
 
     Args:
         model: The model.
         method_name: Its observed method.
-        wanted: Paths of submodules (``encoder``) or methods (``get_image_features``); "auto" for all that may be one.
+        wanted: Paths of submodules (``encoder``) or methods (``get_image_features``); "auto" for all that may be parts.
     """
 
     def __init__(self, model: torch.nn.Module, method_name: str, wanted: Wanted) -> None:
@@ -79,20 +78,20 @@ class PartWatch:
         self._is_auto = wanted == "auto"
         targets = _candidates(model, method_name) if wanted == "auto" else _named(model, wanted)
         self._listeners = {target: _Outermost(_recorder(*target), self._inside) for target in targets}
-        self._places: list[Place] = []
+        self._attachments: list[Attachment] = []
 
     def enter(self, store_n_calls: int, max_bytes: int | None) -> None:
         """Begins to record."""
-        self._places.append(attach(*self._root, _Outermost(None, self._inside)))
+        self._attachments.append(attach(*self._root, _Outermost(None, self._inside)))
         for (module, method), listener in self._listeners.items():
             listener.recorder.allow(store_n_calls, max_bytes=max_bytes)
-            self._places.append(attach(module, method, listener))
+            self._attachments.append(attach(module, method, listener))
 
     def leave(self) -> None:
-        """Ends recording; the model is as it was."""
-        for place in self._places:
+        """Ends recording; afterwards the model is as it was."""
+        for place in self._attachments:
             place.leave()
-        self._places.clear()
+        self._attachments.clear()
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -100,7 +99,7 @@ class PartWatch:
         return tuple(text for listener in self._listeners.values() for text in listener.recorder.problems)
 
     def parts(self, observation: Observation) -> dict[str, Part]:
-        """Returns the parts by name: those that ran and, of candidates, fed the model.
+        """Returns the parts that ran, by name; with "auto", only those that fed the model.
 
         Args:
             observation: The calls of the model itself.
@@ -119,7 +118,7 @@ class PartWatch:
 
 
 class _Outermost:
-    """Passes on to a recorder the calls that no other watched call made."""
+    """Passes on to a recorder the calls that were not made by another recorded call."""
 
     def __init__(self, recorder: Any, inside: threading.local) -> None:
         self.recorder, self._inside = recorder, inside
@@ -155,7 +154,7 @@ def find_edges(part: Observation, whole: Observation) -> tuple[Edge, ...]:
 
 
 def _edge(source: str, target: str) -> Edge:
-    """The edge between the lists that hold both leaves, where they have one number: lists have any length."""
+    """The edge between two leaves, or between the lists that hold them at the same position."""
     a, b = _NUMBERED.match(source), _NUMBERED.match(target)
     return Edge(a["list"], b["list"]) if a and b and a["index"] == b["index"] else Edge(source, target)
 

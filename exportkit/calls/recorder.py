@@ -1,8 +1,8 @@
-"""Records calls of one method: inputs before, outputs after, both and the latency as one record.
+"""Records calls of one method: the inputs before, the outputs after, and the latency, as one record.
 
-The observed run is sacred: whatever fails in here is kept as a problem and reported when observing ends, and the
-method returns or raises what it would have without us. While a call runs, only snapshots are taken; the trees with
-their paths are made when somebody asks for the observation.
+The observed run must not be disturbed: whatever fails here is kept as a problem and reported when observing ends, and
+the method returns or raises what it would without a recorder. During a call only snapshots are taken; the trees and
+their paths are made when the observation is asked for.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from exportkit._torch_compat.tracing import is_capturing, is_tracing
-from exportkit.calls.call import Call
-from exportkit.calls.memory import Memory, Share
-from exportkit.calls.observation import Failure, Observation
-from exportkit.calls.seen import MOST_SHAPES, ShapeCounter
-from exportkit.calls.signature import Signature
-from exportkit.calls.snapshot import Copying, Snapshot, shapes_of
+from exportkit.calls.call import Call, Signature
+from exportkit.calls.observation import Failure, Observation, SeenShapes
+from exportkit.calls.snapshot import Copying, Memory, Share, Snapshot, shapes_of
 from exportkit.trees import join, string_type
 from exportkit.trees.flatten import Flattened, flattened, flattened_call
 from exportkit.trees.structure import Structure, joined_parts
 from exportkit.trees.tree import lazy_tree
 
+MOST_SHAPES = 1000  # different shapes of calls that are kept
+
 Method = Callable[..., Any]
+Shapes = Mapping[str, tuple[int, ...]]
+PathsOf = Callable[[Structure], Sequence[tuple[str, int]]]
+# What distinguishes values here: their structure, and the shapes of their tensors.
+_Key = tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]
 
 
 class _Begun(NamedTuple):
@@ -279,3 +282,67 @@ def _output_paths(structure: Structure) -> list[tuple[str, int]]:
 def _shaped(found: Flattened) -> tuple[Structure, tuple[tuple[int, ...], ...]]:
     """The structure and the shapes: all that is kept of a call whose values are not recorded."""
     return found.structure, shapes_of(found.tensors)
+
+
+class ShapeCounter:
+    """Counts calls by their shapes. Calls of one structure and equal shapes take no more memory than one call.
+
+    Args:
+        input_paths: Gives full path and number of each tensor in the structure of ``(args, kwargs)``.
+        output_paths: Gives path and number of each tensor in the structure of outputs.
+
+    Attributes:
+        total: Number of calls.
+        overflowed: Whether some calls had shapes that are not kept.
+    """
+
+    def __init__(self, input_paths: PathsOf, output_paths: PathsOf) -> None:
+        self._inputs, self._outputs = _Side(input_paths), _Side(output_paths)
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[_Key, _Key], list[int]] = {}  # lists of one, as the keys take long to hash
+        self.total = 0
+        self.overflowed = False
+
+    def count(self, inputs: tuple[Structure, Any], outputs: tuple[Structure, Any]) -> None:
+        """Counts one call, given by the structures and shapes of both sides."""
+        key = (inputs[0].marks, inputs[1]), (outputs[0].marks, outputs[1])
+        with self._lock:
+            self.total += 1
+            known = self._counts.get(key)
+            if known is not None:
+                known[0] += 1
+            elif len(self._counts) < MOST_SHAPES:
+                self._counts[self._inputs.keep(*inputs), self._outputs.keep(*outputs)] = [1]
+            else:
+                self.overflowed = True
+
+    def seen(self) -> tuple[SeenShapes, ...]:
+        """Returns the different shapes with the number of calls that had them."""
+        with self._lock:
+            counted = [(key, count) for key, (count,) in self._counts.items()]
+        return tuple(
+            SeenShapes(self._inputs.by_path(inputs), self._outputs.by_path(outputs), count)
+            for (inputs, outputs), count in counted
+        )
+
+
+class _Side:
+    """What was seen of the inputs of all calls, or of the outputs."""
+
+    def __init__(self, paths_of: PathsOf) -> None:
+        self._paths_of = paths_of
+        self._structures: dict[tuple[Any, ...], Structure] = {}
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._paths: dict[tuple[Any, ...], Sequence[tuple[str, int]]] = {}
+
+    def keep(self, structure: Structure, shapes: tuple[tuple[int, ...], ...]) -> _Key:
+        """Keeps one object of those that are equal: the layers of a cache have one shape, and calls one structure."""
+        marks = self._structures.setdefault(structure.marks, structure).marks
+        return marks, tuple(self._shapes.setdefault(shape, shape) for shape in shapes)
+
+    def by_path(self, key: _Key) -> Shapes:
+        """Returns shapes by path; paths are found once for each structure."""
+        marks, shapes = key
+        if marks not in self._paths:
+            self._paths[marks] = self._paths_of(self._structures[marks])
+        return {path: tuple(shapes[position]) for path, position in self._paths[marks]}

@@ -1,25 +1,30 @@
-"""Snapshots of nested values: what a call was given, as it was at that moment, whatever the model does to it later.
+"""Snapshots of nested values: what a call was given, as it was then, whatever the model does to it later.
 
-In comes a value that belongs to somebody else; out comes a `Snapshot`, made as quickly as its safety allows:
+A snapshot is made as quickly as safety allows:
 
 - Small tensors of one shape are copied together, by one kernel.
-- Large ones are shared by copy-on-write, where that cannot be noticed. To keep references and compare version counters
-  would not do: that shows afterwards that a value is lost, and copying on the way is what must be avoided.
-- All others are copied one by one.
+- Large tensors are shared by copy-on-write, if that cannot be noticed. Keeping references and comparing version
+  counters would not do: it shows only afterwards that a value is lost, and copying during the call is what must be
+  avoided.
+- All other tensors are copied one by one.
 
-Copy-on-write never changes the values that anybody sees through torch. But the tensor that is written first moves to
-other memory, so whoever holds its memory by another way (numpy, DLPack, an address) would then be cut off. So it is
-used only for tensors that are not written as a rule, and of which nobody can have seen the memory: values that a cache
-replaces when it grows, fresh results of the model, and what is still shared since an earlier snapshot. Everything else
-that is large is copied: preallocated caches, plain inputs, views, and all that is not in the CPU's memory (a captured
-CUDA graph has addresses in it, and ``record_stream`` does nothing for shared memory).
+Copy-on-write never changes the values that torch code sees. But the tensor that is written first moves to other memory,
+which cuts off whoever holds its memory in another way (numpy, DLPack, an address). So it is used only for tensors that
+are usually not written, and whose memory nobody else can have seen: values that a cache replaces when it grows, fresh
+results of the model, and tensors that are still shared since an earlier snapshot. All other large tensors are copied:
+preallocated caches, plain inputs, views, and everything that is not in the CPU's memory (a captured CUDA graph contains
+addresses, and ``record_stream`` does nothing for shared memory).
+
+`Memory` limits how much memory all snapshots hold together.
 """
 
 from __future__ import annotations
 
 import operator
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -30,7 +35,6 @@ from exportkit._torch_compat.memory import (
     memory_address,
     version_of,
 )
-from exportkit.calls.memory import Parts
 from exportkit.trees.flatten import Flattened
 from exportkit.trees.structure import Structure
 from exportkit.trees.tree import Tree, shape_of
@@ -38,10 +42,10 @@ from exportkit.trees.tree import Tree, shape_of
 Result = TypeVar("Result")
 
 FEW = 4  # up to here, looking for tensors that are alike costs more than copying each
-SAMPLE = 4  # so many tensors of one attribute show how all of them are laid out
-LARGE = 2**15  # bytes; from here on, to copy a tensor takes longer than to share it, and below to share it does
+SAMPLE = 4  # this many tensors of one attribute show how all of them are laid out
+LARGE = 2**15  # bytes; from here on, copying a tensor takes longer than sharing it
 
-# Types that torch.stack copies as they are; it requantises quantised ones, and does not know some of the rarer ones.
+# Dtypes that torch.stack copies as they are; it requantises quantised ones, and does not support some rare ones.
 _STACKED = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8}
     | {torch.uint8, torch.bool, torch.complex64, torch.complex128}
@@ -49,6 +53,8 @@ _STACKED = frozenset(
 
 _dtype = operator.attrgetter("dtype")
 
+# Pieces of memory in bytes, each with its address where snapshots share it, so that it counts once; otherwise None.
+Parts = list[tuple[int | None, int]]
 # Positions of tensors, and their copies: a list of them, or one tensor that has them along its first axis.
 _Piece = tuple[Sequence[int], torch.Tensor | list[torch.Tensor]]
 
@@ -313,3 +319,62 @@ def _large(tensors: list[torch.Tensor], positions: Sequence[int]) -> list[int]:
         return [i for i in positions if tensors[i].nbytes >= LARGE]
     except RuntimeError:  # a sparse one does not say
         return [i for i in positions if _bytes(tensors[i]) >= LARGE]
+
+
+class Share(NamedTuple):
+    """Memory that was granted."""
+
+    memory: Memory
+    parts: Parts
+
+    def give_back(self) -> None:
+        """Lets others have it."""
+        self.memory.give_back(self.parts)
+
+
+class Memory:
+    """Counts bytes up to a limit.
+
+    Args:
+        limit: Most bytes; None to grant everything and count nothing.
+        held: What is held already.
+    """
+
+    def __init__(self, limit: int | None, held: Parts) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._held = 0
+        self._sharers: Counter[int] = Counter()
+        self._uncounted = Share(self, [])
+        self._add(held)
+
+    def take(self, wanted: Callable[[], Parts]) -> Share | None:
+        """Returns a share of as much as is wanted, or None if there is no room for it."""
+        if self.limit is None:
+            return self._uncounted
+        parts = wanted()
+        with self._lock:
+            self._add(parts)
+            if self._held <= self.limit:
+                return Share(self, parts)
+            self._remove(parts)
+        return None
+
+    def give_back(self, parts: Parts) -> None:
+        """Lets others have what was granted."""
+        with self._lock:
+            self._remove(parts)
+
+    def _add(self, parts: Parts) -> None:
+        for address, size in parts:
+            if address is None or not self._sharers[address]:
+                self._held += size
+            if address is not None:
+                self._sharers[address] += 1
+
+    def _remove(self, parts: Parts) -> None:
+        for address, size in parts:
+            if address is not None:
+                self._sharers[address] -= 1
+            if address is None or not self._sharers[address]:
+                self._held -= size

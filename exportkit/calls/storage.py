@@ -1,35 +1,44 @@
-"""An observation on disk: a directory with ``observation.json``, and ``tensors.safetensors`` for the values.
+"""Recorded calls on disk: a directory with ``observation.json``, and ``tensors.safetensors`` for the values.
 
-In comes an `Observation`; out goes a directory from which another process, on another machine, plans and exports
-without the inputs at hand. Nothing is pickled, so that nothing which the files say is executed when they are read.
+From it, another process on another machine plans and exports without the inputs at hand. Nothing is pickled, so reading
+the files never executes anything. If only shapes were written, the values are made up when they are read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import tempfile
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from exportkit.calls.call import Call
-from exportkit.calls.json_file import read_json_file
-from exportkit.calls.signature import Signature
-from exportkit.calls.stored_tensors import JSON, TENSORS, KeptTensors, StoredTensors, damaged, opened_tensors
+from exportkit.calls.call import Call, Signature
+from exportkit.calls.json_file import read_json_file, versions
 from exportkit.errors import DestinationError, ExportkitError, ObservationError, TreeError
+from exportkit.files import check_folder
 from exportkit.trees import Tree, check_opened, flatten, join
 from exportkit.trees.json_form import dump_constant, dump_tree, load_value
 
+JSON, TENSORS = "observation.json", "tensors.safetensors"
+# What a safetensors file can hold; complex numbers are stored as pairs of real ones.
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
+        torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
+        torch.complex128, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    )
+}  # fmt: skip
 _FORMAT = "exportkit-observation"
 _VERSION = 2
 _TEMPORARY = ".saving-"
@@ -51,7 +60,7 @@ def save_calls(
         directory: Where to write.
         values: Also write the values of the tensors.
     """
-    target = _checked_destination(Path(directory))
+    target = check_folder(Path(directory), "an observation", _is_observation, _TEMPORARY)
     kept = KeptTensors(values)
     dumped = [_dump_call(number, call, kept) for number, call in enumerate(calls)]
     stamp = uuid.uuid4().hex
@@ -74,7 +83,7 @@ def load_calls(directory: str | os.PathLike[str]) -> tuple[Signature, tuple[Call
     data = read_json_file(
         folder / JSON,
         (_FORMAT, _VERSION),
-        noun="observation",
+        noun="an observation",
         written=f"a directory with {JSON}, as observation.save(directory) writes it",
         damaged=damaged,
         foreign=ObservationError,
@@ -88,7 +97,7 @@ def load_calls(directory: str | os.PathLike[str]) -> tuple[Signature, tuple[Call
 
 @contextlib.contextmanager
 def reading(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns the errors of reading data that are not as they were written into an ObservationError."""
+    """Reports data that are not as they were written as an ObservationError."""
     try:
         yield
     except ExportkitError:
@@ -138,47 +147,22 @@ def _dump_signature(signature: Signature) -> dict[str, Any]:
     }
 
 
-def versions(*packages: str) -> dict[str, str | None]:
-    """Returns versions of what writes a file: for a person who wonders why it cannot be read elsewhere."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
 def _as_text(data: dict[str, Any]) -> str:
     try:
         return json.dumps(data, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ObservationError("This observation holds a value that JSON does not.", got=error) from error
+        raise ObservationError("This observation contains a value that JSON cannot represent.", got=error) from error
 
 
-def _checked_destination(target: Path) -> Path:
-    """Returns the path if an observation may be written there: over nothing, or over an observation."""
-    if not target.exists():
-        return target
-    try:
-        found = sorted(item.name for item in target.iterdir() if not item.name.startswith(_TEMPORARY))
-        if not found or (JSON in found and _FORMAT in (target / JSON).read_text("utf-8", "replace")[:100]):
-            return target
-    except OSError as error:
-        raise DestinationError("An observation cannot be written here.", where=str(target), got=error) from error
-    raise DestinationError(
-        "An observation is not written over other files.",
-        where=str(target),
-        expected="a new or empty directory, or one that holds an observation",
-        got=", ".join(found[:5]),
-        hint="name another directory, or empty this one.",
-    )
+def _is_observation(folder: Path) -> bool:
+    file = folder / JSON
+    return file.exists() and _FORMAT in file.read_text("utf-8", "replace")[:100]
 
 
 def _write(target: Path, text: str, tensors: dict[str, torch.Tensor] | None, stamp: str) -> None:
     """Writes beside the old files, then replaces them.
 
-    The stamp is in both files: if only one of them could be replaced, they do not load together.
+    The stamp is in both files: if only one of them could be replaced, loading fails.
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -209,11 +193,11 @@ def _load_tree(place: str, data: Mapping[str, Any], tensors: StoredTensors) -> T
     paths = [leaf["path"] for leaf in data["leaves"]]
     if list(tree.tensors()) != paths:
         raise ObservationError(
-            "A value has other leaves than when it was written.",
+            "A value has different leaves than when it was written.",
             where=place,
             expected=", ".join(paths),
             got=", ".join(tree.tensors()),
-            hint="register its class in the way it was registered when the model was observed.",
+            hint="register its class as it was registered when the model was observed.",
         )
     return tree
 
@@ -232,8 +216,130 @@ def _load_signature(data: Mapping[str, Any]) -> Signature:
 
 @contextlib.contextmanager
 def _located(place: str) -> Iterator[None]:
-    """Says where in the observation a value is that cannot be written or read."""
+    """Adds to an error where in the observation the value is that cannot be written or read."""
     try:
         yield
     except TreeError as error:
         raise TreeError(f"{place}: {error}") from error
+
+
+class KeptTensors:
+    """The tensors of an observation by their key in the file; a tensor that several calls share is kept once."""
+
+    def __init__(self, values: bool) -> None:
+        self._values = values
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._known: dict[int, tuple[str, torch.Tensor]] = {}
+
+    def key_of(self, tensor: torch.Tensor, wanted: str) -> str | None:
+        """Returns the key of a tensor, and keeps the tensor; None if its values are not written."""
+        if tensor.layout is not torch.strided or tensor.dtype not in DTYPES.values():
+            raise ObservationError(
+                "A tensor of this kind cannot be written.",
+                where=wanted,
+                expected="a dense tensor of booleans, or of whole, real or complex numbers",
+                got=f"{tensor.dtype}, {tensor.layout}",
+                hint="leave the input out: observer.remove_inputs([...]).",
+            )
+        if tensor.is_meta or not self._values:
+            return None
+        if id(tensor) not in self._known:
+            self._known[id(tensor)] = wanted, tensor
+            self.tensors[wanted] = _copied(tensor)
+        return self._known[id(tensor)][0]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense copy on the CPU: safetensors refuses shared memory, and asking for addresses ends copy-on-write."""
+    plain = _as_real(tensor.detach().resolve_conj().resolve_neg())
+    return plain.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class StoredTensors:
+    """Reads the tensors of an observation, or makes up their values if only their shapes were written."""
+
+    def __init__(self, file: Path, content: Any = None) -> None:
+        self._file, self._content = file, content
+        self._read: dict[str, torch.Tensor] = {}
+
+    def tensor(self, leaf: Mapping[str, Any], place: str) -> torch.Tensor:
+        """Returns the tensor of a leaf."""
+        key, shape, dtype = leaf["tensor"], torch.Size(leaf["shape"]), DTYPES[leaf["dtype"]]
+        if self._content is None:
+            return _invented(shape, dtype, join(place, leaf["path"]))
+        if key is None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        if key not in self._read:
+            self._read[key] = self._checked(key, shape, dtype)
+        return self._read[key]
+
+    def _checked(self, key: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            tensor = self._content.get_tensor(key).clone()  # independent of the file
+        except SafetensorError as error:
+            raise damaged(self._file, error) from error
+        wanted = _as_real(torch.empty(shape, dtype=dtype, device="meta"))
+        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+            raise ObservationError(
+                "A tensor is not the one that the observation describes.",
+                where=f"{key} in {self._file}",
+                expected=f"{wanted.dtype} {tuple(wanted.shape)}",
+                got=f"{tensor.dtype} {tuple(tensor.shape)}",
+                hint=f"keep {JSON} and {TENSORS} of one save together.",
+            )
+        return torch.view_as_complex(tensor) if dtype.is_complex else tensor
+
+
+@contextlib.contextmanager
+def opened_tensors(file: Path, data: Mapping[str, Any]) -> Iterator[StoredTensors]:
+    """Opens the tensor file that belongs to the JSON data of an observation, if there is one."""
+    if not data["values"]:
+        yield StoredTensors(file)
+        return
+    try:
+        opened = safe_open(file, framework="pt")
+    except OSError as error:
+        raise DestinationError(
+            "The values of an observation are missing.",
+            where=str(file),
+            expected=f"the file that was written with {JSON}",
+            got=error,
+            hint="copy the whole directory, or save with values=False.",
+        ) from error
+    except SafetensorError as error:
+        raise damaged(file, error) from error
+    with opened as content:
+        stamp = (content.metadata() or {}).get("stamp")
+        if stamp != data["stamp"]:
+            raise ObservationError(
+                "The two files of an observation were not saved together.",
+                where=str(file),
+                expected=f"stamp {data['stamp']}, as in {JSON}",
+                got=f"stamp {stamp}",
+                hint="the last save was interrupted: save again.",
+            )
+        yield StoredTensors(file, content)
+
+
+def _invented(shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Ones, or numbers between 0.1 and 1, which are the same whenever the leaf of that name is read."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.ones(shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    pair = (2,) if dtype.is_complex else ()
+    values = torch.randn((*shape, *pair), generator=generator, dtype=torch.float64).sigmoid() * 0.9 + 0.1
+    return (torch.view_as_complex(values) if pair else values).to(dtype)
+
+
+def damaged(file: Path, cause: object) -> ObservationError:
+    """Returns the error for a file that is not as it was written."""
+    return ObservationError(
+        "This observation is damaged.",
+        where=str(file),
+        got=cause,
+        hint="the file was changed or truncated: observe and save again.",
+    )

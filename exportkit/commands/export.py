@@ -130,8 +130,8 @@ def export(
     Exits with 0 if the result is proven, 1 if it is not, 2 for invalid usage.
     """
     from exportkit.examples.checkpoint import load_checkpoint
-    from exportkit.folder.folder import check_folder
-    from exportkit.onnx_files.translate import check_destination
+    from exportkit.files import check_file
+    from exportkit.folder.folder import check_destination
     from exportkit.running.session import require_onnxruntime
 
     to_file = out.suffix == ".onnx"
@@ -139,7 +139,7 @@ def export(
         with exit_on_error(BAD_INPUT, debug):
             if not no_verify:
                 require_onnxruntime()
-            check_destination(out) if to_file else check_folder(out)
+            check_file(out) if to_file else check_destination(out)
             with progress(f"loading {model_dir}"):
                 pipeline = Pipeline(load_checkpoint(model_dir))
             pipeline.observe()
@@ -153,7 +153,7 @@ def export(
         print_json({**pipeline.to_json(), **found})
     else:
         typer.echo(f"{pipeline.example.name}, {pipeline.example.description}\n\n{plan}\n")
-        graphs = getattr(pipeline.onnx_model, "programs", {"": pipeline.onnx_model}).values()
+        graphs = pipeline.onnx_model.graphs.values()
         files = ", ".join(str(graph.path) for graph in graphs) if to_file else str(out)
         durations = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in pipeline.seconds.items())
         typer.echo(f"{files}: {pipeline.onnx_model.size / 1e6:.1f} MB; {durations}\n")
@@ -250,7 +250,7 @@ def _demo_cells(pipeline: Pipeline) -> tuple[str, ...]:
         return ("-",) * 6
     return (
         str(pipeline.observer.num_obs()),
-        str(len(pipeline.onnx_model.file.inputs)),
+        str(len(pipeline.onnx_model.inputs)),
         "\n".join(variable.name for variable in pipeline.exported.plan.variables),
         _proven_rows(report, "recorded"),
         _proven_rows(report, "unseen"),

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from exportkit.calls.call import Call
-from exportkit.calls.signature import Signature
+from exportkit.calls.call import Call, Signature
 from exportkit.divergence.diagnosis import Diagnosis, changed_weight, error_of_translation
 from exportkit.divergence.graph_run import GraphNode, GraphRun
 from exportkit.divergence.match_values import MatchedCalls, match_values
@@ -26,8 +25,8 @@ from exportkit.errors import InvalidRequestError, InvalidTypeError, RuntimeFailu
 from exportkit.module_traces.attribution import JUMP
 from exportkit.module_traces.record import trace_model
 from exportkit.module_traces.tensor_pairs import Padding
-from exportkit.onnx_files.onnx_model import OnnxModel
-from exportkit.programs.exported import Exported
+from exportkit.onnx_files.runner import OnnxRunner
+from exportkit.programs.exported import ExportedModel
 from exportkit.running.compare import distance
 from exportkit.running.session import Session
 from exportkit.trees import flatten, join
@@ -94,7 +93,7 @@ class _Graphs:
 
     onnx: Any
     program: torch.export.ExportedProgram | None
-    onnx_model: OnnxModel | None = None
+    onnx_model: OnnxRunner | None = None
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -103,12 +102,10 @@ def _graphs_of(graph: Any, program: torch.export.ExportedProgram | None) -> _Gra
         raise InvalidTypeError("Not a program.", expected="an ExportedProgram", got=type(program).__name__)
     if isinstance(graph, torch.export.ExportedProgram):
         return _Graphs(None, graph)
-    if isinstance(graph, Exported):
+    if isinstance(graph, ExportedModel):
         return _Graphs(None, program or graph.program, None, graph.baked_constants())
-    if isinstance(graph, OnnxModel):
-        exported = graph.exported
-        known = exported.program if isinstance(exported, Exported) else None
-        return _Graphs(graph.path, program or known, graph, exported.baked_constants())
+    if isinstance(graph, OnnxRunner):
+        return _Graphs(graph.path, program or graph.program, graph, graph.domain.constants)
     if isinstance(graph, torch.onnx.ONNXProgram):
         return _Graphs(graph, program or graph.exported_program)
     return _Graphs(graph, program)

@@ -15,9 +15,8 @@ from exportkit.divergence.result import Divergence, Stage
 from exportkit.divergence.run_graph import nodes_of, read_onnx
 from exportkit.module_traces.attribution import JUMP, ROUNDING
 from exportkit.module_traces.tensor_pairs import Padding
-from exportkit.onnx_files.onnx_model import OnnxModel
+from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.probing.simplify import as_simplified
-from exportkit.programs.exported import Exported
 from exportkit.proof.prove import output_differences
 from exportkit.running.compare import distance, unit_of
 from exportkit.running.eager import run_eager
@@ -34,7 +33,7 @@ _SHOWN = 4  # modules that are named
 
 
 def locate_call(
-    onnx_model: OnnxModel,
+    runner: OnnxRunner,
     call: Call,
     expected: Tensors,
     wrong: Sequence[str],
@@ -44,7 +43,7 @@ def locate_call(
     """Returns where a call that is not proven begins to differ from the model. There is always a result.
 
     Args:
-        onnx_model: The graph.
+        runner: The graph.
         call: The call.
         expected: What the model returned, by path.
         wrong: Paths of the outputs that the proof calls different; empty for a call that was refused.
@@ -54,29 +53,29 @@ def locate_call(
     Raises:
         RuntimeFailure: if onnxruntime refuses the graph.
     """
-    exported = onnx_model.exported
-    if model is None and isinstance(exported, Exported):
-        model = exported.model
+    graph, contract = runner.graph, runner.contract
+    if model is None and graph.traced is not None:
+        model = graph.traced.model
     agreeing = f"the graph by itself agrees, while the proof says: {where}"
     if model is None:
-        tensors = as_simplified(expected, exported.joined_outputs, ())
-        wanted = {name: tensors[path] for name, path in onnx_model.file.outputs.items() if path in tensors}
-        names = [name for name, path in onnx_model.file.outputs.items() if path in wrong]
+        tensors = as_simplified(expected, contract.joined_outputs, ())
+        wanted = {name: tensors[path] for name, path in contract.outputs.items() if path in tensors}
+        names = [name for name, path in contract.outputs.items() if path in wrong]
         args, kwargs = call.args_kwargs()
-        found = locate_outputs(onnx_model.path, onnx_model.feeds(*args, **kwargs), wanted, wrong=names)
+        found = locate_outputs(runner.path, runner.feeds(*args, **kwargs), wanted, wrong=names)
         return found if found.diverges else replace(found, stage=AROUND, reason=agreeing)
-    found = locate_divergence(model, onnx_model, call, method=exported.method, wrong=wrong)
+    found = locate_divergence(model, runner, call, method=contract.method, wrong=wrong)
     if found.diverges:
         return found
     # No module differs: the model was changed, or an output differs by little, or the difference is around the graph.
-    returned = flatten(run_eager(model, exported.method, call)).tensors()
-    if any(difference.reason is not None for difference in output_differences(onnx_model, call, expected, returned)):
+    returned = flatten(run_eager(model, contract.method, call)).tensors()
+    if any(difference.reason is not None for difference in output_differences(graph, call, expected, returned)):
         return replace(found, stage=MODEL, reason=CHANGED)
     args, kwargs = call.args_kwargs()
-    results = onnx_model.session.run(onnx_model.feeds(*args, **kwargs))
-    graph = {onnx_model.file.outputs[name]: tensor for name, tensor in results.items()}
-    known = as_simplified(returned, exported.joined_outputs, ())
-    for difference in output_differences(onnx_model, call, known, graph):
+    results = runner.session.run(runner.feeds(*args, **kwargs))
+    outputs = {contract.outputs[name]: tensor for name, tensor in results.items()}
+    known = as_simplified(returned, contract.joined_outputs, ())
+    for difference in output_differences(graph, call, known, outputs):
         if difference.reason is not None and difference.path in wrong:
             return replace(found, stage=GRAPH, tensor=difference.path, largest=difference.absolute, reason=SMALL)
     return replace(found, stage=AROUND, reason=agreeing)

@@ -1,7 +1,10 @@
 """A folder that runs elsewhere: ONNX files, how they are called, the calls that prove them, and the proof.
 
-In comes an export; out goes a folder with ``manifest.json``, from which another process, on another machine and
-without the model, calls the graphs like the model and proves them again.
+From ``manifest.json``, another process on another machine, without the model, calls the graphs like the model and
+proves them again. Clients find the files and inputs under the names that they expect. An encoder-decoder model whose
+encoder was exported, too, gets the names of optimum's ORTModelForSeq2SeqLM: https://huggingface.co/docs/optimum-onnx.
+There, a decoder without an input ``use_cache_branch`` is one graph for the first call, with caches of length 0, and for
+later ones.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -18,166 +22,158 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from exportkit.calls.json_file import read_json_file
-from exportkit.calls.storage import versions
-from exportkit.errors import DestinationError, ExportkitError, InvalidRequestError
-from exportkit.folder.clients import Runtime, for_runtime, write_client_files, write_configs
-from exportkit.folder.layout import Layout, layout_of, layout_of_program, rename_inputs
-from exportkit.folder.manifest import damaged, dump_program, inside, load_program
-from exportkit.folder.saved import Saved
-from exportkit.onnx_files.onnx_model import OnnxModel
-from exportkit.onnx_files.onnx_programs import OnnxPrograms
-from exportkit.onnx_files.translate import check_destination
-from exportkit.programs.exported import Exported
-from exportkit.programs.programs import ExportedPrograms, Split
-from exportkit.programs.stateful import onnx_model_of
+from exportkit.calls.json_file import read_json_file, versions
+from exportkit.calls.parts import Edge
+from exportkit.errors import DestinationError, ExportkitError
+from exportkit.files import check_file, check_folder
+from exportkit.folder.clients import Runtime, for_runtime, write_client_files
+from exportkit.folder.manifest import damaged, dump_graph, inside, load_graph
+from exportkit.onnx_files.contract import Contract
+from exportkit.onnx_files.graph import OnnxGraph
+from exportkit.onnx_files.runner import OnnxRunner, write_graphs
+from exportkit.onnx_files.translate import input_names
+from exportkit.programs.exported import ExportedModel
+from exportkit.programs.kinds import Split
+from exportkit.programs.strategies import Attempt
+from exportkit.proof.calls import unseen_calls
+from exportkit.proof.prove import prove
 from exportkit.running.session import require_onnxruntime
 
-if TYPE_CHECKING:
-    from exportkit.proof.report import Report
-
 MANIFEST, REPORT_TEXT, REPORT_JSON = "manifest.json", "report.txt", "report.json"
-PAGE = "report.html"  # made later; goes with the proof that it shows
+PAGE = "report.html"  # made later; belongs to the proof that it shows
 _FORMAT, _VERSION = "exportkit-folder", 2
 _TEMPORARY = ".saving-"
+# The inputs of a decoder as transformers names them, and as optimum does.
+_DECODER = {
+    "decoder_input_ids": "input_ids",
+    "decoder_attention_mask": "attention_mask",
+    "attention_mask": "encoder_attention_mask",
+}
+_CACHE = re.compile(r"\.(?P<layer>\d+)\.(?P<half>decoder|encoder)\.(?P<state>key|value)$")
 
 
 def save_folder(
-    exported: Exported,
+    exported: ExportedModel,
     directory: str | os.PathLike[str],
     *,
     runtime: Runtime | None = None,
     opset: int | None = None,
     values: bool = True,
     verify: bool = True,
-) -> OnnxModel:
+) -> OnnxRunner:
     """Writes a folder, and returns its graphs as something to call; see `Exported.save`."""
-    target = check_folder(Path(directory))
+    target = check_destination(Path(directory))
     if verify:
         require_onnxruntime()
     exported = for_runtime(exported, runtime)
     with _filled(target) as folder:
-        onnx_model = _write_graphs(exported, layout_of(exported), folder, opset)
-        exported = write_client_files(onnx_model.exported, onnx_model.file, folder)
-        onnx_model = onnx_model_of(onnx_model.file, exported, onnx_model.parts)
-        saved = Saved.of(exported, with_cases=verify or values)
+        runner = _write_graphs(exported, folder, opset)
+        finding = write_client_files(exported, runner.contract, folder)
+        if finding is not None:
+            contract = runner.contract
+            runner.graph.contract = replace(contract, plan=contract.plan.with_findings([finding]))
+        saved = _without_model(runner, with_unseen=verify or values)
         if verify:
-            _write_report(exported.seconds, _proven_by(onnx_model, saved), folder, target)
-        _write_manifest(folder, {"program": dump_program(onnx_model, saved, folder, values)})
-    return _moved(onnx_model, target)
+            started = time.perf_counter()
+            report = prove(saved)
+            exported.traced.seconds["verify"] = time.perf_counter() - started
+            (folder / REPORT_TEXT).write_text(f"{report}\n", "utf-8")
+            (folder / REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
+            if not report.ok:
+                warnings.warn(f"{target} was saved, and is {report.verdict()}", RuntimeWarning, stacklevel=3)
+        text = json.dumps(_manifest(saved, folder, values), indent=1, allow_nan=False)
+        (folder / MANIFEST).write_text(text + "\n", "utf-8")
+    _move_graphs(runner, target)
+    return runner
 
 
-def save_programs(
-    exported: ExportedPrograms,
-    directory: str | os.PathLike[str],
-    *,
-    runtime: Runtime | None = None,
-    opset: int | None = None,
-    values: bool = True,
-    verify: bool = True,
-) -> OnnxPrograms:
-    """Writes a folder with several programs of one model; see `ExportedPrograms.save`."""
-    if runtime is not None:
-        raise InvalidRequestError("A runtime takes one graph.", where=repr(exported), got=exported.split.text)
-    target = check_folder(Path(directory))
-    if verify:
-        require_onnxruntime()
-    with _filled(target) as folder:
-        write_configs(exported.model, folder)
-        graphs, saved, described = {}, {}, {}
-        for name, program in exported.programs.items():
-            graphs[name] = _write_graphs(program, layout_of_program(program, name), folder, opset)
-            saved[name] = Saved.of(graphs[name].exported, with_cases=verify or values)
-        if verify:
-            proven = {name: _proven_by(graph, saved[name]) for name, graph in graphs.items()}
-            first = next(iter(exported.programs.values()))
-            _write_report(first.seconds, OnnxPrograms(proven, exported.split), folder, target)
-        for name, graph in graphs.items():
-            described[name] = dump_program(graph, saved[name], folder, values, f"{name}/")
-        _write_manifest(folder, {"split": exported.split.data(), "programs": described})
-    return OnnxPrograms({name: _moved(graph, target) for name, graph in graphs.items()}, exported.split)
-
-
-def load_folder(directory: str | os.PathLike[str]) -> OnnxModel | OnnxPrograms:
-    """Returns the exported model of a folder that `Exported.save` wrote, to be called like the model.
-
-    The model itself is not needed. ``verify()`` replays the recorded calls and those at unseen sizes, and compares with
-    what the model returned when the folder was saved.
-
-    Args:
-        directory: The folder.
-
-    Raises:
-        DestinationError: if this is no such folder, or a file of it is missing or damaged.
-        TreeError: if a class that the model takes or returns is not there.
-
-    Example:
-        >>> import tempfile, torch, exportkit
-        >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
-        >>> with observer(model):
-        ...     expected = model(torch.ones(3, 4))
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> _ = exportkit.export(model, observer).save(folder.name)
-        >>> loaded = exportkit.load(folder.name)
-        >>> torch.allclose(loaded(torch.ones(3, 4)), expected, atol=1e-5), loaded.verify().ok
-        (True, True)
-    """
+def load_folder(directory: str | os.PathLike[str]) -> OnnxRunner:
+    """Returns the graphs of a folder that `save_folder` wrote; see `exportkit.load`."""
     folder = Path(directory)
     data = read_manifest(folder)
     try:
         digests = {inside(folder, name): str(item["sha256"]) for name, item in data["files"].items()}
         for file in digests:
             _check_present(file, data["files"][file.relative_to(folder).as_posix()]["bytes"])
-        if "programs" not in data:
-            return load_program(folder, data["program"], digests)
-        programs = {name: load_program(folder, program, {}) for name, program in data["programs"].items()}
-        return OnnxPrograms(programs, Split.of(data["split"]), digests)
+        return _load_graphs(folder, data, digests)
     except ExportkitError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
         raise damaged(folder / MANIFEST, f"{type(error).__name__}: {error}") from error
 
 
-def _write_graphs(exported: Exported, layout: Layout, folder: Path, opset: int | None) -> OnnxModel:
-    translated, file = exported.translated(folder / layout.file, opset)
-    parts = {}
-    for name, part in exported.parts.items():
-        translated_part, part_file = part.translated(folder / layout.parts[name], opset)
-        parts[name] = onnx_model_of(part_file, translated_part)
-    return onnx_model_of(rename_inputs(file, layout.renamed), translated, parts)
+def _write_graphs(exported: ExportedModel, folder: Path, opset: int | None) -> OnnxRunner:
+    """Writes the graphs under the names of files and inputs that the clients of this kind of model know."""
+    main, files, renamed = "model.onnx", {name: f"{name}.onnx" for name in exported.parts}, {}
+    encoders = [name for name, edges in exported.edges.items() if len(edges) == 1]
+    names = input_names(exported.traced.input_paths)
+    has_cross_cache = any((match := _CACHE.search(name)) and match["half"] == "encoder" for name in names)
+    if exported.split is None and len(encoders) == 1 and has_cross_cache:
+        main, files[encoders[0]] = "decoder_model_merged.onnx", "encoder_model.onnx"
+        renamed = {**_DECODER, exported.edges[encoders[0]][0].target: "encoder_hidden_states"}
+
+    def file_of(program: str, part: str) -> Path:
+        return folder / (files[part] if part else f"model.{program}.onnx" if program else main)
+
+    runner = write_graphs(exported, file_of, opset)
+    runner.graph.contract = rename_inputs(runner.contract, renamed)
+    return runner
 
 
-def _write_report(seconds: dict[str, float], proven: OnnxModel | OnnxPrograms, folder: Path, target: Path) -> None:
-    """Proves what was written, as `load_folder` finds it again, and adds how long that took."""
-    started = time.perf_counter()
-    report: Report = proven.verify()
-    seconds["verify"] = time.perf_counter() - started
-    (folder / REPORT_TEXT).write_text(f"{report}\n", "utf-8")
-    (folder / REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
-    if not report.ok:
-        warnings.warn(f"{target} was saved, and is {report.verdict()}", RuntimeWarning, stacklevel=4)
+def rename_inputs(contract: Contract, renamed: Mapping[str, str]) -> Contract:
+    """Gives inputs of an ONNX file other names, and sorts caches by layer, as optimum fills them by position.
+
+    Args:
+        contract: The graph; its file is written again, without touching the weights.
+        renamed: New names by path.
+    """
+    if not any(path in renamed for path in contract.inputs.values()):
+        return contract
+    import onnx_ir
+
+    def position(name: str) -> tuple[int, str, str]:
+        match = _CACHE.search(name)
+        return (-1, "", "") if match is None else (int(match["layer"]), match["half"], match["state"])
+
+    names = {name: renamed.get(path, name) for name, path in contract.inputs.items()}
+    model = onnx_ir.load(contract.path)
+    values = list(model.graph.inputs)
+    for value in values:
+        value.name = names[value.name or ""]
+    order = sorted(names.values(), key=position)
+    by_name = {value.name: value for value in values}
+    model.graph.inputs.clear()
+    model.graph.inputs.extend(by_name[name] for name in order)
+    onnx_ir.save(model, contract.path)
+    paths = {names[name]: path for name, path in contract.inputs.items()}
+    return replace(contract, inputs={name: paths[name] for name in order})
 
 
-def _proven_by(onnx_model: OnnxModel, saved: Saved) -> OnnxModel:
-    parts = {name: _proven_by(part, saved.parts[name]) for name, part in onnx_model.parts.items()}
-    return OnnxModel(onnx_model.file, saved, parts)
+def _without_model(runner: OnnxRunner, with_unseen: bool) -> OnnxRunner:
+    """The graphs as `load_folder` finds them again."""
+    graphs = {}
+    for name, graph in runner.graphs.items():
+        unseen = tuple(unseen_calls(graph.traced)) if with_unseen and graph.traced is not None else ()
+        graphs[name] = OnnxGraph(graph.contract, graph.observation, unseen=unseen)
+    parts = {name: _without_model(part, with_unseen) for name, part in runner.parts.items()}
+    return OnnxRunner(graphs, parts, runner.edges, split=runner.split, attempts=runner.attempts)
 
 
-def _moved(onnx_model: OnnxModel, target: Path) -> OnnxModel:
-    """The graphs at the place that their files were moved to."""
-    file = replace(onnx_model.file, path=target / onnx_model.path.name)
-    parts = {name: _moved(part, target) for name, part in onnx_model.parts.items()}
-    return onnx_model_of(file, onnx_model.exported, parts)
+def _move_graphs(runner: OnnxRunner, target: Path) -> None:
+    """Notes that the files of the graphs were moved."""
+    for graph in runner.graphs.values():
+        graph.contract = replace(graph.contract, path=target / graph.path.name)
+    for part in runner.parts.values():
+        _move_graphs(part, target)
 
 
-def _write_manifest(folder: Path, programs: Mapping[str, Any]) -> None:
-    text = json.dumps(_manifest(programs, folder), indent=1, allow_nan=False)
-    (folder / MANIFEST).write_text(text + "\n", "utf-8")
-
-
-def _manifest(programs: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _manifest(runner: OnnxRunner, folder: Path, values: bool) -> dict[str, Any]:
+    if runner.split is None:
+        described = {"program": _dump_graphs(runner, folder, values, "")}
+    else:
+        described = {"split": runner.split.to_json(), **_dump_graphs(runner, folder, values, "")}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         "format": _FORMAT,
@@ -185,12 +181,42 @@ def _manifest(programs: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "written_by": versions("exportkit", "torch", "transformers", "onnx", "onnxscript", "onnxruntime"),
         "peak_bytes": _peak_bytes(),
         "files": {path.relative_to(folder).as_posix(): _described(path) for path in files},
-        **programs,
+        "attempts": [dict(vars(attempt)) for attempt in runner.attempts],
+        **described,
     }
 
 
+def _dump_graphs(runner: OnnxRunner, folder: Path, values: bool, home: str) -> dict[str, Any]:
+    """What the manifest says about the graphs: the data of a single one, or those of several by name."""
+    if runner.split is None:
+        data = dump_graph(runner.graph, folder, values, home)
+    else:
+        graphs = runner.graphs.items()
+        data = {"programs": {name: dump_graph(graph, folder, values, f"{name}/") for name, graph in graphs}}
+    data["parts"] = {
+        name: _dump_graphs(part, folder, values, f"{home}parts/{name}/") for name, part in runner.parts.items()
+    }
+    data["edges"] = {name: [dict(vars(edge)) for edge in edges] for name, edges in runner.edges.items()}
+    return data
+
+
+def _load_graphs(folder: Path, data: Mapping[str, Any], digests: Mapping[Path, str]) -> OnnxRunner:
+    """The graphs of a manifest."""
+    split = Split.from_json(data["split"]) if "programs" in data else None
+    single = data if "file" in data or split is not None else data["program"]
+    described = {"": single} if split is None else data["programs"]
+    return OnnxRunner(
+        {name: load_graph(folder, graph) for name, graph in described.items()},
+        {name: _load_graphs(folder, part, {}) for name, part in single.get("parts", {}).items()},
+        {name: tuple(Edge(**edge) for edge in edges) for name, edges in single.get("edges", {}).items()},
+        split=split,
+        attempts=tuple(Attempt(**attempt) for attempt in data.get("attempts", ())),
+        digests=digests,
+    )
+
+
 def _peak_bytes() -> int | None:
-    """The most memory that this process has had so far; None where the system does not say."""
+    """The most memory that this process has used so far; None if the system does not say."""
     try:
         import resource
     except ImportError:  # Windows
@@ -204,23 +230,14 @@ def _described(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
 
 
-def check_folder(target: Path) -> Path:
-    """Returns the path if a folder may be written there: over nothing, or over one of ours.
+def check_destination(target: Path) -> Path:
+    """Returns the path if an exported model may be written there: to an empty folder, or over an exported model.
 
     Raises:
-        DestinationError: if it holds something else, or cannot be written.
+        DestinationError: if the folder holds something else, or cannot be written.
     """
-    check_destination(target / MANIFEST)
-    found = sorted(item.name for item in target.iterdir()) if target.exists() else []
-    if not found or _is_ours(target):
-        return target
-    raise DestinationError(
-        "An exported model is not written over other files.",
-        where=str(target),
-        expected="a new or empty directory, or one that an exported model was saved to",
-        got=", ".join(found[:5]),
-        hint="name another directory, or empty this one.",
-    )
+    check_file(target / MANIFEST)
+    return check_folder(target, "an exported model", _is_ours)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -232,7 +249,7 @@ def _is_ours(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _filled(target: Path) -> Iterator[Path]:
-    """Gives an empty folder beside the old files, and puts what is in it in their place once all of it was written.
+    """Yields an empty folder beside the old files, and moves its content to their place once all of it was written.
 
     Files that do not belong to the old export, such as those of a tokenizer, stay.
     """
@@ -252,7 +269,7 @@ def _filled(target: Path) -> Iterator[Path]:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves all files, the manifest last: what is cut short is no export."""
+    """Moves all files, the manifest last, so that a folder that is cut short is not taken for an export."""
     files = sorted((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.name == MANIFEST)
     for path in files:
         place = target / path.relative_to(source)
@@ -272,15 +289,15 @@ def _remove_old(target: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns what ``manifest.json`` of a folder says.
+    """Returns the content of the ``manifest.json`` of a folder.
 
     Raises:
-        DestinationError: if this is no folder of an exported model.
+        DestinationError: if the folder does not hold an exported model.
     """
     return read_json_file(
         folder / MANIFEST,
         (_FORMAT, _VERSION),
-        noun="exported model",
+        noun="an exported model",
         written=f"a folder with {MANIFEST}, as exported.save(folder) writes it",
         damaged=damaged,
     )

@@ -1,11 +1,12 @@
-"""``manifest.json``: what is in a folder, and how its graphs are called like the model.
+"""``manifest.json``: the contracts of the graphs in a folder as JSON, and back.
 
-In come graphs and what was saved of their export; out goes JSON data, and back. The recorded calls and those at unseen
-sizes are observations of their own, in folders beside it. Nothing is pickled: classes are looked up by name.
+The recorded calls and those at unseen sizes are observations of their own, in folders beside it. Nothing is pickled:
+classes are looked up by name.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,110 +16,111 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
-from exportkit.calls.parts import Edge
 from exportkit.errors import DestinationError
-from exportkit.folder.saved import Case, Saved
-from exportkit.onnx_files.onnx_model import OnnxModel
-from exportkit.onnx_files.translate import OnnxFile
+from exportkit.onnx_files.contract import Contract
+from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
-from exportkit.probing.missing import MissingDefaults
-from exportkit.programs.stateful import onnx_model_of
-from exportkit.trees import Tree, flatten
+from exportkit.probing.missing import MissingDefaults, dependent_outputs
+from exportkit.programs.domain import Domain, SizeCondition
+from exportkit.trees import flatten
 from exportkit.trees.json_form import dump_tree, load_value
 
 _CALLS, _UNSEEN, _PLAN = "calls", "unseen", "plan.json"
-_PARTS = "parts"
 _MOST_BYTES = 2**28  # of the calls at unseen sizes that are kept
 _TOO_LARGE = "its tensors are too large to keep"
+# Files that clients and people read, and may change.
+_EDITABLE = {"config.json", "generation_config.json", "genai_config.json", "report.txt", "report.json"}
 
 
-def dump_program(onnx_model: OnnxModel, saved: Saved, folder: Path, values: bool, home: str = "") -> dict[str, Any]:
-    """Writes plan and calls of a graph, and of its parts, and returns what the manifest says of them.
+def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> dict[str, Any]:
+    """Writes the plan and the calls of a graph, and returns its contract as JSON data.
 
     Args:
-        onnx_model: The graph.
-        saved: What is to be said of it.
+        graph: The graph.
         folder: The folder.
         values: Also write the values of the calls.
-        home: Where in the folder plan and calls go.
+        home: Where in the folder the plan and the calls go.
     """
-    import onnx_ir
-
-    place = folder / home
+    contract, place = graph.contract, folder / home
     place.mkdir(parents=True, exist_ok=True)
-    (place / _PLAN).write_text(saved.plan.to_json() + "\n", "utf-8")
-    saved.observation.save(place / _CALLS, values=values)
-    file, leaves = onnx_model.file, saved.plan.by_path
-    returned = saved.outputs.tensors()
+    (place / _PLAN).write_text(contract.plan.to_json() + "\n", "utf-8")
+    graph.observation.save(place / _CALLS, values=values)
+    leaves, returned = contract.plan.by_path, contract.structure.tensors()
+    domain = contract.domain.to_json()
     return {
-        "file": file.path.name,
-        "opset": onnx_ir.load(onnx_model.path).opset_imports[""],
-        "model": saved.observation.model_name,
-        "method": saved.method,
+        "file": contract.path.name,
+        "opset": contract.opset,
+        "model": contract.model_name,
+        "method": contract.method,
         "home": home,
         "inputs": [
             {"name": name, "path": path, "dtype": leaves[path].dtype, "axes": [str(s) for s in leaves[path].sizes]}
-            for name, path in file.inputs.items()
+            for name, path in contract.inputs.items()
         ],
         "outputs": [
-            {"name": n, "path": path, "dtype": _dtype(returned[path]), "axes": list(file.output_axes[path])}
-            for n, path in file.outputs.items()
+            {"name": n, "path": path, "dtype": _dtype(returned[path]), "axes": list(contract.output_axes[path])}
+            for n, path in contract.outputs.items()
         ],
-        "structure": {"layout": dump_tree(saved.outputs), "paths": list(returned)},
-        "constants": {path: _plain(value) for path, value in saved.baked_constants().items()},
-        "fills": dict(saved.fills.values),
-        "unproven": list(saved.fills.unproven),
-        "rules": list(saved.rules),
-        "findings": [finding.text for finding in saved.plan.findings],
-        "unseen": _dump_cases(saved, place / _UNSEEN) if values else [],
-        "parts": {
-            name: dump_program(part, saved.parts[name], folder, values, f"{home}{_PARTS}/{name}/")
-            for name, part in onnx_model.parts.items()
-        },
-        "joined_outputs": list(saved.joined_outputs),
-        "member_rows": dict(saved.member_rows),
-        "stateful": saved.stateful,
-        "sizes": dict(saved.sizes),
-        "seconds": dict(saved.seconds),
-        "guards": [vars(guard) for guard in saved.guards],
-        "edges": {name: [vars(edge) for edge in edges] for name, edges in saved.edges.items()},
+        "structure": {"layout": dump_tree(contract.structure), "paths": list(returned)},
+        "constants": domain["constants"],
+        "fills": dict(contract.defaults.values),
+        "unproven": list(contract.defaults.unproven),
+        "rules": list(contract.rules),
+        "findings": [finding.text for finding in contract.plan.findings],
+        "unseen": _dump_unseen(graph, place / _UNSEEN) if values else [],
+        "joined_outputs": list(contract.joined_outputs),
+        "member_rows": dict(contract.member_rows),
+        "stateful": contract.stateful,
+        "sizes": dict(contract.sizes),
+        "seconds": dict(contract.seconds),
+        "guards": domain["guards"],
+        "domain": domain,
     }
 
 
-def load_program(folder: Path, data: Mapping[str, Any], digests: Mapping[Path, str]) -> OnnxModel:
-    """Returns the graph that `dump_program` described.
+def load_graph(folder: Path, data: Mapping[str, Any]) -> OnnxGraph:
+    """Returns the graph that `dump_graph` described.
 
     Args:
         folder: The folder.
-        data: What the manifest says of it.
-        digests: SHA-256 of each file of the folder.
+        data: What the manifest says about it.
     """
-    place, path = inside(folder, data["home"]), inside(folder, data["file"])
-    plan, observation = _load_plan(place)
-    parts = {name: load_program(folder, part, {}) for name, part in data["parts"].items()}
-    saved = Saved(
-        plan=plan,
-        observation=observation,
-        fills=MissingDefaults(data["fills"], tuple(data["unproven"])),
-        outputs=_load_structure(data),
+    place = inside(folder, data["home"])
+    observation = Observation.load(place / _CALLS)
+    plan = Plan.from_json((place / _PLAN).read_text("utf-8"))
+    if not observation.has_values:
+        text = "the folder was saved without the values of the recorded calls, so there is nothing to compare with."
+        plan = plan.with_findings([Finding("no values", "", text)])
+    returned = {item["path"]: torch.empty(0, dtype=getattr(torch, item["dtype"])) for item in data["outputs"]}
+    structure = data["structure"]
+    if "domain" in data:
+        domain = Domain.from_json(data["domain"])
+    else:  # written before manifests had a domain
+        domain = Domain.of_plan(plan, guards=tuple(SizeCondition(**guard) for guard in data.get("guards", ())))
+    joined = tuple(data["joined_outputs"])
+    contract = Contract(
+        path=inside(folder, data["file"]),
+        inputs={item["name"]: item["path"] for item in data["inputs"]},
+        outputs={item["name"]: item["path"] for item in data["outputs"]},
+        output_axes={item["path"]: tuple(item["axes"]) for item in data["outputs"]},
+        opset=data["opset"],
+        model_name=data["model"],
         method=data["method"],
-        cases=_load_cases(data["unseen"], place / _UNSEEN),
-        rules=tuple(data["rules"]),
-        parts={name: part.exported for name, part in parts.items() if isinstance(part.exported, Saved)},
-        edges={name: tuple(Edge(**edge) for edge in edges) for name, edges in data["edges"].items()},
-        joined_outputs=tuple(data["joined_outputs"]),
+        signature=observation.signature,
+        plan=plan,
+        domain=domain,
+        defaults=MissingDefaults(data["fills"], tuple(data["unproven"])),
+        structure=flatten(load_value(structure["layout"], [returned[path] for path in structure["paths"]])),
+        joined_outputs=joined,
         member_rows=data["member_rows"],
+        dependent=dependent_outputs(observation, joined),
         stateful=data["stateful"],
-        digests=digests,
+        rules=tuple(data["rules"]),
+        sizes=data.get("sizes", {}),
+        seconds=data.get("seconds", {}),
     )
-    file = OnnxFile(
-        path,
-        {item["name"]: item["path"] for item in data["inputs"]},
-        {item["name"]: item["path"] for item in data["outputs"]},
-        {item["path"]: tuple(item["axes"]) for item in data["outputs"]},
-    )
-    return onnx_model_of(file, saved, parts)
+    return OnnxGraph(contract, observation, unseen=_load_unseen(data["unseen"], place / _UNSEEN, contract))
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -143,72 +145,67 @@ def damaged(file: Path, cause: object) -> DestinationError:
     )
 
 
-def _load_plan(place: Path) -> tuple[Plan, Observation]:
-    plan = Plan.from_json((place / _PLAN).read_text("utf-8"))
-    observation = Observation.load(place / _CALLS)
-    if observation.has_values:
-        return plan, observation
-    text = "the folder was saved without the values of the recorded calls, so there is nothing to compare with."
-    return plan.with_findings([Finding("no values", "", text)]), observation
+def check_files(digests: Mapping[Path, str]) -> tuple[str, ...]:
+    """Returns a sentence for each file that was edited since it was saved, if no proof depends on it.
+
+    Args:
+        digests: SHA-256 of each file by path, as they were saved.
+
+    Raises:
+        DestinationError: if any other file is not the one that was saved.
+    """
+    edited = []
+    for path, digest in digests.items():
+        with path.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found == digest:
+            continue
+        if path.name not in _EDITABLE:
+            raise DestinationError(
+                "A file of an exported model is not the one that was saved.",
+                where=str(path),
+                expected=f"SHA-256 {digest}",
+                got=found,
+                hint="copy the folder again; deliberate changes have to be saved and proven anew.",
+            )
+        edited.append(f"{path.name} was edited since the folder was saved.")
+    return tuple(edited)
 
 
-def _load_structure(data: Mapping[str, Any]) -> Tree:
-    found = {item["path"]: torch.empty(0, dtype=getattr(torch, item["dtype"])) for item in data["outputs"]}
-    return flatten(load_value(data["structure"]["layout"], [found[path] for path in data["structure"]["paths"]]))
-
-
-def _dump_cases(saved: Saved, place: Path) -> list[dict[str, Any]]:
+def _dump_unseen(graph: OnnxGraph, place: Path) -> list[dict[str, Any]]:
     """Writes the calls at unseen sizes as an observation, and returns what belongs to each."""
     described: list[dict[str, Any]] = []
     calls: list[Call] = []
     room = _MOST_BYTES
-    for case in saved.cases:
-        call, error = _call(case, len(calls)), case.error
-        if call is not None:
-            room -= _bytes(call)
-            call, error = (call, error) if room >= 0 else (None, _TOO_LARGE)
-        described.append(
-            {
-                "label": case.label,
-                "sizes": dict(case.sizes),
-                "call": None if call is None else call.index,
-                "error": error,
-            }
-        )
-        calls += [] if call is None else [call]
-    replace(saved.observation, calls=tuple(calls), further=(), failures=()).save(place)
+    for call in graph.unseen or ():
+        kept, error = call.is_made, call.error
+        if kept:
+            tensors = (*call.tensors().values(), *call.outputs.tensors().values())
+            room -= sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            kept, error = (True, error) if room >= 0 else (False, _TOO_LARGE)
+        number = len(calls) if kept else None
+        described.append({"label": call.label, "sizes": dict(call.sizes), "call": number, "error": error})
+        if kept:
+            trees = {name: flatten(value) for name, value in call.values().items()}  # with the counters of caches
+            calls.append(replace(call, arguments=trees, named=frozenset(trees), index=number))
+    replace(graph.observation, calls=tuple(calls), further=(), failures=()).save(place)
     return described
 
 
-def _call(case: Case, index: int) -> Call | None:
-    if case.arguments is None or case.outputs is None:
-        return None
-    trees = {name: flatten(value) for name, value in case.arguments.values().items()}
-    signature = case.arguments.signature
-    return Call(trees, signature, frozenset(trees), case.outputs, index, case.seconds)
-
-
-def _bytes(call: Call) -> int:
-    return sum(t.numel() * t.element_size() for t in (*call.tensors().values(), *call.outputs.tensors().values()))
-
-
-def _load_cases(described: list[dict[str, Any]], place: Path) -> tuple[Case, ...]:
+def _load_unseen(described: list[dict[str, Any]], place: Path, contract: Contract) -> tuple[Call, ...]:
     if not described:
         return ()
-    observation = Observation.load(place)
-    return tuple(_case(item, observation) for item in described)
-
-
-def _case(item: Mapping[str, Any], observation: Observation) -> Case:
-    if item["call"] is None:
-        return Case(item["label"], item["sizes"], error=item["error"])
-    call = observation.calls[item["call"]]
-    return Case(item["label"], item["sizes"], call, call.outputs, call.latency)
+    calls = Observation.load(place).calls
+    return tuple(
+        replace(
+            Call({}, contract.signature) if item["call"] is None else calls[item["call"]],
+            label=item["label"],
+            sizes=item["sizes"],
+            error=item["error"],
+        )
+        for item in described
+    )
 
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

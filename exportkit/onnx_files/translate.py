@@ -1,13 +1,17 @@
-"""Translates a captured program to an ONNX file whose inputs, outputs and axes carry the names of the plan."""
+"""Translates a traced program to an ONNX file whose inputs, outputs and axes carry the names of the plan.
+
+Inputs and outputs are named as onnxruntime-genai and optimum expect. ``past_key_values.layers[0].keys`` is
+``past_key_values.0.key`` as an input and ``present.0.key`` as an output; in an encoder-decoder cache,
+``past_key_values.0.decoder.key`` and ``past_key_values.0.encoder.key``. Any other path keeps its parts, joined by dots:
+``data.inner.scale``, ``extras.0``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +20,11 @@ import torch
 from exportkit._torch_compat.graph import with_graph_module
 from exportkit._torch_compat.onnx import exact_no_ops, quiet_onnx_export
 from exportkit._torch_compat.symbolic_shapes import stored_sizes
-from exportkit.errors import DestinationError, ExportError
-from exportkit.onnx_files.complex_pairs import with_complex_as_pairs
-from exportkit.onnx_files.constants import with_constants
-from exportkit.onnx_files.names import input_names, output_names
-from exportkit.onnx_files.onnx_forms import with_onnx_forms
+from exportkit.errors import ExportError
+from exportkit.onnx_files.contract import Contract
+from exportkit.onnx_files.decompositions import translatable
 from exportkit.overrides import replaced_attributes
-from exportkit.plan.plan import Plan
-from exportkit.programs.assertions import without_assertions
-from exportkit.programs.program import Captured, without_gradients
+from exportkit.programs.program import TracedProgram, without_gradients
 from exportkit.rewrites.library import library_translations, operators_at_any_length
 from exportkit.rewrites.table import LIBRARY_PATCHES, applied
 from exportkit.running.program import tensor_placeholders
@@ -34,50 +34,18 @@ if TYPE_CHECKING:
     import onnx_ir
 
 _SYMBOL = re.compile(r"\b[su]\d+\b")
+_HALVES = {"self_attention_cache": "decoder", "cross_attention_cache": "encoder"}
+_STATES = {"keys": "key", "values": "value"}
+_CACHE = re.compile(
+    r"^(?:(?P<root>.*?)\.)?(?:(?P<half>self_attention_cache|cross_attention_cache)\.)?layers\[(?P<layer>\d+)\]\.(?P<state>.+)$"
+)
 
 
-@dataclass(frozen=True)
-class OnnxFile:
-    """An ONNX file on disk.
-
-    Attributes:
-        path: The file; weights are beside it in ``<name>.data``.
-        inputs: Path of the leaf by name of the graph's input, in order. Inputs that the model ignores are not there.
-        outputs: Path of the leaf by name of the graph's output, in order.
-        output_axes: Names or sizes of the axes of each output, by path of its leaf.
-    """
-
-    path: Path
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
-    output_axes: Mapping[str, tuple[str | int, ...]]
-
-
-def check_destination(path: str | os.PathLike[str]) -> Path:
-    """Returns the path as one that a file can be written to.
-
-    Raises:
-        DestinationError: if it cannot.
-    """
-    target = Path(path)
-    if target.is_dir():
-        raise DestinationError(
-            "An ONNX file cannot be written over a directory.", where=str(target), hint=f"{target / 'model.onnx'}"
-        )
-    parent = next(folder for folder in target.absolute().parents if folder.exists())
-    if not parent.is_dir():
-        raise DestinationError("This path cannot be written to.", where=str(target), got=f"{parent} is a file")
-    if not os.access(parent, os.W_OK):
-        raise DestinationError("This path cannot be written to.", where=str(target), got=f"{parent} is not writable")
-    return target
-
-
-def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = None) -> OnnxFile:
-    """Writes the program as ONNX, weights as external data, and returns what is in the file.
+def translate(traced: TracedProgram, path: Path, opset: int | None = None) -> Contract:
+    """Writes a program as ONNX, with its weights as external data, and returns how the graph is called.
 
     Args:
-        captured: The program.
-        plan: Names for the axes.
+        traced: The program.
         path: Where to write.
         opset: ONNX opset; by default torch's own choice.
 
@@ -85,7 +53,7 @@ def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = No
         ExportError: if an operator cannot be translated.
     """
     try:
-        program = _translated(captured, opset, LIBRARY_PATCHES.name in captured.rules)
+        program = _translated(traced, opset)
     except Exception as error:
         raise ExportError(
             "The program could not be translated to ONNX.",
@@ -94,32 +62,38 @@ def translate(captured: Captured, plan: Plan, path: Path, opset: int | None = No
         ) from error
     if program is None:
         raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
-    _check_opset(program.model, opset)
-    inputs, outputs = _name_values(program.model.graph, captured)
-    _name_axes(program.model, _axis_names(captured, plan))
+    written = int(program.model.opset_imports.get("") or 0)
+    if opset is not None and written != opset:
+        raise ExportError(
+            "torch.onnx cannot write this opset.",
+            expected=f"opset {opset}",
+            got=f"opset {written}",
+            hint="choose another opset, or leave it out to get the one that torch prefers.",
+        )
+    inputs, outputs = _name_values(program.model.graph, traced)
+    _name_axes(program.model, _axis_names(traced))
     axes = {
         path: tuple(_axis(dim) for dim in value.shape or ())
         for path, value in zip(outputs.values(), program.model.graph.outputs, strict=True)
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     program.save(path, external_data=True)
-    return OnnxFile(path, inputs, outputs, axes)
+    return Contract.of(traced, path, inputs, outputs, axes, written)
 
 
-def _translated(captured: Captured, opset: int | None, with_library: bool) -> torch.onnx.ONNXProgram | None:
-    """The program in ONNX; for one traced with transformers' patches, with its translations too."""
-    extra = library_translations() if with_library else None
-    parameters = captured.program.parameters()
+def _translated(traced: TracedProgram, opset: int | None) -> torch.onnx.ONNXProgram | None:
+    """The program in ONNX; if it was traced with transformers' patches, with transformers' translations."""
+    extra = library_translations() if LIBRARY_PATCHES.name in traced.rules else None
     with (
         quiet_onnx_export(),
         registered_caches(),
-        without_gradients(parameters),
+        without_gradients(traced.program.parameters()),
         operators_at_any_length(),
         contextlib.ExitStack() as stack,
     ):
-        for constant, exact in exact_no_ops():  # else the epsilon of a norm may be left out
+        for constant, exact in exact_no_ops():  # otherwise the epsilon of a norm may be left out
             stack.enter_context(replaced_attributes(constant, exact))
-        source = with_onnx_forms(with_complex_as_pairs(with_constants(without_assertions(captured.program))))
+        source = translatable(traced.program)
         if extra is None:
             return torch.onnx.export(source, (), verbose=False, opset_version=opset)
         stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
@@ -132,17 +106,6 @@ def _translated(captured: Captured, opset: int | None, with_library: bool) -> to
         return program
 
 
-def _check_opset(model: onnx_ir.Model, wanted: int | None) -> None:
-    written = model.opset_imports.get("")
-    if wanted is not None and written != wanted:
-        raise ExportError(
-            "torch.onnx cannot write this opset.",
-            expected=f"opset {wanted}",
-            got=f"opset {written}",
-            hint="choose another one, or leave it out: torch then takes the one it knows best.",
-        )
-
-
 def _summary(error: Exception) -> str:
     """The part of torch.onnx's message that names the operator, without its colours and advice."""
     text = re.sub(r"\x1b?\[\d+m", "", str(error))
@@ -150,35 +113,35 @@ def _summary(error: Exception) -> str:
     return " ".join(cause.split())[:500]
 
 
-def _name_values(graph: onnx_ir.Graph, captured: Captured) -> tuple[dict[str, str], dict[str, str]]:
+def _name_values(graph: onnx_ir.Graph, traced: TracedProgram) -> tuple[dict[str, str], dict[str, str]]:
     given = {value.name: value for value in graph.inputs}
-    tensors = tensor_placeholders(captured.program)
-    names = input_names(captured.input_paths)
+    tensors = tensor_placeholders(traced.program)
+    names = input_names(traced.input_paths)
     inputs = {}
-    for placeholder, path, name in zip(tensors, captured.input_paths, names, strict=True):
+    for placeholder, path, name in zip(tensors, traced.input_paths, names, strict=True):
         if placeholder in given:
             given[placeholder].name = name
             inputs[name] = path
-    if len(graph.outputs) != len(captured.output_paths):
+    if len(graph.outputs) != len(traced.output_paths):
         raise ExportError(
-            "The ONNX graph returns another number of tensors than the model.",
-            expected=len(captured.output_paths),
+            "The ONNX graph returns a different number of tensors from the model.",
+            expected=len(traced.output_paths),
             got=len(graph.outputs),
         )
-    outputs = dict(zip(output_names(captured.output_paths, inputs), captured.output_paths, strict=True))
+    outputs = dict(zip(output_names(traced.output_paths, inputs), traced.output_paths, strict=True))
     for value, name in zip(graph.outputs, outputs, strict=True):
         value.name = name
     return inputs, outputs
 
 
-def _axis_names(captured: Captured, plan: Plan) -> dict[str, str]:
-    """What torch's symbols (``s27``) are in the plan; plain variables win over sums."""
-    sizes = stored_sizes(captured.program)
+def _axis_names(traced: TracedProgram) -> dict[str, str]:
+    """The names in the plan of torch's symbols (``s27``); plain variables win over sums."""
+    sizes = stored_sizes(traced.program)
     names: dict[str, str] = {}
     found = [
         (symbol, size)
-        for placeholder, path in zip(tensor_placeholders(captured.program), captured.input_paths, strict=True)
-        for symbol, size in zip(sizes[placeholder], plan.by_path[path].sizes, strict=True)
+        for placeholder, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True)
+        for symbol, size in zip(sizes[placeholder], traced.plan.by_path[path].sizes, strict=True)
         if isinstance(symbol, str) and _SYMBOL.fullmatch(symbol)
     ]
     for symbol, size in sorted(found, key=lambda pair: pair[1].variable is None):
@@ -213,3 +176,43 @@ def _values(model: onnx_ir.Model) -> Iterator[Any]:
 
 def _axis(dim: Any) -> str | int:
     return dim if isinstance(dim, int) else str(dim.value)
+
+
+def input_names(paths: Sequence[str]) -> list[str]:
+    """Returns the graph's name for each input leaf."""
+    return _unique([_name(path, None) for path in paths], taken=())
+
+
+def output_names(paths: Sequence[str], inputs: Iterable[str]) -> list[str]:
+    """Returns the graph's name for each output leaf; a name that an input has too gets the prefix ``output.``."""
+    taken = set(inputs)
+    names = []
+    for path in paths:
+        name = _name(path, "present")
+        name = f"output.{name.removeprefix('[')}" if name in taken or name[:1].isdigit() else name
+        names.append(name or "output")
+    return _unique(names, taken)
+
+
+def _name(path: str, cache_root: str | None) -> str:
+    """A name without brackets; the caches of outputs are called ``cache_root``."""
+    match = _CACHE.match(path)
+    if match is None:
+        return _dotted(path)
+    root = cache_root or _dotted(match["root"] or "past_key_values")
+    half = f".{_HALVES[match['half']]}" if match["half"] else ""
+    return f"{root}.{match['layer']}{half}.{_STATES.get(match['state'], _dotted(match['state']))}"
+
+
+def _dotted(path: str) -> str:
+    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
+
+
+def _unique(names: Sequence[str], taken: Iterable[str]) -> list[str]:
+    seen = set(taken)
+    found = []
+    for name in names:
+        unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, len(names) + 3))) if n not in seen)
+        seen.add(unique)
+        found.append(unique)
+    return found

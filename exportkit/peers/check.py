@@ -18,9 +18,8 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError, ExportkitError, InvalidTypeError
-from exportkit.onnx_files.names import input_names
-from exportkit.onnx_files.onnx_model import OnnxModel
-from exportkit.onnx_files.onnx_programs import OnnxPrograms
+from exportkit.onnx_files.runner import OnnxRunner
+from exportkit.onnx_files.translate import input_names
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import fill_missing
 from exportkit.probing.planning import plan_calls
@@ -52,8 +51,14 @@ def check_recorded_calls(
 ) -> list[dict[str, Any]]:
     """Returns one row for each recorded call, as `InputObserver.check_discrepancies` describes them."""
     observation.require_calls()
-    if isinstance(onnx_model, OnnxPrograms):
-        return _rows_of_programs(observation, onnx_model, (tolerance, progress_bar, include_io))
+    if isinstance(onnx_model, OnnxRunner) and onnx_model.split is not None:  # each graph has calls of its own
+        found = []
+        for name, graph in onnx_model.graphs.items():
+            calls = tuple(call for call in observation.calls if call.index in onnx_model.split.calls[name])
+            if calls:
+                some = replace(observation, calls=calls)
+                found += check_recorded_calls(some, graph.session, tolerance, progress_bar, include_io)
+        return sorted(found, key=lambda row: row["index"])
     session = _session(onnx_model)
     plan = plan_calls(observation)
     paths = _paths_of_inputs(session, observation)
@@ -70,18 +75,8 @@ def check_recorded_calls(
     return rows
 
 
-def _rows_of_programs(observation: Observation, programs: OnnxPrograms, how: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """The rows of several programs for one model, each with the calls that are for it."""
-    rows = []
-    for name, program in programs.programs.items():
-        calls = tuple(call for call in observation.calls if call.index in programs.split.calls[name])
-        if calls:
-            rows += check_recorded_calls(replace(observation, calls=calls), program, *how)
-    return sorted(rows, key=lambda row: row["index"])
-
-
 def _session(onnx_model: Any) -> Session:
-    if isinstance(onnx_model, OnnxModel):
+    if isinstance(onnx_model, OnnxRunner):
         return onnx_model.session
     if isinstance(onnx_model, Session):
         return onnx_model

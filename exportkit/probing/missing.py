@@ -6,6 +6,7 @@ Which of them is right is tried on the recorded calls, not assumed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ from exportkit.calls.observation import Observation
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.simplify import as_simplified
-from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager
+from exportkit.running.runner import compare_runs, recorded
 from exportkit.trees import flatten, join
 
 _MOST_TRIALS = 64
@@ -81,18 +82,15 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
     tried = [*calls.items(), *((None, call) for call in _cut_calls(plan, list(calls.values()), model, method))]
     best: dict[str, float] = {}
     fewest = [number for number, _ in tried]
+
+    def run(values: Mapping[str, float], call: Call) -> dict[str, torch.Tensor]:
+        completed = completed_call(plan, observation, call, values)
+        # A graph leaves outputs that exist only because of the defaults out again: more outputs are not a difference.
+        return flatten(run_leniently(plan, model, method, completed)[0]).tensors()
+
     for values in itertools.islice(_choices(plan, observation, list(calls.values()), optional), _MOST_TRIALS):
-        wrong = []
-        for number, call in tried:
-            try:
-                completed = completed_call(plan, observation, call, values)
-                outputs = flatten(run_leniently(plan, model, method, completed)[0]).tensors()
-            except Exception:
-                wrong.append(number)
-                continue
-            # outputs that exist only because of the defaults are left out again when the graph is called without them
-            if not outputs_close(call.outputs.tensors(), outputs):
-                wrong.append(number)
+        outcomes = compare_runs(recorded, functools.partial(run, values), [call for _, call in tried])
+        wrong = [number for (number, _), outcome in zip(tried, outcomes, strict=True) if not outcome.agrees]
         if len(wrong) < len(fewest):
             best, fewest = values, wrong
         if not wrong:

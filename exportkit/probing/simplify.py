@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.calls.observation import Observation
-from exportkit.calls.seen import SeenShapes
+from exportkit.calls.observation import Observation, SeenShapes
 from exportkit.probing.model_probe import ModelProbe
-from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed
+from exportkit.running.runner import compare_runs, recorded
 from exportkit.trees import Tree, is_cache_class, join, with_list
 
 _MEMBER = re.compile(r"^(?P<list>.+)\[(?P<index>\d+)\]$")
@@ -222,13 +221,13 @@ def _nested(observation: Observation, names: set[str]) -> list[str]:
 
 def _is_unread(probe: ModelProbe, path: str) -> bool:
     """Whether the model returns the same for other values of a tensor, and without it, in every call that has it."""
-    calls = [call for call in probe.observation.calls if path in call.tensors()]
-    return all(_same(probe, call, _other_values, path) and _same(probe, call, lambda _: None, path) for call in calls)
-
-
-def _same(probe: ModelProbe, call: Call, change: Callable[[torch.Tensor], torch.Tensor | None], path: str) -> bool:
-    outputs = probe.outputs(call.with_tensors({path: change(call.tensors()[path])}))
-    return outputs is not None and outputs_close(call.outputs.tensors(), outputs)
+    changed = (
+        replace(call, arguments=call.with_tensors({path: other}).arguments)
+        for call in probe.observation.calls
+        if path in call.tensors()
+        for other in (_other_values(call.tensors()[path]), None)
+    )
+    return all(outcome.agrees for outcome in compare_runs(recorded, probe.run, changed))
 
 
 def _without_outputs(observation: Observation, names: Collection[str]) -> Observation:
@@ -274,18 +273,17 @@ def _lists(observation: Observation, names: set[str]) -> list[str]:
 
 def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
     """Whether the model returns the same for the list's concatenation as for the list, in every call that has it."""
-    calls = [call for call in probe.observation.calls if _members(call.tensors(), parent)]
-    return all(_same_as_one(probe, call, parent) for call in calls)
-
-
-def _same_as_one(probe: ModelProbe, call: Call, parent: str) -> bool:
-    members = list(_members(call.tensors(), parent).values())
-    whole = torch.cat(members)
-    if len(members) == 1 and len(whole) < 2:
-        return False
-    other = [whole] if len(members) > 1 else [whole[:1], whole[1:]]
-    outputs = probe.outputs(call.with_arguments(_with_list(call, parent, other)))
-    return outputs is not None and outputs_close(call.outputs.tensors(), outputs)
+    changed = []
+    for call in probe.observation.calls:
+        members = list(_members(call.tensors(), parent).values())
+        if not members:
+            continue
+        whole = torch.cat(members)
+        if len(members) == 1 and len(whole) < 2:
+            return False
+        other = [whole] if len(members) > 1 else [whole[:1], whole[1:]]
+        changed.append(replace(call, arguments=_with_list(call, parent, other)))
+    return all(outcome.agrees for outcome in compare_runs(recorded, probe.run, changed))
 
 
 def _with_list(call: Call, parent: str, tensors: list[torch.Tensor]) -> dict[str, Tree]:

@@ -1,8 +1,8 @@
-"""Reads back what a program takes for granted about sizes, and compares it to the plan.
+"""Compares the sizes that a program was traced for with the plan, and gives the domain of the program.
 
-In comes what was exported; out go findings. A program that serves less than the plan promises is an error: the
-recorded calls, sizes nobody has run, and sizes beyond a limit must all be allowed, unless the model itself refuses.
-Lower limits are left aside: torch.export takes 2 for the smallest size, and a graph serves less all the same.
+A program that serves less than the plan promises is an error: it must allow the recorded calls, sizes that were never
+run, and sizes beyond a limit, unless the model itself raises for them. Lower limits do not count: torch.export assumes
+sizes of 2 and more, and a graph serves smaller ones all the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 
@@ -20,19 +20,18 @@ from exportkit.errors import ExportError
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
+from exportkit.programs.domain import Domain, SizeCondition
 from exportkit.programs.places import Place, is_model_code
+from exportkit.programs.program import TracedProgram
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders
 
-if TYPE_CHECKING:
-    from exportkit.programs.exported import Exported
-
 _SYMBOL = re.compile(r"\b[su]\d+\b")
-# A limit that torch means as none; and the largest one that the model itself is asked about, by running it.
+# A limit that means none to torch; and the largest limit beyond which the model itself is run.
 _UNLIMITED, _ASKED = 2**31, 2048
 _BRANCH = "fixed branch"
-_REFUSES = "the model itself refuses more"
-# The smallest size that torch.export allows for.
+_REFUSES = "the model itself raises for more"
+# The smallest size that torch.export assumes.
 _SMALLEST = 2
 
 Axis = tuple[str, int]
@@ -40,7 +39,7 @@ Axis = tuple[str, int]
 
 @dataclass(frozen=True)
 class _Promise:
-    """Sizes that the plan allows, and the shapes of all inputs at these."""
+    """Sizes that the plan allows, and the shapes of all inputs at these sizes."""
 
     label: str
     sizes: Mapping[str, int]
@@ -50,7 +49,7 @@ class _Promise:
 
 @dataclass(frozen=True)
 class _Narrow:
-    """What a program refuses: one axis, what it takes, and the line of the model that made it so."""
+    """A size that a program refuses: its axis, what the program takes, and the line of the model that limits it."""
 
     axis: Axis
     takes: str
@@ -62,21 +61,21 @@ class _Narrow:
 class _Program:
     """The axes of a program's inputs as torch traced them: ints and expressions in symbols."""
 
-    exported: Exported
+    traced: TracedProgram
     axes: dict[Axis, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        program = self.exported.program
-        traced = input_axes(program)
-        nodes = zip(tensor_placeholders(program), self.exported.captured.input_paths, strict=True)
-        self.axes = {(path, axis): size for node, path in nodes for axis, size in enumerate(traced[node])}
+        program = self.traced.program
+        sizes = input_axes(program)
+        nodes = zip(tensor_placeholders(program), self.traced.input_paths, strict=True)
+        self.axes = {(path, axis): size for node, path in nodes for axis, size in enumerate(sizes[node])}
         self.guards = shape_guards(program)
         plain = [(size, axis) for axis, size in self.axes.items() if isinstance(size, sympy.Symbol)]
         self.homes: dict[Any, Axis] = dict(reversed(plain))
 
     def limit(self, size: Any) -> int | None:
         """The largest value of a traced size, or None."""
-        allowed = self.exported.program.range_constraints.get(size)
+        allowed = self.traced.program.range_constraints.get(size)
         upper = None if allowed is None else allowed.upper
         return int(upper) if isinstance(upper, sympy.Integer) and upper < _UNLIMITED else None
 
@@ -85,7 +84,7 @@ class _Program:
         return {symbol: sympy.Integer(promise.shapes[path][axis]) for symbol, (path, axis) in self.homes.items()}
 
     def refusals(self, promise: _Promise) -> Iterator[_Narrow]:
-        """Yields what the program refuses of a promise."""
+        """Yields the sizes of a promise that the program refuses."""
         values = self.symbols(promise)
         for axis, size in self.axes.items():
             wanted = promise.shapes[axis[0]][axis[1]]
@@ -101,9 +100,9 @@ class _Program:
                 yield _Narrow(axis, f"at most {limit}", self._place(size))
 
     def _is_lower_limit(self, size: Any, excess: int, values: Mapping[Any, sympy.Integer]) -> bool:
-        """Whether a limit says only that what is left of another size is 2 or more, as torch assumes of all sizes.
+        """Whether a limit only says that the rest of another size is 2 or more, as torch assumes of all sizes.
 
-        Then nothing but torch's own code asked for it, and the sizes beyond it leave 1 or 0.
+        Then only torch's own code asked for it, and sizes beyond it leave 1 or 0.
         """
         broken = [
             guard.file
@@ -129,7 +128,7 @@ class _Program:
         return _SYMBOL.sub(lambda m: n if alone or " " not in (n := names.get(m[0], m[0])) else f"({n})", text)
 
     def _size(self, axis: Axis) -> Any:
-        size = self.exported.plan.by_path[axis[0]].sizes[axis[1]]
+        size = self.traced.plan.by_path[axis[0]].sizes[axis[1]]
         return f"{axis[0]} axis {axis[1]}" if size.is_static else size
 
     def _at(self, size: Any) -> str:
@@ -152,69 +151,89 @@ def _evaluated(expression: Any, values: Mapping[Any, sympy.Integer]) -> Any:
 
 
 @dataclass(frozen=True)
-class Guard:
-    """A relation of sizes that a trace took for granted, its place, and whether that is the model's own code."""
+class Audit:
+    """What the audit of a program found.
 
-    text: str
-    place: str
-    own: bool
+    Attributes:
+        findings: Limits, and decisions by size that the program keeps.
+        limits: The limits as conditions over the variables of the plan.
+    """
+
+    findings: tuple[Finding, ...]
+    limits: tuple[SizeCondition, ...]
 
 
-def guards_of(exported: Exported) -> tuple[Guard, ...]:
-    """Returns what the trace of a program took for granted about sizes, each relation once, the model's own first."""
-    program = _Program(exported)
-    found: dict[str, Guard] = {}
+def domain_of(traced: TracedProgram) -> Domain:
+    """Returns the domain of a program; of the guards of its trace, those of the model's own code come first."""
+    program = _Program(traced)
+    found: dict[str, SizeCondition] = {}
     for guard in sorted(program.guards, key=lambda guard: not is_model_code(guard.file)):
         if guard.left != sympy.true:
             text, file = program.named(guard.left), guard.file.rpartition("site-packages/")[2]
-            found.setdefault(text, Guard(text, f"{file}:{guard.line}" if file else "", is_model_code(guard.file)))
-    return tuple(found.values())
+            place = f"{file}:{guard.line}" if file else ""
+            found.setdefault(text, SizeCondition(text, place, is_model_code(guard.file)))
+    return Domain.of_plan(traced.plan, traced.limits, tuple(found.values()))
 
 
-def audit_sizes(exported: Exported) -> list[Finding]:
-    """Returns findings about a program: the limits that it has, and the decisions by size that it keeps.
+def audit_sizes(traced: TracedProgram) -> Audit:
+    """Returns the limits of a program on sizes, and the decisions by size that it keeps.
 
     Args:
-        exported: What was exported.
+        traced: The program.
 
     Raises:
         ExportError: if the program allows less than the plan.
     """
-    program = _Program(exported)
-    refused: dict[str, str] = {}
-    findings = []
+    program = _Program(traced)
+    known: dict[str, str] = {}
+    limits: dict[str, tuple[Finding, SizeCondition]] = {}
     branches: dict[tuple[str, int], Finding] = {}
     for promise in _promises(program):
         refusal = next(program.refusals(promise), None)
         differing = list(program.branches(promise))
         if refusal is None and not differing:
             continue
-        why = "" if promise.recorded else _why_refused(exported, promise, refused)
+        why = "" if promise.recorded else _why_refused(traced, promise, known)
         if refusal is not None:
             if not why:
                 raise _narrower(refusal, promise, program)
-            findings.append(_model_limit(refusal, promise, program, why))
+            finding, condition = _model_limit(refusal, promise, program, why)
+            limits.setdefault(finding.where, (finding, condition))
             continue
         if why == _REFUSES:
             continue
         for guard in differing:
             branches.setdefault((guard.file, guard.line), _branch(guard, promise, program))
-    return [*_unique(findings), *branches.values(), *_far_limits(program)]
+    found = [*limits.values()]
+    far = [
+        (
+            Finding(
+                "limit", name, f"{name} is limited: the graph takes at most {limit} in an axis that depends on it."
+            ),
+            SizeCondition(f"{name} <= {limit}"),
+        )
+        for (name, _), limit in _limits(program)
+        if limit >= _ASKED
+    ]
+    findings = [*(finding for finding, _ in found), *branches.values(), *(finding for finding, _ in far)]
+    return Audit(tuple(findings), tuple(condition for _, condition in (*found, *far)))
 
 
 def fixed_branches(plan: Plan) -> list[Finding]:
-    """Returns the findings on decisions by size that a program keeps, though other sizes decide otherwise."""
+    """Returns the findings on decisions by size that a program keeps although other sizes decide otherwise."""
     return [finding for finding in plan.findings if finding.kind == _BRANCH]
 
 
 def _promises(program: _Program) -> Iterator[_Promise]:
-    plan = program.exported.plan
-    for call in program.exported.observation.calls:
+    plan = program.traced.plan
+    for call in program.traced.observation.calls:
         sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in call.tensors().items()})
         yield _Promise(f"recorded call {call.index}", sizes, plan.shapes(sizes), True)
-    combinations = [(item.label, item.sizes) for item in unseen_sizes(plan, program.exported.sizes)]
-    for label, sizes in [*combinations, *_beyond_limits(program)]:
-        yield _Promise(label, sizes, plan.shapes(sizes), False)
+    combinations: list[tuple[str, Mapping[str, int]]] = [
+        (item.label, item.sizes) for item in unseen_sizes(plan, program.traced.sizes)
+    ]
+    for label, wanted in [*combinations, *_beyond_limits(program)]:
+        yield _Promise(label, wanted, plan.shapes(wanted), False)
 
 
 def _beyond_limits(program: _Program) -> Iterator[tuple[str, Mapping[str, int]]]:
@@ -226,7 +245,7 @@ def _beyond_limits(program: _Program) -> Iterator[tuple[str, Mapping[str, int]]]
 
 def _limits(program: _Program) -> Iterator[tuple[tuple[str, dict[str, int]], int]]:
     """Yields a variable with sizes in which it is too large for the program, and the limit of its axis."""
-    plan = program.exported.plan
+    plan = program.traced.plan
     done = set()
     for (path, axis), traced in program.axes.items():
         limit = None if isinstance(traced, int) else program.limit(traced)
@@ -234,8 +253,8 @@ def _limits(program: _Program) -> Iterator[tuple[tuple[str, dict[str, int]], int
         if limit is None or size.is_static or not size.is_linear:
             continue
         name, factor = size.terms[-1]
-        sizes = dict(program.exported.sizes)
-        if plan.variable(name).filled_length(sizes) is not None:  # it is promised to be that or 0, and no more
+        sizes = dict(program.traced.sizes)
+        if plan.variable(name).filled_length(sizes) is not None:  # the plan promises this length or 0, and nothing else
             continue
         sizes[name] += max(-(-(limit + 1 + _SMALLEST - size.evaluate(sizes)) // factor), 0)
         largest = plan.variable(name).maximum
@@ -244,21 +263,21 @@ def _limits(program: _Program) -> Iterator[tuple[tuple[str, dict[str, int]], int
             yield (name, sizes), limit
 
 
-def _why_refused(exported: Exported, promise: _Promise, known: dict[str, str]) -> str:
-    """Why the model itself does not run at these sizes as it is; nothing if it does."""
+def _why_refused(traced: TracedProgram, promise: _Promise, known: dict[str, str]) -> str:
+    """Why the model itself does not run at these sizes unchanged; an empty string if it does."""
     if promise.label not in known:
         try:
-            arguments = build_call(exported.plan, exported.observation, promise.sizes)
-            buffer = replaced_buffer(exported.model, exported.method, arguments)
+            call = build_call(traced.plan, traced.observation, promise.sizes)
+            buffer = replaced_buffer(traced.model, traced.method, call)
             known[promise.label] = f"the model itself makes another {buffer} for more" if buffer else ""
-        except Exception:  # whatever the model raises: it refuses these sizes
+        except Exception:  # whatever the model raises for these sizes
             known[promise.label] = _REFUSES
     return known[promise.label]
 
 
 def _narrower(refusal: _Narrow, promise: _Promise, program: _Program) -> ExportError:
     path, axis = refusal.axis
-    size = program.exported.plan.by_path[path].sizes[axis]
+    size = program.traced.plan.by_path[path].sizes[axis]
     where = f"axis {axis} of {path}"
     error = ExportError(
         f"The exported graph serves less than the plan promises: {where} ({size}) is limited.",
@@ -267,47 +286,33 @@ def _narrower(refusal: _Narrow, promise: _Promise, program: _Program) -> ExportE
         got=f"the graph takes {refusal.takes}",
         hint=_hint(size.variable, refusal.related, program),
     )
-    error.attempt = program.exported.attempt()
+    error.request = program.traced.request()
     return error
 
 
 def _hint(variable: str | None, related: bool, program: _Program) -> str:
     if related or variable is None:
         return "change this line so that it does not decide by how these sizes are related."
-    known = {size for size in program.exported.plan.variable(variable).seen if size is not None}
+    known = {size for size in program.traced.plan.variable(variable).seen if size is not None}
     if len(known) == 1:
         return f'change this line, or accept it: export(model, observer.plan().static("{variable}")).'
     return f'change this line, or promise less: export(model, observer.plan().range("{variable}", ...)).'
 
 
-def _model_limit(refusal: _Narrow, promise: _Promise, program: _Program, why: str) -> Finding:
+def _model_limit(refusal: _Narrow, promise: _Promise, program: _Program, why: str) -> tuple[Finding, SizeCondition]:
     path, axis = refusal.axis
-    size = program.exported.plan.by_path[path].sizes[axis]
-    where = f"axis {axis} of {path} ({size})"
-    text = f"{where}: the graph takes {refusal.takes}; {why} ({promise.label})."
-    return Finding("limit", f"{path} axis {axis}", text)
-
-
-def _unique(findings: list[Finding]) -> list[Finding]:
-    """One finding for what is said of an axis, and of those of other inputs with the same size and limit."""
-    first: dict[str, Finding] = {}
-    for finding in findings:
-        first.setdefault(finding.where, finding)
-    return list(first.values())
-
-
-def _far_limits(program: _Program) -> list[Finding]:
-    return [
-        Finding("limit", name, f"{name} is limited: the graph takes at most {limit} in an axis that depends on it.")
-        for (name, _), limit in _limits(program)
-        if limit >= _ASKED
-    ]
+    size = program.traced.plan.by_path[path].sizes[axis]
+    text = f"axis {axis} of {path} ({size}): the graph takes {refusal.takes}; {why} ({promise.label})."
+    limit = refusal.takes.removeprefix("at most ")
+    condition = f"{size} <= {limit}" if limit != refusal.takes else f"{size} == {refusal.takes.removeprefix('only ')}"
+    place = "" if refusal.place is None else f"{refusal.place.file}:{refusal.place.line}"
+    return Finding("limit", f"{path} axis {axis}", text), SizeCondition(condition, place, refusal.place is not None)
 
 
 def _branch(guard: ShapeGuard, promise: _Promise, program: _Program) -> Finding:
     place = Place(guard.file, guard.line)
     text = (
-        f"the graph keeps what the model decides by size at {guard.file}:{guard.line} ({place.code}), taken for "
-        f"{program.named(guard.left)}; {promise.label} decides otherwise. Whether that matters, verify() shows."
+        f"the graph keeps a decision by size at {guard.file}:{guard.line} ({place.code}), taken for "
+        f"{program.named(guard.left)}; {promise.label} decides otherwise. verify() shows whether that matters."
     )
     return Finding(_BRANCH, f"{guard.file}:{guard.line}", text)

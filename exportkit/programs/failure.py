@@ -1,100 +1,128 @@
-"""What is said when an export fails: in comes torch's exception, out goes one root cause, and a file with the rest.
-
-Only an error that leaves exportkit is looked into, so that exports which succeed pay nothing: the model may then be
-traced a second time, to see which line of it fixed the size of an axis.
-"""
+"""Explains failed exports: finds the root cause of an exception of torch, in the names of the plan."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import re
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
+from exportkit._torch_compat.pytree import tree_leaves
+from exportkit._torch_compat.symbolic_shapes import source_names
+from exportkit._torch_compat.tracing import watched_symbols
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.plan import Plan
-from exportkit.programs.causes import Cause, cause_of_trace, cause_of_translation
+from exportkit.programs.flat import FlatSignature
+from exportkit.programs.places import Place, nodes_in, place_of_error, place_of_frames, place_of_node
+from exportkit.programs.repro import TraceRequest
+from exportkit.trees import flatten, join, registered_caches
 
 _DETAILS = "exportkit-details-"
+_TRACE = "torch.export could not trace the model"
+_TRANSLATION = "The program could not be translated to ONNX"
+_FIXED = re.compile(
+    r"You marked (?P<tensor>L\[.*?)\.size\(\)\[(?P<axis>\d+)\] as dynamic but your code "
+    r"specialized it to be a constant \((?P<size>\d+)\)"
+)
+_UNBACKED = re.compile(r"\bz?u[f]?\d+\b")
+_GRAPH_LINE = re.compile(r"# File: (?P<file>.+?):(?P<line>\d+) in ")
+_LONGEST_GOT = 300
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """What was tried: enough to look for the cause, and to write a script that tries it again.
+class Cause:
+    """Why an export failed.
 
     Attributes:
-        model: The model.
-        method: The method.
-        plan: Says which axes are dynamic.
-        arguments: The arguments it was traced with.
-        rules: Names of the rewrites that were in force.
-        trace: Traces again, if tracing failed.
-        onnx: Whether it is about the translation to ONNX.
+        what: One sentence.
+        place: Line of the model, if it is known.
+        expected: What would have been right.
+        got: What came instead.
+        hint: What to do about it.
     """
 
-    model: torch.nn.Module
-    method: str
-    plan: Plan
-    arguments: Call
-    rules: tuple[str, ...] = ()
-    trace: Callable[[], Any] | None = None
-    onnx: bool = False
-
-    def repro(self, directory: str | os.PathLike[str]) -> Path:
-        """Writes a script that does the same with torch alone, and returns its path."""
-        from exportkit.programs.repro import write_attempt
-
-        return write_attempt(self, directory)
+    what: str
+    place: Place | None = None
+    expected: str | None = None
+    got: str | None = None
+    hint: str | None = None
 
 
-def failure(what: str, error: Exception, attempt: Attempt) -> ExportError:
-    """Returns the error for an exception of torch, without a root cause yet.
+@dataclass(frozen=True)
+class _Fixed:
+    """An axis that became static: its leaf, its place among such events, and the line of the model."""
+
+    path: str
+    axis: int
+    size: int
+    order: int
+    place: Place | None
+
+
+def failure(what: str, error: Exception, request: TraceRequest) -> ExportError:
+    """Returns the error for an exception of torch, without looking for its root cause.
 
     Args:
         what: One sentence: what could not be done.
         error: The exception.
-        attempt: What was tried.
+        request: What torch was asked to do.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     failed = ExportError(
         what,
-        where=f"variables {', '.join(v.name for v in attempt.plan.variables) or 'none'}",
+        where=f"variables {', '.join(v.name for v in request.plan.variables) or 'none'}",
         got=f"{type(error).__name__}: {' '.join(lines[:3])[:500]}",
         hint="the full message of torch is the cause of this exception (__cause__).",
     )
-    failed.attempt = attempt
+    failed.request = request
     return failed
 
 
 @contextlib.contextmanager
-def explained(attempt: Callable[[], Attempt] | None = None) -> Iterator[None]:
-    """Gives errors of a ``with`` block, or of a decorated function, their root cause and the file with the rest.
+def explained(request: Callable[[], TraceRequest] | None = None) -> Iterator[None]:
+    """Adds the root cause and a file with torch's full message to export errors of a block or decorated function.
+
+    Only errors that reach the user are looked into, so exports that succeed pay nothing: finding the cause may trace
+    the model a second time, to see which line of it fixed the size of an axis.
 
     Args:
-        attempt: Says what was tried, where the errors do not.
+        request: Returns what torch was asked to do, for errors that do not say so.
     """
     try:
         yield
     except ExportError as error:
         cause = error.__cause__
-        if error.attempt is None and attempt is not None:
-            error.attempt = attempt()
-        if error.attempt is None or cause is None or error.details:
+        if error.request is None and request is not None:
+            error.request = request()
+        if error.request is None or cause is None or error.details:
             raise
-        raise _explained(error, cause) from cause
+        details = "".join(traceback.format_exception(cause))
+        found = _root_cause(cause, error.request) or Cause(str(error).partition("\n")[0], got=str(cause)[:500])
+        file = _written(details)
+        better = ExportError(
+            found.what,
+            where=str(found.place or "outside of the model's code"),
+            expected=found.expected,
+            got=found.got,
+            hint="\n        ".join(text for text in (found.hint, file and f"all that torch says: {file}") if text),
+        )
+        better.request, better.details = error.request, details
+        raise better from cause
 
 
 def in_one_line(error: ExportkitError) -> str:
-    """Returns what an error says, in one line; of an export that failed, the root cause and where it is."""
-    cause, attempt = error.__cause__, getattr(error, "attempt", None)
-    found = _root_cause(cause, attempt) if cause is not None and attempt is not None else None
+    """Returns an error in one line; for a failed export, its root cause and where that is."""
+    cause, request = error.__cause__, getattr(error, "request", None)
+    found = _root_cause(cause, request) if cause is not None and request is not None else None
     if found is None:
         what, *lines = str(error).splitlines()
         got = next((line.removeprefix("  got: ") for line in lines if line.startswith("  got: ")), "")
@@ -103,35 +131,179 @@ def in_one_line(error: ExportkitError) -> str:
     return f"{found.what} ({place})" if place else found.what
 
 
-def _explained(error: ExportError, cause: BaseException) -> ExportError:
-    attempt = error.attempt
-    details = "".join(traceback.format_exception(cause))
-    found = _root_cause(cause, attempt) or Cause(str(error).partition("\n")[0], None, None, str(cause)[:500], None)
-    file = _written(details)
-    better = ExportError(
-        found.what,
-        where=str(found.place or "outside of the model's code"),
-        expected=found.expected,
-        got=found.got,
-        hint="\n        ".join(text for text in (found.hint, file and f"all that torch says: {file}") if text),
-    )
-    better.attempt, better.details = attempt, details
-    return better
-
-
-def _root_cause(cause: BaseException, attempt: Attempt) -> Cause | None:
-    """The cause; None if to look for it fails, which must never hide the error itself."""
+def _root_cause(error: BaseException, request: TraceRequest) -> Cause | None:
+    """The cause; None if looking for it fails, because that must never hide the error itself."""
     with contextlib.suppress(Exception):
-        if attempt.onnx:
-            return cause_of_translation(cause)
-        return cause_of_trace(cause, attempt.model, attempt.plan, attempt.arguments, attempt.trace)
+        if request.onnx:
+            return _cause_of_translation(error)
+        if hasattr(error, "cond") or "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+            return _data_dependent(error, request.model)
+        if violations := list(_FIXED.finditer(str(error))):
+            return _fixed_axis(violations, request)
+        return _raised(error, request.model)
     return None
 
 
 def _written(details: str) -> Path | None:
-    """A file with the details among the temporary files; None where none can be written."""
+    """A temporary file with the details; None if it cannot be written."""
     with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix=_DETAILS, suffix=".txt", delete=False) as file:
             file.write(details)
         return Path(file.name)
     return None
+
+
+def _cause_of_translation(error: BaseException) -> Cause:
+    """Why torch.onnx.export failed: the operator, and the line of the model that uses it."""
+    node = next(reversed(list(nodes_in(error))), None)
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    got = f"{type(root).__name__}: {' '.join(str(root).split())}"[:_LONGEST_GOT]
+    if node is None or "No ONNX function found" not in got:
+        return Cause(f"{_TRANSLATION}.", None if node is None else place_of_node(node), None, got, None)
+    used = node.meta.get("original_aten", node.target)
+    operator = str(node.target) if str(used) == str(node.target) else f"{node.target} (from {used})"
+    return Cause(
+        f"{_TRANSLATION}: there is no translation for an operator of the model.",
+        place_of_node(node),
+        None,
+        operator,
+        "write this line with operators that ONNX has, or observe and export the parts before and after it.",
+    )
+
+
+def _data_dependent(error: BaseException, model: torch.nn.Module) -> Cause:
+    place = place_of_error(error, model)
+    condition = str(getattr(error, "cond", "")) or str(error).partition("\n")[0][:_LONGEST_GOT]
+    unknown = set(_UNBACKED.findall(condition))
+    origin = _origin(getattr(error, "partial_fx_graph", ""), unknown)
+    code = "" if place is None else place.code
+    got = f"whether {condition} is not known before the model runs (data-dependent)"
+    names = ", ".join(sorted(unknown))
+    if origin is not None and place is not None and (origin.file, origin.line) != (place.file, place.line):
+        got += f";\n       {names} comes from {origin.file}:{origin.line}\n         {origin.code}"
+    return Cause(f"{_TRACE}: it decides by the values of a tensor.", place, None, got, _hint_for_values(code, origin))
+
+
+def _hint_for_values(code: str, origin: Place | None) -> str:
+    if re.search(r"\.item\(|\.tolist\(", f"{code} {origin.code if origin else ''}"):
+        return "keep the tensor instead of .item() or .tolist(); decide with torch.where, or with torch.cond."
+    if code.startswith("assert"):
+        return "leave the check out while torch.compiler.is_exporting()."
+    return "compute both sides and choose with torch.where(condition, a, b), or use torch.cond."
+
+
+def _origin(graph: str, unknown: set[str]) -> Place | None:
+    """Line of the model that made an unknown value, according to the comments in torch's partial graph."""
+    place = None
+    for line in graph.splitlines():
+        if match := _GRAPH_LINE.search(line):
+            place = Place(match["file"], int(match["line"]))
+        elif unknown & set(_UNBACKED.findall(line.partition("=")[0])):
+            return place
+    return None
+
+
+def _fixed_axis(violations: list[re.Match[str]], request: TraceRequest) -> Cause:
+    plan, places = request.plan, _Specializations(request.model)
+    with registered_caches():
+        paths = _paths_by_source(request.call)
+    with watched_symbols(places.seen), contextlib.suppress(ExportError):
+        if request.trace is not None:
+            request.trace()
+    found = [places.fixed(paths[v["tensor"]], v["tensor"], int(v["axis"]), int(v["size"])) for v in violations]
+    first = min(found, key=lambda item: item.order)
+    size = plan.by_path[first.path].sizes[first.axis]
+    seen = sorted({shape[first.axis] for shape in plan.by_path[first.path].shapes if shape is not None})
+    axis = f"axis {first.axis} of {first.path}"
+    more = f"; {len(found) - 1} more axes as well" if len(found) > 1 else ""
+    return Cause(
+        f"{_TRACE}: {axis} ({size}) became static.",
+        first.place,
+        f"any size; recorded: {', '.join(map(str, seen))}",
+        f"only {first.size}, which is the size it was traced with{more}",
+        _hint_for_size("" if first.place is None else first.place.code, str(size), plan),
+    )
+
+
+def _hint_for_size(code: str, variable: str, plan: Plan) -> str:
+    if re.search(r"\b(list|tuple|enumerate|zip)\(|\.unbind\(|\.tolist\(", code):
+        hint = "unpacking a tensor fixes its size: use operations on the whole tensor, such as cat, flatten, repeat."
+    elif re.match(r"(for|while)\b", code) or re.search(r"\bfor\b.*\bin\b", code):
+        hint = "a Python loop is traced once for each element: use operations on the whole tensor, or torch.scan."
+    elif re.search(r"\.(view|reshape|expand|unflatten)\(", code):
+        hint = "write -1, or a size read from a tensor, in place of a constant."
+    elif "int(" in code:
+        hint = "int() turns a size into a number: use x.shape[i] as it is."
+    else:
+        hint = "this line needs the size as a number: read it from a tensor (x.shape[i]) and compute with that."
+    known = [v for v in plan.variables if v.name == variable]
+    if known and len({size for size in known[0].seen if size is not None}) == 1:
+        hint += f' Or accept it: export(model, observer.plan().static("{variable}")).'
+    return hint
+
+
+def _raised(error: BaseException, model: torch.nn.Module) -> Cause:
+    place = place_of_error(error, model)
+    lines = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+    hint = "this works in eager mode; in a trace, tensors have no values and sizes are symbols: change this line."
+    if ".numpy()" in str(error) or (place is not None and ".numpy()" in place.code):
+        hint = "NumPy is not traced: use torch's operations on tensors instead."
+    elif "fake" in str(error).lower() and "impl" in str(error).lower():
+        hint = "the operator does not say the shape of its result: register it with torch.library.register_fake."
+    return Cause(
+        f"{_TRACE}: {type(error).__name__} was raised in it.",
+        place,
+        None,
+        f"{type(error).__name__}: {lines}"[:_LONGEST_GOT],
+        hint,
+    )
+
+
+def _paths_by_source(call: Call) -> dict[str, str]:
+    """Path of a leaf by what torch calls it, ``L['data']['x']``."""
+    flat = FlatSignature.of(call)
+    values = {name: parameter.tree.build() for name, parameter in flat.parameters.items()}
+    paths = {
+        id(tensor): join(flat.parameters[name].path, path)
+        for name, value in values.items()
+        for path, tensor in flatten(value).tensors().items()
+    }
+    leaves = [leaf for value in values.values() for leaf in tree_leaves(value)]
+    named: Mapping[str, Any] = dict(zip(source_names(values), leaves, strict=True))
+    return {source: paths[id(leaf)] for source, leaf in named.items() if isinstance(leaf, torch.Tensor)}
+
+
+class _Specializations:
+    """Records during a trace on which line of the model each axis became static."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._symbols: dict[str, str] = {}
+        self._replaced: dict[str, tuple[int, str, Place | None]] = {}
+
+    def seen(self, message: str, arguments: tuple[Any, ...]) -> None:
+        """Takes a log message of torch while the stack still shows what caused it."""
+        if message.startswith("create_symbol "):
+            self._symbols[str(arguments[2])] = str(arguments[0])
+        elif message.startswith("set_replacement ") and str(arguments[0]) not in self._replaced:
+            place = place_of_frames(_stack(), self._model)
+            self._replaced[str(arguments[0])] = (len(self._replaced), str(arguments[1]), place)
+
+    def fixed(self, path: str, source: str, axis: int, size: int) -> _Fixed:
+        """Returns where an axis became static; a symbol may be replaced by others before it becomes a number."""
+        symbol = self._symbols.get(f"{source}.size()[{axis}]", "")
+        order, place = sys.maxsize, None
+        while symbol in self._replaced:
+            order, symbol, place = self._replaced[symbol]
+        return _Fixed(path, axis, size, order, place)
+
+
+def _stack() -> list[tuple[FrameType, int]]:
+    frames = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return frames[::-1]

@@ -1,7 +1,7 @@
 """A flat explicit signature for tracing: one parameter for each argument that holds tensors, and no Python constants.
 
-torch.export cannot trace tensors given through ``*args`` or ``**kwargs`` (torch 2.13), and constants need not be inputs
-of a graph. So the traced function takes the elements of both one by one, and fills constants in by itself.
+torch.export (2.13) cannot trace tensors given through ``*args`` or ``**kwargs``, and constants need not be inputs of a
+graph. The traced function takes the elements of both one by one, and fills in the constants itself.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exportkit.calls.call import Call
-from exportkit.calls.signature import Signature
+from exportkit.calls.call import Call, Signature
 from exportkit.trees import Tree, flatten
 
 
@@ -34,23 +33,23 @@ class Parameter:
 
 @dataclass(frozen=True)
 class FlatSignature:
-    """Parameters of the traced function by name, and the values of everything that is no parameter."""
+    """Parameters of the traced function by name, and the values of everything else."""
 
     signature: Signature
     parameters: Mapping[str, Parameter]
     fixed: Mapping[str, Any]
 
     @classmethod
-    def of(cls, arguments: Call) -> FlatSignature:
-        """Returns the flat signature for the arguments."""
-        signature = arguments.signature
+    def of(cls, call: Call) -> FlatSignature:
+        """Returns the flat signature for a call."""
+        signature = call.signature
         found: dict[str, Parameter] = {}
-        for argument, tree in arguments.arguments.items():
+        for argument, tree in call.arguments.items():
             for key, part in _parts(signature, argument, tree).items():
                 if part.tensors():
-                    taken = set(found) | set(arguments.arguments) - {argument}
+                    taken = set(found) | set(call.arguments) - {argument}
                     found[_name(argument, key, taken)] = Parameter(_path(argument, key), part, argument, key)
-        return cls(signature, found, arguments.values())
+        return cls(signature, found, call.values())
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the model's own arguments by parameter, for values of the flat parameters."""

@@ -1,4 +1,4 @@
-"""Where in the model something happened: in come stack frames or graph nodes, out go its line and submodule.
+"""Finds the line and submodule of the model behind a stack frame or a graph node.
 
 The line is the innermost one that belongs neither to torch, nor to exportkit, nor to Python itself. The submodule is
 the one whose method was running there.
@@ -20,10 +20,10 @@ import torch
 
 _PYTHON = Path(sysconfig.get_paths()["stdlib"])
 _OTHERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
-# Where code has no file: a prompt, a notebook, a doctest. Other names of this form are Python's and torch's own.
+# Code without a file: a prompt, a notebook, a doctest. Other names of this form belong to Python and torch.
 _TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-# No more than this of a line of code is shown.
+# Longer lines of code are cut.
 _LONGEST_LINE = 120
 
 
@@ -35,7 +35,7 @@ class Place:
         file: Its file.
         line: Its number.
         module: Path of the submodule that was running, such as ``layers.1``; empty for the model itself.
-        cls: Class of that submodule; empty if it is not known.
+        cls: Class of that submodule; empty if unknown.
     """
 
     file: str
@@ -89,7 +89,7 @@ def place_of_frames(frames: Iterable[tuple[FrameType, int]], model: torch.nn.Mod
 
 
 def place_of_node(node: torch.fx.Node) -> Place | None:
-    """Returns where in the model a node of a traced graph comes from, or None if that is not known."""
+    """Returns where in the model a node of a traced graph comes from, or None if unknown."""
     lines = _STACK_LINE.findall(node.meta.get("stack_trace") or "")
     own = [(file, int(line)) for file, line in lines if is_model_code(file)]
     if not own:
@@ -100,7 +100,7 @@ def place_of_node(node: torch.fx.Node) -> Place | None:
 
 
 def is_model_code(file: str) -> bool:
-    """Returns whether a file can hold the code of a model: it is none of torch's, of exportkit's or of Python's own."""
+    """Returns whether a file can hold the code of a model: it belongs neither to torch, exportkit nor Python."""
     if file.startswith("<"):
         return file.startswith(_TYPED)
     path = Path(file)

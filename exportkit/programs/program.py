@@ -1,6 +1,6 @@
-"""Captures the model as one ExportedProgram whose inputs are the tensors of the plan, and nothing else.
+"""Traces a model: one ExportedProgram whose inputs are the tensors of the plan, with all that is known about it.
 
-While torch traces, ``forward`` is a function with a flat explicit signature; everything is put back afterwards.
+While torch traces, ``forward`` is a function with a flat explicit signature; afterwards everything is put back.
 """
 
 from __future__ import annotations
@@ -9,132 +9,164 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from exportkit._torch_compat.graph import trace_module
 from exportkit._torch_compat.pytree import tree_leaves
+from exportkit.arguments.build import build_call
 from exportkit.arguments.table import nested_spec
 from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
-from exportkit.calls.signature import Signature
-from exportkit.errors import ExportError
 from exportkit.overrides import replaced_attributes
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import size_in
+from exportkit.probing.missing import MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
-from exportkit.programs.failure import Attempt, failure
+from exportkit.programs.domain import SizeCondition
+from exportkit.programs.failure import failure
 from exportkit.programs.flat import FlatSignature
+from exportkit.programs.repro import TraceRequest
+from exportkit.programs.subject import WithState
 from exportkit.rewrites.library import operators_at_any_length
-from exportkit.rewrites.lists import SYMBOLIC_LENGTH
-from exportkit.rewrites.table import (
-    LIBRARY_PATCHES,
-    LISTS_OF_ONE,
-    STRICT,
-    SYMBOLIC_LENGTHS,
-    Rewrite,
-    adapted_call,
-    applied,
-)
+from exportkit.rewrites.table import STRICT, Rewrite, adapted_call, applied
 from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
 
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A traced program, and what its inputs and outputs are in terms of the model.
+class Example:
+    """What a model is traced with, and what it returned for that in eager mode.
 
     Attributes:
-        program: The program; its ``module()`` is called with the model's own arguments, less the constants.
+        sizes: Sizes of the variables: distinct and greater than 1.
+        call: A call at these sizes.
+        defaults: Values for missing inputs.
+        outputs: What the model returned; used for its structure.
+        joined_outputs: Paths of lists that the program returns as a list of one, their concatenation; so do
+            ``outputs``.
+        member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
+    """
+
+    sizes: Mapping[str, int]
+    call: Call
+    defaults: MissingDefaults
+    outputs: Tree
+    joined_outputs: tuple[str, ...] = ()
+    member_rows: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, repr=False)
+class TracedProgram:
+    """One traced program: its inputs and outputs in terms of the model, and what it was traced from.
+
+    Attributes:
+        program: The program; its ``module()`` is called with the model's own arguments, without the constants.
         input_paths: Path of the leaf behind each graph input, in graph order.
         output_paths: Path of the leaf behind each tensor that the graph returns, in graph order.
-        rules: Names of the rewrites that were in force while it was traced.
+        rules: Names of the rewrites that were in force during the trace.
+        plan: What varies.
+        observation: The recorded calls.
+        model: The model, the truth that the result is compared with.
+        method: The exported method.
+        sizes: Sizes of the variables during the trace.
+        defaults: Values for missing inputs.
+        outputs: Structure of what the model returns.
+        joined_outputs: Paths of lists with a tensor for each image or the like, which the graph returns as one tensor.
+        member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
+        limits: Upper limits on sizes that the audit found.
+        seconds: Duration of each stage, in seconds.
     """
 
     program: torch.export.ExportedProgram
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
-    rules: tuple[str, ...] = ()
+    rules: tuple[str, ...]
+    plan: Plan
+    observation: Observation
+    model: torch.nn.Module
+    method: str
+    sizes: Mapping[str, int]
+    defaults: MissingDefaults
+    outputs: Tree
+    joined_outputs: tuple[str, ...] = ()
+    member_rows: Mapping[str, int] = field(default_factory=dict)
+    limits: tuple[SizeCondition, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
+
+    def __repr__(self) -> str:
+        names = ", ".join(variable.name for variable in self.plan.variables) or "none"
+        where = f"{self.observation.model_name}.{self.method}"
+        return f"TracedProgram({where}, {len(self.input_paths)} inputs, variables: {names})"
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the model keeps a state on its modules, which its graph takes and returns."""
+        return isinstance(self.model, WithState)
+
+    def request(self, onnx: bool = False) -> TraceRequest:
+        """Returns what torch was asked to do, to look for the cause of a failure.
+
+        Args:
+            onnx: Whether the translation to ONNX failed.
+        """
+        call = build_call(self.plan, self.observation, self.sizes)
+        return TraceRequest(self.model, self.method, self.plan, call, self.rules, onnx=onnx)
 
 
-def capture_somehow(  # noqa: PLR0917 - what `capture` takes
+def trace(
     model: torch.nn.Module,
     method: str,
     plan: Plan,
-    arguments: Call,
-    outputs: Tree,
-    rules: Sequence[Rewrite],
-    joined: Sequence[str] = (),
-) -> Captured:
-    """Returns what `capture` does; where that fails, with one rewrite of the last resort after the other.
-
-    Raises:
-        ExportError: of the plainest attempt, if all of them fail.
-    """
-
-    def attempt(with_rules: Sequence[Rewrite]) -> Captured | ExportError:
-        try:
-            return capture(model, method, plan, arguments, outputs, with_rules, joined)
-        except ExportError as error:
-            return error
-
-    plain = [rule for rule in rules if rule is not LISTS_OF_ONE]  # a guess from how lists are read, so it may be wrong
-    first = attempt(rules)
-    cause = attempt(plain) if isinstance(first, ExportError) and len(plain) < len(rules) else first
-    found = cause
-    for extra in _last_resorts(model, first) if isinstance(first, ExportError) else ():
-        if isinstance(found, ExportError):
-            found = attempt([extra, *rules])  # outermost, so that our own rules stay in force
-    if isinstance(found, Captured):
-        return found
-    raise cause if isinstance(cause, ExportError) else found
-
-
-def _last_resorts(model: torch.nn.Module, error: ExportError) -> list[Rewrite]:
-    is_of_library = any(type(module).__module__.startswith("transformers.") for module in model.modules())
-    fixed = any(text in str(error.__cause__) for text in ("specialized", SYMBOLIC_LENGTH))
-    return [*([SYMBOLIC_LENGTHS, STRICT] if fixed else []), *([LIBRARY_PATCHES] if is_of_library else [])]
-
-
-def capture(  # noqa: PLR0917 - one call, seen from all sides
-    model: torch.nn.Module,
-    method: str,
-    plan: Plan,
-    arguments: Call,
-    outputs: Tree,
+    observation: Observation,
+    example: Example,
     rules: Sequence[Rewrite] = (),
-    joined: Sequence[str] = (),
-) -> Captured:
-    """Returns the program that torch.export traces for the arguments, with the plan's variables as dynamic axes.
+) -> TracedProgram:
+    """Returns the program that torch.export traces for an example, with the plan's variables as dynamic axes.
 
-    The program returns what the model returns; if there are Python constants among that, a tuple of its tensors.
+    The program returns what the model returns; if there are Python constants in it, a tuple of its tensors.
 
     Args:
         model: The model.
         method: The method to trace.
         plan: Says which axes are dynamic.
-        arguments: A call at distinct sizes greater than 1.
-        outputs: What the model returned for them in eager mode; used for its structure.
-        rules: Rewrites to trace with.
-        joined: Paths of lists that the program returns as a list of one, their concatenation; so they are in outputs.
+        observation: The recorded calls.
+        example: What to trace with.
+        rules: Rewrites to put in force.
 
     Raises:
         ExportError: if torch cannot trace the model.
     """
-    flat = FlatSignature.of(arguments)
+    flat, outputs = FlatSignature.of(example.call), example.outputs
     kwargs = {name: parameter.tree.map(_clone).build() for name, parameter in flat.parameters.items()}
     tensors_only = any(leaf is not None for leaf in outputs.constants().values())
-    call = getattr(model, method)
+    target = getattr(model, method)
+    past = plan.with_role("past")
+
+    def call_method(values: Mapping[str, Any]) -> Any:
+        args, kwargs = flat.signature.unbind(values)
+        return target(*args, **kwargs)
 
     def forward(**given: Any) -> Any:
-        inputs = {id(tensor) for value in given.values() for tensor in flatten(value).tensors().values()}
-        _set_stored_lengths(flat, plan, given)
-        values, names = flat.values(given), flat.signature.names
-        result = adapted_call(rules, model, values, names, lambda adapted: _called(call, flat.signature, adapted))
-        return _returned(with_joined_lists(flatten(result), joined), inputs, tensors_only)
+        tensors = {
+            join(flat.parameters[name].path, path): tensor
+            for name, value in given.items()
+            for path, tensor in flatten(value).tensors().items()
+        }
+        if past is not None:  # the counters of caches say what the traced inputs say, so the trace cannot freeze them
+            length = size_in(plan, past.name, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
+            for value in given.values() if length is not None else ():
+                set_stored_length(value, length)
+        result = adapted_call(rules, model, flat.values(given), flat.signature.names, call_method)
+        tree = with_joined_lists(flatten(result), example.joined_outputs)
+        inputs = {id(tensor) for tensor in tensors.values()}
+        if any(id(leaf) in inputs for leaf in tree.leaves):  # an input of a graph cannot be its output
+            tree = tree.map(lambda leaf: leaf.clone() if id(leaf) in inputs else leaf)
+        return tuple(tree.tensors().values()) if tensors_only else tree.build()
 
     with (
         registered_caches(),
@@ -146,69 +178,49 @@ def capture(  # noqa: PLR0917 - one call, seen from all sides
         torch.no_grad(),
         without_gradients(model.parameters()),
     ):
-        specs = _specs(flat, plan)
-        order = _input_order(flat, kwargs)
+        specs, order = _specs(flat, plan), _input_order(flat, kwargs)
         try:
             program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs, strict=STRICT in rules)
         except Exception as error:
-            attempt = Attempt(
-                model,
-                method,
-                plan,
-                arguments,
-                tuple(rule.name for rule in rules),
-                lambda: capture(model, method, plan, arguments, outputs, rules),
-            )
-            raise failure("torch.export could not trace the model.", error, attempt) from error
+            names = tuple(rule.name for rule in rules)
+            again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
+            request = TraceRequest(model, method, plan, example.call, names, again)
+            raise failure("torch.export could not trace the model.", error, request) from error
         returned = tuple(outputs.tensors()) if tensors_only else _output_order(outputs.build())
-        return Captured(program, order, returned, tuple(rule.name for rule in rules))
-
-
-def _set_stored_lengths(flat: FlatSignature, plan: Plan, given: Mapping[str, Any]) -> None:
-    """Sets the counters of caches to what the traced inputs say, so that the trace does not freeze them."""
-    past = plan.with_role("past")
-    if past is None:
-        return
-    shapes = {
-        join(flat.parameters[name].path, path): tuple(tensor.shape)
-        for name, value in given.items()
-        for path, tensor in flatten(value).tensors().items()
-    }
-    length = size_in(plan, past.name, shapes)
-    if length is not None:
-        for value in given.values():
-            set_stored_length(value, length)
-
-
-def _called(call: Callable[..., Any], signature: Signature, values: Mapping[str, Any]) -> Any:
-    args, kwargs = signature.unbind(values)
-    return call(*args, **kwargs)
-
-
-def _returned(tree: Tree, inputs: set[int], tensors_only: bool) -> Any:
-    """What the traced function returns: inputs that come back are copied, as a graph's input cannot be its output."""
-    if any(id(leaf) in inputs for leaf in tree.leaves):
-        tree = tree.map(lambda leaf: leaf.clone() if id(leaf) in inputs else leaf)
-    return tuple(tree.tensors().values()) if tensors_only else tree.build()
+    return TracedProgram(
+        program,
+        order,
+        returned,
+        tuple(rule.name for rule in rules),
+        plan,
+        observation,
+        model,
+        method,
+        example.sizes,
+        example.defaults,
+        outputs,
+        example.joined_outputs,
+        example.member_rows,
+    )
 
 
 def _specs(flat: FlatSignature, plan: Plan) -> dict[str, Any]:
+    """Dynamic axes without a minimum: torch.export assumes 2, and the graph serves smaller sizes all the same."""
     largest = {variable.name: variable.maximum for variable in plan.variables}
 
     def spec_of(path: str) -> dict[int, Any]:
-        sizes = enumerate(plan.by_path[path].sizes)
-        return {axis: _dim(largest.get(size.variable or "")) for axis, size in sizes if not size.is_static}
+        found = {}
+        for axis, size in enumerate(plan.by_path[path].sizes):
+            if not size.is_static:
+                most = largest.get(size.variable or "")
+                found[axis] = torch.export.Dim.DYNAMIC if most is None else torch.export.Dim.DYNAMIC(max=most)
+        return found
 
     return {name: nested_spec(part.path, part.tree, spec_of) for name, part in flat.parameters.items()}
 
 
-def _dim(maximum: int | None) -> Any:
-    """A dynamic axis; torch.export needs no minimum, as it takes 2 for one and the graph serves less all the same."""
-    return torch.export.Dim.DYNAMIC if maximum is None else torch.export.Dim.DYNAMIC(max=maximum)
-
-
 def _input_order(flat: FlatSignature, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Paths of the tensors in the order in which torch flattens the arguments, whoever registered their classes."""
+    """Paths of the tensors in the order in which torch flattens the arguments, however their classes are registered."""
     paths = {}
     for name, value in kwargs.items():
         for path, tensor in flatten(value).tensors().items():
@@ -226,7 +238,7 @@ def _output_order(outputs: Any) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def without_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Lets parameters need no gradient: if they do, torch lays attention out in a way that cannot be translated."""
+    """Makes parameters need no gradient: if they do, torch traces attention in a form that cannot be translated."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -1,8 +1,8 @@
-"""Writes a script that traces the model again with torch alone: in comes an attempt, out goes ``repro.py``.
+"""Writes ``repro.py``, a script that repeats a trace with torch alone.
 
-Of the inputs it has shapes, element types, and the smallest and largest value of integers, as these must stay within a
-vocabulary; of the model its class and configuration. It has neither values of tensors nor weights, and no text: strings
-among the inputs are kept only where they are one word, as options are.
+The script holds the shapes and dtypes of the inputs, the range of integer inputs (they may have to stay within a
+vocabulary), and the class and configuration of the model. It holds no values of tensors, no weights and no text:
+strings among the inputs are kept only if they are a single word, as options are.
 """
 
 from __future__ import annotations
@@ -13,52 +13,75 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from exportkit._torch_compat.transformers import attention_implementation
+from exportkit.calls.call import Call
 from exportkit.errors import DestinationError
+from exportkit.plan.plan import Plan
 from exportkit.programs import standalone
-from exportkit.programs.failure import Attempt
 from exportkit.trees import join
 from exportkit.trees.json_form import dump_tree
 
 _SEED = 0
-# They name a place on somebody's disk, not an architecture.
+# Settings that name a folder on somebody's disk, not an architecture.
 _PRIVATE_SETTINGS = ("_name_or_path", "name_or_path")
 
 
-def write_attempt(attempt: Attempt, directory: str | os.PathLike[str]) -> Path:
-    """Returns the path of a script that traces the model again, and fails as it failed.
+@dataclass(frozen=True)
+class TraceRequest:
+    """What torch was asked to do: enough to look for the cause of a failure, and to repeat it in a script.
 
-    Args:
-        attempt: What was tried.
-        directory: Where to write ``repro.py``; created if it is missing.
-
-    Raises:
-        DestinationError: if it cannot be written.
-        TreeError: if an input is of a class that cannot be found by its name.
+    Attributes:
+        model: The model.
+        method: The method.
+        plan: Says which axes are dynamic.
+        call: What it was traced with.
+        rules: Names of the rewrites that were in force.
+        trace: Traces again, if tracing failed.
+        onnx: Whether the program was translated to ONNX, too.
     """
-    text = _script(attempt)
-    path = Path(directory) / "repro.py"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DestinationError("The script cannot be written.", where=str(path), got=str(error)) from error
-    return path
+
+    model: torch.nn.Module
+    method: str
+    plan: Plan
+    call: Call
+    rules: tuple[str, ...] = ()
+    trace: Callable[[], Any] | None = None
+    onnx: bool = False
+
+    def repro(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes a script that does the same with torch alone, and returns its path.
+
+        Args:
+            directory: Where to write ``repro.py``; created if it is missing.
+
+        Raises:
+            DestinationError: if it cannot be written.
+            TreeError: if an input is of a class that cannot be found by its name.
+        """
+        text = _script(self)
+        path = Path(directory) / "repro.py"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise DestinationError("The script cannot be written.", where=str(path), got=str(error)) from error
+        return path
 
 
-def _script(attempt: Attempt) -> str:
-    data = json.dumps(_spec(attempt), indent=1)
+def _script(request: TraceRequest) -> str:
+    data = json.dumps(_spec(request), indent=1)
     body = inspect.getsource(standalone).partition("\nimport contextlib")[2]
     return (
-        f'"""Traces {type(attempt.model).__name__}.{attempt.method} with torch.export, at the shapes it had.\n\n'
+        f'"""Traces {type(request.model).__name__}.{request.method} with torch.export, at the shapes it had.\n\n'
         f"Written by exportkit; needs {_versions()}.\n"
-        f"{_needs(attempt)}"
+        f"{_needs(request)}"
         f'"""\n\nimport contextlib{body}\n\nSPEC = r"""\n{data}\n"""\n\nif __name__ == "__main__":\n    main(SPEC)\n'
     )
 
@@ -69,23 +92,23 @@ def _versions() -> str:
     return ", ".join([f"Python {platform.python_version()}", *found])
 
 
-def _needs(attempt: Attempt) -> str:
-    cls = type(attempt.model)
+def _needs(request: TraceRequest) -> str:
+    cls = type(request.model)
     lines = [f"{cls.__module__} must be importable: put its folder on PYTHONPATH.\n"] if _is_importable(cls) else []
     lines += (
-        ["The rewrites that were in force are exportkit's, so that it must be installed.\n"] if attempt.rules else []
+        ["The rewrites that were in force are exportkit's, so that it must be installed.\n"] if request.rules else []
     )
     return "".join(lines)
 
 
-def _spec(attempt: Attempt) -> dict[str, Any]:
-    plan, tensors = attempt.plan, attempt.arguments.tensors()
+def _spec(request: TraceRequest) -> dict[str, Any]:
+    plan, tensors = request.plan, request.call.tensors()
     largest = {variable.name: variable.maximum for variable in plan.variables}
     return {
         "seed": _SEED,
-        "model": _model_spec(attempt.model),
-        "method": attempt.method,
-        "arguments": _argument_specs(attempt),
+        "model": _model_spec(request.model),
+        "method": request.method,
+        "arguments": _argument_specs(request),
         "tensors": {path: _tensor_spec(tensor) for path, tensor in tensors.items()},
         "dynamic": {
             path: {
@@ -95,23 +118,23 @@ def _spec(attempt: Attempt) -> dict[str, Any]:
             }
             for path in tensors
         },
-        "rules": list(attempt.rules),
-        "past": _past(attempt),
-        "onnx": attempt.onnx,
+        "rules": list(request.rules),
+        "past": _past(request),
+        "onnx": request.onnx,
     }
 
 
-def _past(attempt: Attempt) -> tuple[str, int] | None:
-    """An axis whose size is the number of stored tokens."""
-    past = attempt.plan.with_role("past")
-    return None if past is None else next(iter(attempt.plan.axes_of(past.name)), None)
+def _past(request: TraceRequest) -> tuple[str, int] | None:
+    """An axis whose size is the number of cached tokens."""
+    past = request.plan.with_role("past")
+    return None if past is None else next(iter(request.plan.axes_of(past.name)), None)
 
 
-def _argument_specs(attempt: Attempt) -> dict[str, Any]:
-    signature = attempt.arguments.signature
+def _argument_specs(request: TraceRequest) -> dict[str, Any]:
+    signature = request.call.signature
     kinds = dict.fromkeys(signature.positional_only, "positional")
     kinds |= {signature.var_positional or "": "args", signature.var_keyword or "": "kwargs"}
-    if signature.var_positional in attempt.arguments.arguments:  # what stands before *args is given by position
+    if signature.var_positional in request.call.arguments:  # what stands before *args is given by position
         kinds = dict.fromkeys(signature.names[: signature.names.index(signature.var_positional)], "positional") | kinds
     return {
         name: {
@@ -119,7 +142,7 @@ def _argument_specs(attempt: Attempt) -> dict[str, Any]:
             "layout": dump_tree(tree.map(_without_text)),
             "paths": [join(name, path) for path in tree.tensors()],
         }
-        for name, tree in attempt.arguments.arguments.items()
+        for name, tree in request.call.arguments.items()
     }
 
 
@@ -156,10 +179,11 @@ def _model_spec(model: torch.nn.Module) -> dict[str, Any]:
 
 def _configuration(model: torch.nn.Module) -> dict[str, Any] | None:
     """The configuration of a transformers model as JSON data."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(type(model), "config_class") or not hasattr(config, "to_json_string"):
         return None
-    return _public(json.loads(config.to_json_string(use_diff=False)))
+    settings: dict[str, Any] = _public(json.loads(config.to_json_string(use_diff=False)))
+    return settings
 
 
 def _public(settings: Any) -> Any:

@@ -1,7 +1,4 @@
-"""The slow stages of an export, for whoever watches: which one goes on, and about how long it takes.
-
-In come the stages as they begin and end; out go their durations, and calls to the watchers of this thread or task.
-"""
+"""Times the slow stages of an export and reports them to the watchers of this thread or task."""
 
 from __future__ import annotations
 
@@ -11,20 +8,21 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextvars import ContextVar
 
 Detail = Callable[[str], None]
-# Is told of a stage and of about how many seconds it takes, and is left when it ends; takes details in between.
+# Called with the name of a stage and about how many seconds it takes. Its context lasts as long as the stage, and
+# yields a function that takes details.
 Watcher = Callable[[str, float | None], contextlib.AbstractContextManager[Detail]]
 
 _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 
-# Measured with Llamas of 2 to 12 layers: to translate a program takes 2.4 to 3.9 times as long as to trace it, which
-# takes 0.04 s for each module.
+# Measured with Llamas of 2 to 12 layers: translating a program takes 2.4 to 3.9 times as long as tracing it, and
+# tracing takes 0.04 s for each module.
 TRANSLATION_PER_TRACE = 3.0
 TRACE_PER_MODULE = 0.04
 
 
 @contextlib.contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Tells ``watcher`` of the stages that begin in this block."""
+    """Reports the stages that begin in this block to ``watcher``."""
     token = _watchers.set((*_watchers.get(), watcher))
     try:
         yield
@@ -34,12 +32,12 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stage(name: str, seconds: MutableMapping[str, float] | None = None, about: float | None = None) -> Iterator[Detail]:
-    """Runs a stage, and yields what takes details of how far it is.
+    """Runs a stage, and yields a function that takes details about its progress.
 
     Args:
         name: Its name.
         seconds: Its duration is added here.
-        about: About how many seconds it takes, if that can be known.
+        about: About how many seconds it takes, if that is known.
     """
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""Models without weights: what is on the meta device, taken from safetensors files when it is needed.
+"""Gives a model on the meta device the weights of safetensors files.
 
-In come a model and the files; out comes a copy of the model whose tensors are the files' own memory. The system reads
-a page of it when it is used and may drop it again, so that a model needs no memory of its own to be exported.
+The tensors of the copy are the memory of the files themselves. The operating system reads a page when it is used and
+may drop it again, so a model needs no memory of its own to be exported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from exportkit.errors import DestinationError, InvalidRequestError
 
 
 def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None) -> torch.nn.Module:
-    """Returns a model with values: itself if it has them, else a copy with those of the files.
+    """Returns a model with values: the model itself if it has them, else a copy with the values of the files.
 
     Args:
         model: The model; stays as it is.
@@ -53,8 +53,8 @@ def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None)
 
 
 def _filled(model: torch.nn.Module, files: Mapping[str, Any]) -> torch.nn.Module:
-    known = {id(tensor): tensor for _, tensor in _tensors(model) if not tensor.is_meta}
-    filled = copy.deepcopy(model, known)  # type: ignore[arg-type]  # what has values is shared, not copied
+    known: dict[int, Any] = {id(tensor): tensor for _, tensor in _tensors(model) if not tensor.is_meta}
+    filled = copy.deepcopy(model, known)  # tensors with values are shared, not copied
     names: dict[int, list[str]] = {}
     tensors = dict(_tensors(filled))
     for name, tensor in tensors.items():
@@ -98,12 +98,13 @@ def _compute_buffers(model: torch.nn.Module, names: Iterable[str]) -> None:
         buffers |= {name: _unset(buffer) for name, buffer in before.items()}
         compute_buffers(model, path)
         for name, buffer in before.items():
-            if torch.equal(torch.nan_to_num(buffers[name]), torch.nan_to_num(_unset(buffer))):
+            computed = buffers[name]
+            if computed is None or torch.equal(torch.nan_to_num(computed), torch.nan_to_num(_unset(buffer))):
                 buffers[name] = buffer
 
 
 def _unset(like: torch.Tensor) -> torch.Tensor:
-    """A tensor that no computation returns."""
+    """A tensor with values that no computation returns."""
     value = (
         torch.nan if like.is_floating_point() else torch.iinfo(like.dtype).min if like.dtype != torch.bool else False
     )
@@ -119,13 +120,13 @@ def _require_values(model: torch.nn.Module, files: Mapping[str, Any]) -> None:
         "The files lack weights of the model.",
         where=_some(lacking),
         got=f"files with {len(files)} tensors; nearest to {lacking[0]!r}: {', '.join(nearest) or 'nothing similar'}",
-        hint="what no file holds must have its values: create these modules outside of the meta device.",
+        hint="tensors that no file holds need values: create these modules outside of the meta device.",
     )
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[dict[str, Any]]:
-    """The open file of each tensor by its name. Tensors taken from a file keep its memory when it is closed."""
+    """The open file of each tensor by its name. A tensor keeps the memory of its file when that is closed."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise DestinationError(
@@ -135,7 +136,7 @@ def _opened(path: Path) -> Iterator[dict[str, Any]]:
             hint="model.save_pretrained(...)",
         )
     with contextlib.ExitStack() as stack:
-        found = {}
+        found: dict[str, Any] = {}
         for file in files:
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))

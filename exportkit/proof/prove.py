@@ -1,164 +1,198 @@
-"""Proves an ONNX model on every recorded call and on sizes that nobody has run, with the model itself as the truth."""
+"""Proves exported graphs on the recorded calls and at sizes that were never run; the model itself is the truth."""
 
 from __future__ import annotations
 
 import functools
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.divergence.result import Divergence
 from exportkit.errors import ExportkitError
-from exportkit.folder.saved import Case, Saved, check_files, unseen_cases
-from exportkit.onnx_files.onnx_model import OnnxModel
-from exportkit.onnx_files.onnx_programs import OnnxPrograms
+from exportkit.onnx_files.graph import OnnxGraph
+from exportkit.onnx_files.runner import OnnxRunner, write_graphs
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.simplify import as_simplified
-from exportkit.programs.exported import Exported
+from exportkit.programs.exported import ExportedModel
+from exportkit.programs.failure import in_one_line
+from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
-from exportkit.proof.assembled import assembled_rows
-from exportkit.proof.report import Report, Row
-from exportkit.proof.stepwise import stepwise_outputs
+from exportkit.proof.calls import Tensors, assembled_calls, stepwise_outputs, unseen_calls
+from exportkit.proof.report import Divergence, Report, Row
 from exportkit.running.compare import Difference, compare_outputs, find_mask, visible_positions, visible_tail
 from exportkit.trees import flatten
 
 _ENOUGH_UNSEEN = 3
-STEPWISE = "equals the model token by token, which forgets its state when it gets several at once"
+STEPWISE = "equals the model token by token; with several tokens at once, the model forgets its state"
 
 
-def verify(onnx_model: OnnxModel, unseen: bool = True) -> Report:
-    """Returns the proof of an ONNX model.
+class Locate(Protocol):
+    """Finds where a graph begins to differ from the model in a call; see `exportkit.divergence`."""
+
+    def __call__(
+        self,
+        runner: OnnxRunner,
+        call: Call,
+        expected: Tensors,
+        wrong: Sequence[str],
+        where: str,
+        model: torch.nn.Module | None = None,
+        /,
+    ) -> Divergence:
+        """Returns where the graph begins to differ, given the outputs that do; no model means the exported one."""
+
+
+def prove(runner: OnnxRunner, unseen: bool = True, notes: Sequence[str] = (), locate: Locate | None = None) -> Report:
+    """Returns the proof of an exported model.
+
+    A single graph has a row for each of its calls. With several graphs, there is a row for each recorded call, which
+    has to reach the right graph, and a report of each graph.
 
     Args:
-        onnx_model: The model.
+        runner: The graphs and their parts.
+        unseen: Also try sizes that were not recorded.
+        notes: What is known about the files.
+        locate: Finds where a graph begins to differ, for the rows that are not proven.
+    """
+    reports = {name: _graph_report(graph, unseen, locate) for name, graph in runner.graphs.items()}
+    parts = {name: prove(part, unseen, (), locate) for name, part in runner.parts.items()}
+    attempts = tuple(map(str, runner.attempts))
+    if runner.split is None:
+        (report,) = reports.values()
+        rows = list(report.rows)
+        for label, call, values in assembled_calls(runner) if runner.graph.observation.has_values else ():
+            row = Row("assembled", label, {}, "proven")
+            run = functools.partial(runner.run, (), values)
+            rows.append(_row(runner.graph, row, call, call.outputs.tensors(), run))
+        findings = (*report.findings, *notes)
+        return replace(report, rows=tuple(rows), findings=findings, parts=parts, attempts=attempts)
+    numbered = []
+    for name, graph in runner.graphs.items():
+        calls = graph.observation.calls if graph.observation.has_values else ()
+        for number, call in zip(runner.split.calls[name], calls, strict=False):
+            args, kwargs = call.args_kwargs()
+            row = Row("recorded", f"{number} ({name})", _sizes(graph, call), "proven")
+            run = functools.partial(runner.run, args, kwargs)
+            numbered.append((number, _row(graph, row, call, call.outputs.tensors(), run)))
+    rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
+    return Report(tuple(rows), 0, (runner.split.text, *notes), {**reports, **parts}, attempts)
+
+
+def problems_of(traced: TracedProgram, unseen: bool) -> tuple[str, ...]:
+    """Returns what stands against a proof of a program as ONNX, a sentence each.
+
+    Args:
+        traced: The program; it is translated into a temporary folder.
         unseen: Also try sizes that were not recorded.
     """
-    exported = onnx_model.exported
-    notes = check_files(exported.digests) if isinstance(exported, Saved) else ()
-    recorded = range(len(exported.observation.calls)) if exported.observation.has_values else ()
+    with tempfile.TemporaryDirectory(prefix="exportkit-proof-") as folder:
+        try:
+            runner = write_graphs(ExportedModel({"": traced}), lambda *_: Path(folder) / "model.onnx")
+            return prove(runner, unseen).problems()
+        except ExportkitError as error:
+            return (in_one_line(error),)
+
+
+def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Report:
     rows = []
     with stage("verify") as tell:
-        for index in recorded:
-            tell(f"recorded call {index}")
-            rows.append(_recorded_row(onnx_model, index))
+        for call in graph.observation.calls if graph.observation.has_values else ():
+            tell(f"recorded call {call.index}")
+            row = Row("recorded", str(call.index), _sizes(graph, call), "proven")
+            rows.append(_row(graph, row, call, call.outputs.tensors(), None, locate))
         further = []
-        for case in unseen_cases(exported) if unseen else ():
-            tell(f"unseen sizes, {case.label}")
-            further.append(_unseen_row(onnx_model, case))
-        rows += further
-        rows += assembled_rows(onnx_model, lambda *row: _row(onnx_model, *row)) if recorded else ()
-    findings = (*(finding.text for finding in exported.plan.findings), *notes)
-    parts = {name: verify(part, unseen) for name, part in onnx_model.parts.items()}
-    return Report(tuple(rows), min(_ENOUGH_UNSEEN, len(further)), findings, parts)
+        for call in _unseen(graph) if unseen else ():
+            tell(f"unseen sizes, {call.label}")
+            row = Row("unseen", call.label, call.sizes, "no call", where=call.error)
+            further.append(_unseen_row(graph, row, call, locate) if call.is_made else row)
+    findings = tuple(finding.text for finding in graph.contract.plan.findings)
+    return Report((*rows, *further), min(_ENOUGH_UNSEEN, len(further)), findings)
 
 
-def verify_programs(programs: OnnxPrograms, unseen: bool = True) -> Report:
-    """Returns the proof of several ONNX models for one: that each call reaches the right one, and that of each.
-
-    Args:
-        programs: The models.
-        unseen: Also try sizes that were not recorded.
-    """
-    notes = check_files(programs.digests)
-    programs = OnnxPrograms({name: program.stateless() for name, program in programs.programs.items()}, programs.split)
-    reports = {name: verify(program, unseen) for name, program in programs.programs.items()}
-    rows = []
-    for name, program in programs.programs.items():
-        observation = program.exported.observation
-        for index, number in enumerate(programs.split.calls[name] if observation.has_values else ()):
-            args, kwargs = observation.calls[index].args_kwargs()
-            row = _recorded_row(program, index, lambda args=args, kwargs=kwargs: programs(*args, **kwargs))
-            rows.append((number, replace(row, label=f"{number} ({name})")))
-    return Report(
-        tuple(row for _, row in sorted(rows, key=lambda pair: pair[0])), 0, (programs.split.text, *notes), reports
-    )
+def _unseen(graph: OnnxGraph) -> Iterator[Call]:
+    if graph.unseen is not None:
+        yield from graph.unseen
+    elif graph.traced is not None:
+        yield from unseen_calls(graph.traced)
 
 
-def _recorded_row(onnx_model: OnnxModel, index: int, run: Callable[[], Any] | None = None) -> Row:
-    exported = onnx_model.exported
-    call = exported.observation.calls[index]
-    shapes = {path: tuple(tensor.shape) for path, tensor in call.tensors().items()}
-    row = Row("recorded", str(index), solve_sizes(exported.plan, shapes), "proven")
-    return _row(onnx_model, row, call, call.outputs.tensors(), call.latency, run)
+def _sizes(graph: OnnxGraph, call: Call) -> dict[str, int]:
+    return solve_sizes(graph.contract.plan, call.shapes())
 
 
-def _unseen_row(onnx_model: OnnxModel, case: Case) -> Row:
-    blank = Row("unseen", case.label, case.sizes, "no call", where=case.error)
-    if case.arguments is None or case.outputs is None:
-        return blank
-    expected = case.outputs.tensors()
-    row = _row(onnx_model, replace(blank, status="proven"), case.arguments, expected, case.seconds)
-    return _stepwise_row(onnx_model, row, case.arguments) if row.status == "differs" else row
-
-
-def _stepwise_row(onnx_model: OnnxModel, row: Row, arguments: Call) -> Row:
-    """The row of a call with several new tokens with the model run token by token, if the graph equals that."""
-    exported = onnx_model.exported
-    if not isinstance(exported, Exported):
-        return row
+def _unseen_row(graph: OnnxGraph, row: Row, call: Call, locate: Locate | None) -> Row:
+    """The row of a call at unseen sizes; if it differs, several new tokens may have to be given one by one."""
+    proven = replace(row, status="proven", where="")
+    found = _row(graph, proven, call, call.outputs.tensors(), None, locate)
+    if found.status != "differs" or graph.traced is None:
+        return found
     try:
-        expected = stepwise_outputs(onnx_model, arguments, row.sizes)
+        expected = stepwise_outputs(graph.traced, call, graph.contract.output_axes)
     except Exception:
-        return row
-    if expected is None:
-        return row
-    stepwise = _row(onnx_model, replace(row, status="proven"), arguments, expected, row.eager_seconds)
-    return replace(stepwise, where=STEPWISE, locator=None) if stepwise.status == "proven" else row
+        return found
+    stepwise = found if expected is None else _row(graph, proven, call, expected)
+    return replace(stepwise, where=STEPWISE) if stepwise.status == "proven" else found
 
 
 def _row(
-    onnx_model: OnnxModel,
+    graph: OnnxGraph,
     row: Row,
-    arguments: Call,
-    expected: Mapping[str, torch.Tensor],
-    eager_seconds: float,
+    call: Call,
+    expected: Tensors,
     run: Callable[[], Any] | None = None,
+    locate: Locate | None = None,
 ) -> Row:
-    args, kwargs = arguments.args_kwargs()
-    compare = functools.partial(output_differences, onnx_model, arguments)
+    """The row of a call with its result; ``run`` returns what is compared, by default what the graph returns."""
+    runner = OnnxRunner({"": graph})
 
-    def locator(wrong: list[str], where: str) -> Callable[[torch.nn.Module | None], Divergence]:
-        from exportkit.divergence.locate_call import locate_call
-
-        return functools.partial(locate_call, onnx_model, arguments, expected, wrong, where)
+    def locator(wrong: Sequence[str], where: str) -> Callable[[torch.nn.Module | None], Divergence] | None:
+        if locate is None:
+            return None
+        return functools.partial(locate, runner, call, expected, wrong, where)
 
     started = time.perf_counter()
     try:
-        got = flatten(onnx_model(*args, **kwargs) if run is None else run()).tensors()
+        got = flatten(runner.run(*call.args_kwargs()) if run is None else run()).tensors()
     except ExportkitError as error:
-        where = _short(error)
-        return replace(row, status="refused", where=where, locator=locator([], where) if run is None else None)
+        where = " ".join(str(error).split())[:240]
+        return replace(row, status="refused", where=where, locator=locator((), where))
     onnx_seconds = time.perf_counter() - started
-    differences = list(compare(expected, got))
-    wrong = [d for d in differences if d.reason is not None]
+    found = list(output_differences(graph, call, expected, got))
+    wrong = [d for d in found if d.reason is not None]
     where = f"{wrong[0].path or 'output'}: {wrong[0].reason}" if wrong else ""
     return replace(
         row,
         status="differs" if wrong else "proven",
-        absolute=max((d.absolute for d in differences), default=0.0),
+        absolute=max((d.absolute for d in found), default=0.0),
         where=where,
-        eager_seconds=eager_seconds,
+        eager_seconds=call.latency,
         onnx_seconds=onnx_seconds,
-        outputs={d.path: d.absolute for d in differences},
-        locator=locator([d.path for d in wrong], where) if wrong and run is None else None,
+        outputs={d.path: d.absolute for d in found},
+        locator=locator([d.path for d in wrong], where) if wrong else None,
     )
 
 
-def output_differences(
-    onnx_model: OnnxModel, arguments: Call, expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]
-) -> Iterator[Difference]:
-    """Returns one difference for each output leaf; positions that the call's attention mask hides are left out."""
-    mask = find_mask(arguments.tensors())
-    plan, axes = onnx_model.exported.plan, onnx_model.file.output_axes
+def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
+    """Returns one difference for each output leaf, without positions that the call's attention mask hides.
+
+    Args:
+        graph: The graph.
+        call: The call.
+        expected: What the model returned, by path.
+        got: What the graph returned, by path.
+    """
+    contract, mask = graph.contract, find_mask(call.tensors())
+    plan, axes = contract.plan, contract.output_axes
     names = tuple(map(str, plan.by_path[mask[0]].sizes)) if mask and mask[0] in plan.by_path else ()
-    caches = onnx_model.exported.outputs.growing if mask and _covers_past(plan, mask[0]) else {}
-    joined = onnx_model.exported.joined_outputs
-    expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
+    caches = contract.structure.growing if mask and _covers_past(plan, mask[0]) else {}
+    expected = as_simplified(expected, contract.joined_outputs, ())
+    got = as_simplified(got, contract.joined_outputs, ())
 
     def visible(path: str, tensor: torch.Tensor) -> torch.Tensor | None:
         if mask is None or not names:
@@ -171,11 +205,7 @@ def output_differences(
 
 
 def _covers_past(plan: Plan, path: str) -> bool:
-    """Whether a mask is over all tokens, those in the cache included, and not over what an encoder was given."""
+    """Whether a mask covers all tokens, those in the cache included, and not those of an encoder."""
     past = plan.with_role("past")
     leaf = plan.by_path.get(path)
     return past is not None and leaf is not None and past.name in leaf.sizes[-1].variables()
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:240]

@@ -6,11 +6,10 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
-from exportkit.divergence.result import Divergence
 from exportkit.errors import InvalidRequestError
 
 _SHOWN_PROBLEMS = 3
@@ -19,22 +18,42 @@ LOCATE_HINT = "locate() names the module, line and node where the difference beg
 Status = Literal["proven", "differs", "refused", "no call"]
 
 
+class Divergence(Protocol):
+    """Where a graph begins to differ from the model; `exportkit.locate_divergence` returns such a value."""
+
+    @property
+    def diverges(self) -> bool:
+        """Whether a stage of the export differs from the model."""
+
+    @property
+    def stage(self) -> str | None:
+        """The first stage that differs."""
+
+    @property
+    def module(self) -> str | None:
+        """Path of the module where the difference begins."""
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, in words."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One call, in eager mode and in onnxruntime.
 
     Attributes:
-        kind: Whether the call was recorded, or has sizes that nobody had run, or went through all parts.
+        kind: Whether the call was recorded, has sizes that were never run, or went through all parts.
         label: The recorded call's number, or what the sizes stand for.
         sizes: Sizes of the variables.
-        status: ``proven``; ``differs``: another result; ``refused``: onnxruntime raised; ``no call``: the model
-            itself refuses these sizes, so there is nothing to prove.
+        status: ``proven``; ``differs``: a different result; ``refused``: onnxruntime raised; ``no call``: the model
+            itself raises for these sizes, so there is nothing to prove.
         absolute: Largest absolute difference over all outputs.
         where: Output leaf and position of the difference, or the error.
         eager_seconds: Duration of the model.
         onnx_seconds: Duration of onnxruntime.
         outputs: Largest absolute difference of each output, by its path.
-        locator: Looks for the module where a difference begins; None where there is none.
+        locator: Finds the module where a difference begins; None if there is nothing to find.
     """
 
     kind: Literal["recorded", "unseen", "assembled"]
@@ -75,18 +94,20 @@ class Report:
     Attributes:
         rows: A row for each call.
         expected_unseen: How many unseen combinations of sizes must be proven.
-        findings: What a person should know, such as constants that are baked in.
-        parts: Reports of the parts that feed the model, by name.
+        findings: What users should know, such as constants that are part of the graph.
+        parts: Reports of the parts that feed the model and, if there are several graphs, of each graph, by name.
+        attempts: The strategies that were tried to export the model, in order, each with its outcome.
     """
 
     rows: tuple[Row, ...]
     expected_unseen: int
     findings: tuple[str, ...] = ()
     parts: Mapping[str, Report] = field(default_factory=dict)
+    attempts: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether every recorded call is proven, and no unseen one is wrong, and enough of these are proven."""
+        """Whether every recorded call is proven, no unseen call is wrong, and enough unseen calls are proven."""
         return not self.problems()
 
     def problems(self) -> tuple[str, ...]:
@@ -121,7 +142,7 @@ class Report:
         return next((row for row in self.rows if row.locator is not None), None)
 
     def to_json(self) -> str:
-        """Returns the report as JSON text; what was not measured is null."""
+        """Returns the report as JSON text; values that were not measured are null."""
         return json.dumps(self._data(), indent=1, allow_nan=False)
 
     def _data(self) -> dict[str, Any]:
@@ -130,6 +151,7 @@ class Report:
             "problems": list(self.problems()),
             "rows": [{key: _plain(value) for key, value in vars(row).items() if key != "locator"} for row in self.rows],
             "findings": list(self.findings),
+            "attempts": list(self.attempts),
             "parts": {name: part._data() for name, part in self.parts.items()},
         }
 
@@ -138,14 +160,15 @@ class Report:
         return "\n".join([*parts, *self.lines(), self.verdict()])
 
     def lines(self) -> list[str]:
-        """Returns the table of the calls and the findings, without the parts and the verdict."""
+        """Returns the table of the calls, the findings and the attempts, without the parts and the verdict."""
         header = ("call", "sizes", "result", "max difference", "where")
         rows = [header, *(_cells(row) for row in self.rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
         hints = [LOCATE_HINT] if self._to_locate() is not None else []
-        return lines + [f"note: {text}" for text in (*self.findings, *hints)]
+        tried = [f"tried: {text}" for text in self.attempts]
+        return lines + [f"note: {text}" for text in (*self.findings, *hints)] + tried
 
     def verdict(self) -> str:
         """Returns ``proven``, or ``NOT PROVEN`` and the first reasons."""

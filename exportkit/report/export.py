@@ -21,7 +21,7 @@ from exportkit.folder.folder import REPORT_JSON, read_manifest
 from exportkit.folder.manifest import damaged, inside
 from exportkit.plan.plan import Plan
 from exportkit.plan.text import alike_leaves, seen_shapes
-from exportkit.programs.programs import Split
+from exportkit.programs.kinds import Split
 from exportkit.report.render import count, render, seconds, size
 
 _INDEX = re.compile(r"\[\d+\]|(?<=\.)\d+(?=\.|$)")
@@ -167,6 +167,7 @@ def export_page(folder: Path) -> str:
             steps=_steps(programs, manifest, proof),
             sections=_sections(programs),
             notes=_notes(programs, _reason(manifest)),
+            attempts=manifest.get("attempts", []),
             timings=_timings(programs),
         )
     except ExportkitError:
@@ -176,12 +177,13 @@ def export_page(folder: Path) -> str:
 
 
 def _all_programs(folder: Path, manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> Iterator[Program]:
-    """The program of the folder and its parts, or the programs that the model was split into."""
+    """The program of the folder, or the programs that the model was split into, and their parts."""
     if "programs" not in manifest:
         yield from _programs(folder, manifest, manifest["program"], proof)
         return
-    for name, described in manifest["programs"].items():
-        yield from _programs(folder, manifest, described, None if proof is None else proof["parts"].get(name), name)
+    below = {} if proof is None else proof["parts"]
+    for name, described in (*manifest["programs"].items(), *manifest.get("parts", {}).items()):
+        yield from _programs(folder, manifest, described, below.get(name), name)
 
 
 def _programs(
@@ -196,7 +198,7 @@ def _programs(
         proof,
         sum(manifest["files"].get(data["file"] + end, {}).get("bytes", 0) for end in ("", ".data")),
     )
-    for part, described in data["parts"].items():
+    for part, described in data.get("parts", {}).items():
         below = None if proof is None else proof["parts"].get(part)
         yield from _programs(folder, manifest, described, below, f"{name}.{part}" if name else part)
 
@@ -205,14 +207,15 @@ def _sections(programs: Sequence[Program]) -> list[tuple[str, str]]:
     found = []
     for program in programs:
         end = f" of {program.name}" if program.name else ""
-        titles = ["calls", "plan", "axes", "guards", "verification"]
-        found += [(program.id + title, title.capitalize() + end) for title in titles]
-    return [*found, ("cost", "Time and memory"), ("findings", "Findings"), ("versions", "Versions and files")]
+        parts = ["calls", "plan", "axes", "guards", "verification"]
+        found += [(program.id + title, title.capitalize() + end) for title in parts]
+    titles = {"strategies": "Strategies", "cost": "Time and memory", "findings": "Findings"}
+    return [*found, *titles.items(), ("versions", "Versions and files")]
 
 
 def _reason(manifest: Mapping[str, Any]) -> str | None:
     """Why there are several programs."""
-    return Split.of(manifest["split"]).text if "split" in manifest else None
+    return Split.from_json(manifest["split"]).text if "split" in manifest else None
 
 
 def _steps(programs: Sequence[Program], manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> list[Step]:

@@ -27,8 +27,10 @@ _Context = contextlib.AbstractContextManager[None]
 def has_mask_of_pairs(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
     """Returns whether the attention mask is boolean with one entry for each query and key, or a dict of such masks."""
     given = arguments.get("attention_mask")
-    masks = given.values() if isinstance(given, Mapping) else [given]
-    return any(isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype is torch.bool for mask in masks)
+    for mask in given.values() if isinstance(given, Mapping) else [given]:
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype is torch.bool:
+            return True
+    return False
 
 
 def zeros_for_fully_masked_rows(_model: torch.nn.Module) -> _Context:

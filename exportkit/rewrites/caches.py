@@ -28,11 +28,15 @@ def has_sliding_window(_model: torch.nn.Module, arguments: Mapping[str, Any]) ->
     """Returns whether an argument is a cache with sliding-window layers."""
     windowed = cache_class("DynamicSlidingWindowLayer")
     for value in arguments.values() if windowed is not None else ():
-        halves = (getattr(value, name, None) for name in ("self_attention_cache", "cross_attention_cache"))
-        for cache in (value, *halves):
+        for cache in (
+            value,
+            getattr(value, "self_attention_cache", None),
+            getattr(value, "cross_attention_cache", None),
+        ):
             layers = getattr(cache, "layers", None)
-            if isinstance(layers, list) and any(isinstance(layer, windowed) for layer in layers):
-                return True
+            for layer in layers if isinstance(layers, list) else ():
+                if isinstance(layer, windowed):
+                    return True
     return False
 
 

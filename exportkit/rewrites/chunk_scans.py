@@ -25,8 +25,11 @@ def chunk_size_of(model: torch.nn.Module) -> int | None:
     padding away. Both export without an error and are wrong at other lengths. More tokens than a chunk that are not a
     multiple of it are right for all lengths.
     """
-    sizes = [getattr(module, "chunk_size", None) for module in model.modules()]
-    return max((size for size in sizes if isinstance(size, int) and size > 1), default=None)
+    largest = 1
+    for module in model.modules():
+        size = getattr(module, "chunk_size", None)
+        largest = max(largest, size) if isinstance(size, int) else largest
+    return largest if largest > 1 else None
 
 
 def state_space_scan(  # noqa: PLR0917 (transformers' positions)

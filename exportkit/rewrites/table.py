@@ -54,16 +54,8 @@ def _of_functions(name: str, functions: Mapping[str, Callable[..., Any]]) -> Rew
 
 
 REWRITES = (
-    Rewrite(
-        "sliding windows of symbolic length",
-        caches.symbolic_windows,
-        matches=caches.has_sliding_window,
-    ),
-    Rewrite(
-        "experts as batched matrix products",
-        experts.batched_experts,
-        matches=experts.has_experts,
-    ),
+    Rewrite("sliding windows of symbolic length", caches.symbolic_windows, matches=caches.has_sliding_window),
+    Rewrite("experts as batched matrix products", experts.batched_experts, matches=experts.has_experts),
     Rewrite(
         "encoder states projected as far as uncached",
         caches.masks_over_states,
@@ -83,17 +75,13 @@ REWRITES = (
         token_scans.traced_selective_scan,
         functions=(token_scans.SELECTIVE_SCAN,),
     ),
-    _of_functions(
-        "state-space chunks as one loop operator",
-        {"mamba2_chunk_scan": state_space_scan},
-    ),
+    _of_functions("state-space chunks as one loop operator", {"mamba2_chunk_scan": state_space_scan}),
     _of_functions(
         "delta rule as one loop operator",
         {"torch_chunk_gated_delta_rule": delta_rule, "chunk_kimi_delta_attention": delta_rule},
     ),
     _of_functions(
-        "weighted average of tokens as one loop operator",
-        {"rwkv_linear_attention": token_scans.weighted_average},
+        "weighted average of tokens as one loop operator", {"rwkv_linear_attention": token_scans.weighted_average}
     ),
     Rewrite(
         "gated recurrence as one loop operator",
@@ -139,11 +127,7 @@ REWRITES = (
         argument="image_sizes",
         matches=images.has_padded_images,
     ),
-    Rewrite(
-        "strongest keys picked at any number of them",
-        attention.symbolic_top_k,
-        parts=(attention.TOP_K_METHOD,),
-    ),
+    Rewrite("strongest keys picked at any number of them", attention.symbolic_top_k, parts=(attention.TOP_K_METHOD,)),
     Rewrite(
         "masks applied without looking for causal ones",
         attention.skipped_causal_check,
@@ -189,13 +173,16 @@ def matching_rewrites(model: torch.nn.Module, arguments: Mapping[str, Any]) -> l
         if type(value) is dict:  # the arguments that **kwargs got, among them
             named |= value
     named |= arguments
-    modules, python_modules = list(model.modules()), namespaces(model)
+    modules = list(model.modules())
+    functions: set[str] = set()
+    for python_module in namespaces(model):
+        functions |= {name for name, value in vars(python_module).items() if callable(value)}
     found = []
     for rewrite in REWRITES:
-        functions, parts, end = rewrite.functions, rewrite.parts, rewrite.argument
+        end, parts = rewrite.argument, rewrite.parts
         if end is not None and not any(name.endswith(end) for name in named):
             continue
-        if functions and not any(callable(vars(module).get(name)) for module in python_modules for name in functions):
+        if rewrite.functions and functions.isdisjoint(rewrite.functions):
             continue
         if parts and not any(all(hasattr(module, name) for name in parts) for module in modules):
             continue

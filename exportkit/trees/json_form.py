@@ -143,6 +143,8 @@ class _Writer:
         if isinstance(value, torch.Tensor) or value is TENSOR:
             self._tensors += 1
             return {"tensor": self._tensors - 1}
+        if inside and isinstance(value, type):
+            return {"type": class_name(value, *_CACHE_CLASSES)}
         data = _dump_leaf(value)
         if inside and type(data) is dict and "placeholder" in data:
             raise TreeError(
@@ -153,7 +155,7 @@ class _Writer:
         return data
 
     def _dump_containers(self, value: Any, inside: bool) -> Any:
-        """The data of plain containers which hold nodes."""
+        """The data of plain containers that hold nodes."""
         cls = type(value)
         if cls is dict:
             items = [[_exact(key, "A key of a dict"), self._dump_containers(v, inside)] for key, v in value.items()]
@@ -161,8 +163,11 @@ class _Writer:
         if cls in _COLLECTIONS:
             node: Any = registered_node(cls)
             children, context = node.flatten(value)
+            default = getattr(value, "default_factory", None)
+            if inside and default is not None:
+                class_name(default, *_CACHE_CLASSES)  # refuses any other
             return self._dump_registered(cls, [self._dump_containers(v, inside) for v in children], context)
-        if not issubclass(cls, list | tuple):
+        if cls is not list and cls is not tuple and not _has_fields(cls):
             return self.dump(value, inside)
         data = [self._dump_containers(v, inside) for v in value]
         if cls is list:
@@ -178,13 +183,11 @@ class _Writer:
             )
         writer = context_writer(cls)
         if writer is None:
-            return data | {"context": _exact(context, f"What torch's pytree keeps of class {cls.__name__}")}
+            return data | {"context": _exact(context, f"The pytree context of class {cls.__name__}")}
         try:  # the data belongs to the registration: it is kept as text
             return data | {"dumped": json.dumps(writer.dump(context), allow_nan=False)}
         except (TypeError, ValueError) as error:
-            raise TreeError(
-                "The context of a registered class was written as something else than JSON.", got=error
-            ) from error
+            raise TreeError("The context of a registered class was not written as JSON.", got=error) from error
 
 
 def _dump_leaf(value: Any) -> Any:
@@ -258,7 +261,7 @@ class _Reader:
         self.leaves: list[Any] = []
 
     def load(self, data: Any, inside: bool = False) -> Any:
-        """Returns a node, or plain containers of nodes; ``inside`` a cache, constants are not leaves."""
+        """Returns a node, or plain containers that hold nodes; ``inside`` a cache, constants are not leaves."""
         loaded = self._load(data, inside)
         if not inside or not isinstance(loaded, list | tuple | dict | deque):
             return loaded
@@ -313,7 +316,7 @@ class _Reader:
             items = [self.load(item, inside) for item in data["items"]]
             loaded = node.unflatten(items, load_value(data["context"]))
             default = getattr(loaded, "default_factory", None)
-            if inside and default is not None and default not in _DEFAULTS:
+            if inside and default is not None and not _belongs_to_cache(default):
                 raise ValueError(f"a dict in a cache makes its missing values with {default}")
             return loaded
         items = load_value(data["items"], self._tensors or ())
@@ -328,7 +331,7 @@ class _Reader:
             return self._leaf(node.unflatten(items, context), inside)
         except Exception as error:
             raise TreeError(
-                f"Class {name.partition(':')[2]} cannot be built from what was written.",
+                f"Class {name.partition(':')[2]} cannot be built from the saved data.",
                 got=f"{type(error).__name__}: {error}",
                 hint="the class changed since, or it was registered in another way then.",
             ) from error
@@ -363,7 +366,7 @@ def class_name(cls: type, accepted: Callable[[Any], bool] | None = None, expecte
     """
     name = f"{cls.__module__}:{cls.__qualname__}"
     if find_class(name, accepted, expected) is not cls:
-        raise TreeError("A class has the name of another one.", got=name.replace(":", "."))
+        raise TreeError("Another class is found under the name of this class.", got=name.replace(":", "."))
     return name
 
 
@@ -388,16 +391,16 @@ def find_class(name: str, accepted: Callable[[Any], bool] | None = None, expecte
             cause = error
     if found is None:
         raise TreeError(
-            f"Class {qualified} belongs to a module that is not there.",
+            f"Class {qualified} belongs to a module that is not available.",
             where=f"module {module}",
             got=cause,
-            hint=f"import {module} first, in the version that was there when the file was written.",
+            hint=f"import {module} first, in the version with which the file was written.",
         )
     for step in qualified.split("."):
         found = getattr(found, step, None)
     if not isinstance(found, type) or (accepted is not None and not accepted(found)):
         raise TreeError(
-            f"No such class can be found by its name: {qualified}.",
+            f"No class is found under the name {qualified}.",
             where=f"module {module}",
             expected=f"{expected}, defined at the top level of its module",
             got=found,

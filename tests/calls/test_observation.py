@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.calls.test_dynamic_shapes import Ignores, calls, ones
 from tests.models import IdsDecoder, OptionalAdd, Total, random_cache, random_ids
+from tests.peers.test_dynamic_shapes import Ignores, calls, ones
 
 
 def test_tensors_and_constants_have_full_paths():

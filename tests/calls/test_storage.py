@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 
 import exportkit
 from exportkit import Call, InputObserver, Observation
-from exportkit.calls import stored_tensors
+from exportkit.calls import storage
+from exportkit.calls.call import Signature
 from exportkit.calls.observation import Failure
-from exportkit.calls.signature import Signature
 from exportkit.errors import DestinationError, ObservationError, TreeError, UnregisteredClassError
 from exportkit.trees import flatten, register_flattening_functions
 from exportkit.trees.json_form import Placeholder
 from tests.models import Scale, Total, random_cache, random_ids, tiny_llama
 
-DTYPES = sorted(stored_tensors.DTYPES)
+DTYPES = sorted(storage.DTYPES)
 
 
 class Side(enum.Enum):
@@ -329,7 +329,7 @@ def test_other_files_are_left_alone(tmp_path, name):
         f"  where: {tmp_path}\n"
         "  expected: a new or empty directory, or one that holds an observation\n"
         f"  got: {name}\n"
-        "  hint: name another directory, or empty this one."
+        "  hint: choose a different directory, or empty this one."
     )
     assert (tmp_path / name).read_text() == "mine"
 
@@ -372,9 +372,9 @@ def test_save_that_breaks_off_leaves_the_old_files_or_nothing_that_loads(tmp_pat
     with pytest.raises(ObservationError) as raised:
         Observation.load(directory)
     text = str(raised.value)
-    assert text.startswith(f"The two files of an observation are not of one save.\n  where: {directory}")
+    assert text.startswith(f"The two files of an observation were not saved together.\n  where: {directory}")
     assert "expected: stamp " in text
-    assert text.endswith("hint: the last save did not end: save again.")
+    assert text.endswith("hint: the last save was interrupted: save again.")
 
 
 # What cannot be written
@@ -407,7 +407,7 @@ def test_container_that_cannot_be_written_is_refused_and_located(tmp_path):
 def test_number_that_json_does_not_hold_is_refused(tmp_path):
     observation = _observation(torch.ones(1))
     strange = replace(observation, calls=(replace(observation.calls[0], latency=float("nan")),))
-    with pytest.raises(ObservationError, match="This observation holds a value that JSON does not"):
+    with pytest.raises(ObservationError, match="This observation contains a value that JSON cannot represent"):
         strange.save(tmp_path / "observed")
 
 
@@ -441,7 +441,7 @@ def test_json_that_was_cut_short_is_named(tmp_path, content):
         Observation.load(tmp_path)
     text = str(raised.value)
     assert text.startswith(f"This observation is damaged.\n  where: {file}\n  got: ")
-    assert text.endswith("\n  hint: the file was changed or cut short: observe the model again, and save that.")
+    assert text.endswith("\n  hint: the file was changed or truncated: observe and save again.")
 
 
 @pytest.mark.parametrize(
@@ -457,7 +457,7 @@ def test_another_version_is_named(tmp_path, data, got):
     with pytest.raises(ObservationError) as raised:
         Observation.load(tmp_path)
     assert str(raised.value) == (
-        "This is no observation that this version reads.\n"
+        "Not an observation that this version reads.\n"
         f"  where: {tmp_path / 'observation.json'}\n"
         "  expected: exportkit-observation 2\n"
         f"  got: {got}"
@@ -551,7 +551,7 @@ def test_value_of_another_shape_or_type_is_named(tmp_path, tensor, got):
     with pytest.raises(ObservationError) as raised:
         Observation.load(directory)
     assert str(raised.value) == (
-        "A tensor is another one than the observation says.\n"
+        "A tensor is not the one that the observation describes.\n"
         f"  where: calls[0].arguments.x in {directory / 'tensors.safetensors'}\n"
         "  expected: torch.float32 (2,)\n"
         f"  got: {got}\n"
@@ -566,10 +566,10 @@ def test_class_of_a_module_that_is_not_loaded_is_named(tmp_path):
     with pytest.raises(TreeError) as raised:
         Observation.load(directory)
     assert str(raised.value) == (
-        "calls[0].arguments.x: Class Inputs belongs to a module that is not there.\n"
+        "calls[0].arguments.x: Class Inputs belongs to a module that is not available.\n"
         "  where: module their.model\n"
         "  got: not loaded, and reading a file loads no module from elsewhere\n"
-        "  hint: import their.model first, in the version that was there when the file was written."
+        "  hint: import their.model first, in the version with which the file was written."
     )
 
 
@@ -579,11 +579,11 @@ def test_class_that_is_opened_in_another_way_is_named(tmp_path):
     with pytest.raises(ObservationError) as raised:
         Observation.load(directory)
     assert str(raised.value) == (
-        "A value has other leaves than when it was written.\n"
+        "A value has different leaves than when it was written.\n"
         "  where: calls[0].arguments.x\n"
         "  expected: b\n"
         "  got: a\n"
-        "  hint: register its class in the way it was registered when the model was observed."
+        "  hint: register its class as it was registered when the model was observed."
     )
 
 

@@ -59,10 +59,10 @@ def test_a_choice_among_equal_values_is_named(tmp_path):
 
 def with_first_recorded_output(onnx_model, change):
     """The model with another output on record."""
-    observation = onnx_model.exported.observation
-    first, *others = observation.calls
-    observation = replace(observation, calls=(replace(first, outputs=first.outputs.map(change)), *others))
-    onnx_model.exported = replace(onnx_model.exported, observation=observation)
+    graph = onnx_model.graph
+    first, *others = graph.observation.calls
+    first = replace(first, outputs=first.outputs.map(change))
+    graph.observation = replace(graph.observation, calls=(first, *others))
     return onnx_model
 
 
@@ -77,7 +77,7 @@ def test_a_model_that_was_changed_since_its_calls_were_recorded_is_named(tmp_pat
 
 def test_what_is_wrong_around_the_graph_is_named(tmp_path, monkeypatch):
     onnx_model = onnx_of(Scaled(), tmp_path / "model.onnx")
-    monkeypatch.setattr(onnx_model, "structured", lambda tensors: {"y": tensors["y"] * 2})
+    monkeypatch.setattr(onnx_model.graph, "structured", lambda tensors: {"y": tensors["y"] * 2})
 
     found = onnx_model.verify().locate()
 
@@ -94,7 +94,7 @@ def test_a_difference_no_larger_than_rounding_elsewhere_is_named(tmp_path):
     changed[3] += 0.01
     bias.CopyFrom(onnx.numpy_helper.from_array(changed, bias.name))
     onnx.save(proto, onnx_model.path)
-    onnx_model._session = None
+    onnx_model.graph._session = None
 
     report = onnx_model.verify()
 
@@ -111,7 +111,7 @@ def test_an_output_that_differs_by_less_than_rounding_of_its_largest_elements_is
     changed[..., 3] += 0.03
     scale.CopyFrom(onnx.numpy_helper.from_array(changed, scale.name))
     onnx.save(proto, onnx_model.path)
-    onnx_model._session = None
+    onnx_model.graph._session = None
 
     report = onnx_model.verify()
 

@@ -45,7 +45,7 @@ def linear():
 
 
 def with_program(exported, program):
-    return replace(exported, captured=replace(exported.captured, program=program))
+    return replace(exported.traced, program=program)
 
 
 def test_a_batch_of_one_and_two_only_is_an_error(linear):
@@ -128,7 +128,7 @@ def test_a_limit_of_the_model_itself_is_a_finding():
     model = failing.Table()
     exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
     assert findings(exported) == {
-        "limit": "axis 1 of x (x_axis_1): the graph takes at most 16; the model itself refuses more (x_axis_1 19)."
+        "limit": "axis 1 of x (x_axis_1): the graph takes at most 16; the model itself raises for more (x_axis_1 19)."
     }
 
 
@@ -173,7 +173,7 @@ def test_ignored_inputs_and_unchanged_outputs_are_findings():
     calls = [{name: torch.randn(n, 6) for name in ("x", "y", "z", "unused")} for n in (2, 3)]
     model = Passes()
     assert findings(exportkit.export(model, observed(model, *calls))) == {
-        "ignored input": "the model does not use it, so no input of the graph: unused.",
+        "ignored input": "the model does not use these inputs, so the graph does not take them: unused.",
         "unchanged output": "output part is a view of input z; the graph returns a copy.",
     }
     texts = [finding.text for finding in exportkit.export(model, observed(model, *calls)).plan.findings]

@@ -117,7 +117,7 @@ def test_inputs_outputs_and_axes_have_the_names_of_the_plan(nested):
     assert list(onnx_model.session.inputs) == ["data.x", "data.inner.scale", "extras.0", "bias"]
     assert onnx_model.session.outputs == ["result", "pair.0", "pair.1"]
     assert onnx_model.session.shapes["data.x"] == ("batch", "data_x_axis_1", 6)
-    assert onnx_model.file.output_axes["result"] == ("batch", "bias_axis_1 + data_x_axis_1", 4)
+    assert onnx_model.contract.output_axes["result"] == ("batch", "bias_axis_1 + data_x_axis_1", 4)
 
 
 def test_weights_are_external_data(nested):

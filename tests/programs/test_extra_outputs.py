@@ -58,7 +58,7 @@ def test_blocks_of_a_convolutional_model_are_outputs(tmp_path):
     onnx_model = exportkit.export(model, observer, outputs={"blocks": ["layers.0", "layers.1"]}).to_onnx(
         tmp_path / "cnn.onnx"
     )
-    assert list(onnx_model.file.outputs) == ["result", "blocks.0", "blocks.1"]
+    assert list(onnx_model.outputs) == ["result", "blocks.0", "blocks.1"]
     images = torch.randn(5, 3, 32, 16)
     expected = hooked(model, ["layers.0", "layers.1"], lambda: model(images))
     got = onnx_model(images)
@@ -105,7 +105,7 @@ def test_hidden_states_and_attentions_of_a_decoder_are_named_outputs(tmp_path):
     before = model.config._attn_implementation
     outputs = {"hidden_states": LlamaDecoderLayer, "attentions": "self_attn"}
     onnx_model = exportkit.export(model, observer, outputs=outputs).to_onnx(tmp_path / "model.onnx")
-    names = [name for name in onnx_model.file.outputs if not name.startswith("present")]
+    names = [name for name in onnx_model.outputs if not name.startswith("present")]
     assert names == ["logits", *(f"hidden_states.{i}" for i in range(3)), "attentions.0", "attentions.1"]
     assert onnx_model.verify().verdict() == "proven"
     assert model.config._attn_implementation == before
@@ -149,7 +149,7 @@ def test_states_and_attentions_of_encoder_and_decoder_are_named_outputs(tmp_path
     }
     onnx_model = exportkit.export(model, observer, outputs=outputs).to_onnx(tmp_path / "t5.onnx")
     added = [f"{key}.{i}" for key in outputs for i in range(2)]
-    assert [name for name in onnx_model.file.outputs if name in added] == added
+    assert [name for name in onnx_model.outputs if name in added] == added
     assert onnx_model.verify().verdict() == "proven"
     inputs = {"input_ids": ids(11, batch=4), "decoder_input_ids": ids(3, batch=4), "use_cache": False}
     got = onnx_model(**inputs)
@@ -184,7 +184,7 @@ def test_states_of_a_multimodal_model_in_vision_and_text_are_named_outputs(tmp_p
     onnx_model = exportkit.export(model, observer, outputs=outputs).to_onnx(tmp_path / "llava.onnx")
     added = [f"vision.{i}" for i in range(2)] + [f"hidden_states.{i}" for i in range(3)]
     added += [f"attentions.{i}" for i in range(2)]
-    assert set(added) <= set(onnx_model.file.outputs)
+    assert set(added) <= set(onnx_model.outputs)
     assert onnx_model.verify().verdict() == "proven"
     call = inputs(1, 11)
     paths = [path for path, _ in model.named_modules()]

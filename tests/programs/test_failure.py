@@ -70,7 +70,7 @@ torch.export could not trace the model: axis 0 of lengths (lengths_axis_0) becam
          return torch.cat([x[:length] for length in lengths.tolist()])
   expected: any size; recorded: 2, 3
   got: only 3, which is the size it was traced with
-  hint: to unpack a tensor fixes its size: use operations on the whole tensor, such as cat, flatten, repeat.
+  hint: unpacking a tensor fixes its size: use operations on the whole tensor, such as cat, flatten, repeat.
         all that torch says: FILE"""
 
 FIXED = """\
@@ -79,7 +79,7 @@ torch.export could not trace the model: axis 1 of data.x (data_x_axis_1) became 
          return x * builtins.int(x.shape[1])
   expected: any size; recorded: 5, 7
   got: only 7, which is the size it was traced with
-  hint: int() makes a number of a size: leave x.shape[i] as it is.
+  hint: int() turns a size into a number: use x.shape[i] as it is.
         all that torch says: FILE"""
 
 LOOP = """\

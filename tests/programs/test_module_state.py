@@ -3,7 +3,7 @@
 import torch
 
 import exportkit
-from exportkit.programs.module_state import with_module_state
+from exportkit.programs.subject import with_module_state
 from tests.arguments.generative import VOCABULARY, ids
 
 
@@ -45,7 +45,7 @@ def test_the_state_becomes_an_input_and_an_output_and_is_put_back(tmp_path):
     held = model.total
     exported = exportkit.export(model, observer)
     assert model.total is held
-    assert exported.captured.input_paths == ("x", "module_state._total")
+    assert exported.traced.input_paths == ("x", "module_state._total")
     assert any("keeps its state on its modules" in finding.text for finding in exported.plan.findings)
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
@@ -78,6 +78,6 @@ def test_one_graph_serves_recurrent_blocks(tmp_path):
     with observer(model, store_n_calls=3), torch.no_grad():
         model.generate(input_ids=ids(7), max_new_tokens=3, do_sample=False, pad_token_id=0)
     exported = exportkit.export(model, observer)
-    assert exported.captured.rules == ("sliding windows of symbolic length", "gated recurrence as one loop operator")
+    assert exported.rules == ("sliding windows of symbolic length", "gated recurrence as one loop operator")
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)

@@ -164,5 +164,5 @@ def test_a_directory_that_cannot_be_written_is_an_error(local, tmp_path):
 
 
 def test_an_error_before_any_trace_has_nothing_to_show(tmp_path):
-    with pytest.raises(InvalidRequestError, match="nothing to show"):
+    with pytest.raises(InvalidRequestError, match="Nothing was traced"):
         ExportError("It broke.").repro(tmp_path)

@@ -9,7 +9,7 @@ from exportkit import cli
 from exportkit.errors import TraceError
 from exportkit.report.export import export_page
 from exportkit.report.traces import comparison_page, trace_page
-from tests.programs.test_programs import OtherStart
+from tests.programs.test_several import OtherStart
 from tests.report.pages import check_page
 
 

@@ -68,7 +68,7 @@ def test_masks_are_applied_without_looking_for_causal_ones(diagonal, tmp_path):
         for batch, source, target in ((2, 5, 8), (3, 7, 11)):
             model(torch.randn(batch, source, 8), torch.randn(batch, target, 8))
     exported = exportkit.export(model, observer)
-    assert exported.captured.rules == ("masks applied without looking for causal ones",)
+    assert exported.rules == ("masks applied without looking for causal ones",)
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
 
@@ -115,7 +115,7 @@ def test_one_graph_serves_fewer_keys_than_are_kept_and_more(kept, tmp_path):
     with observer(model, store_n_calls=4), torch.no_grad():
         model.generate(**padded_left(7), max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
     exported = exportkit.export(model, observer)
-    assert exported.captured.rules == (TOP_K,)
+    assert exported.rules == (TOP_K,)
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
     lengths = {row.sizes["past_sequence"] + row.sizes["sequence"] for row in report.rows}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.onnx_files.onnx_model import OnnxModel
+from exportkit.api.onnx_model import OnnxModel
 from exportkit.rewrites.experts import loops_over_all
 from tests.arguments.generative import VOCABULARY, ids
 from tests.rewrites.test_scans import SPECIAL, observed, with_larger_weights
@@ -45,7 +45,7 @@ def test_every_expert_is_in_the_graph_whichever_were_chosen(spare, tmp_path):
     torch.manual_seed(0)
     model = Loop(spare)
     exported = exported_of(model)
-    assert LOOPS in exported.captured.rules
+    assert LOOPS in exported.rules
     onnx = exported.to_onnx(tmp_path / "model.onnx")
     assert isinstance(onnx, OnnxModel)
     assert onnx.verify().ok
@@ -122,6 +122,6 @@ def test_one_graph_serves_any_choice_of_experts(capacity, tmp_path):
     with observer(model), torch.no_grad():
         model.generate(ids(7), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
     exported = exportkit.export(model, observer)
-    assert LOOPS in exported.captured.rules
+    assert LOOPS in exported.rules
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)

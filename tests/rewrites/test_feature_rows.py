@@ -75,7 +75,7 @@ def test_any_number_of_clips_of_audio_is_one_graph(tmp_path):
     call = clips(2, 1)
     with torch.no_grad():
         expected = model(**call, use_cache=False).logits
-    program = exported.captured.program.module()
+    program = exported.program.module()
     torch.testing.assert_close(program(**call).logits, expected, rtol=1e-4, atol=1e-5)
     call["input_ids"][1, -1] = IMAGE_TOKEN  # one that the model generated, with no features for it
     with pytest.raises(ValueError, match="do not match"):

@@ -110,7 +110,7 @@ def test_features_of_any_number_of_images_of_any_size(name, tmp_path):
     torch.manual_seed(0)
     model = build()
     exported = exported_features(model, seen)
-    assert {*exported.captured.rules} == rules
+    assert {*exported.rules} == rules
     onnx_model = exported.to_onnx(tmp_path / "model.onnx")
     report = onnx_model.verify()
     assert report.ok, str(report)
@@ -232,7 +232,7 @@ def test_a_length_taken_by_python_is_kept_symbolic(tmp_path):
         for batch in (2, 3):
             model(torch.randn(batch, 4))
     exported = exportkit.export(model, observer)
-    assert exported.captured.rules == ("lengths of tensors kept symbolic",)
+    assert exported.rules == ("lengths of tensors kept symbolic",)
     assert any("lengths of tensors kept symbolic" in finding.text for finding in exported.plan.findings)
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
@@ -254,7 +254,7 @@ def test_a_size_rounded_by_int_is_kept_symbolic(tmp_path):
         for height, width in ((16, 24), (24, 16)):
             model(torch.randn(2, 3, height, width))
     exported = exportkit.export(model, observer)
-    assert exported.captured.rules == ("lengths of tensors kept symbolic",)
+    assert exported.rules == ("lengths of tensors kept symbolic",)
     assert not any(finding.kind == "fixed branch" for finding in exported.plan.findings)
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
@@ -284,7 +284,7 @@ def test_transformers_patches_are_tried_where_the_translation_fails(tmp_path):
         for batch in (2, 3):
             model(torch.randn(batch, 4), torch.ones(batch, 4, dtype=torch.int64))
     onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
-    assert onnx_model.exported.captured.rules == ("transformers' own export patches",)
+    assert onnx_model.exported.rules == ("transformers' own export patches",)
     report = onnx_model.verify()
     assert report.ok, str(report)
     assert any("transformers' own export patches" in finding for finding in report.findings)

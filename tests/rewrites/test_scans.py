@@ -191,7 +191,7 @@ def test_several_tokens_on_a_state_give_what_they_give_one_by_one():
 def test_one_graph_serves_prompts_single_tokens_and_several_on_a_state(build, rule, tmp_path):
     model = build()
     exported = exportkit.export(model, observed(model, padded_left(7)))
-    assert exported.captured.rules == (rule,)
+    assert exported.rules == (rule,)
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
 
@@ -202,7 +202,7 @@ def test_one_graph_serves_any_number_of_chunks_of_the_delta_rule(tmp_path):
         state = model(ids(7, batch=2))["state"]
         model(ids(1, batch=2), state=state)
     exported = exportkit.export(model, observer)
-    assert exported.captured.rules == ("delta rule as one loop operator",)
+    assert exported.rules == ("delta rule as one loop operator",)
     onnx_model = exported.to_onnx(tmp_path / "model.onnx")
     report = onnx_model.verify()
     assert report.ok, str(report)
@@ -214,8 +214,8 @@ def test_one_graph_serves_any_number_of_chunks_of_the_delta_rule(tmp_path):
 def test_rwkv_starts_without_tokens_and_in_any_batch(tmp_path):
     model = rwkv()
     exported = exportkit.export(model, observed(model, {"input_ids": ids(7)}))
-    assert exported.captured.rules == ("weighted average of tokens as one loop operator",)
-    assert exported.fills.values["state[4]"] == -1e30
+    assert exported.rules == ("weighted average of tokens as one loop operator",)
+    assert exported.traced.defaults.values["state[4]"] == -1e30
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
     assert len({row.sizes["batch"] for row in report.rows}) > 1

@@ -48,7 +48,7 @@ def test_a_plain_decoder_needs_no_rewrite():
     model, inputs = llama()
     observer = observed(model.eval(), inputs)
     assert matching_rewrites(model, observer.observation.calls[1].values()) == []
-    assert exportkit.export(model, observer).captured.rules == ()
+    assert exportkit.export(model, observer).rules == ()
 
 
 @pytest.mark.parametrize("past", [0, 3, 5, 9])
@@ -80,7 +80,7 @@ def test_one_graph_serves_windows_before_and_after_they_are_full(window, tmp_pat
     model = mistral(window)
     observer = observed(model, padded_left(7))
     exported = exportkit.export(model, observer)
-    assert exported.captured.rules == ("sliding windows of symbolic length",)
+    assert exported.rules == ("sliding windows of symbolic length",)
     assert any(finding.text.startswith("exported with: sliding windows") for finding in exported.plan.findings)
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
@@ -106,7 +106,7 @@ def test_experts_are_exported_and_their_implementation_is_put_back(tmp_path):
     model = mixtral()
     before = model.get_experts_implementation()
     exported = exportkit.export(model, observed(model, padded_left(7)))
-    assert exported.captured.rules == ("experts as batched matrix products",)
+    assert exported.rules == ("experts as batched matrix products",)
     assert model.get_experts_implementation() == before
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
@@ -116,7 +116,7 @@ def test_experts_are_exported_and_their_implementation_is_put_back(tmp_path):
 def test_one_decoder_graph_serves_the_first_call_and_later_ones_of_encoder_decoders(build, tmp_path):
     model, inputs = build()
     exported = exportkit.export(model.eval(), observed(model, inputs))
-    assert exported.captured.rules == ("encoder states projected as far as uncached",)
+    assert exported.rules == ("encoder states projected as far as uncached",)
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
     assert {row.sizes["past_encoder_sequence"] == 0 for row in report.rows} == {True, False}

@@ -4,8 +4,7 @@ import onnx
 import pytest
 import torch
 
-from exportkit.calls.call import Call
-from exportkit.calls.signature import Signature
+from exportkit.calls.call import Call, Signature
 from exportkit.errors import RuntimeFailure
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import ProgramRunner

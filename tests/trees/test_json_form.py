@@ -1,4 +1,4 @@
-"""Nested values go through JSON text and come back the same: classes by name, constants exactly, the rest marked."""
+"""Values written as JSON come back the same: classes by name, constants exactly, all other values marked."""
 
 import collections
 import dataclasses
@@ -166,7 +166,7 @@ def test_empty_cache_comes_back(kind):
     assert_same(cache, _through_text(cache))
 
 
-def test_two_caches_beside_each_other_keep_their_own_tensors():
+def test_two_caches_side_by_side_keep_their_own_tensors():
     pair = (filled("DynamicLayer"), torch.zeros(2), filled("StaticLayer"))
 
     assert_same(list(pair), list(_through_text(pair)))
@@ -282,7 +282,7 @@ def test_key_that_cannot_be_written_is_refused():
 
 def test_what_torch_keeps_of_a_class_is_refused_if_it_cannot_be_written(registered):
     _register_box(registered)
-    with pytest.raises(TreeError, match="What torch's pytree keeps of class Box cannot be written as JSON"):
+    with pytest.raises(TreeError, match="The pytree context of class Box cannot be written as JSON"):
         dump_tree(flatten(Box(torch.ones(1), Fraction(1, 2))))
 
 
@@ -290,7 +290,7 @@ def test_local_class_is_refused_when_it_is_written():
     with pytest.raises(TreeError) as raised:
         dump_tree(flatten(filled("RoundingLayer")))
     assert str(raised.value) == (
-        "No such class can be found by its name: _rounding_layer.<locals>.RoundingLayer.\n"
+        "No class is found under the name _rounding_layer.<locals>.RoundingLayer.\n"
         "  where: module tests.trees.caches\n"
         "  expected: a cache, a layer of one, or a plain container, defined at the top level of its module"
     )
@@ -298,7 +298,7 @@ def test_local_class_is_refused_when_it_is_written():
 
 def test_class_with_the_name_of_another_is_refused_when_it_is_written():
     other = collections.namedtuple("Pair", ["first", "second"])
-    with pytest.raises(TreeError, match=f"A class has the name of another one.\n  got: {HERE}.Pair"):
+    with pytest.raises(TreeError, match=f"Another class is found under the name of this class.\n  got: {HERE}.Pair"):
         dump_tree(flatten(other(1, 2)))
 
 
@@ -318,17 +318,17 @@ def _as_module(monkeypatch, cls):
     return module
 
 
-def test_module_of_a_class_is_not_imported_from_just_anywhere(monkeypatch):
+def test_module_of_a_class_is_not_imported_from_elsewhere(monkeypatch):
     _as_module(monkeypatch, Pair)
     data = dump_tree(flatten(Pair(1, 2)))
     monkeypatch.delitem(sys.modules, "their_model")
     with pytest.raises(TreeError) as raised:
         load_value(data)
     assert str(raised.value) == (
-        "Class Pair belongs to a module that is not there.\n"
+        "Class Pair belongs to a module that is not available.\n"
         "  where: module their_model\n"
         "  got: not loaded, and reading a file loads no module from elsewhere\n"
-        "  hint: import their_model first, in the version that was there when the file was written."
+        "  hint: import their_model first, in the version with which the file was written."
     )
 
 
@@ -340,7 +340,7 @@ def test_module_of_transformers_that_is_gone_is_named():
 
 
 def test_class_that_is_gone_is_named():
-    with pytest.raises(TreeError, match=r"No such class can be found by its name: Gone\.\n  where: module torch"):
+    with pytest.raises(TreeError, match=r"No class is found under the name Gone\.\n  where: module torch"):
         load_value({"fields": "torch:Gone", "items": []})
 
 
@@ -359,7 +359,7 @@ def test_class_that_is_not_registered_here_is_named(registered):
 def test_class_that_changed_since_is_named(registered):
     data = dump_tree(flatten(registered(Point)(torch.ones(1))))
     data["context"] = [["z"], []]
-    with pytest.raises(TreeError, match="Class Point cannot be built from what was written") as raised:
+    with pytest.raises(TreeError, match="Class Point cannot be built from the saved data") as raised:
         load_value(data, [torch.ones(1)])
     assert "got: TypeError: Point.__init__() got an unexpected keyword argument 'z'" in str(raised.value)
 
@@ -402,7 +402,7 @@ def test_damaged_layout_is_an_error(data, got):
 def test_class_of_another_kind_is_not_built(data, expected):
     import subprocess  # noqa: F401 (loaded, so that its classes could be found)
 
-    with pytest.raises(TreeError, match="No such class can be found by its name") as raised:
+    with pytest.raises(TreeError, match="No class is found under the name") as raised:
         load_value(data)
     assert f"expected: {expected}" in str(raised.value)
 
@@ -429,14 +429,48 @@ def test_module_that_is_not_loaded_stays_so(tmp_path, monkeypatch):
     with pytest.raises(TreeError) as raised:
         load_structure({"object": "never_loaded:Cache", "state": []})
     assert str(raised.value) == (
-        "Class Cache belongs to a module that is not there.\n"
+        "Class Cache belongs to a module that is not available.\n"
         "  where: module never_loaded\n"
         "  got: not loaded, and reading a file loads no module from elsewhere\n"
-        "  hint: import never_loaded first, in the version that was there when the file was written."
+        "  hint: import never_loaded first, in the version with which the file was written."
     )
     assert "never_loaded" not in sys.modules
 
 
 def test_function_is_not_a_class():
-    with pytest.raises(TreeError, match="No such class can be found by its name: class_name"):
+    with pytest.raises(TreeError, match="No class is found under the name class_name"):
         load_structure({"type": "exportkit.trees.json_form:class_name"})
+
+
+class Layers(list):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Layers(), "A cache holds a value of class Layers, which cannot be written as JSON"),
+        (torch.nn.Linear, "No class is found under the name Linear"),
+        (collections.defaultdict(Layers), "No class is found under the name Layers"),
+    ],
+)
+def test_cache_with_something_that_is_not_read_again_is_refused(value, message):
+    cache = filled("DynamicLayer")
+    cache.extra = value
+    with pytest.raises(TreeError, match=message):
+        dump_tree(flatten(cache))
+
+
+def test_containers_of_a_cache_come_back():
+    cache = filled("DynamicLayer")
+    cache.extra = {
+        "states": collections.OrderedDict({3: torch.ones(1), (1, "a"): None}),
+        "queue": collections.deque([torch.ones(2), 0.5], maxlen=3),
+        "pair": Pair(torch.ones(3), math.inf),
+        "counts": collections.defaultdict(list, {"a": (1, torch.float16)}),
+    }
+    again = _through_text(cache)
+
+    assert_same(cache, again)
+    assert again.extra["queue"].maxlen == 3
+    assert again.extra["counts"].default_factory is list

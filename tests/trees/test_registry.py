@@ -1,4 +1,4 @@
-"""Caches are known to torch inside the context, and nothing is known of them after it."""
+"""Inside the context, torch opens caches; after it, torch knows nothing about them."""
 
 import io
 import subprocess
@@ -319,6 +319,20 @@ def test_program_with_a_cache_can_be_saved_and_loaded():
     assert type(extended) is DynamicCache
     assert extended.get_seq_length() == 8
     assert_same(reference, extended)
+
+
+def test_strict_trace_takes_a_cache():
+    class Lengthened(torch.nn.Module):
+        def forward(self, x, cache):
+            return cache.update(x, x * 2, 0)[0]
+
+    shapes = ({0: D, 2: D}, [{0: D, 2: D}] * 2)
+    with register_flattening_functions():
+        example = (torch.randn(3, 4, 2, 32), random_cache(5, batch=3, layers=1))
+        program = torch.export.export(Lengthened(), example, dynamic_shapes=shapes, strict=True)
+        lengthened = program.module()(torch.randn(2, 4, 1, 32), random_cache(7, batch=2, layers=1))
+
+    assert lengthened.shape == (2, 4, 8, 32)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")

@@ -63,7 +63,7 @@ def test_value_is_described(value, text):
         (torch.float8_e5m2fnuz, 20),
     ],
 )
-def test_element_type_has_its_number_in_onnx(dtype, number):
+def test_dtype_has_its_number_in_onnx(dtype, number):
     import onnx
 
     assert string_type(torch.zeros(2, dtype=dtype)) == f"T{number}r1"
@@ -83,12 +83,12 @@ def test_values_are_shown_on_request():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.float8_e5m2])
-def test_values_of_rare_element_types_are_shown(dtype):
+def test_values_of_rare_dtypes_are_shown(dtype):
     assert string_type(torch.ones(2, dtype=dtype), with_min_max=True).endswith("r1[1,1]")
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(2, device="meta"), torch.ones(2, 2).to_sparse()])
-def test_values_that_cannot_be_read_are_no_error(tensor):
+def test_values_that_cannot_be_read_are_not_an_error(tensor):
     assert string_type(tensor, with_min_max=True).endswith("[?]")
 
 

@@ -1,0 +1,121 @@
+"""export(): from an observed model to a traced program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from exportkit.api.exported import Exported
+from exportkit.api.observer import InputObserver
+from exportkit.calls.observation import Observation
+from exportkit.errors import InvalidTypeError, PlanError
+from exportkit.plan.plan import Plan
+from exportkit.probing.planning import BoundPlan, plan_calls
+from exportkit.programs.exported import ExportedModel
+from exportkit.programs.failure import explained
+from exportkit.programs.several import export_calls
+from exportkit.programs.strategies import export_program
+from exportkit.programs.subject import exported_form, with_outputs
+from exportkit.programs.weights import with_weights
+from exportkit.proof.prove import problems_of
+
+
+@explained()
+def export(
+    model: torch.nn.Module,
+    observer_or_plan: InputObserver | Observation | Plan,
+    *,
+    outputs: Mapping[str, Any] | None = None,
+    probe: bool = True,
+    weights: str | os.PathLike[str] | None = None,
+) -> Exported:
+    """Returns the model as one traced program that serves every call like those that were observed, at any size.
+
+    If no single program can, there is one for each kind of calls: calls that give the same inputs, with an empty or a
+    filled cache, and one token or several. Each of them is proven first; if one cannot be, the error is about the
+    single program. A plan always gives a single program.
+
+    Nothing is given by hand: what varies comes from the observed calls, and the model is run a few times more to
+    confirm it. Afterwards the model, its hooks and all registries are as they were.
+
+    Args:
+        model: The model, as it was observed.
+        observer_or_plan: The observer, its observation, or a plan made from it (also an edited one).
+        outputs: What modules inside the model return and the graph shall return too, by key: a class, a path or a
+            pattern, as `exportkit.capture` takes it. ``{"hidden_states": LlamaDecoderLayer}`` adds the outputs
+            ``hidden_states.0``, ``hidden_states.1``, ...
+        probe: Let the model confirm the plan by running it; with False the recorded sizes alone decide.
+        weights: Safetensors file, or folder with such files, for a model on the meta device. They are used where they
+            are, so that a model that fits the disk can be exported; the given model stays without values.
+
+    Raises:
+        NoCallsError: if nothing was observed.
+        InvalidRequestError: if ``outputs`` names modules that the model does not have, or weights are missing.
+        DestinationError: if the files of the weights cannot be read.
+        ArgumentError: if the model raises for the arguments that the plan leads to.
+        ExportError: if torch cannot trace the model.
+
+    Example:
+        >>> import torch, exportkit
+        >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+        >>> with observer(model):
+        ...     _ = model(torch.ones(3, 4))
+        >>> exported = exportkit.export(model, observer)
+        >>> [str(size) for size in exported.plan.leaves[0].sizes]
+        ['batch', '4']
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidTypeError("Only a torch.nn.Module can be exported.", got=type(model).__name__)
+    model = with_weights(model, weights)
+    if isinstance(observer_or_plan, Plan):
+        return Exported.of(_planned(model, observer_or_plan, outputs or {}))
+    observation = _observed(observer_or_plan)
+    form, calls = exported_form(model, observation, outputs or {})
+
+    def plan_of(some: Observation) -> BoundPlan:
+        return plan_calls(some, form if probe else None, some.method_name)
+
+    programs, split, attempts = export_calls(form, calls, plan_of, problems_of)
+    found = observer_or_plan.parts if isinstance(observer_or_plan, InputObserver) else {}
+    parts = {name: _part(model.get_submodule(part.module), part.observation, probe) for name, part in found.items()}
+    edges = {name: part.edges for name, part in found.items()}
+    return Exported.of(ExportedModel(programs, parts, edges, split, attempts))
+
+
+def _planned(model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]) -> ExportedModel:
+    """The model exported for a plan, with what is captured of its modules in its result."""
+    if not isinstance(plan, BoundPlan):
+        raise PlanError(
+            "This plan does not know the calls it was made from.",
+            hint="pass the observer, or a plan that observer.plan() returned.",
+        )
+    method = plan.observation.method_name
+    if outputs:
+        model, observation = with_outputs(model, method, plan.observation, outputs)
+        plan, method = BoundPlan.of(plan, observation), observation.method_name
+    traced, attempts = export_program(model, method, plan)
+    return ExportedModel({"": traced}, attempts=attempts)
+
+
+def _part(module: torch.nn.Module, observation: Observation, probe: bool) -> ExportedModel:
+    """What runs before the model and feeds it, exported for its own calls."""
+    module, calls = exported_form(module, observation, {})
+    plan = plan_calls(calls, module if probe else None, calls.method_name)
+    traced, attempts = export_program(module, calls.method_name, plan)
+    return ExportedModel({"": traced}, attempts=attempts)
+
+
+def _observed(source: InputObserver | Observation) -> Observation:
+    if not isinstance(source, InputObserver | Observation):
+        raise InvalidTypeError(
+            "export needs to know how the model is called.",
+            expected="an InputObserver, its observation, or a Plan",
+            got=type(source).__name__,
+            hint="run the model inside `with observer(model):`, then export(model, observer).",
+        )
+    observation = source.observation if isinstance(source, InputObserver) else source
+    observation.require_calls()
+    return observation

@@ -1,0 +1,122 @@
+"""Exported: an exported model on its way to an ONNX file, a folder or a report."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from exportkit.api.onnx_model import OnnxModel
+from exportkit.files import check_file
+from exportkit.folder.folder import save_folder
+from exportkit.onnx_files.runner import write_graphs
+from exportkit.programs.exported import ExportedModel
+
+
+class Exported(ExportedModel):
+    """A model that `export` traced as one program, or as one for each kind of calls.
+
+    ``program`` is the ExportedProgram, ``plan`` says what varies, ``domain`` where the graph may be used, and
+    ``attempts`` what was tried to get it. ``programs`` has all programs by name, ``parts`` the exports of what feeds
+    the model.
+    """
+
+    @classmethod
+    def of(cls, exported: ExportedModel) -> Exported:
+        """Returns an exported model, and its parts, as public values."""
+        parts = {name: cls.of(part) for name, part in exported.parts.items()}
+        return cls(exported.programs, parts, exported.edges, exported.split, exported.attempts)
+
+    def to_onnx(self, path: str | os.PathLike[str], opset: int | None = None) -> OnnxModel:
+        """Writes the model as ONNX and returns it as something to call like the model.
+
+        Args:
+            path: File to write. The weights go beside it, into ``<path>.data``, parts into ``<stem>.<part>.onnx``, and
+                each of several programs into ``<stem>.<program>.onnx``.
+            opset: ONNX opset; by default torch's own choice.
+
+        Raises:
+            DestinationError: if the path cannot be written.
+            ExportError: if an operator cannot be translated.
+        """
+        target = check_file(path)
+
+        def file_of(program: str, part: str) -> Path:
+            name = part or program
+            return target.with_name(f"{target.stem}.{name}{target.suffix}") if name else target
+
+        return OnnxModel.of(write_graphs(self, file_of, opset))
+
+    def repro(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes a script that traces the model with torch alone, and returns its path.
+
+        It holds shapes, dtypes, the range of integers, and versions; neither values of tensors nor weights.
+
+        Args:
+            directory: Where to write ``repro.py``; each of several programs goes into a folder of its own there, and
+                the path of the directory is returned.
+
+        Raises:
+            DestinationError: if it cannot be written.
+        """
+        if self.split is None:
+            return self.traced.request().repro(directory)
+        for name, traced in self.programs.items():
+            traced.request().repro(Path(directory) / name)
+        return Path(directory)
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        runtime: Literal["genai"] | None = None,
+        opset: int | None = None,
+        values: bool = True,
+        verify: bool = True,
+    ) -> OnnxModel:
+        """Writes a folder that runs elsewhere, proves it, and returns its graphs as something to call.
+
+        It holds the ONNX files with their weights, the plan, ``manifest.json``, the recorded calls, and the report;
+        ``exportkit.load`` reads it. Clients that know this kind of model find their configuration files there.
+
+        Args:
+            directory: A new or empty directory, or one that an export was saved to, which is replaced.
+            runtime: "genai" for a graph that onnxruntime-genai can run in any case: a model with sliding windows is
+                exported again, with caches that hold every token.
+            opset: ONNX opset; by default torch's own choice.
+            values: Also write the values of the calls, so that the folder can be proven without the model.
+            verify: Prove the graphs, which takes memory for the weights once more; if that fails, a RuntimeWarning says
+                so. Without it there is no report, and ``exportkit verify`` proves the folder later.
+
+        Raises:
+            DestinationError: if the directory cannot be written, or holds something else.
+            ExportError: if an operator cannot be translated.
+            InvalidRequestError: if the runtime cannot run the model.
+        """
+        return OnnxModel.of(save_folder(self, directory, runtime=runtime, opset=opset, values=values, verify=verify))
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Writes one HTML page with everything that is known about this export, its proof included.
+
+        The graphs are written to a temporary folder and proven there. For a folder that `save` wrote already,
+        ``exportkit report`` makes the same page without proving it again.
+
+        Args:
+            path: The file to write.
+
+        Returns:
+            The path.
+
+        Raises:
+            DestinationError: if it cannot be written.
+            ExportError: if an operator cannot be translated.
+        """
+        from exportkit.report.export import export_page  # jinja2 is slow to import
+        from exportkit.report.render import write_page
+
+        check_file(path)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / self.observation.model_name
+            save_folder(self, folder, values=False)
+            return write_page(path, export_page(folder))

@@ -1,0 +1,86 @@
+"""OnnxModel: an exported model in ONNX that is called like the model, proven, and located where it differs."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from exportkit.divergence.locate_call import locate_call
+from exportkit.folder.folder import load_folder
+from exportkit.folder.manifest import check_files
+from exportkit.onnx_files.runner import OnnxRunner
+from exportkit.proof.prove import prove
+from exportkit.proof.report import Divergence, Report
+
+
+class OnnxModel(OnnxRunner):
+    """One or several ONNX graphs with the calling convention of the model; `Exported.to_onnx` and `load` return it.
+
+    Call it like the model: it returns what the model returns, computed by onnxruntime. ``domain`` says where it may be
+    used, ``path``, ``inputs`` and ``outputs`` describe the file, ``parts`` has the graphs that feed the model.
+    """
+
+    @classmethod
+    def of(cls, runner: OnnxRunner) -> OnnxModel:
+        """Returns the graphs of a runner as a public model."""
+        return cls(
+            runner.graphs,
+            {name: cls.of(part) for name, part in runner.parts.items()},
+            runner.edges,
+            split=runner.split,
+            attempts=runner.attempts,
+            exported=runner.exported,
+            digests=runner.digests,
+        )
+
+    def verify(self, unseen: bool = True) -> Report:
+        """Returns the proof: a row for each recorded call, and for calls at sizes that were never run.
+
+        Args:
+            unseen: Also try sizes that were not recorded. The model runs them in eager mode as the truth; a model that
+                was loaded from a folder has what the model returned when it was saved.
+
+        Raises:
+            DestinationError: if a file of the folder that this was loaded from is not the one that was saved.
+        """
+        return prove(self, unseen, check_files(self.digests), locate_call)
+
+    def locate(self, model: torch.nn.Module | None = None) -> Divergence | None:
+        """Returns the module, line and node where the first call that is not proven begins to differ, or None.
+
+        Args:
+            model: The model in PyTorch; only needed if the graph was loaded from a folder.
+
+        Raises:
+            DestinationError: if a file of the folder that this was loaded from is not the one that was saved.
+            RuntimeFailure: if onnxruntime refuses the graph.
+        """
+        return self.verify().locate(model)
+
+
+def load(directory: str | os.PathLike[str]) -> OnnxModel:
+    """Returns the exported model of a folder that `Exported.save` wrote, to be called like the model.
+
+    The model itself is not needed. ``verify()`` replays the recorded calls and those at unseen sizes, and compares with
+    what the model returned when the folder was saved.
+
+    Args:
+        directory: The folder.
+
+    Raises:
+        DestinationError: if this is not such a folder, or a file of it is missing or damaged.
+        TreeError: if a class that the model takes or returns cannot be found.
+
+    Example:
+        >>> import tempfile, torch, exportkit
+        >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+        >>> with observer(model):
+        ...     expected = model(torch.ones(3, 4))
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> _ = exportkit.export(model, observer).save(folder.name)
+        >>> loaded = exportkit.load(folder.name)
+        >>> torch.allclose(loaded(torch.ones(3, 4)), expected, atol=1e-5), loaded.verify().ok
+        (True, True)
+    """
+    return OnnxModel.of(load_folder(directory))

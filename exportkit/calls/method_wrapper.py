@@ -1,0 +1,155 @@
+"""Instruments a method of one model: a wrapper replaces the method, and is removed without a trace.
+
+One wrapper serves all listeners to a method: they are attached and detached in any order, and with the last one the
+attribute is what it was before. The wrapper looks the original up at each call, so a class that is patched meanwhile
+takes effect.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+_lock = threading.RLock()
+_ABSENT = object()
+
+
+class Listener(Protocol):
+    """Takes part in each call of a method."""
+
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs ``method(*args, **kwargs)`` and returns what it returned."""
+
+    def is_spent(self) -> bool:
+        """Returns whether the listener needs no further calls."""
+
+
+class Attachment:
+    """A listener attached to a method; one listener may be attached to several.
+
+    Args:
+        wrapper: The wrapper of the method.
+        listener: The listener.
+        leaves_when_spent: Whether the listener is detached as soon as it needs no further calls.
+    """
+
+    def __init__(self, wrapper: MethodWrapper, listener: Listener, leaves_when_spent: bool) -> None:
+        self._wrapper, self.listener, self.leaves_when_spent = wrapper, listener, leaves_when_spent
+
+    def leave(self) -> None:
+        """Detaches the listener, and with the last one the wrapper; a second time does nothing."""
+        self._wrapper.remove(self)
+
+    def leave_when_spent(self) -> None:
+        """Detaches the listener if it was to be detached once spent, and is."""
+        if self.leaves_when_spent and self.listener.is_spent():
+            self.leave()
+
+
+class MethodWrapper:
+    """Replaces ``model.<name>``, and passes each call through its listeners to the original."""
+
+    def __init__(self, model: torch.nn.Module, name: str, before: Any = _ABSENT) -> None:
+        self._model, self._name = model, name
+        self._before = before
+        self._set(())
+        # inspect.signature follows __wrapped__: GenerationMixin asks forward which inputs it takes
+        functools.update_wrapper(self, self.original(), updated=())
+
+    def original(self) -> Any:
+        """Returns the method as it would be without the wrapper."""
+        if self._before is not _ABSENT:
+            return self._before
+        for cls in type(self._model).__mro__:
+            if self._name in cls.__dict__:
+                found = cls.__dict__[self._name]
+                return found.__get__(self._model, type(self._model)) if hasattr(found, "__get__") else found
+        return self._model.__getattr__(self._name)  # a module that wraps another one, and passes attributes on to it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the original through all listeners."""
+        call = self.original()
+        if not self._listeners:
+            self._leave()  # some code wrapped this wrapper, and restored it after the last listener was detached
+            return call(*args, **kwargs)
+        *others, last = self._listeners
+        for listener in others:
+            call = functools.partial(_heard, listener, call)
+        result = last.call(call, args, kwargs)
+        for attachment in self._leaving:
+            attachment.leave_when_spent()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        """Passes on what is asked of a function, such as the ``__code__`` that torch.export looks at."""
+        return getattr(self.original(), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodWrapper:
+        """Gives the copied model a wrapper of its own, without listeners, which is removed when it is called."""
+        model = memo.get(id(self._model))
+        if model is None:
+            return self
+        before = self._before if self._before is _ABSENT else copy.deepcopy(self._before, memo)
+        return MethodWrapper(model, self._name, before)
+
+    def __reduce__(self) -> Any:
+        """Pickles the original alone, in a form that needs nothing of this package to be read."""
+        if self._before is _ABSENT:
+            return getattr, (self._model, self._name)
+        return functools.partial, (self._before,)
+
+    def add(self, attachment: Attachment) -> None:
+        """Attaches a listener."""
+        with _lock:
+            self._set((*self._attachments, attachment))
+
+    def remove(self, attachment: Attachment) -> None:
+        """Detaches a listener, and with the last one the wrapper."""
+        with _lock:
+            if attachment in self._attachments:
+                self._set(tuple(other for other in self._attachments if other is not attachment))
+            if not self._attachments:
+                self._leave()
+
+    def _set(self, attachments: tuple[Attachment, ...]) -> None:
+        self._attachments: tuple[Attachment, ...] = attachments
+        self._listeners = tuple(dict.fromkeys(attachment.listener for attachment in attachments))
+        self._leaving = tuple(attachment for attachment in attachments if attachment.leaves_when_spent)
+
+    def _leave(self) -> None:
+        with _lock:
+            if vars(self._model).get(self._name) is not self:
+                return  # other code wrapped this wrapper; once it restores it, the next call removes it
+            if self._before is _ABSENT:
+                delattr(self._model, self._name)
+            else:
+                setattr(self._model, self._name, self._before)
+
+
+def attach(model: torch.nn.Module, name: str, listener: Listener, leaves_when_spent: bool = False) -> Attachment:
+    """Attaches a listener to ``model.<name>`` until the returned attachment's `leave` is called.
+
+    Args:
+        model: The model.
+        name: The method.
+        listener: The listener.
+        leaves_when_spent: Detach the listener as soon as it needs no further calls.
+    """
+    with _lock:
+        wrapper = vars(model).get(name)
+        if not isinstance(wrapper, MethodWrapper):
+            wrapper = MethodWrapper(model, name, vars(model).get(name, _ABSENT))
+            setattr(model, name, wrapper)
+        attachment = Attachment(wrapper, listener, leaves_when_spent)
+        wrapper.add(attachment)
+        attachment.leave_when_spent()
+        return attachment
+
+
+def _heard(listener: Listener, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return listener.call(call, args, kwargs)

@@ -1,0 +1,148 @@
+"""One ONNX graph with the calling convention of the model that it was exported from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
+from exportkit.errors import ArgumentError, UnregisteredClassError
+from exportkit.onnx_files.contract import Contract
+from exportkit.plan.sizes import solve_sizes
+from exportkit.probing.missing import fill_missing
+from exportkit.probing.simplify import as_simplified, value_at, with_split_lists
+from exportkit.programs.program import TracedProgram
+from exportkit.running.program import tensor_placeholders
+from exportkit.running.session import Session
+from exportkit.trees import flatten, join, set_stored_length
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class OnnxGraph:
+    """A graph that takes the arguments of the model and returns what the model returns.
+
+    Args:
+        contract: How the graph is called.
+        observation: The recorded calls that it serves.
+        traced: The program that it was translated from; None if the graph was loaded from a folder.
+        unseen: Calls at sizes that were never run, with what the model returned; None to run the model for them.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        observation: Observation,
+        traced: TracedProgram | None = None,
+        unseen: tuple[Call, ...] | None = None,
+    ) -> None:
+        self.contract, self.observation, self.traced, self.unseen = contract, observation, traced, unseen
+        self._session: Session | None = None
+
+    @property
+    def path(self) -> Path:
+        """The ONNX file."""
+        return self.contract.path
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk, weights included."""
+        data = self.path.with_name(self.path.name + ".data")
+        return self.path.stat().st_size + (data.stat().st_size if data.exists() else 0)
+
+    @property
+    def session(self) -> Session:
+        """The onnxruntime session, made when it is first used."""
+        if self._session is None:
+            self._session = Session(self.path)
+        return self._session
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Tensors) -> Any:
+        """Returns what the model returns, computed by onnxruntime.
+
+        Args:
+            args: Positional arguments of the model.
+            kwargs: Named arguments of the model.
+            given: The tensors of the call by path, as `given` returns them.
+
+        Raises:
+            RuntimeFailure: if onnxruntime refuses the call.
+        """
+        contract, plan = self.contract, self.contract.plan
+        feeds = self.feeds(given)
+        results = self.session.run(feeds)
+        returned: dict[str, torch.Tensor | None] = {contract.outputs[name]: tensor for name, tensor in results.items()}
+        for path, source in contract.dependent.items():
+            if source not in given and path in returned:
+                returned[path] = None
+        outputs = self.structured(returned)
+        if plan.passed_through and isinstance(outputs, MutableMapping):  # as they were given, or as a part made them
+            known = {*contract.signature.plain()}
+            arguments = contract.signature.bind(args, {k: v for k, v in kwargs.items() if k in known})
+            for name, path in plan.passed_through.items():
+                value = value_at(arguments, path)
+                if value is not None or not any(leaf.startswith(path) for leaf in given):
+                    outputs[name] = value
+        past, new = plan.with_role("past"), plan.with_role("sequence")
+        if past is not None and new is not None:  # the counters of caches: cached tokens and new ones
+            shapes = {contract.inputs[name]: tuple(tensor.shape) for name, tensor in feeds.items()}
+            sizes = solve_sizes(plan, shapes)
+            for value in outputs.values() if isinstance(outputs, Mapping) else [outputs]:
+                set_stored_length(value, sizes[past.name] + sizes[new.name])
+        return outputs
+
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensors | None = None) -> Tensors:
+        """Returns the tensors of a call by path.
+
+        Args:
+            args: Positional arguments of the model.
+            kwargs: Named arguments of the model.
+            made: What parts made of their own arguments, by path of the input.
+
+        Raises:
+            ArgumentError: if the arguments do not fit the graph.
+        """
+        signature, plan, domain = self.contract.signature, self.contract.plan, self.contract.domain
+        accepted = {*signature.plain()} | ({*kwargs} if signature.var_keyword else set())
+        unknown = next((name for name in kwargs if name not in accepted), None)
+        if unknown is not None:
+            raise ArgumentError(
+                f"The model has no input {unknown!r}.", expected=", ".join(signature.names), got=unknown
+            )
+        found: dict[str, torch.Tensor] = {}
+        for name, value in signature.bind(args, kwargs).items():
+            tree = flatten(value)
+            for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+                full = join(name, path)
+                if isinstance(leaf, torch.Tensor):
+                    found[full] = leaf
+                elif isinstance(leaf, bool | int | float | str):
+                    domain.require_constant(full, leaf)
+                elif hasattr(leaf, "__dict__") and any(isinstance(v, torch.Tensor) for v in vars(leaf).values()):
+                    text = f"An object of class {type(leaf).__name__} holds tensors that cannot be reached."
+                    raise UnregisteredClassError(text, where=full)
+        given = as_simplified({**found, **(made or {})}, plan.joined, plan.unused)
+        given = {path: t for path, t in given.items() if path in plan.by_path or t.numel()}  # an empty cache is none
+        domain.require_tensors(given)
+        return given
+
+    def feeds(self, given: Tensors) -> dict[str, torch.Tensor]:
+        """Returns the tensors that the graph gets for a call, by name of its input."""
+        complete = {**given, **fill_missing(self.contract.plan, given, self.contract.defaults.values)}
+        return {name: complete[path] for name, path in self.contract.inputs.items()}
+
+    def program_feeds(self, given: Tensors) -> dict[str, torch.Tensor]:
+        """Returns the tensors that the traced program gets for a call, by name of the node for its input."""
+        if self.traced is None:
+            return {}
+        complete = {**given, **fill_missing(self.contract.plan, given, self.contract.defaults.values)}
+        names = zip(tensor_placeholders(self.traced.program), self.traced.input_paths, strict=True)
+        return {name: complete[path] for name, path in names}
+
+    def structured(self, tensors: Mapping[str, torch.Tensor | None]) -> Any:
+        """Returns tensors by path as the nested value that the model returns; None stands for one that is absent."""
+        return with_split_lists(self.contract.structure.with_leaves(tensors), self.contract.member_rows).build()

@@ -1,0 +1,267 @@
+"""An exported model in ONNX: one or several graphs with the parts that feed them, called like the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exportkit.calls.parts import Edge
+from exportkit.errors import ArgumentError, ExportError
+from exportkit.onnx_files.contract import Contract
+from exportkit.onnx_files.graph import OnnxGraph
+from exportkit.onnx_files.translate import translate
+from exportkit.plan.sizes import solve_sizes
+from exportkit.programs.domain import Domain
+from exportkit.programs.exported import ExportedModel
+from exportkit.programs.failure import explained
+from exportkit.programs.kinds import Split, constants_of, shapes_of
+from exportkit.programs.program import TracedProgram
+from exportkit.programs.stages import TRANSLATION_PER_TRACE, stage
+from exportkit.programs.strategies import Attempt, after_failed_translation
+from exportkit.programs.subject import RESULT, STATE
+from exportkit.running.session import Session
+from exportkit.trees import flatten, join
+
+
+class OnnxRunner:
+    """Graphs and parts with the calling convention of the model.
+
+    With several graphs, each call goes to the graph that it fits. A graph of a model that keeps a state on its modules
+    remembers it from call to call, as the model does: a call with an empty cache starts anew, and so does one with a
+    batch size that differs from the call before.
+
+    Args:
+        graphs: The graphs by the name of their program; the name of a single one is empty.
+        parts: The graphs of what feeds the model, by name: they run when their own inputs are given.
+        edges: Which outputs of each part are inputs of the model.
+        split: Why there are several graphs, and which calls each serves.
+        attempts: What was tried to export the model, in order.
+        exported: The export that the graphs come from; None if they were loaded from a folder.
+        digests: SHA-256 of each file by path, if the graphs were loaded from a folder.
+
+    Attributes:
+        module_state: The state that the last call left, or None before the first one.
+    """
+
+    def __init__(
+        self,
+        graphs: Mapping[str, OnnxGraph],
+        parts: Mapping[str, OnnxRunner] | None = None,
+        edges: Mapping[str, tuple[Edge, ...]] | None = None,
+        *,
+        split: Split | None = None,
+        attempts: tuple[Attempt, ...] = (),
+        exported: ExportedModel | None = None,
+        digests: Mapping[Path, str] | None = None,
+    ) -> None:
+        self.graphs, self.parts, self.edges = dict(graphs), dict(parts or {}), dict(edges or {})
+        self.split, self.attempts, self.exported, self.digests = split, attempts, exported, dict(digests or {})
+        self.module_state: Any = None
+
+    def __repr__(self) -> str:
+        if self.split is not None:
+            files = ", ".join(f"{name}: {graph.path.name}" for name, graph in self.graphs.items())
+            return f"{type(self).__name__}({files})"
+        return f"{type(self).__name__}({str(self.path)!r}, inputs={list(self.inputs)}, outputs={list(self.outputs)})"
+
+    @property
+    def graph(self) -> OnnxGraph:
+        """The graph; the first of several."""
+        return next(iter(self.graphs.values()))
+
+    @property
+    def path(self) -> Path:
+        """The ONNX file; of several graphs, the folder with their files."""
+        return self.graph.path if self.split is None else self.graph.path.parent
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk, weights included."""
+        return sum(graph.size for graph in self.graphs.values())
+
+    @property
+    def contract(self) -> Contract:
+        """How the graph is called; the first one of several."""
+        return self.graph.contract
+
+    @property
+    def file(self) -> Contract:
+        """The contract, which describes the ONNX file: its path, inputs, outputs and their axes."""
+        return self.contract
+
+    @property
+    def domain(self) -> Domain:
+        """Where the graph may be used; the first one of several."""
+        return self.contract.domain
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """Path of the leaf by name of the graph's input, in order; of several graphs, those of the first."""
+        return self.contract.inputs
+
+    @property
+    def outputs(self) -> Mapping[str, str]:
+        """Path of the leaf by name of the graph's output, in order; of several graphs, those of the first."""
+        return self.contract.outputs
+
+    @property
+    def program(self) -> torch.export.ExportedProgram | None:
+        """The ExportedProgram that the graph was translated from; None if it was loaded from a folder."""
+        return None if self.graph.traced is None else self.graph.traced.program
+
+    @property
+    def session(self) -> Session:
+        """The onnxruntime session, made when it is first used; that of the first of several graphs."""
+        return self.graph.session
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model returns, computed by onnxruntime.
+
+        Arguments are given as to the model: nested values, caches, by position or by name. Optional inputs may be left
+        out if recorded calls left them out. Python constants that the graph was exported with may be left out, too;
+        another value for one of them is an error. If the model returns a list with a tensor for each image, of
+        different sizes, the list returned here holds one tensor, their concatenation.
+
+        Raises:
+            ArgumentError: if the arguments do not fit the graph, or any of several graphs.
+            RuntimeFailure: if onnxruntime refuses them.
+        """
+        if not self.contract.stateful:
+            return self.run(args, kwargs)
+        if STATE not in kwargs and self._goes_on(args, kwargs):
+            kwargs[STATE] = self.module_state
+        returned = self.run(args, kwargs)
+        self.module_state = returned[STATE]
+        return returned[RESULT]
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what the graph returns; a state that the model keeps on its modules is an argument and a result.
+
+        Args:
+            args: Positional arguments of the model.
+            kwargs: Named arguments of the model.
+
+        Raises:
+            ArgumentError: if the arguments do not fit the graph, or any of several graphs.
+            RuntimeFailure: if onnxruntime refuses them.
+        """
+        own, made = self._fed_by_parts(args, kwargs)
+        if self.split is None:
+            return self.graph.call(args, kwargs, self.graph.given(args, own, made))
+        trees = {name: flatten(value) for name, value in self.contract.signature.bind(args, own).items()}
+        shapes = shapes_of(trees) | {path: tuple(tensor.shape) for path, tensor in made.items()}
+        kind = self.split.landmarks.kind(shapes, constants_of(trees))
+        reasons = []
+        for name in sorted(self.graphs, key=lambda name: self.split is not None and self.split.kinds[name] != kind):
+            graph = self.graphs[name]
+            try:
+                graph.contract.domain.require_ranges(shapes)
+                return graph.call(args, kwargs, graph.given(args, own, made))
+            except ArgumentError as error:
+                lines = [line.strip() for line in str(error).splitlines()]
+                text = " ".join(line for line in lines if not line.startswith("hint: "))
+                reasons.append(f"{name}: {text[:200]}")
+        raise ArgumentError(
+            "No program fits this call.",
+            where=", ".join(f"{path} {shape}" for path, shape in shapes.items()),
+            expected="a call like those that were recorded",
+            got=f"\n{' ' * 7}".join(reasons),
+            hint="observe a call like this one too, then export again.",
+        )
+
+    def feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Returns the tensors that the graph gets for these arguments, by name of its input."""
+        return self.graph.feeds(self._given(args, kwargs))
+
+    def program_feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Returns the tensors that the traced program gets for these arguments, by name of the node for its input."""
+        return self.graph.program_feeds(self._given(args, kwargs))
+
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        own, made = self._fed_by_parts(args, kwargs)
+        return self.graph.given(args, own, made)
+
+    def _fed_by_parts(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
+        """The arguments without those that only parts take, and what the parts make of theirs, by path of the input."""
+        own, made = dict(kwargs), dict[str, torch.Tensor]()
+        if not self.parts:
+            return own, made
+        positional = dict(zip(self.contract.signature.plain(), args, strict=False))
+        taken = {leaf.argument for graph in self.graphs.values() for leaf in graph.contract.plan.leaves}
+        for name, part in self.parts.items():
+            wanted = {leaf.argument for leaf in part.contract.plan.leaves}
+            given = {key: value for key, value in {**positional, **kwargs}.items() if key in wanted}
+            if any(value is not None for key, value in given.items() if key not in taken):
+                outputs = flatten(part(**given)).tensors()
+                for edge in self.edges[name]:
+                    made |= {to: outputs[path] for path in outputs if (to := edge.renamed(path)) is not None}
+            own = {key: value for key, value in own.items() if key in taken or key not in wanted}
+        return own, made
+
+    def _goes_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call goes on from the state that the last call left."""
+        plans = [graph.contract.plan for graph in self.graphs.values()]
+        plan = next((plan for plan in plans if any(leaf.argument == STATE for leaf in plan.leaves)), None)
+        if self.module_state is None or plan is None:
+            return False
+
+        def sizes_of(values: Mapping[str, Any]) -> dict[str, int]:
+            trees = {name: flatten(value).tensors() for name, value in values.items()}
+            return solve_sizes(
+                plan, {join(n, path): tuple(t.shape) for n, tensors in trees.items() for path, t in tensors.items()}
+            )
+
+        past, batch = plan.with_role("past"), plan.with_role("batch")
+        sizes, state = sizes_of(self.contract.signature.bind(args, kwargs)), sizes_of({STATE: self.module_state})
+        return (past is None or sizes[past.name] > 0) and (batch is None or sizes[batch.name] == state[batch.name])
+
+
+def write_graphs(exported: ExportedModel, file_of: Callable[[str, str], Path], opset: int | None = None) -> OnnxRunner:
+    """Writes the programs of an export and of its parts as ONNX, and returns them as something to call.
+
+    Args:
+        exported: The export.
+        file_of: Returns the file for the name of a program and the name of a part; both are empty for the usual case.
+        opset: ONNX opset; by default torch's own choice.
+
+    Raises:
+        ExportError: if an operator cannot be translated.
+    """
+    programs, graphs, attempts = {}, {}, [*exported.attempts]
+    for name, traced in exported.programs.items():
+        programs[name], contract, more = _written(traced, file_of(name, ""), opset)
+        attempts += more
+        graphs[name] = OnnxGraph(contract, programs[name].observation, programs[name])
+    parts = {
+        name: write_graphs(part, lambda _, __, name=name: file_of("", name), opset)  # type: ignore[misc]
+        for name, part in exported.parts.items()
+    }
+    written = replace(
+        exported,
+        programs=programs,
+        parts={name: part.exported for name, part in parts.items() if part.exported is not None},
+        attempts=tuple(attempts),
+    )
+    return OnnxRunner(graphs, parts, exported.edges, split=exported.split, attempts=written.attempts, exported=written)
+
+
+def _written(
+    traced: TracedProgram, path: Path, opset: int | None
+) -> tuple[TracedProgram, Contract, tuple[Attempt, ...]]:
+    """The program that could be translated, its contract, and what was tried besides."""
+    about = TRANSLATION_PER_TRACE * traced.seconds.get("export", 0.0) or None
+    with explained(lambda: traced.request(onnx=True)), stage("onnx", traced.seconds, about):
+        try:
+            return traced, translate(traced, path, opset), ()
+        except ExportError:
+            again = after_failed_translation(traced)
+            if again is None:
+                raise
+            program, attempts = again
+            return program, translate(program, path, opset), attempts

@@ -1,0 +1,198 @@
+"""The domain of an exported graph: the inputs, sizes and constants for which it may be used in place of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit.errors import ArgumentError
+from exportkit.plan.expression import Expression
+from exportkit.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class SizeCondition:
+    """A condition on sizes under which a graph was traced, or which limits it.
+
+    Attributes:
+        text: The condition over the variables of the plan, such as ``past_sequence + sequence <= 16``.
+        place: File and line that asked for it; empty if unknown.
+        own: Whether that line belongs to the model, not to torch or another library.
+    """
+
+    text: str
+    place: str = ""
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class DomainInput:
+    """An input tensor of a graph.
+
+    Attributes:
+        path: Path of the leaf.
+        dtype: Its dtype, such as ``int64``.
+        sizes: One expression over the variables for each axis.
+        optional: Whether a call may leave it out.
+    """
+
+    path: str
+    dtype: str
+    sizes: tuple[Expression, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Where an exported graph may be used. Prints as a table.
+
+    Attributes:
+        inputs: The input tensors: dtype, sizes, and whether they may be left out.
+        ranges: Smallest and largest size of each variable; None where there is no largest one.
+        limits: Upper limits on sizes that the audit of the program found.
+        guards: Conditions that torch recorded during the trace, those of the model's own code first. torch.export
+            assumes that every size is 2 or more.
+        constants: Python values that are part of the graph, by path.
+    """
+
+    inputs: tuple[DomainInput, ...]
+    ranges: Mapping[str, tuple[int, int | None]]
+    limits: tuple[SizeCondition, ...]
+    guards: tuple[SizeCondition, ...]
+    constants: Mapping[str, Any]
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, limits: tuple[SizeCondition, ...] = (), guards: tuple[SizeCondition, ...] = ()
+    ) -> Domain:
+        """Returns the domain of a graph that was exported for a plan.
+
+        Args:
+            plan: The plan.
+            limits: Upper limits on sizes that the audit found.
+            guards: Conditions that torch recorded during the trace.
+        """
+        return cls(
+            tuple(DomainInput(leaf.path, leaf.dtype, leaf.sizes, leaf.is_optional) for leaf in plan.leaves),
+            {variable.name: (variable.minimum, variable.maximum) for variable in plan.variables},
+            limits,
+            guards,
+            {constant.path: constant.value for constant in plan.constants},
+        )
+
+    def require_tensors(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Raises ArgumentError if a tensor is unknown or has a wrong dtype or size, or a required input is missing.
+
+        Args:
+            given: The tensors of a call by path.
+        """
+        inputs = {item.path: item for item in self.inputs}
+        for path, tensor in given.items():
+            if path not in inputs:
+                raise ArgumentError(
+                    "The graph has no input for this tensor.",
+                    where=path,
+                    expected=", ".join(inputs),
+                    got=tuple(tensor.shape),
+                    hint="observe a call that gives it, then export again.",
+                )
+            item = inputs[path]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            fits = len(item.sizes) == tensor.ndim and all(
+                not size.is_static or size.constant == have for size, have in zip(item.sizes, tensor.shape, strict=True)
+            )
+            if dtype != item.dtype or not fits:
+                raise ArgumentError(
+                    "An input does not fit the graph.",
+                    where=path,
+                    expected=f"{item.dtype} ({', '.join(map(str, item.sizes))})",
+                    got=f"{dtype} {tuple(tensor.shape)}",
+                )
+        missing = next((path for path, item in inputs.items() if path not in given and not item.optional), None)
+        if missing is not None:
+            raise ArgumentError(
+                "A required input is missing.",
+                where=missing,
+                got=", ".join(given) or "no tensor",
+                hint="every recorded call gave it; an input is optional if a recorded call left it out.",
+            )
+
+    def require_ranges(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises ArgumentError if the size of a variable is out of its range.
+
+        Args:
+            shapes: Shapes of the tensors of a call by path.
+        """
+        for item in self.inputs:
+            for size, have in zip(item.sizes, shapes.get(item.path, ()), strict=False):
+                if size.variable is None:
+                    continue
+                least, most = self.ranges[size.variable]
+                if have < least or (most is not None and have > most):
+                    limit = "" if most is None else f" and at most {most}"
+                    raise ArgumentError(
+                        "An input is out of range.",
+                        where=item.path,
+                        expected=f"{size.variable} at least {least}{limit}",
+                        got=have,
+                    )
+
+    def require_constant(self, path: str, value: Any) -> None:
+        """Raises ArgumentError if the graph was exported with another value of a constant."""
+        if path in self.constants and self.constants[path] != value:
+            raise ArgumentError(
+                "The graph was exported with another value of this constant.",
+                where=path,
+                expected=repr(self.constants[path]),
+                got=repr(value),
+                hint="a constant is part of the graph: observe the model with this value, and export again.",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the domain as JSON data; a constant that JSON cannot hold becomes its repr."""
+        plain = (bool, int, float, str, type(None))
+        return {
+            "inputs": [{**vars(item), "sizes": [size.to_json() for size in item.sizes]} for item in self.inputs],
+            "ranges": {name: list(limits) for name, limits in self.ranges.items()},
+            "limits": [dict(vars(condition)) for condition in self.limits],
+            "guards": [dict(vars(condition)) for condition in self.guards],
+            "constants": {p: v if isinstance(v, plain) else repr(v) for p, v in self.constants.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Domain:
+        """Returns the domain that `to_json` described."""
+        return cls(
+            tuple(
+                DomainInput(**{**item, "sizes": tuple(Expression.from_json(size) for size in item["sizes"])})
+                for item in data["inputs"]
+            ),
+            {name: (least, most) for name, (least, most) in data["ranges"].items()},
+            tuple(SizeCondition(**item) for item in data["limits"]),
+            tuple(SizeCondition(**item) for item in data["guards"]),
+            dict(data["constants"]),
+        )
+
+    def __str__(self) -> str:
+        rows = [("input", "dtype", "sizes", "")]
+        rows += [
+            (item.path, item.dtype, f"({', '.join(map(str, item.sizes))})", "optional" if item.optional else "")
+            for item in self.inputs
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        for name, (least, most) in self.ranges.items():
+            lines.append(f"range: {name} >= {least}" if most is None else f"range: {least} <= {name} <= {most}")
+        lines += [f"limit: {_placed(condition)}" for condition in self.limits]
+        lines += [f"guard: {_placed(condition)}" for condition in self.guards if condition.own]
+        others = sum(not condition.own for condition in self.guards)
+        if others:
+            lines.append(f"guards of torch's own code: {others}")
+        return "\n".join([*lines, *(f"constant: {path} = {value!r}" for path, value in self.constants.items())])
+
+
+def _placed(condition: SizeCondition) -> str:
+    return f"{condition.text}  ({condition.place})" if condition.place else condition.text

@@ -1,0 +1,222 @@
+"""Groups recorded calls by kind: which inputs they give, whether a cache is filled, one token or several.
+
+A trace holds one path through the Python code of a model. If no program serves all calls, one program serves the calls
+of one kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
+from exportkit.trees import Tree, is_cache_class, join
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the calls of one cluster have in common.
+
+    Attributes:
+        given: Inputs that they give: path without list indices, and rank. Tensors of an empty cache do not count.
+        single: Axes of the first input, other than the leading one, that have size 1.
+        constants: Python values that are arguments.
+    """
+
+    given: frozenset[tuple[str, int]]
+    single: frozenset[int]
+    constants: frozenset[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """The inputs that tell the kinds of calls of a model apart.
+
+    Attributes:
+        first: Path of the first input that all calls give and that does not grow; None if there is none.
+        growing: Length axes of caches by path.
+    """
+
+    first: str | None
+    growing: Mapping[str, int]
+
+    @classmethod
+    def of(cls, observation: Observation) -> Landmarks:
+        """Returns the landmarks of recorded calls."""
+        trees = [(name, tree) for call in observation.calls for name, tree in call.arguments.items()]
+        growing = {join(name, path): axis.axis for name, tree in trees for path, axis in tree.growing.items()}
+        given = [call.shapes() for call in observation.calls]
+        common = (p for p in observation.tensor_paths() if p not in growing and all(p in shapes for shapes in given))
+        return cls(next(common, None), growing)
+
+    def kind(self, shapes: Shapes, constants: Mapping[str, Any]) -> Kind:
+        """Returns the kind of a call.
+
+        Args:
+            shapes: Shapes of the tensors that it gives, by path.
+            constants: Its other inputs by path.
+        """
+        given = {(_unnumbered(path), len(shape)) for path, shape in shapes.items() if not self._is_empty(path, shape)}
+        first = shapes.get(self.first or "", ())
+        plain = {path: value for path, value in constants.items() if isinstance(value, bool | int | float | str)}
+        return Kind(
+            frozenset(given),
+            frozenset(axis for axis, size in enumerate(first) if axis and size == 1),
+            frozenset(plain.items()),
+        )
+
+    def _is_empty(self, path: str, shape: tuple[int, ...]) -> bool:
+        return path in self.growing and shape[self.growing[path]] == 0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Calls of one kind.
+
+    Attributes:
+        name: What they do, such as ``prefill``; part of a file name.
+        kind: What they have in common.
+        observation: The calls, numbered from 0.
+        calls: Their numbers among all calls.
+    """
+
+    name: str
+    kind: Kind
+    observation: Observation
+    calls: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Why a model was exported as several programs, and which calls each of them serves.
+
+    Attributes:
+        reason: Why one program cannot serve all calls.
+        landmarks: What tells the kinds of calls apart.
+        kinds: The kind of calls that each program serves, by its name.
+        calls: Numbers of the recorded calls that each program serves, by its name.
+    """
+
+    reason: str
+    landmarks: Landmarks
+    kinds: Mapping[str, Kind]
+    calls: Mapping[str, tuple[int, ...]]
+
+    @property
+    def text(self) -> str:
+        """One sentence about the split."""
+        return f"one graph failed, so {len(self.kinds)} programs: {', '.join(self.kinds)}. The cause: {self.reason}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the split as JSON data."""
+        return {
+            "reason": self.reason,
+            "first": self.landmarks.first,
+            "growing": dict(self.landmarks.growing),
+            "kinds": {
+                name: {
+                    "given": sorted(map(list, kind.given)),
+                    "single": sorted(kind.single),
+                    "constants": dict(sorted(kind.constants)),
+                }
+                for name, kind in self.kinds.items()
+            },
+            "calls": {name: list(calls) for name, calls in self.calls.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Split:
+        """Returns the split that `to_json` described."""
+        kinds = {
+            name: Kind(
+                frozenset(map(tuple, kind["given"])), frozenset(kind["single"]), frozenset(kind["constants"].items())
+            )
+            for name, kind in data["kinds"].items()
+        }
+        calls = {name: tuple(calls) for name, calls in data["calls"].items()}
+        return cls(data["reason"], Landmarks(data["first"], data["growing"]), kinds, calls)
+
+
+def clusters_of(observation: Observation, landmarks: Landmarks) -> list[Cluster]:
+    """Returns the clusters of recorded calls, in the order of their first calls."""
+    kinds: dict[Kind, list[Call]] = {}
+    for call in observation.calls:
+        kinds.setdefault(landmarks.kind(call.shapes(), constants_of(call.arguments)), []).append(call)
+    names = _names(observation, list(kinds))
+    return [
+        Cluster(name, kind, _only(observation, calls, kind, landmarks), tuple(call.index or 0 for call in calls))
+        for name, (kind, calls) in zip(names, kinds.items(), strict=True)
+    ]
+
+
+def constants_of(arguments: Mapping[str, Tree]) -> dict[str, Any]:
+    """Returns the Python values among arguments by path, without those inside caches, which count calls."""
+    plain = {name: tree for name, tree in arguments.items() if not is_cache_class(tree.cls)}
+    return {join(name, path): value for name, tree in plain.items() for path, value in tree.constants().items()}
+
+
+def shapes_of(arguments: Mapping[str, Tree]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors among arguments, by path."""
+    pairs = [(name, tree.tensor_paths, tree.shapes()) for name, tree in arguments.items()]
+    return {join(name, p): shape for name, paths, shapes in pairs for p, shape in zip(paths, shapes, strict=True)}
+
+
+def _only(observation: Observation, calls: list[Call], kind: Kind, landmarks: Landmarks) -> Observation:
+    """The observation with only these calls; of the calls that were not stored, it keeps those of the kind."""
+    further = []
+    for seen in observation.further:
+        other = landmarks.kind(seen.inputs, {})
+        if (other.given, other.single) == (kind.given, kind.single):
+            further.append(seen)
+    numbered = tuple(replace(call, index=number) for number, call in enumerate(calls))
+    return replace(observation, calls=numbered, further=tuple(further))
+
+
+def _names(observation: Observation, kinds: list[Kind]) -> list[str]:
+    """A name for each kind: its role for a cache and, if needed to be unique, its inputs, ranks and lengths."""
+    caches = {name for call in observation.calls for name, tree in call.arguments.items() if is_cache_class(tree.cls)}
+    names = [""] * len(kinds)
+    for said in (_roles(kinds, caches), _inputs(kinds, caches), _ranks(kinds), _amounts(kinds)):
+        if len(set(names)) < len(names):
+            names = ["_".join(filter(None, pair)) for pair in zip(names, said, strict=True)]
+    return [f"{name}_{names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _roles(kinds: list[Kind], caches: set[str]) -> list[str]:
+    stored = [{item for item in kind.given if _argument(item[0]) in caches} for kind in kinds]
+    full = set().union(*stored)
+    names = ("decode" if kind.single else "continuation" for kind in kinds)
+    return ["prefill" if found < full else name if full else "" for found, name in zip(stored, names, strict=True)]
+
+
+def _inputs(kinds: list[Kind], caches: set[str]) -> list[str]:
+    given = [{_argument(path) for path, _ in kind.given} - caches for kind in kinds]
+    varying = set().union(*given) - given[0].intersection(*given)
+    with_ = [f"with_{'_and_'.join(sorted(found & varying))}" if found & varying else "" for found in given]
+    return [name or (f"without_{'_and_'.join(sorted(varying))}" if varying else "") for name in with_]
+
+
+def _ranks(kinds: list[Kind]) -> list[str]:
+    varying = frozenset().union(*(kind.given for kind in kinds)) - kinds[0].given.intersection(
+        *(k.given for k in kinds)
+    )
+    both = {path for path, rank in varying if any(path == other and rank != r for other, r in varying)}
+    found = [sorted(item for item in kind.given if item[0] in both) for kind in kinds]
+    return ["_".join(f"{_argument(path)}_of_rank_{rank}" for path, rank in items[:1]) for items in found]
+
+
+def _amounts(kinds: list[Kind]) -> list[str]:
+    return ["single" if kind.single else "several" for kind in kinds]
+
+
+def _argument(path: str) -> str:
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _unnumbered(path: str) -> str:
+    return re.sub(r"\[\d+\]", "[]", path)

@@ -1,0 +1,183 @@
+"""Exports a program for each kind of calls, where no single program serves all recorded calls.
+
+Programs of several kinds are compared with the model in torch first, which takes no longer than running the model. What
+seems right is then proven as ONNX, by a function that the caller passes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from exportkit.arguments.build import build_call
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
+from exportkit.errors import ExportError, ExportkitError
+from exportkit.plan.leaves import PlannedLeaf
+from exportkit.probing.missing import completed_call
+from exportkit.probing.planning import BoundPlan, one_size
+from exportkit.probing.simplify import as_simplified
+from exportkit.programs.failure import in_one_line
+from exportkit.programs.findings import findings_of
+from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of
+from exportkit.programs.program import TracedProgram
+from exportkit.programs.strategies import Attempt, Programs, Search, export_program
+from exportkit.running.compare import outputs_close
+from exportkit.running.eager import run_eager
+from exportkit.running.program import ProgramRunner
+from exportkit.trees import flatten
+
+_MOST_PROGRAMS = 6  # with more clusters than these, they are not kinds of calls
+
+PlanOf = Callable[[Observation], BoundPlan]
+# Returns what stands against a proof of a program as ONNX; the flag says whether to try sizes that were never run.
+Prove = Callable[[TracedProgram, bool], tuple[str, ...]]
+
+
+def export_calls(
+    model: torch.nn.Module, observation: Observation, plan_of: PlanOf, prove: Prove
+) -> tuple[Mapping[str, TracedProgram], Split | None, tuple[Attempt, ...]]:
+    """Returns programs that serve the recorded calls, by name, why there are several, and what was tried.
+
+    The usual case is one program; its name is empty.
+
+    Args:
+        model: The model in the form to export.
+        observation: Its calls.
+        plan_of: Makes the plan of some calls.
+        prove: Returns what stands against a proof of a program as ONNX.
+
+    Raises:
+        ArgumentError: if the model raises for the arguments that the plan leads to.
+        PlanError: if the recorded calls contradict each other.
+        ExportError: if torch cannot trace the model, or its program serves less than the plan.
+    """
+    method, landmarks = observation.method_name, Landmarks.of(observation)
+    clusters = clusters_of(observation, landmarks)
+
+    def wrong_on_a_kind(traced: TracedProgram) -> str:
+        firsts = [cluster.calls[0] for cluster in clusters]
+        if len(clusters) < 2 or all(_serves_recorded(traced, index) for index in firsts):
+            return ""
+        return next(iter(prove(traced, False)), "")
+
+    def split(why: str | ExportkitError) -> Programs | None:
+        if not 1 < len(clusters) <= _MOST_PROGRAMS:
+            return None
+        try:
+            whole = plan_of(observation)
+        except ExportkitError:
+            whole = None
+        programs: dict[str, TracedProgram] = {}
+        for cluster in clusters:
+            plans = _plans(cluster, landmarks, whole, plan_of)
+            traced = _proven(model, method, plans, landmarks.first, prove)
+            if traced is None:
+                return None
+            programs[cluster.name] = traced
+        reason = in_one_line(why) if isinstance(why, ExportkitError) else why
+        kinds = {cluster.name: cluster.kind for cluster in clusters}
+        return programs, Split(reason, landmarks, kinds, {c.name: c.calls for c in clusters})
+
+    search = Search(model, method, lambda: plan_of(observation), check=wrong_on_a_kind, split=split)
+    search.walk()
+    if search.several is not None:
+        return *search.several, tuple(search.attempts)
+    if search.result is None:
+        raise ExportError("No strategy applies to this model.", hint="this is a bug: please report it.")
+    traced = replace(search.result, plan=search.result.plan.with_findings(findings_of(search.result)))
+    return {"": traced}, None, tuple(search.attempts)
+
+
+def _proven(
+    model: torch.nn.Module, method: str, plans: Iterator[BoundPlan], first: str | None, prove: Prove
+) -> TracedProgram | None:
+    """The program of the first plan with which it can be proven."""
+    tried: list[BoundPlan] = []
+    untraceable: list[tuple[PlannedLeaf, ...]] = []
+    try:
+        for plan in plans:
+            if plan in tried or plan.leaves in untraceable:
+                continue
+            tried.append(plan)
+            try:
+                traced = export_program(model, method, plan)[0]
+            except ExportkitError as error:
+                untraceable += [plan.leaves] if isinstance(error, ExportError) and error.__cause__ is not None else []
+                continue
+            if not _differs_for_one(traced, first) and not prove(traced, True):
+                return traced
+    except ExportkitError:  # there is no plan
+        return None
+    return None
+
+
+def _plans(cluster: Cluster, landmarks: Landmarks, whole: BoundPlan | None, plan_of: PlanOf) -> Iterator[BoundPlan]:
+    """Yields plans for a cluster: for all sizes that the model may take, for its kind of calls, for the sizes seen.
+
+    The last ones lack inputs that no call had: with a filled cache, a model may read a mask in another way.
+    """
+    own = plan_of(cluster.observation)
+    if whole is not None:  # with the findings about static sizes that still hold
+        varied = own.widened(whole)
+        findings = [finding for finding in varied.findings if finding.kind not in ("one call", "one size")]
+        yield from _limited(replace(varied, findings=(*findings, *one_size(varied))), cluster, landmarks)
+    yield from _limited(own, cluster, landmarks)
+    restored = {leaf.argument for leaf in own.leaves if leaf.restored}
+    if restored:
+        yield from _limited(plan_of(cluster.observation.without(restored)), cluster, landmarks)
+
+
+def _limited(plan: BoundPlan, cluster: Cluster, landmarks: Landmarks) -> Iterator[BoundPlan]:
+    """Yields the plan, the plan limited to filled caches, and that limited to one token or to several."""
+    yield plan
+    for leaf in plan.leaves:
+        name = None if leaf.growing is None else leaf.sizes[leaf.growing].variable
+        plan = plan if name is None else _at_least(plan, name, 1)
+    yield plan
+    first = None if landmarks.first is None else plan.by_path.get(landmarks.first)
+    for axis, size in enumerate(() if first is None else first.sizes):
+        if axis and size.variable is not None:
+            plan = plan.static(size.variable) if axis in cluster.kind.single else _at_least(plan, size.variable, 2)
+    yield plan
+
+
+def _at_least(plan: BoundPlan, name: str, minimum: int) -> BoundPlan:
+    variable = plan.variable(name)
+    smallest = min(size for size in variable.seen if size is not None)
+    return plan.range(name, max(variable.minimum, min(minimum, smallest)), variable.maximum)
+
+
+def _differs_for_one(traced: TracedProgram, first: str | None) -> bool:
+    """Whether the program differs from the model for one token: the proof need not have such a call."""
+    plan = traced.plan
+    leaf = None if first is None else plan.by_path.get(first)
+    for size in leaf.sizes[1:] if leaf is not None else ():
+        if size.variable is None or plan.variable(size.variable).minimum > 1:
+            continue
+        try:
+            call = build_call(plan, traced.observation, {**traced.sizes, size.variable: 1})
+            outputs = flatten(run_eager(traced.model, traced.method, call)).tensors()
+        except Exception:  # whatever the model raises for one token, which may have no room for an image
+            continue
+        if not _serves(traced, call, outputs):
+            return True
+    return False
+
+
+def _serves(traced: TracedProgram, call: Call, expected: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the program, run in torch, returns what the model returned for a call with all inputs."""
+    try:
+        returned = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)(call)
+    except Exception:  # whatever an operator raises for sizes that the trace did not foresee
+        return False
+    joined = traced.joined_outputs
+    expected, got = as_simplified(expected, joined, ()), as_simplified(returned, joined, ())
+    return outputs_close(expected, got)
+
+
+def _serves_recorded(traced: TracedProgram, index: int) -> bool:
+    call = completed_call(traced.plan, traced.observation, traced.observation.calls[index], traced.defaults.values)
+    return _serves(traced, call, traced.observation.calls[index].outputs.tensors())

@@ -1,0 +1,410 @@
+"""The strategies for getting a program that serves a whole plan: one ordered table, and the loop that walks it.
+
+To change what is tried, or when, edit `STRATEGIES`. No other module has fallbacks of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from exportkit.arguments.build import build_call
+from exportkit.calls.call import Call
+from exportkit.errors import ArgumentError, ExportError, ExportkitError, PlanError
+from exportkit.plan.leaves import Finding
+from exportkit.plan.sizes import choose_sizes
+from exportkit.probing.missing import find_missing_defaults
+from exportkit.probing.planning import BoundPlan
+from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
+from exportkit.programs.audit import audit_sizes, fixed_branches
+from exportkit.programs.findings import audit_effects, findings_of, rule_findings
+from exportkit.programs.kinds import Split
+from exportkit.programs.program import Example, TracedProgram, trace
+from exportkit.programs.stages import TRACE_PER_MODULE, stage
+from exportkit.rewrites.chunk_scans import chunk_size_of
+from exportkit.rewrites.lists import SYMBOLIC_LENGTH, ListingNoted
+from exportkit.rewrites.table import (
+    ALL_BUT_NONE,
+    ALL_EXPERTS,
+    FEATURE_ROWS,
+    LIBRARY_PATCHES,
+    LISTS_OF_ONE,
+    STRICT,
+    SYMBOLIC_LENGTHS,
+    Rewrite,
+    adapted_call,
+    applied,
+    matching_rewrites,
+)
+from exportkit.running.eager import run_eager
+from exportkit.trees import flatten
+
+Programs = tuple[Mapping[str, TracedProgram], Split]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One strategy that was tried.
+
+    Attributes:
+        strategy: Its name.
+        outcome: Whether it gave a program; ``not better``: a program that serves no more than the one before.
+        reason: Why it failed.
+    """
+
+    strategy: str
+    outcome: Literal["succeeded", "failed", "not better"]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.strategy}: {self.outcome}" + (f", {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A row of the table.
+
+    Attributes:
+        name: Its name, for reports.
+        when: When it applies, in words.
+        applies: Whether it applies, given how far the search has come.
+        adds: Rewrites that are put in force, besides those that the structure of the model asks for.
+        drops: Rewrites that are left out.
+        replans: Returns another plan to begin again with.
+        splits: Whether it makes a program for each kind of calls.
+    """
+
+    name: str
+    when: str
+    applies: Callable[[Search], bool]
+    adds: tuple[Rewrite, ...] = ()
+    drops: tuple[Rewrite, ...] = ()
+    replans: Callable[[BoundPlan], BoundPlan | None] | None = None
+    splits: bool = False
+
+
+def _may_be_static(search: Search) -> bool:
+    return search.result is None and isinstance(search.error, ExportError) and not search.required
+
+
+def _with_static_lengths(plan: BoundPlan) -> BoundPlan | None:
+    """The plan in which lengths that no recorded call varied are static; None if there are none.
+
+    The model accepts other lengths in eager mode, but a trace may fix them, for instance in a Python loop.
+    """
+    extended = [v.name for v in plan.variables if v.role != "batch" and len({s for s in v.seen if s is not None}) == 1]
+    if not extended:
+        return None
+    for name in extended:
+        plan = plan.static(name)
+    text = f"torch.export fixed {', '.join(extended)}, which no recorded call varied; static at the recorded size."
+    return plan.with_findings([Finding("fixed by the trace", ", ".join(extended), text)])
+
+
+STRATEGIES = (
+    Strategy(
+        "plain trace",
+        "always; with the rewrites that the structure of the model asks for",
+        lambda _: True,
+    ),
+    Strategy(
+        "lists as separate tensors",
+        "the trace failed with lists as one tensor, a rewrite that is guessed from how the model reads them",
+        lambda search: search.trace_failed and LISTS_OF_ONE in search.rules,
+        drops=(LISTS_OF_ONE,),
+    ),
+    Strategy(
+        "lengths kept symbolic",
+        "the trace fixed a size, or the program keeps a decision by size",
+        lambda search: search.size_fixed or search.keeps_decision,
+        adds=(SYMBOLIC_LENGTHS,),
+    ),
+    Strategy(
+        "strict tracing",
+        "the trace fixed a size",
+        lambda search: search.size_fixed,
+        adds=(STRICT,),
+    ),
+    Strategy(
+        "transformers' export patches",
+        "the trace of a transformers model failed; also, for any model, the translation to ONNX failed",
+        lambda search: search.trace_failed and search.is_of_library,
+        adds=(LIBRARY_PATCHES,),
+    ),
+    Strategy(
+        "static lengths",
+        "the export failed, and some lengths have the same size in every recorded call",
+        _may_be_static,
+        replans=_with_static_lengths,
+    ),
+    Strategy(
+        "several programs",
+        "no single program serves all recorded calls, and there are several kinds of calls",
+        lambda search: search.can_split,
+        splits=True,
+    ),
+)
+_LENGTHS = next(number for number, strategy in enumerate(STRATEGIES) if SYMBOLIC_LENGTHS in strategy.adds)
+
+
+class Search:
+    """One walk over the table, for one model and its calls.
+
+    Args:
+        model: The model in the form to export.
+        method: The method.
+        plan_of: Makes the plan.
+        check: Returns what is wrong with a program for some recorded call, or an empty string.
+        split: Makes a program for each kind of calls, given why no single one serves; None if that fails.
+        required: Rewrites that are in force in every attempt.
+        seconds: Takes the duration of each stage.
+
+    Attributes:
+        attempts: What was tried, in order.
+        result: The program, once there is one.
+        several: The programs for the kinds of calls, if there are several.
+        required: Rewrites that are in force in every attempt.
+        rules: These, and the rewrites that the structure of the model asks for.
+        error: What the plainest attempt raised: it decides what else may help.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        method: str,
+        plan_of: Callable[[], BoundPlan],
+        *,
+        check: Callable[[TracedProgram], str] | None = None,
+        split: Callable[[str | ExportkitError], Programs | None] | None = None,
+        required: Sequence[Rewrite] = (),
+        seconds: dict[str, float] | None = None,
+    ) -> None:
+        self.model, self.method = model, method
+        self._plan_of, self._check, self._split = plan_of, check, split
+        self.required: Sequence[Rewrite] = required
+        self._seconds: dict[str, float] = {} if seconds is None else seconds
+        self.attempts: list[Attempt] = []
+        self.result: TracedProgram | None = None
+        self.several: Programs | None = None
+        self.rules: list[Rewrite] = []
+        self.error: ExportkitError | None = None
+        self._raised: ExportkitError | None = None  # what is raised if nothing helps
+        self._plan: BoundPlan | None = None
+        self._example: Example | None = None
+        self._improved = False  # whether another program was looked for that keeps fewer decisions by size
+
+    @property
+    def trace_failed(self) -> bool:
+        """Whether torch could not trace the model; other errors say that its program serves less than the plan."""
+        return isinstance(self.error, ExportError) and self.error.__cause__ is not None
+
+    @property
+    def size_fixed(self) -> bool:
+        """Whether torch could not trace the model because its code fixes a dynamic size."""
+        message = str(self.error.__cause__) if self.error is not None and self.trace_failed else ""
+        return any(text in message for text in ("specialized", SYMBOLIC_LENGTH))
+
+    @property
+    def keeps_decision(self) -> bool:
+        """Whether the program keeps a decision by size, and another one may not."""
+        if self.result is None or self._improved or SYMBOLIC_LENGTHS.name in self.result.rules:
+            return False
+        return bool(fixed_branches(self.result.plan))
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether some module of the model is one of transformers."""
+        return any(type(module).__module__.startswith("transformers.") for module in self.model.modules())
+
+    @property
+    def can_split(self) -> bool:
+        """Whether the calls may be served by several programs."""
+        return self._split is not None
+
+    def walk(self) -> None:
+        """Tries the strategies in order; afterwards `result` or `several` holds what serves the plan.
+
+        Raises:
+            ArgumentError: if the model raises for the arguments that the plan leads to.
+            PlanError: if the recorded calls contradict each other.
+            ExportError: if nothing helps.
+        """
+        position, suffix = 0, "".join(f", {rule.name}" for rule in self.required)
+        while position < len(STRATEGIES):
+            strategy = STRATEGIES[position]
+            position += 1
+            if not strategy.applies(self):
+                continue
+            if strategy.splits:
+                self._make_several(strategy.name)
+            elif strategy.replans is not None:
+                plan = None if self._plan is None else strategy.replans(self._plan)
+                if plan is not None:  # begin again with this plan
+                    self._plan, self._example, self.error, self._raised = plan, None, None, None
+                    position, suffix = 0, f"{suffix}, {strategy.name}"
+            else:
+                self._try(strategy, strategy.name + suffix)
+                if self.keeps_decision:
+                    position = _LENGTHS
+        if self._raised is not None and self.result is None and self.several is None:
+            raise self._raised
+
+    def _try(self, strategy: Strategy, name: str) -> None:
+        """Traces with the rewrites of a strategy, and keeps the program if it is the first one or a better one."""
+        improving = self.result is not None
+        self._improved = improving
+        try:
+            traced = self._traced(strategy)
+        except (ArgumentError, ExportError, PlanError) as error:
+            self.attempts.append(Attempt(name, "failed", _reason(error)))
+            is_refused = error.__cause__ is None  # it could be traced, and serves less than the plan
+            if self.error is None or is_refused:
+                self.error = error
+            if improving:
+                self.rules = [*strategy.adds, *self.rules] if SYMBOLIC_LENGTHS in strategy.adds else self.rules
+            elif self._raised is None or is_refused or strategy.drops:
+                self._raised = error
+            return
+        self.error = None
+        if self.result is None or len(fixed_branches(traced.plan)) < len(fixed_branches(self.result.plan)):
+            self.result = traced
+            self.attempts.append(Attempt(name, "succeeded"))
+        else:
+            self.attempts.append(Attempt(name, "not better", "it keeps as many decisions by size"))
+
+    def _traced(self, strategy: Strategy) -> TracedProgram:
+        """The program of one trace, audited."""
+        if self._plan is None:
+            with stage("plan", self._seconds):
+                self._plan = self._plan_of()
+        model, plan, observation = self.model, self._plan.plan, self._plan.observation
+        if self._example is None:
+            with stage("arguments", self._seconds):
+                self._example, self.rules = _example(model, self.method, self._plan, self.required)
+        rules = [*strategy.adds, *(rule for rule in self.rules if rule not in strategy.drops)]
+        with stage("export", self._seconds, TRACE_PER_MODULE * sum(1 for _ in model.modules())):
+            traced = trace(model, self.method, plan, observation, self._example, rules)
+            audit = audit_sizes(traced)
+            plan = plan.with_findings([*audit.findings, *audit_effects(traced)])
+        return replace(traced, plan=plan, limits=audit.limits, seconds=self._seconds)
+
+    def _make_several(self, name: str) -> None:
+        """Replaces a program that fails for some recorded call, or none at all, by one for each kind of calls."""
+        why: str | ExportkitError | None = self._raised
+        if self.result is not None:
+            why = self._check(self.result) if self._check is not None else None
+        if not why or self._split is None:
+            return
+        self.several = self._split(why)
+        if self.several is None:
+            reason = "there is one kind of calls, or no program can be proven for one of the kinds"
+            self.attempts.append(Attempt(name, "failed", reason))
+        else:
+            self.result = None
+            self.attempts.append(Attempt(name, "succeeded", self.several[1].reason))
+
+
+def export_program(model: torch.nn.Module, method: str, plan: BoundPlan) -> tuple[TracedProgram, tuple[Attempt, ...]]:
+    """Returns the model traced for a plan, with all findings, and what was tried.
+
+    Args:
+        model: The model in the form to export.
+        method: The method.
+        plan: The plan.
+
+    Raises:
+        ArgumentError: if the model raises for the arguments that the plan leads to.
+        ExportError: if torch cannot trace the model, or its program serves less than the plan.
+    """
+    search = Search(model, method, lambda: plan)
+    search.walk()
+    traced = search.result
+    if traced is None:
+        raise ExportError("No strategy applies to this model.", hint="this is a bug: please report it.")
+    return replace(traced, plan=traced.plan.with_findings(findings_of(traced))), tuple(search.attempts)
+
+
+def after_failed_translation(traced: TracedProgram) -> tuple[TracedProgram, tuple[Attempt, ...]] | None:
+    """Returns a program traced again with transformers' export patches, and what was tried; None if that fails.
+
+    Args:
+        traced: A program that cannot be translated to ONNX.
+    """
+    if LIBRARY_PATCHES.name in traced.rules:
+        return None
+    plan = BoundPlan.of(traced.plan, traced.observation)
+    search = Search(traced.model, traced.method, lambda: plan, required=[LIBRARY_PATCHES], seconds=traced.seconds)
+    try:
+        search.walk()
+    except ExportError:
+        return None
+    again = search.result
+    if again is None:
+        return None
+    return replace(again, plan=again.plan.with_findings(rule_findings(again))), tuple(search.attempts)
+
+
+def _example(
+    model: torch.nn.Module, method: str, plan: BoundPlan, required: Sequence[Rewrite]
+) -> tuple[Example, list[Rewrite]]:
+    """What to trace with, and the rewrites that the structure of the model asks for."""
+    observation = plan.observation
+    values = build_call(plan, observation, choose_sizes(plan)).values()
+    rules = [*required, *matching_rewrites(model, values)]
+    rules += [FEATURE_ROWS] if plan.placeholders else []
+    partly_cached = any(rule.adapt is not None for rule in rules)
+    sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
+    call = build_call(plan, observation, sizes)
+    with ListingNoted(sizes) as listing:
+        outputs = flatten(_eager_outputs(model, method, call, rules))
+    rules += [LISTS_OF_ONE] if listing.found else []
+    if listing.of_places:
+        rules.append(_rule_for_experts(model, method, call, rules))
+    returned = [outputs.tensors(), *(call.outputs.tensors() for call in observation.calls)]
+    joined = lists_of_many(returned)
+    defaults = find_missing_defaults(plan, observation, model, method)
+    member_rows = rows_of_members(returned, joined)
+    return Example(sizes, call, defaults, with_joined_lists(outputs, joined), joined, member_rows), rules
+
+
+def _eager_outputs(model: torch.nn.Module, method: str, call: Call, rules: Sequence[Rewrite]) -> Any:
+    names = call.signature.names
+    adapting = [rule for rule in rules if rule.adapt is not None]
+
+    def around(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> Any:
+        with applied(adapting, model):
+            return adapted_call(adapting, model, values, names, run)
+
+    try:
+        return run_eager(model, method, call, around)
+    except Exception as error:
+        shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in call.tensors().items())
+        raise ArgumentError(
+            "The model raises for the sizes that the plan leads to: they are related in a way that was not found.",
+            where=shapes,
+            expected="sizes like those recorded",
+            got=f"{type(error).__name__}: {str(error)[:300]}",
+            hint="observe more sizes, so that the relation shows; print(observer.plan()) shows what was found.",
+        ) from error
+
+
+def _rule_for_experts(model: torch.nn.Module, method: str, call: Call, rules: Sequence[Rewrite]) -> Rewrite:
+    """How loops over experts cover all of them: running the model shows whether the last place means no expert."""
+    try:
+        with applied([ALL_EXPERTS], model):
+            _eager_outputs(model, method, call, rules)
+    except ArgumentError as error:
+        if isinstance(error.__cause__, IndexError):
+            return ALL_BUT_NONE
+        raise
+    return ALL_EXPERTS
+
+
+def _reason(error: ExportkitError) -> str:
+    """What went wrong, in one short line, without looking for the root cause."""
+    cause: BaseException = error if error.__cause__ is None else error.__cause__
+    name = "" if cause is error else f"{type(cause).__name__}: "
+    return name + next((line.strip() for line in str(cause).splitlines() if line.strip()), "")[:200]

@@ -1,0 +1,183 @@
+"""The calls of a proof besides the recorded ones, and what the model returns for them.
+
+These are calls at sizes that were never run, calls with several new tokens given one at a time, and calls that go
+through the parts of the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from exportkit.arguments.build import build_call, with_integers_below
+from exportkit.calls.call import Call
+from exportkit.onnx_files.runner import OnnxRunner
+from exportkit.plan.expression import Expression
+from exportkit.plan.plan import Plan
+from exportkit.plan.sizes import unseen_sizes
+from exportkit.probing.missing import run_leniently
+from exportkit.probing.simplify import as_simplified
+from exportkit.programs.program import TracedProgram
+from exportkit.running.eager import run_eager
+from exportkit.trees import Tree, flatten, join
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
+    """Yields a call for each combination of sizes that was neither recorded nor exported with.
+
+    Each has what the model returned in eager mode, or the error that it raised.
+
+    Args:
+        traced: The program.
+    """
+    plan, observation = traced.plan, traced.observation
+    for item in unseen_sizes(plan, traced.sizes):
+        blank = Call({}, observation.signature, label=item.label, sizes=item.sizes)
+        try:
+            built = build_call(plan, observation, item.sizes)
+            call = _with_absent_states(traced, replace(built, label=item.label, sizes=item.sizes))
+        except Exception as error:
+            yield replace(blank, error=_raised(error))
+            continue
+        # If the model raises for the recorded values, integers get smaller: they may be indices.
+        limits = [] if plan.placeholders else sorted(set(item.sizes.values()), reverse=True)
+        errors: list[Exception] = []
+        for limit in (None, *limits):
+            started = time.perf_counter()
+            try:
+                given = call if limit is None else with_integers_below(call, limit)
+                returned, given = run_leniently(plan, traced.model, traced.method, given)
+            except Exception as error:
+                errors.append(error)
+                continue
+            yield replace(given, outputs=flatten(returned), latency=time.perf_counter() - started)
+            break
+        else:
+            yield replace(blank, error=_raised(errors[0]))
+
+
+def _raised(error: Exception) -> str:
+    reason = " ".join(str(error).split())[:240]
+    return f"the model itself raises {type(error).__name__}: {reason}"
+
+
+def _with_absent_states(traced: TracedProgram, call: Call) -> Call:
+    """The call with default values for states that are absent as long as the cache is empty."""
+    past = traced.plan.with_role("past")
+    if past is None or call.sizes[past.name]:
+        return call
+    first = [index for index, size in enumerate(past.seen) if size == 0]
+    absent = {leaf.path for leaf in traced.plan.leaves if first and all(leaf.shapes[i] is None for i in first)}
+    values = traced.defaults.values
+    tensors = call.tensors()
+    return call.with_tensors(
+        {path: torch.full_like(tensor, values.get(path, 0)) for path, tensor in tensors.items() if path in absent}
+    )
+
+
+def stepwise_outputs(traced: TracedProgram, call: Call, output_axes: Mapping[str, Any]) -> Tensors | None:
+    """Returns what the model returns for the new tokens one by one, by path; None if it has no state to go on from.
+
+    Some state-space models start again from zeros if they get several tokens at once on a filled state: the Mamba
+    kernels have no argument for it. A graph that goes on from the state is right, and equals the model token by token.
+    Outputs along the tokens are joined; of others, such as the state itself, the last one is returned.
+
+    Args:
+        traced: The program.
+        call: The call, at known sizes.
+        output_axes: Names or sizes of the axes of each output, by path of its leaf.
+
+    Raises:
+        Exception: whatever the model raises.
+    """
+    plan, sizes = traced.plan, call.sizes
+    new = plan.with_role("sequence")
+    if new is None or sizes[new.name] < 2 or not any(leaf.is_optional for leaf in plan.leaves):
+        return None
+    steps: list[dict[str, torch.Tensor]] = []
+
+    def one_by_one(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
+        cut = {name for name, value in values.items() if _depends(plan, name, value, new.name)}
+        carried = {name: value for name, value in values.items() if name not in cut}
+        for step in range(sizes[new.name]):
+            token = {n: _token(plan, n, values[n], new.name, sizes, step) for n in cut}
+            result = run({name: token.get(name, carried.get(name)) for name in values})
+            steps.append({path: tensor.clone() for path, tensor in flatten(result).tensors().items()})
+            if isinstance(result, Mapping):
+                carried |= {name: result[name] for name in carried if result.get(name) is not None}
+
+    run_eager(traced.model, traced.method, call, one_by_one)
+    return {
+        path: torch.cat([step[path] for step in steps], output_axes[path].index(new.name))
+        if new.name in output_axes.get(path, ())
+        else tensor
+        for path, tensor in steps[-1].items()
+    }
+
+
+def _depends(plan: Plan, name: str, value: Any, new: str) -> bool:
+    paths = [join(name, path) for path in flatten(value).tensors()]
+    return any(new in size.variables() for path in paths if path in plan.by_path for size in plan.by_path[path].sizes)
+
+
+def _token(plan: Plan, name: str, value: Any, new: str, sizes: Mapping[str, int], step: int) -> Any:
+    """An argument for one new token: that token, or all tokens up to it if the cached ones come first (a mask)."""
+
+    def cut(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        for axis, size in enumerate(plan.by_path[path].sizes):
+            if size == Expression.of(new):
+                tensor = tensor.narrow(axis, step, 1)
+            elif new in size.variables():
+                tensor = tensor.narrow(axis, 0, size.evaluate({**sizes, new: step + 1}))
+        return tensor
+
+    tree = flatten(value)
+    return tree.with_leaves({path: cut(join(name, path), tensor) for path, tensor in tree.tensors().items()}).build()
+
+
+def assembled_calls(runner: OnnxRunner) -> Iterator[tuple[str, Call, dict[str, Any]]]:
+    """Yields, for each call of a part, the first recorded call of the model that it fed.
+
+    Args:
+        runner: The model with its parts.
+
+    Yields:
+        A label, the recorded call, and its arguments by name with those of the part in place of what the part made.
+    """
+    plan, calls = runner.contract.plan, runner.graph.observation.calls
+    for name, part in runner.parts.items():
+        for fed, call in enumerate(part.graph.observation.calls):
+            outputs = call.outputs.tensors()
+            renamed = {
+                to: t for e in runner.edges[name] for p, t in outputs.items() if (to := e.renamed(p)) is not None
+            }
+            made = as_simplified(renamed, plan.joined, plan.unused)
+            whole = next((c for c in calls if _was_given(c.tensors(), made)), None)
+            if whole is not None:
+                yield f"{whole.index} from {name} {fed}", whole, _without(whole, set(made)) | call.copies()
+
+
+def _was_given(given: Tensors, made: Tensors) -> bool:
+    return bool(made) and all(path in given and torch.equal(given[path], tensor) for path, tensor in made.items())
+
+
+def _without(call: Call, made: set[str]) -> dict[str, Any]:
+    """The arguments by name, without those that hold only what a part made."""
+    values, caught = call.copies(), call.signature.var_keyword
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name != caught and not _is_made(name, call.arguments[name], made)
+    }
+    return kept | dict(values.get(caught, {}) if caught else {})
+
+
+def _is_made(name: str, tree: Tree, made: set[str]) -> bool:
+    tensors = tree.tensors()
+    return bool(tensors) and all(join(name, path) in made for path in tensors)

@@ -1,0 +1,115 @@
+"""Operators that move complex numbers around are written as ones that move pairs of reals, which torch.onnx knows."""
+
+import pytest
+import torch
+
+import exportkit
+from exportkit.onnx_files.decompositions import with_complex_as_pairs
+from tests.arguments.generative import TEXT, padded_left
+
+MOVES = {
+    "unsqueeze": lambda z: z.unsqueeze(1),
+    "unsqueeze at the end": lambda z: z.unsqueeze(-1),
+    "None in an index": lambda z: z[:, None, :, None],
+    "select": lambda z: z[:, 1],
+    "select at the end": lambda z: z[..., -1],
+    "expand": lambda z: z[:, None].expand(-1, 3, -1, -1),
+    "expand_as": lambda z: z[0].expand_as(z),
+    "broadcast_to": lambda z: z[:1].broadcast_to(z.shape),
+    "repeat": lambda z: z.repeat(2, 1, 2, 1),
+    "tile": lambda z: z.tile(2),
+    "rows": lambda z: z[torch.tensor([[1, 0], [1, 1]])],
+    "columns": lambda z: z[:, torch.tensor([1, 0, 1])],
+    "rows and columns": lambda z: z.mT[torch.tensor([1, 0]), :, torch.tensor([0, 1])],
+    "index_select": lambda z: z.index_select(-1, torch.tensor([1, 0])),
+    "split": lambda z: z.split(3, dim=-1)[1],
+    "split in sizes": lambda z: torch.cat(z.split([1, 3], -1)[::-1], -1),
+    "chunk": lambda z: z.chunk(2, -1)[1],
+    "unbind": lambda z: z.unbind(-1)[1],
+    "several": lambda z: z.mT.unsqueeze(-1)[:, 2] * z[:, :, None, 0].expand(-1, -1, 1),
+}
+
+
+class Moves(torch.nn.Module):
+    """Moves complex numbers, and takes and returns pairs."""
+
+    def __init__(self, moves):
+        super().__init__()
+        self.moves = moves
+
+    def forward(self, x):
+        real = x.unsqueeze(1).expand(-1, 2, -1, -1, -1)[:, 1]
+        return [torch.view_as_real(move(torch.view_as_complex(real))) for move in self.moves]
+
+
+class Writes(torch.nn.Module):
+    """Writes to a view of a complex tensor."""
+
+    def forward(self, x):
+        z = torch.view_as_complex(x).clone()
+        z[:, 0] = z[:, 1]
+        return torch.view_as_real(z)
+
+
+def program_of(model):
+    return torch.export.export(model, (torch.randn(3, 5, 4, 2),), dynamic_shapes={"x": {0: torch.export.Dim.DYNAMIC}})
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_pairs_move_as_complex_numbers_do(name):
+    model, x = Moves([MOVES[name]]), torch.randn(2, 5, 4, 2)
+    moved = with_complex_as_pairs(program_of(model)).module()(x)
+    assert torch.equal(*moved, *model(x))
+
+
+@pytest.mark.runtime
+def test_complex_numbers_that_are_moved_have_an_onnx_form(tmp_path):
+    model, observer = Moves(list(MOVES.values())), exportkit.InputObserver()
+    with observer(model):
+        for batch, length in ((2, 5), (3, 7)):
+            model(torch.randn(batch, length, 4, 2))
+    report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+
+
+def test_what_is_written_to_a_view_is_written():
+    x = torch.randn(2, 5, 4, 2)
+    program = with_complex_as_pairs(program_of(Writes()))
+    assert torch.equal(program.module()(x)[:, 0], x[:, 1])
+    assert torch.equal(program.module()(x)[:, 1:], x[:, 1:])
+
+
+def test_the_program_itself_is_left_as_it_was():
+    before = program_of(Moves([MOVES["unsqueeze"]]))
+    text = str(before.graph)
+    after = with_complex_as_pairs(before)
+    assert str(before.graph) == text != str(after.graph)
+    assert with_complex_as_pairs(after) is after
+
+
+def test_a_program_that_moves_no_complex_numbers_is_returned_as_it_is():
+    plain = program_of(Moves([lambda z: z * z]))
+    assert with_complex_as_pairs(plain) is plain
+
+
+@pytest.mark.slow
+@pytest.mark.runtime
+@pytest.mark.parametrize("family", ["Llama4Text", "DeepseekV2"])
+def test_rotary_embeddings_of_complex_numbers_are_proven(family, tmp_path):
+    import transformers
+
+    own = {
+        "Llama4Text": {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 6}
+        | {"no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"]},
+        "DeepseekV2": {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+        | {"v_head_dim": 8, "first_k_dense_replace": 2, "num_key_value_heads": 4},
+    }
+    config = getattr(transformers, f"{family}Config")(**{**TEXT, **own[family]})
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    observer = exportkit.InputObserver()
+    with observer(model, store_n_calls=3), torch.no_grad():
+        model.generate(**padded_left(7), max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+    exported = exportkit.export(model, observer)
+    assert "transformers' own export patches" not in exported.rules
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
