@@ -37,7 +37,7 @@ _DEFINED_IN = {
     "OutputRecorder": "module_outputs.specs",
     "merge_with_config_defaults": "module_outputs.decorate",
     # record module calls
-    "trace_model": "module_traces.record",
+    "trace_model": "module_traces.trace",
     "locate_divergence": "divergence.locate",
     "model_addition_debugger_context": "peers.debugger",
     "Trace": "module_traces.trace",

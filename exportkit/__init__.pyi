@@ -13,8 +13,8 @@ from exportkit.module_outputs.context import capture as capture
 from exportkit.module_outputs.decorate import capture_outputs as capture_outputs
 from exportkit.module_outputs.decorate import merge_with_config_defaults as merge_with_config_defaults
 from exportkit.module_outputs.specs import OutputRecorder as OutputRecorder
-from exportkit.module_traces.record import trace_model as trace_model
 from exportkit.module_traces.trace import Trace as Trace
+from exportkit.module_traces.trace import trace_model as trace_model
 from exportkit.peers.debugger import model_addition_debugger_context as model_addition_debugger_context
 from exportkit.plan.expression import Expression as Expression
 from exportkit.plan.plan import Plan as Plan

@@ -11,6 +11,8 @@ import torch
 
 import exportkit
 from exportkit import clear_patch_mapping, errors
+from exportkit.programs.strategies import STRATEGIES
+from tests.test_import import ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.rst") if ">>> " in path.read_text())
@@ -77,3 +79,24 @@ def test_a_gallery_example_asks_one_question_in_less_than_sixty_lines(path):
     assert len(text.splitlines()) < 60
     assert len(underline) == len(title)
     assert "?" in title + question
+
+
+def test_files_named_in_the_guides_for_developers_exist():
+    pages = ROOT / "docs" / "architecture.rst", ROOT / "docs" / "contributing.rst", ROOT / "CONTRIBUTING.md"
+    named = {path for page in pages for path in re.findall(r"`+((?:\w+/)+(?:\w+\.\w+)?)`+", page.read_text())}
+    assert len(named) > 30
+    assert {path for path in named if not (ROOT / path).exists() and not (ROOT / "exportkit" / path).exists()} == set()
+
+
+def test_architecture_lists_the_rooms_in_the_order_of_the_imports():
+    facades = {"_callable_module", "export", "capture", "__init__", "cli"}
+    text = (ROOT / "docs" / "architecture.rst").read_text()
+    rooms = re.findall(r"^``(\w+)``  ", text, flags=re.MULTILINE)
+    assert rooms == [room for room in ROOMS if room not in facades]
+
+
+def test_architecture_lists_the_strategies_in_order():
+    text = (ROOT / "docs" / "architecture.rst").read_text()
+    table = text[text.index("\nstrategy ") : text.index("To change X")]
+    names = [re.split(r"  +", line)[0] for line in table.splitlines() if "  " in line and "====" not in line]
+    assert names[1:] == [strategy.name for strategy in STRATEGIES]

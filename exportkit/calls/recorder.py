@@ -51,7 +51,7 @@ class _Stored(NamedTuple):
 
 
 class _Paused(threading.local):
-    """Whether calls of this thread are not recorded; the default stands here, as looking in vain takes long."""
+    """Whether calls of this thread are not recorded. A class attribute is the default: a failed look-up is slow."""
 
     on = False
 
@@ -61,7 +61,7 @@ _paused = _Paused()
 
 @contextlib.contextmanager
 def recording_paused() -> Iterator[None]:
-    """Lets this thread call an observed model without being recorded: for exportkit's own runs of it."""
+    """Does not record what this thread calls: for exportkit's own runs of an observed model."""
     before = _paused.on
     _paused.on = True
     try:
@@ -80,7 +80,7 @@ class Recorder:
         self._failures: list[Failure] = []
         self._problems: list[str] = []
         self._limits: list[str] = []
-        self._running = 0  # calls that hold a place in the budget and have not ended yet
+        self._running = 0  # calls that are to be stored and have not ended yet
         self._next_index = 0
         self._limit = 0
         self._memory = Memory(None, [])
@@ -102,17 +102,17 @@ class Recorder:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Which limits were reached, so that less was kept than could have been."""
+        """Which limits were reached, so that not everything was kept."""
         overflow = f"More than {MOST_SHAPES} different shapes were seen; further ones are not kept."
         return (*self._limits, *([overflow] if self._counter.overflowed else []))
 
     def allow(self, more_calls: int, counts_shapes: bool = True, max_bytes: int | None = None) -> None:
-        """Stores up to ``more_calls`` calls beyond those stored so far, and all in all ``max_bytes`` of values.
+        """Allows ``more_calls`` further calls to be stored, and ``max_bytes`` of values in total.
 
         Args:
             more_calls: How many calls to store with their values.
             counts_shapes: Count the shapes of further calls.
-            max_bytes: Most memory for the values of all calls stored, those before included.
+            max_bytes: The most memory for the values of all stored calls, including earlier ones.
         """
         with self._lock:
             self._limit = len(self._stored) + more_calls
@@ -174,7 +174,7 @@ class Recorder:
         return method(*args, **kwargs)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
-        """Takes a place in the budget and a snapshot of the inputs; None if there is no room, or it cannot be done."""
+        """Reserves one of the allowed calls and takes a snapshot of the inputs; None if that is not possible."""
         index = self._take_place()
         if index is None:
             return None
@@ -206,14 +206,14 @@ class Recorder:
         return None if share is None else _Begun(index, copying.snapshot(), large, share)
 
     def _room_for(self, copying: Copying) -> Share | None:
-        """Takes the memory for a snapshot; where it is not enough, only shapes are kept from there on."""
+        """Reserves the memory for a snapshot; if there is not enough, only shapes are kept from then on."""
         share = self._memory.take(copying.memory)
         if share is None:
             with self._lock:
                 self._limit = 0
                 self._limits.append(
-                    f"Values of {len(self._stored)} calls are kept; with the next one they would take more than "
-                    f"{self._memory.limit} bytes (max_bytes), so that only shapes are kept from there on."
+                    f"Values of {len(self._stored)} calls are kept; with the next call they would take more than "
+                    f"{self._memory.limit} bytes (max_bytes), so only shapes are kept from then on."
                 )
         return share
 
@@ -336,12 +336,12 @@ class _Side:
         self._paths: dict[tuple[Any, ...], Sequence[tuple[str, int]]] = {}
 
     def keep(self, structure: Structure, shapes: tuple[tuple[int, ...], ...]) -> _Key:
-        """Keeps one object of those that are equal: the layers of a cache have one shape, and calls one structure."""
+        """Keeps one of several equal objects: the layers of a cache have one shape, and most calls one structure."""
         marks = self._structures.setdefault(structure.marks, structure).marks
         return marks, tuple(self._shapes.setdefault(shape, shape) for shape in shapes)
 
     def by_path(self, key: _Key) -> Shapes:
-        """Returns shapes by path; paths are found once for each structure."""
+        """Returns shapes by path; the paths of each structure are looked up once."""
         marks, shapes = key
         if marks not in self._paths:
             self._paths[marks] = self._paths_of(self._structures[marks])

@@ -153,7 +153,7 @@ class Copying:
         return [*together, *apart]
 
     def snapshot(self) -> Snapshot:
-        """Makes the copies, cut off from autograd and inference mode; afterwards the originals are let go."""
+        """Makes the copies, independent of autograd and inference mode, and releases the originals."""
         pieces = _plainly(self._pieces)
         del self._tensors
         return Snapshot(self.structure, pieces)
@@ -230,7 +230,7 @@ def _plainly(step: Callable[[], Result]) -> Result:
 
 
 def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Sequence[int]], list[int]]:
-    """The positions of tensors that are copied together, and of those that are copied apart."""
+    """The positions of tensors that are copied together, and the positions of tensors that are copied one by one."""
     together: list[Sequence[int]] = []
     apart: list[int] = []
     settled: list[range] = []
@@ -262,7 +262,7 @@ def _grouped(tensors: list[torch.Tensor], runs: list[range]) -> tuple[list[Seque
 
 
 def _joined(tensors: list[torch.Tensor], runs: list[range]) -> list[range]:
-    """The runs, neighbours as one that begin with tensors of one shape: the keys and the values of a cache."""
+    """The runs; neighbours that begin with tensors of one shape become one: the keys and the values of a cache."""
     joined: list[range] = []
     for run in runs:
         if joined and joined[-1].stop == run.start and tensors[joined[-1].start].shape == tensors[run.start].shape:
@@ -287,7 +287,7 @@ def _are_alike(tensors: list[torch.Tensor]) -> bool:
     """Whether ordinary small tensors can be copied together if they have one shape, which torch.stack checks.
 
     Strides are looked at in some of them: layers of one class come from the same operation, and copies of another
-    layout have the right values all the same.
+    layout have the right values in any case.
     """
     first = tensors[0]
     if not _is_dense(first) or list(map(_dtype, tensors)).count(first.dtype) < len(tensors):
@@ -322,13 +322,13 @@ def _large(tensors: list[torch.Tensor], positions: Sequence[int]) -> list[int]:
 
 
 class Share(NamedTuple):
-    """Memory that was granted."""
+    """Memory that was granted to a snapshot."""
 
     memory: Memory
     parts: Parts
 
     def give_back(self) -> None:
-        """Lets others have it."""
+        """Frees the memory for other snapshots."""
         self.memory.give_back(self.parts)
 
 
@@ -336,8 +336,8 @@ class Memory:
     """Counts bytes up to a limit.
 
     Args:
-        limit: Most bytes; None to grant everything and count nothing.
-        held: What is held already.
+        limit: The most bytes; None to grant everything and count nothing.
+        held: Memory that is held already.
     """
 
     def __init__(self, limit: int | None, held: Parts) -> None:
@@ -349,7 +349,7 @@ class Memory:
         self._add(held)
 
     def take(self, wanted: Callable[[], Parts]) -> Share | None:
-        """Returns a share of as much as is wanted, or None if there is no room for it."""
+        """Returns a share of the wanted size, or None if there is no room for it."""
         if self.limit is None:
             return self._uncounted
         parts = wanted()
@@ -361,7 +361,7 @@ class Memory:
         return None
 
     def give_back(self, parts: Parts) -> None:
-        """Lets others have what was granted."""
+        """Frees memory that was granted."""
         with self._lock:
             self._remove(parts)
 

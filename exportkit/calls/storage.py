@@ -171,7 +171,7 @@ def _write(target: Path, text: str, tensors: dict[str, torch.Tensor] | None, sta
             (written / JSON).write_text(text, "utf-8")
             if tensors is not None:
                 save_file(tensors, written / TENSORS, metadata={"format": "pt", "stamp": stamp})
-                shutil.copymode(written / JSON, written / TENSORS)  # safetensors lets nobody else read it
+                shutil.copymode(written / JSON, written / TENSORS)  # safetensors makes it readable for the owner alone
                 os.replace(written / TENSORS, target / TENSORS)
             os.replace(written / JSON, target / JSON)
         if tensors is None:

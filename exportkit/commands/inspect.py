@@ -133,7 +133,7 @@ def trace(
     import torch
 
     from exportkit.examples.checkpoint import load_checkpoint
-    from exportkit.module_traces.record import trace_model
+    from exportkit.module_traces.trace import trace_model
 
     with quiet_libraries(), exit_on_error(BAD_INPUT):
         chosen = getattr(torch, dtype, None)
@@ -177,7 +177,7 @@ def compare(
     with quiet_libraries(), exit_on_error(BAD_INPUT):
         for name in names or ():
             if "=" not in name:
-                raise InvalidRequestError("The option does not have the expected form.", expected="RE=TEXT", got=name)
+                raise InvalidRequestError("Malformed option --names.", expected="RE=TEXT", got=name)
         pairs = {name.partition("=")[0]: name.partition("=")[2] for name in names or ()}
         found = Trace.load(first).compare(Trace.load(second), pairs)
         if html is not None:

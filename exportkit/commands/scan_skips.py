@@ -46,8 +46,9 @@ def scan_skips(
 ) -> None:
     """Say which tests of a suite are skipped, and why.
 
-    The source is read, nothing is run. The suite may be any pytest or unittest suite with shared base classes, such as
-    that of transformers. Writes all_tests_scan_result.json, or scan_NAME.json for one test.
+    The source files are parsed; nothing runs. Any pytest or unittest suite can be scanned, in particular suites with
+    shared base classes such as the tests of transformers. Writes all_tests_scan_result.json, or scan_NAME.json for one
+    test.
 
     Exits with 0, or with 2 for invalid usage.
     """

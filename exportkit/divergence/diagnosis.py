@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import math
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from exportkit._torch_compat.onnx import quiet_onnx_export
 from exportkit.divergence.graph_run import GraphNode, GraphRun, ModuleNodes
 from exportkit.divergence.match_values import MatchedCalls
 from exportkit.divergence.result import Divergence, Stage, Suspect
@@ -216,7 +214,7 @@ def error_of_translation(program: torch.export.ExportedProgram, run: GraphRun, n
         Exception: whatever torch raises if the module cannot be translated by itself.
     """
     inputs, module = _module_of(program, run, nodes)
-    with _quiet(), torch.no_grad():
+    with quiet_onnx_export(), contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         part = torch.export.export(module, tuple(inputs.values()), strict=False)
         translated = torch.onnx.export(part, (), verbose=False, optimize=False)
     proto, folder = read_onnx(translated)
@@ -253,15 +251,3 @@ def _module_of(
             copies[node] = graph.node_copy(node, copy_of)
     graph.output(tuple(copies[nodes[name]] for name in module.leaving if name in run.values))
     return inputs, torch.fx.GraphModule(program.graph_module, graph)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)

@@ -23,8 +23,8 @@ from exportkit.divergence.result import Divergence, Stage
 from exportkit.divergence.run_graph import graph_inputs, nodes_of, program_inputs, read_onnx, run_onnx, run_program
 from exportkit.errors import InvalidRequestError, InvalidTypeError, RuntimeFailure
 from exportkit.module_traces.attribution import JUMP
-from exportkit.module_traces.record import trace_model
 from exportkit.module_traces.tensor_pairs import Padding
+from exportkit.module_traces.trace import trace_model
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.programs.exported import ExportedModel
 from exportkit.running.compare import distance

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from exportkit.module_traces.comparison import PrintedResult, call_text, error_text, printed_table
 from exportkit.module_traces.error_steps import added_error
-from exportkit.module_traces.printing import PrintedResult, call_text, error_text, printed_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,9 +1,10 @@
 """Collects what modules return, by hooks that are in place while a capture is open.
 
 Every hook knows its collector and asks which call the running code belongs to, so two captures of one model, in two
-threads or nested, do not see each other's values. Where attention weights are captured, attention is computed eagerly:
-fused attention never has the weights. The implementation is read from a config that layers and threads share, and the
-mask depends on it, so the config answers "eager" to the calls that capture weights and its own value to all others.
+threads or nested, do not see each other's values. If attention weights are captured, attention is computed eagerly,
+because fused attention does not compute the weights. The implementation is read from a config that layers and threads
+share, and the mask depends on it, so the config returns "eager" to the calls that capture weights and its own value to
+all others.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ EAGER = "eager"
 
 _lock = threading.Lock()
 _properties: dict[type, property] = {}
-_switched: Counter[int] = Counter()  # configs (by id) of the collectors that are entered
+_switched: Counter[int] = Counter()  # configs (by id) of open collectors
 
 
 class Collector:
-    """Records what the matched modules return while it is entered.
+    """Records what the matched modules return inside a ``with`` block.
 
     Args:
         model: The model.
         matches: The modules to record.
         keys: The keys.
         selections: Which values of a key to keep.
-        one_call: Whether it is made for a single call, which begins now.
+        one_call: Whether it is used for a single call, which begins now.
 
     Attributes:
-        outside: The record for all that is in no call of its own.
-        compiled: The record for compiled code, which knows no threads.
-        eager: Configs (by id) that say "eager" to the calls recorded here.
+        outside: The record for values outside of any call of the model.
+        compiled: The record for compiled code, which cannot tell threads apart.
+        eager: Configs (by id) that return "eager" to the calls recorded here.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class Collector:
     def own_frame(self) -> scope.Frame | None:
         """Returns the innermost frame of this collector that the running code belongs to."""
         frames = scope.frames()
-        if frames and frames[-1].collector is self:  # as nearly always
+        if frames and frames[-1].collector is self:  # the usual case
             return frames[-1]
         return next((frame for frame in reversed(frames or ()) if frame.collector is self), None)
 
     def record_here(self, match: Match) -> Record | None:
-        """Returns where values of the running code go, or None if they are none of this collector's business."""
+        """Returns the record for values of the running code, or None if this collector does not record them."""
         if torch.compiler.is_dynamo_compiling():
             return self.compiled
         if in_backward():  # checkpointed layers run again
@@ -109,23 +110,23 @@ class Collector:
 
     @property
     def has_unclaimed(self) -> bool:
-        """Whether modules ran in threads that nobody can assign to a call."""
+        """Whether modules ran in threads that cannot be assigned to a call."""
         return bool(self._unclaimed)
 
     def warn_of_unclaimed(self, values: Mapping[str, tuple[Any, ...]]) -> None:
-        """Says so if a key has no values, and modules ran in threads that nobody can assign to a call."""
+        """Warns if a key has no values and modules ran in threads that cannot be assigned to a call."""
         lost = [key for key in sorted(self._unclaimed) if not values.get(key, True)]
         if lost:
             warnings.warn(
-                f"Nothing was captured as {', '.join(map(repr, lost))}: the modules ran in threads older than the "
-                "capture, which take their work from a queue. Let them run it with "
-                "`contextvars.copy_context().run`, made by the thread that calls the model.",
+                f"Nothing was captured as {', '.join(map(repr, lost))}: the modules ran in threads that are older than "
+                "the capture and take their work from a queue. Let them run it with "
+                "`contextvars.copy_context().run`, called in the thread that calls the model.",
                 stacklevel=3,
             )
 
 
 def _close(frame: scope.Frame) -> Record | None:
-    """Ends a frame: threads and tasks that still hold it keep nothing else alive. Returns its record."""
+    """Closes a frame and returns its record. Threads and tasks that still hold the frame keep nothing else alive."""
     scope.pop(frame)
     record: Record | None = frame.record
     frame.record = frame.collector = None
@@ -135,7 +136,7 @@ def _close(frame: scope.Frame) -> Record | None:
 
 
 def _hooked(collector: Collector, match: Match) -> list[Any]:
-    """Puts hooks on one module; returns their handles."""
+    """Registers the hooks of one module, and returns their handles."""
     handles = [match.module.register_forward_hook(functools.partial(_after, collector, match), with_kwargs=True)]
     if begins_with_input(match):
         hook = functools.partial(_before, collector, match)
@@ -144,11 +145,11 @@ def _hooked(collector: Collector, match: Match) -> list[Any]:
 
 
 def begins_with_input(match: Match) -> bool:
-    """Returns whether the first such module's input is recorded, too."""
+    """Returns whether the input of the first matched module is recorded as well."""
     return match.target.key == FIRST_INPUT_KEY and match.target.recorder.capture_initial_hidden_state
 
 
-# A thread may be about to run hooks that another one takes away: then torch calls them without keyword arguments.
+# If another thread removes hooks that this thread is about to run, torch calls them without keyword arguments.
 
 
 def _before(collector: Collector, match: Match, _module: torch.nn.Module, args: Any, *rest: Any) -> None:
@@ -164,7 +165,7 @@ def _after(collector: Collector, match: Match, _module: torch.nn.Module, _args: 
 
 
 class Calls:
-    """Tells calls of the model from each other while a collector is entered: each gets a record of its own."""
+    """Gives each call of the model a record of its own while a collector is open."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -172,15 +173,15 @@ class Calls:
         self._records: list[Record] = []
 
     def hook_begin(self) -> Any:
-        """Puts a hook before all others on the model; returns its handle."""
+        """Registers a hook before all others of the model, and returns its handle."""
         return self._collector.model.register_forward_pre_hook(self._begin, prepend=True)
 
     def hook_end(self) -> Any:
-        """Puts a hook after those on the model, the collector's among them; returns its handle."""
+        """Registers a hook after all others of the model, including those of the collector, and returns its handle."""
         return self._collector.model.register_forward_hook(self._end, always_call=True)
 
     def records(self) -> list[Record]:
-        """Returns the records of the calls so far, as they began; before them, of what ran outside of calls."""
+        """Returns the record of values outside of calls, then the records of calls in the order in which they began."""
         outside, compiled = self._collector.outside, self._collector.compiled
         with self._lock:
             records = list(self._records)
@@ -227,9 +228,9 @@ class Calls:
 
 
 def fused_configs(model: torch.nn.Module, matches: Sequence[Match]) -> list[Any]:
-    """Returns the configs that must say "eager" for the matched modules to return attention weights.
+    """Returns the configs that must return "eager" for the matched modules to return attention weights.
 
-    These are the configs of the modules, of what is inside them, and of what they are inside of, which makes the mask.
+    These are the configs of the modules, of their submodules, and of the modules around them, which build the mask.
     """
     wanted = [match for match in matches if _wants_weights(match)]
     around = dict.fromkeys(path for match in wanted for path in _paths_around(match.path))
@@ -238,13 +239,13 @@ def fused_configs(model: torch.nn.Module, matches: Sequence[Match]) -> list[Any]
         modules |= paths_of_modules(match.module)
     configs: dict[int, Any] = {}
     for module in modules:
-        config = vars(module).get("config")  # most have none, which getattr takes long to say
+        config = vars(module).get("config")  # most modules have none, and getattr is slow then
         configs[id(config)] = config
     return [config for config in configs.values() if attention_implementation(config) not in (None, EAGER)]
 
 
 def _paths_around(path: str) -> Iterator[str]:
-    """The paths of the modules that a module is inside of, the model first."""
+    """The paths of the modules around a module, outermost first."""
     yield ""
     for end, letter in enumerate(path):
         if letter == ".":
@@ -253,7 +254,7 @@ def _paths_around(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _eager_attention(collector: Collector) -> Iterator[None]:
-    """Lets the configs say "eager" to calls that the collector records."""
+    """Makes the configs return "eager" to calls that the collector records."""
     configs = fused_configs(collector.model, collector.matches)
     with contextlib.ExitStack() as stack:
         for config in configs:
@@ -295,7 +296,7 @@ def _counted(config: Any) -> Iterator[None]:
 
 
 def _switching(cls: type, current: property) -> property:
-    """The property that answers by who asks; one for each class, however many captures are open."""
+    """The property whose value depends on the running call; one for each class, however many captures are open."""
     if _properties.get(cls) is current:
         return current
     read, write = current.fget, current.fset
@@ -314,12 +315,12 @@ def _asked_by_capture(config: Any) -> bool:
     return any(id(config) in collector.eager for collector in collectors if collector is not None)
 
 
-_plain: dict[int, tuple[Any, int]] = {}  # what a config said, and how many captures are open
+_plain: dict[int, tuple[Any, int]] = {}  # original value, and number of open captures
 
 
 @contextlib.contextmanager
 def _plain_attribute(config: Any) -> Iterator[None]:
-    """Changes the attribute for everybody: such a config has nothing to ask by."""
+    """Changes the attribute for all calls; such a config cannot have a property."""
     with _lock:
         before, users = _plain.get(id(config), (getattr(config, ATTENTION), 0))
         _plain[id(config)] = (before, users + 1)

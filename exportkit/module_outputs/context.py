@@ -22,7 +22,7 @@ from exportkit.module_outputs.specs import FIRST_INPUT_KEY, Match, keys_of, matc
 
 
 class Captured(Mapping[str, tuple[Any, ...]]):
-    """What was captured: values by key, those of the latest call of the model."""
+    """Captured values by key, from the latest call of the model."""
 
     def __init__(self, keys: list[str], calls: Calls) -> None:
         self._keys = keys
@@ -32,8 +32,8 @@ class Captured(Mapping[str, tuple[Any, ...]]):
     def calls(self) -> list[dict[str, tuple[Any, ...]]]:
         """The values by key, for each call of the model, in the order in which the calls began.
 
-        Values from outside of calls come first: of modules that were called by themselves, or of another method than
-        ``forward``. Of a compiled model there is the latest call only.
+        Values from outside of calls come first: from modules that were called directly, or by a method other than
+        ``forward``. A compiled model has only the latest call.
         """
         return [record.values() for record in self._calls.records()]
 
@@ -61,24 +61,24 @@ class Captured(Mapping[str, tuple[Any, ...]]):
 
 @contextlib.contextmanager
 def capture(model: torch.nn.Module, specs: Mapping[str, Any] | None = None) -> Iterator[Captured]:
-    r"""Captures what modules inside a model return, for the time of a ``with`` block.
+    r"""Captures what modules inside a model return, inside a ``with`` block.
 
-    Values are the tensors that the modules returned. Under the key ``hidden_states`` they begin with the input of the
-    first module. Modules that share a key are recorded as they are called; those of one call that run in several
-    threads, in the order of the model. Attention weights are there whatever attention the model computes: in the block
-    it computes the eager one. Calls from threads and tasks that were started elsewhere are left alone.
+    Values are the tensors that the modules returned. Under the key ``hidden_states``, they begin with the input of the
+    first module. Modules that share a key are recorded in the order in which they are called or, if they run in several
+    threads, in the order of the model. If attention weights are captured, the model computes eager attention inside the
+    block. Calls from threads and tasks that were started elsewhere are not affected.
 
     Args:
-        model: Any module. It is as before afterwards.
+        model: Any module. It is unchanged after the block.
         specs: What to record under each key: a module class, the end of a module's path, a compiled regular expression
-            for paths, an `OutputRecorder`, or a list of those. Of modules with several outputs, a spec that is no
-            OutputRecorder takes the first if the key has ``hidden_states`` in it, and the second otherwise. If None,
-            what the model's class declares as ``_can_record_outputs``.
+            for paths, an `OutputRecorder`, or a list of these. If a module has several outputs, a spec that is not an
+            OutputRecorder takes the first output if the key contains ``hidden_states``, and the second one otherwise.
+            None means what the class of the model declares as ``_can_record_outputs``.
 
     Raises:
         InvalidRequestError: if a spec matches no module.
-        InvalidTypeError: if something is no module, or no spec.
-        CaptureError: by the call, if a module has no such output.
+        InvalidTypeError: if the model is not a module, or a spec is not valid.
+        CaptureError: raised by the call, if a module has no such output.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
@@ -90,7 +90,7 @@ def capture(model: torch.nn.Module, specs: Mapping[str, Any] | None = None) -> I
     if not isinstance(model, torch.nn.Module):
         raise InvalidTypeError("Only modules can be captured.", expected="torch.nn.Module", got=type(model).__name__)
     targets = targets_of(_specs_of(model) if specs is None else specs)
-    model = uncompiled(model)  # a compiled model has its hooks on the model itself
+    model = uncompiled(model)  # the hooks of a compiled model are on the original model
     matches = matches_of(model, targets)
     require_matches(model, targets, matches)
     keys = keys_of(targets)
@@ -119,10 +119,10 @@ def with_captured(
 ) -> Callable[..., tuple[Any, dict[str, tuple[Any, ...]]]]:
     """Returns a function like ``model.forward`` whose result is ``(result, {key: values})``.
 
-    It can be called inside a module that torch.export traces: the values become outputs of the graph.
+    It can be called inside a module that torch.export traces; the values become outputs of the graph.
 
     Args:
-        model: The model, or the part of one.
+        model: The model, or a part of one.
         specs: What to record under each key; see `capture`.
         method: The method to call.
 
@@ -148,7 +148,7 @@ def run_captured(
     call: Callable[[], Any],
     selections: Mapping[str, Selection] | None = None,
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-    """Returns ``call()`` and what the matched modules returned in it."""
+    """Returns the result of ``call()``, and what the matched modules returned during it."""
     if torch.compiler.is_dynamo_compiling():
         return _run_in_trace(model, matches, Record(keys, selections), call)
     with Collector(model, matches, keys, selections, one_call=True) as collector:
@@ -161,7 +161,7 @@ def run_captured(
 def _run_in_trace(
     model: torch.nn.Module, matches: Sequence[Match], record: Record, call: Callable[[], Any]
 ) -> tuple[Any, dict[str, tuple[Any, ...]]]:
-    """The same for dynamo, which traces one thread, and neither context variables nor registrations of hooks."""
+    """The same for dynamo, which traces one thread, and supports neither context variables nor registering hooks."""
     configs: list[tuple[Any, Any]] = [
         (config, attention_implementation(config)) for config in fused_configs(model, matches)
     ]

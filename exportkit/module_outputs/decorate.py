@@ -1,8 +1,8 @@
 """Decorators for ``forward``: ``output_<key>`` arguments for captured values, and defaults from the config.
 
-What can be asked for is declared on the class, as ``_can_record_outputs``: specs by key. The result keeps its type
-where that can hold more: dicts, the output classes of transformers and dataclasses. A tensor or a tuple becomes a named
-tuple of the outputs, then the captured values.
+The class declares what can be captured, as ``_can_record_outputs``: specs by key. A result keeps its type if values can
+be added to it: dicts, the output classes of transformers, and dataclasses. A tensor or a tuple becomes a named tuple of
+the outputs, followed by the captured values.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ _classes: dict[str, type] = {}
 
 
 def capture_outputs(func: Callable[..., Any] | None = None, *, tie_last_hidden_states: bool = True) -> Any:
-    """Returns a forward that adds to its result what ``output_<key>`` arguments ask for, as tuples.
+    """Returns a forward that adds the values requested by ``output_<key>`` arguments to its result, as tuples.
 
-    The class of the module declares what there is, as ``_can_record_outputs``: specs by key, see `capture`. A key is
-    asked for by the argument ``output_<key>``, or else by ``config.output_<key>`` if the module has a config;
-    ``output_attentions`` asks for ``cross_attentions``, too. ``output_hidden_states`` may be a position or a list of
-    them, also negative: the other values are None. Dicts, dataclasses and the output classes of transformers get a
-    value more for each key; a tensor or tuple becomes a named tuple with the keys at its end. ``return_dict=False``
-    makes it a plain tuple.
+    The class of the module declares what can be captured, as ``_can_record_outputs``: specs by key, see `capture`. A
+    key is requested by the argument ``output_<key>`` or, if the module has a config, by ``config.output_<key>``;
+    ``output_attentions`` also requests ``cross_attentions``. ``output_hidden_states`` may be an index or a list of
+    indices, also negative; the other values are None. Dicts, dataclasses and the output classes of transformers get an
+    additional value for each key; a tensor or tuple becomes a named tuple with the keys at its end.
+    ``return_dict=False`` makes the result a plain tuple.
 
     Args:
-        func: The forward, where the decorator is used without arguments.
-        tie_last_hidden_states: Whether ``last_hidden_state`` (or ``vision_hidden_states``) of the result stands in for
-            the last of ``hidden_states``. ``config.tie_last_hidden_states`` decides if there is one.
+        func: The forward, if the decorator is used without arguments.
+        tie_last_hidden_states: Whether ``last_hidden_state`` (or ``vision_hidden_states``) of the result replaces the
+            last of ``hidden_states``. ``config.tie_last_hidden_states`` takes precedence if it exists.
 
     Raises:
-        InvalidRequestError: by the call, if it asks for a key that is not declared, or that no module matches.
-        CaptureError: by the call, if a module has no such output.
+        InvalidRequestError: raised by the call, if it requests a key that is not declared, or that no module matches.
+        CaptureError: raised by the call, if a module has no such output.
 
     Example:
         >>> class Model(torch.nn.Sequential):
@@ -94,7 +94,7 @@ def capture_outputs(func: Callable[..., Any] | None = None, *, tie_last_hidden_s
 
 
 def _with_any_name(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with ``**kwargs``: torch.export passes only what a signature has."""
+    """The signature with ``**kwargs``, because torch.export passes only arguments of the signature."""
     parameters = list(signature.parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return signature
@@ -104,7 +104,7 @@ def _with_any_name(signature: inspect.Signature) -> inspect.Signature:
 def _requested(
     module: Any, targets: list[Target], args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Parameters
 ) -> dict[str, Any]:
-    """What is asked for: True, or which of its values, by key."""
+    """What is requested: by key, True or the positions of its values."""
     keys = keys_of(targets)
     _refuse_undeclared(module, keys, kwargs, parameters)
     config = getattr(module, "config", None)
@@ -124,7 +124,7 @@ def _flag(key: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters
 
 
 def _asks(key: str, value: Any) -> bool:
-    """Whether a flag is set. Position 0 of the hidden states is one."""
+    """Whether a flag is set. Position 0 of the hidden states counts as set."""
     return bool(value) or (key == FIRST_INPUT_KEY and type(value) is int)
 
 
@@ -144,12 +144,12 @@ def _refuse_undeclared(module: Any, keys: list[str], kwargs: Mapping[str, Any], 
 
 
 def _declared_inside(module: Any, key: str) -> bool:
-    """Whether a module inside may be the one that the argument is meant for."""
+    """Whether the argument may be meant for an inner module."""
     return any(key in recordable_outputs(inner) for inner in module.modules())
 
 
 def _is_passed_on(name: str, targets: list[Target], parameters: Parameters) -> bool:
-    """Whether the forward gets an argument: all but flags of this decorator that it has no parameter for."""
+    """Whether the forward gets an argument: all except flags of this decorator that it has no parameter for."""
     return parameters.accepts(name) or name.removeprefix(_PREFIX) not in keys_of(targets)
 
 
@@ -176,17 +176,17 @@ def _selections(requested: Mapping[str, Any]) -> dict[str, Selection]:
 
 
 def merge_with_config_defaults(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward that takes arguments which are None or missing from ``self.config``.
+    """Returns a forward that reads arguments that are None or missing from ``self.config``.
 
     These are ``use_cache``, ``vision_feature_layer``, ``vision_feature_select_strategy`` and ``vision_aspect_ratio``.
-    What a call gives, by position or by name, is left as it is. A module without config runs as before. While it
-    trains with gradient checkpointing, ``use_cache`` is False.
+    Arguments that a call passes, by position or by name, are kept. A module without a config runs as before. During
+    training with gradient checkpointing, ``use_cache`` is False.
 
     Args:
         func: The forward.
 
     Raises:
-        InvalidRequestError: by the call, if ``vision_feature_select_strategy`` is neither "default" nor "full".
+        InvalidRequestError: raised by the call, if ``vision_feature_select_strategy`` is neither "default" nor "full".
     """
     parameters = Parameters(func)
     names = [name for name in NAMES if parameters.accepts(name)]
@@ -210,13 +210,16 @@ def _checked(module: Any, name: str, value: Any) -> Any:
         return False
     if name == "vision_feature_select_strategy" and value is not None and value not in _STRATEGIES:
         raise InvalidRequestError(
-            "There is no such way to select vision features.", where=name, expected=" or ".join(_STRATEGIES), got=value
+            "The strategy for selecting vision features is unknown.",
+            where=name,
+            expected=" or ".join(_STRATEGIES),
+            got=value,
         )
     return value
 
 
 class Parameters:
-    """The parameters of a method, without ``self``; of a decorated one, those of the method inside."""
+    """The parameters of a method without ``self``; for a decorated method, those of the original."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         parameters = list(inspect.signature(inspect.unwrap(method)).parameters.values())[1:]
@@ -227,18 +230,18 @@ class Parameters:
         }
 
     def accepts(self, name: str) -> bool:
-        """Returns whether the method can be called with that name."""
+        """Returns whether the method accepts an argument with this name."""
         return name in self.names or self.takes_any_name
 
     def given(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the value that a call gives, by position or by name, or None."""
+        """Returns the value that a call passes, by position or by name, or None."""
         position = self._positions.get(name, len(args))
         return args[position] if position < len(args) else kwargs.get(name)
 
     def replaced(
         self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of a call with another value for that name, where the call has it."""
+        """Returns the arguments of a call with a different value for an argument that it passes."""
         position = self._positions.get(name, len(args))
         if position < len(args):
             return (*args[:position], value, *args[position + 1 :]), kwargs
@@ -246,14 +249,14 @@ class Parameters:
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
-    """Returns what a config says, be it an object, a dict, or None."""
+    """Returns a setting of a config, which may be an object, a dict, or None."""
     if isinstance(config, Mapping):
         return config.get(name, default)
     return getattr(config, name, default)
 
 
 def last_hidden_state(result: Any) -> Any:
-    """Returns what a result calls its last hidden state, or None."""
+    """Returns the last hidden state of a result, or None."""
     for name in _LAST_STATES:
         value = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
         if value is not None:
@@ -265,7 +268,7 @@ def with_values(result: Any, values: Mapping[str, tuple[Any, ...]]) -> Any:
     """Returns a result with values added under their keys.
 
     Raises:
-        CaptureError: if the result is of a type that nothing can be added to.
+        CaptureError: if values cannot be added to a result of this type.
     """
     if not values:
         return result
@@ -291,7 +294,7 @@ def with_values(result: Any, values: Mapping[str, tuple[Any, ...]]) -> Any:
 
 
 def as_tuple(result: Any) -> Any:
-    """Returns what a result holds as a plain tuple, without the Nones of dicts and dataclasses; a tensor as it is."""
+    """Returns the values of a result as a tuple, without the Nones of dicts and dataclasses; a tensor as it is."""
     if hasattr(result, "to_tuple"):
         return result.to_tuple()
     if isinstance(result, Mapping):
@@ -307,7 +310,7 @@ def as_tuple(result: Any) -> Any:
 
 
 def _dataclass(result: Any, values: Mapping[str, Any]) -> Any:
-    """A copy: the class may be frozen. Keys that are no field become attributes of the copy."""
+    """A copy, because the class may be frozen. Keys that are not fields become attributes of the copy."""
     fields = {field.name for field in dataclasses.fields(result) if field.init}
     result = dataclasses.replace(result, **{key: value for key, value in values.items() if key in fields})
     rest = {key: value for key, value in values.items() if key not in fields}
@@ -329,7 +332,7 @@ def _named(values: Mapping[str, Any]) -> Any:
 
 @constant_in_trace
 def _prepare_class(*names: str) -> bool:
-    """Makes the class of a result, also while torch traces, which cannot follow this."""
+    """Creates the class of a result, which torch cannot trace."""
     key = " ".join(names)
     if key not in _classes:
         _classes[key] = namedtuple("CapturedOutput", names, rename=True)

@@ -1,7 +1,7 @@
-"""The values of one call. In come outputs of modules as they are computed; out come tuples by key.
+"""Collects the values of one call, and returns them as tuples by key.
 
-A value is the very tensor that the module returned, so that gradients reach it. A layer may change it in place later:
-then it is a copy from before, which shares memory until that happens.
+A value is the tensor that the module returned, so gradients flow through it. If a layer changes it in place later, the
+value is a copy from before the change, which shares memory until then.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from exportkit.module_outputs.specs import Match
 
 
 class Selection:
-    """Which values of a key to keep: positions, negative ones counted from the end. The others become None."""
+    """Which values of a key to keep: positions, where negative ones count from the end. All others become None."""
 
     def __init__(self, indices: Iterable[int]) -> None:
         self._indices = frozenset(indices)
         self._tail = max((-index for index in self._indices if index < 0), default=0)
 
     def dropped(self, count: int) -> int | None:
-        """Returns the position that is certainly not wanted once there are ``count`` values, or None."""
+        """Returns the position that is certainly not needed once there are ``count`` values, or None."""
         position = count - 1 - self._tail
         return position if position >= 0 and position not in self._indices else None
 
     def __call__(self, position: int, count: int) -> bool:
-        """Returns whether the value is wanted, of ``count`` altogether."""
+        """Returns whether a value out of ``count`` is needed."""
         return position in self._indices or position - count in self._indices
 
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    """A value, and a copy in case it is changed in place after ``version``; if ``shared``, they share memory so far.
+    """A value, and a copy in case it is changed in place after ``version``; if ``shared``, both still share memory.
 
-    The version is None for tensors of inference mode, which do not count their changes: then the copy is used.
+    The version is None for tensors of inference mode, which do not count changes; the copy is used for them.
     """
 
     value: Any
@@ -57,7 +57,7 @@ class _Entry:
         return self.value if unchanged else self.copy
 
     def _is_same(self) -> bool:
-        """Whether it was not written behind the back of its version either, through ``data``."""
+        """Whether it was not changed through ``data`` either, which does not change the version."""
         if not self.shared or self.copy is None:
             return True
         here, there = (memory_address(tensor) for tensor in (self.value, self.copy))
@@ -70,7 +70,7 @@ class Record:
     Args:
         keys: The keys.
         selections: Which values of a key to keep.
-        traced: Whether all of the call is traced; None if that is to be asked for each value, which takes longer.
+        traced: Whether the whole call is traced; None checks each value, which takes longer.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Record:
         return not self._entries[key]
 
     def add(self, match: Match, value: Any) -> None:
-        """Takes a value; None is no value."""
+        """Adds a value; None is ignored."""
         key = match.target.key
         if value is None:
             self._without_value.setdefault(key, []).append(match.path)
@@ -103,22 +103,22 @@ class Record:
         return not any(self._entries.values()) and not self._without_value
 
     def finish(self) -> None:
-        """Lets go of the copies that were not needed."""
+        """Releases the copies that were not needed."""
         for entries in self._entries.values():
             for entry in entries:
                 entry.value, entry.copy = entry.unchanged(), None
 
     def values(self) -> dict[str, tuple[Any, ...]]:
-        """Returns what was collected so far.
+        """Returns the values collected so far.
 
         Raises:
-            CaptureError: if modules were called, and none returned a value to collect.
+            CaptureError: if modules were called, and none of them returned a value.
         """
         self.require_values()
         return {key: self._of(key) for key in self._entries}
 
     def require_values(self) -> None:
-        """Refuses a call whose modules returned nothing to collect.
+        """Raises for a call whose modules returned no values.
 
         Raises:
             CaptureError: naming the modules.
@@ -128,7 +128,7 @@ class Record:
                 raise CaptureError(
                     f"Nothing to capture as {key!r}: the modules return None there.",
                     where=", ".join(paths[:3]),
-                    hint="attention that is not computed eagerly has no weights to return: load the model with "
+                    hint="only eager attention returns weights: load the model with "
                     'attn_implementation="eager", or choose another index with OutputRecorder.',
                 )
 
@@ -142,15 +142,15 @@ class Record:
 
 
 def pick(output: Any, match: Match) -> Any:
-    """Returns the part of a module's output that is to be recorded.
+    """Returns the part of a module's output to record.
 
     Raises:
-        CaptureError: if there is no such part.
+        CaptureError: if the output has no such part.
     """
     index = match.target.recorder.index
     if isinstance(output, torch.Tensor):
         return output
-    if type(output) is tuple and type(index) is int and 0 <= index < len(output):  # as nearly always
+    if type(output) is tuple and type(index) is int and 0 <= index < len(output):  # the usual case
         return output[index]
     by_name = _parts(output)
     if by_name is None:
@@ -169,7 +169,7 @@ def pick(output: Any, match: Match) -> Any:
 
 
 def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the first tensor that a module is called with: by position, as ``hidden_states``, or by any name."""
+    """Returns the first tensor that a module is called with: by position, as ``hidden_states``, or with any name."""
     candidates = [*args, kwargs.get("hidden_states"), *kwargs.values()]
     for value in candidates:
         if isinstance(value, torch.Tensor):
@@ -178,7 +178,7 @@ def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _parts(output: Any) -> Mapping[Any, Any] | None:
-    """The outputs by name or position, or None if it is a single one."""
+    """The outputs by name or position, or None for a single output."""
     if isinstance(output, Mapping):
         return output
     if isinstance(output, tuple) and hasattr(output, "_fields"):
@@ -191,7 +191,7 @@ def _parts(output: Any) -> Mapping[Any, Any] | None:
 
 
 def _entry(value: Any, position: int, traced: bool | None = None) -> _Entry:
-    if torch.compiler.is_dynamo_compiling():  # it follows neither versions nor threads
+    if torch.compiler.is_dynamo_compiling():  # it supports neither versions nor threads
         return _Entry(value.clone() if isinstance(value, torch.Tensor) else value, position, 0)
     thread = threading.get_ident()
     if not isinstance(value, torch.Tensor):
@@ -203,7 +203,7 @@ def _entry(value: Any, position: int, traced: bool | None = None) -> _Entry:
 
 
 def _in_order(entries: list[_Entry]) -> list[_Entry]:
-    """Entries as they were computed; those of modules that ran once each, in several threads, as the model has them."""
+    """Entries in the order of computation; if modules ran once each in several threads, in the order of the model."""
     positions = {entry.position for entry in entries}
     if len({entry.thread for entry in entries}) > 1 and len(positions) == len(entries):
         return sorted(entries, key=lambda entry: entry.position)

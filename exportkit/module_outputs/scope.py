@@ -15,17 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-FrameT = TypeVar("FrameT")  # a `Frame`, or that of a trace, which also has a collector
+FrameT = TypeVar("FrameT")  # a `Frame`, or the frame of a trace, which also has a collector
 
 
 class Frame:
-    """One call of an observed model, or everything outside of calls, in one thread or task and those it starts.
+    """One call of an observed model, or everything outside of calls, in a thread or task and those that it starts.
 
     Attributes:
-        collector: What collects in this call; None once the call has ended.
-        record: Takes what is collected; None once the call has ended.
+        collector: The collector of this call; None once the call has ended.
+        record: The record for its values; None once the call has ended.
         handled: The exception that was being handled when the call began.
-        depth: How many calls of the model by itself are open inside this one.
+        depth: How many calls of the model by itself are open inside this call.
     """
 
     def __init__(self, collector: Any, record: Any, handled: BaseException | None = None) -> None:
@@ -39,24 +39,24 @@ _started_in: weakref.WeakKeyDictionary[threading.Thread, tuple[Frame, ...]] = we
 
 
 def frames() -> tuple[Frame, ...] | None:
-    """Returns the frames of open captures around the running code, or None if nobody knows what started it."""
+    """Returns the frames of open captures around the running code, or None if it is unknown what started it."""
     found = _frames.get()
     return _started_in.get(threading.current_thread()) if found is None else found
 
 
 def push(frame: FrameT) -> FrameT:
-    """Opens a frame for the running code, and for what it starts; returns it."""
+    """Opens a frame for the running code and for what it starts, and returns the frame."""
     _frames.set((*(other for other in frames() or () if other.collector is not None), frame))
     return frame
 
 
 def pop(frame: object) -> None:
-    """Closes a frame, in whatever order; one that was opened by other code stays there and is dead."""
+    """Closes a frame, in any order. A frame that other code opened stays in place but is dead."""
     _frames.set(tuple(other for other in frames() or () if other is not frame))
 
 
 class _Carrying:
-    """Carries frames into threads for as long as somebody uses it."""
+    """Carries frames into threads for as long as it is in use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class _Carrying:
         ThreadPoolExecutor.submit = carrying_submit  # type: ignore[method-assign, assignment]
 
     def _take_out(self) -> None:
-        """Puts back what was there, unless somebody else has replaced it since."""
+        """Restores the original, unless other code has replaced it since."""
         for owner, name, (before, ours) in (
             (threading.Thread, "start", self._start),
             (ThreadPoolExecutor, "submit", self._submit),

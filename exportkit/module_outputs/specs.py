@@ -1,6 +1,6 @@
-"""Which modules a request means. In come specs by key, and a model; out come the modules to record, and how.
+"""Finds the modules of a model that specs select, and how to record them.
 
-A spec is a class, the end of a module's path, a regular expression for paths, an `OutputRecorder`, or a list of those.
+A spec is a class, the end of a module's path, a regular expression for paths, an `OutputRecorder`, or a list of these.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _SPLIT = ("attentions", "cross_attentions")  # a list of two under the first key
 
 @dataclass(frozen=True)
 class OutputRecorder:
-    """Says which modules to record, and which of their outputs.
+    """Selects modules to record, and which of their outputs.
 
-    A module is meant if it is an instance of ``target_class``, or its path ends with ``class_name``, or its class has
-    that name. With ``layer_name``, that must also be a dotted part of its path: two modules of one class in a block
-    differ by their attribute's name.
+    A module is selected if it is an instance of ``target_class``, or its path ends with ``class_name``, or its class
+    has that name. ``layer_name`` must also be a dotted part of its path; it distinguishes modules of the same class in
+    a block by the name of their attribute.
 
     Attributes:
         target_class: A module class, or None.
-        index: Which output of a tuple, list, dict or dataclass: its position, or its name. A tensor is taken whole.
+        index: Position or name of the output in a tuple, list, dict or dataclass. A single tensor is recorded as it is.
         layer_name: Part of the path, such as ``"crossattention"``.
         class_name: End of the path, or the name of the class.
-        capture_initial_hidden_state: Under the key ``hidden_states``, whether to begin with the first module's input.
+        capture_initial_hidden_state: Whether the values under ``hidden_states`` begin with the first module's input.
 
     Example:
         >>> OutputRecorder(torch.nn.Linear, index=1, layer_name="crossattention").layer_name
@@ -49,7 +49,7 @@ class OutputRecorder:
 
 @dataclass(frozen=True)
 class Target:
-    """One spec as it was understood: recorded under ``key``."""
+    """A parsed spec, recorded under ``key``."""
 
     key: str
     recorder: OutputRecorder
@@ -70,11 +70,11 @@ def targets_of(specs: Mapping[str, Any]) -> list[Target]:
     """Returns the specs as targets.
 
     Raises:
-        InvalidTypeError: if something is no spec.
+        InvalidTypeError: if a spec is not valid.
     """
     if not isinstance(specs, Mapping):
         raise InvalidTypeError(
-            "Specs are a dict: what to record under each key.", expected="a dict", got=type(specs).__name__
+            "Specs must be a dict of what to record, by key.", expected="a dict", got=type(specs).__name__
         )
     targets = []
     for key, spec in specs.items():
@@ -91,7 +91,7 @@ def keys_of(targets: Iterable[Target]) -> list[str]:
 
 
 def matches_of(model: torch.nn.Module, targets: Iterable[Target]) -> list[Match]:
-    """Returns the modules that the targets mean; each once for a key, however many paths lead to it."""
+    """Returns the modules that the targets select, each once per key even if several paths lead to it."""
     found = []
     for position, (module, names) in enumerate(paths_of_modules(model).items()):
         keys: list[str] = []
@@ -103,16 +103,16 @@ def matches_of(model: torch.nn.Module, targets: Iterable[Target]) -> list[Match]
 
 
 def require_matches(model: torch.nn.Module, targets: Iterable[Target], matches: Iterable[Match]) -> None:
-    """Refuses keys that no module matches.
+    """Raises for keys that match no module.
 
     Raises:
-        InvalidRequestError: naming the modules that come nearest to the spec.
+        InvalidRequestError: with the names that are most similar to the spec.
     """
     found = {match.target.key for match in matches}
     for target in targets:
         if target.key not in found:
             raise InvalidRequestError(
-                f"No module matches what is to be captured as {target.key!r}.",
+                f"No module matches the spec for {target.key!r}.",
                 where=type(model).__name__,
                 got=_described(target),
                 hint=f"nearest: {', '.join(nearest(_text(target), _names(model))) or 'nothing similar'}.",
@@ -120,7 +120,7 @@ def require_matches(model: torch.nn.Module, targets: Iterable[Target], matches: 
 
 
 def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Returns the candidates that look most like a text, best first."""
+    """Returns the candidates that are most similar to a text, best first."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(text.lower(), by_lower, n=count, cutoff=0.4)
     return [by_lower[name] for name in found]
@@ -137,9 +137,9 @@ def _target(key: str, spec: Any) -> Target:
     if isinstance(spec, re.Pattern):
         return Target(key, OutputRecorder(None, index), spec, spec)
     raise InvalidTypeError(
-        f"What is to be captured as {key!r} is no spec.",
+        f"The spec for {key!r} is not valid.",
         expected="a module class, the end of a module's path, a compiled regular expression, an OutputRecorder, or a "
-        "list of those",
+        "list of these",
         got=repr(spec),
     )
 
@@ -152,7 +152,7 @@ def _is_foreign_recorder(spec: Any) -> bool:
 def _own(spec: Any, key: str) -> OutputRecorder:
     if spec.target_class is None and not spec.class_name:
         raise InvalidRequestError(
-            f"What is to be captured as {key!r} names no module.", expected="target_class or class_name", got=repr(spec)
+            f"The OutputRecorder for {key!r} selects no module.", expected="target_class or class_name", got=repr(spec)
         )
     if isinstance(spec, OutputRecorder):
         return spec
@@ -195,7 +195,7 @@ def _described(target: Target) -> str:
 
 
 def _names(model: torch.nn.Module) -> list[str]:
-    """Paths, their last parts, and class names: all that a spec may be meant to be."""
+    """Paths, their last parts, and class names: everything that a spec may name."""
     names: list[str] = []
     for path, module in model.named_modules():
         names += [type(module).__name__, path.rsplit(".", 1)[-1], path]

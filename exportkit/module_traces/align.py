@@ -174,21 +174,21 @@ def _swapped(pairs: list[Pair]) -> list[Pair]:
     groups: dict[tuple[int | None, int | None, _Shapes], list[Pair]] = defaultdict(list)
     for one, two in pairs:
         groups[one.parent, two.parent, _shapes(one)].append((one, two))
-    return [pair for group in groups.values() for pair in _assigned(group)]
-
-
-def _assigned(group: list[Pair]) -> list[Pair]:
-    if len(group) == 1:
-        return group
-    left, right = [one for one, _ in group], [two for _, two in group]
-    costs = sorted(
-        (_unlike(one, two) + 1e-3 * (i != j), i, j) for i, one in enumerate(left) for j, two in enumerate(right)
-    )
-    chosen: dict[int, int] = {}
-    for _, i, j in costs:
-        if i not in chosen and j not in chosen.values():
-            chosen[i] = j
-    return [(left[i], right[j]) for i, j in chosen.items()]
+    found: list[Pair] = []
+    for group in groups.values():
+        if len(group) == 1:
+            found += group
+            continue
+        left, right = zip(*group, strict=True)
+        costs = sorted(
+            (_unlike(one, two) + 1e-3 * (i != j), i, j) for i, one in enumerate(left) for j, two in enumerate(right)
+        )
+        chosen: dict[int, int] = {}
+        for _, i, j in costs:
+            if i not in chosen and j not in chosen.values():
+                chosen[i] = j
+        found += [(left[i], right[j]) for i, j in chosen.items()]
+    return found
 
 
 def _unlike(one: ModuleCall, two: ModuleCall) -> float:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from exportkit.errors import DestinationError
+from exportkit.files import check_folder
 
 INDEX, TENSORS = "calls.jsonl", "tensors.safetensors"
 FORMAT, VERSION = "exportkit-trace", 1
@@ -177,20 +178,11 @@ def _write_all(file: Any, data: Any) -> None:
 
 def check_destination(target: Path) -> None:
     """Raises DestinationError unless a trace may be written there: over nothing, or over a trace."""
-    try:
-        found = sorted(item.name for item in target.iterdir()) if target.exists() else []
-        if not found:
-            return
-        if INDEX in found:
-            with (target / INDEX).open("rb") as file:
-                if FORMAT in file.readline(1000).decode(errors="replace"):
-                    return
-    except OSError as error:
-        raise DestinationError("A trace cannot be written here.", where=str(target), got=error) from error
-    raise DestinationError(
-        "A trace is not written over other files.",
-        where=str(target),
-        expected="a new or empty directory, or one that holds a trace",
-        got=", ".join(found[:5]),
-        hint="name another directory, or empty this one.",
-    )
+    check_folder(target, "a trace", _is_trace)
+
+
+def _is_trace(folder: Path) -> bool:
+    if not (folder / INDEX).exists():
+        return False
+    with (folder / INDEX).open("rb") as file:
+        return FORMAT in file.readline(1000).decode(errors="replace")

@@ -376,11 +376,7 @@ def _derived(index: _Index, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _DataFile:
-    """The data file of a trace; parts of it are read when they are used.
-
-    Raises:
-        DestinationError: if it is missing.
-    """
+    """The data file of a trace; parts of it are read when they are used."""
 
     def __init__(self, path: Path) -> None:
         try:

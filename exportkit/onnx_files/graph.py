@@ -17,7 +17,7 @@ from exportkit.probing.missing import fill_missing
 from exportkit.probing.simplify import as_simplified, value_at, with_split_lists
 from exportkit.programs.program import TracedProgram
 from exportkit.running.program import tensor_placeholders
-from exportkit.running.session import Session
+from exportkit.running.session import Session, SessionRunner
 from exportkit.trees import flatten, join, set_stored_length
 
 Tensors = Mapping[str, torch.Tensor]
@@ -73,9 +73,9 @@ class OnnxGraph:
             RuntimeFailure: if onnxruntime refuses the call.
         """
         contract, plan = self.contract, self.contract.plan
-        feeds = self.feeds(given)
-        results = self.session.run(feeds)
-        returned: dict[str, torch.Tensor | None] = {contract.outputs[name]: tensor for name, tensor in results.items()}
+        complete = self._complete(given)
+        runner = SessionRunner(self.session, contract.inputs, contract.outputs)
+        returned: dict[str, torch.Tensor | None] = {**runner.run(complete)}
         for path, source in contract.dependent.items():
             if source not in given and path in returned:
                 returned[path] = None
@@ -89,8 +89,7 @@ class OnnxGraph:
                     outputs[name] = value
         past, new = plan.with_role("past"), plan.with_role("sequence")
         if past is not None and new is not None:  # the counters of caches: cached tokens and new ones
-            shapes = {contract.inputs[name]: tuple(tensor.shape) for name, tensor in feeds.items()}
-            sizes = solve_sizes(plan, shapes)
+            sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in complete.items()})
             for value in outputs.values() if isinstance(outputs, Mapping) else [outputs]:
                 set_stored_length(value, sizes[past.name] + sizes[new.name])
         return outputs
@@ -132,16 +131,20 @@ class OnnxGraph:
 
     def feeds(self, given: Tensors) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for a call, by name of its input."""
-        complete = {**given, **fill_missing(self.contract.plan, given, self.contract.defaults.values)}
+        complete = self._complete(given)
         return {name: complete[path] for name, path in self.contract.inputs.items()}
 
     def program_feeds(self, given: Tensors) -> dict[str, torch.Tensor]:
         """Returns the tensors that the traced program gets for a call, by name of the node for its input."""
         if self.traced is None:
             return {}
-        complete = {**given, **fill_missing(self.contract.plan, given, self.contract.defaults.values)}
+        complete = self._complete(given)
         names = zip(tensor_placeholders(self.traced.program), self.traced.input_paths, strict=True)
         return {name: complete[path] for name, path in names}
+
+    def _complete(self, given: Tensors) -> Tensors:
+        """The tensors of a call with defaults for missing inputs, by path."""
+        return {**given, **fill_missing(self.contract.plan, given, self.contract.defaults.values)}
 
     def structured(self, tensors: Mapping[str, torch.Tensor | None]) -> Any:
         """Returns tensors by path as the nested value that the model returns; None stands for one that is absent."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from exportkit.calls.call import Call
 from exportkit.calls.parts import Edge
 from exportkit.errors import ArgumentError, ExportError
 from exportkit.onnx_files.contract import Contract
@@ -172,6 +173,15 @@ class OnnxRunner:
             got=f"\n{' ' * 7}".join(reasons),
             hint="observe a call like this one too, then export again.",
         )
+
+    def run_call(self, call: Call, /) -> dict[str, torch.Tensor]:
+        """Returns the output tensors by path for copies of the tensors of a call.
+
+        Raises:
+            ArgumentError: if the call does not fit the graph, or any of several graphs.
+            RuntimeFailure: if onnxruntime refuses it.
+        """
+        return flatten(self.run(*call.args_kwargs())).tensors()
 
     def feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for these arguments, by name of its input."""

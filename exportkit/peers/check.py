@@ -1,7 +1,7 @@
-"""``check_discrepancies``: recorded calls against any ONNX model, also one that exportkit did not make.
+"""``check_discrepancies``: compares recorded calls with any ONNX model, also with one that exportkit did not make.
 
-Rows have the columns of ``torch.onnx.InputObserver``. Inputs are matched by
-name where the graph's names are the leaves' names, else by order.
+Rows have the columns of ``torch.onnx.InputObserver``. Inputs are matched by name if the graph's names are the names of
+the leaves, otherwise by order.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ def _session(onnx_model: Any) -> Session:
     if hasattr(onnx_model, "SerializeToString"):
         return Session(onnx_model.SerializeToString())
     raise InvalidTypeError(
-        "Recorded calls can be checked against an ONNX model only.",
+        "Recorded calls can only be checked against an ONNX model.",
         expected="a path, an onnx.ModelProto, a torch.onnx.ONNXProgram or an OnnxModel",
         got=type(onnx_model).__name__,
     )
 
 
 def _paths_of_inputs(session: Session, observation: Observation) -> dict[str, str]:
-    """Leaf path by name of the graph's input: by exportkit's names, by torch's (``x_a_0``), else by order."""
+    """Leaf path by name of the graph's input: by exportkit's names, by torch's (``x_a_0``), otherwise by order."""
     paths = observation.tensor_paths()
     by_name = dict(zip(input_names(paths), paths, strict=True)) | {_torch_name(path): path for path in paths}
     names = session.inputs
@@ -117,7 +117,7 @@ def _torch_name(path: str) -> str:
 def _best_attempt(
     call: Call, session: Session, paths: Mapping[str, str], plan: Plan, tolerance: Tolerance
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Row, feeds and outputs of a call; what stands for a missing input is tried: empty or zeros, then ones."""
+    """Row, feeds and outputs of a call; defaults for missing inputs are tried: empty or zeros, then ones."""
     own = call.tensors()
     attempts = []
     for value in (0, 1):

@@ -26,8 +26,7 @@ from safetensors.torch import save_file
 from exportkit._torch_compat.memory import scientific_text
 from exportkit.errors import InvalidTypeError, TraceError
 from exportkit.module_traces.decomposition import SAFETENSORS_DTYPES, decompose, dtype_of
-from exportkit.module_traces.record import ALL, ENDS, ValueSelection, recording
-from exportkit.module_traces.trace import Trace
+from exportkit.module_traces.trace import ALL, ENDS, Trace, ValueSelection, recording
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord
 
 _PATH_STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]|\.?([^.\[]+)""")

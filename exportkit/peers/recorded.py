@@ -1,6 +1,6 @@
-"""What ``torch.onnx.InputObserver`` infers, with the same meaning: shapes that varied, and a recorded call, completed.
+"""What ``torch.onnx.InputObserver`` infers, with the same meaning: axes that varied, and a completed recorded call.
 
-Leaves are aligned by path, so calls may differ in what they give. These results describe what was recorded; arguments
+Leaves are aligned by path, so calls need not have the same inputs. These results describe what was recorded; arguments
 to export with come from the plan (`exportable_arguments`).
 """
 
@@ -25,7 +25,7 @@ from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
 from exportkit.trees import Growth, Tree, flatten, join
 
-_FEW_ELEMENTS = 2**16  # up to here, a tensor is copied: it may be a part of others, which would all be copied
+_FEW_ELEMENTS = 2**16  # smaller tensors are copied: many share one memory, which copy-on-write would copy as a whole
 
 BatchHints = set[int | str] | bool | None
 DimNames = bool | Mapping[str | int, Mapping[int, str]] | None
@@ -158,7 +158,7 @@ def _varying(observation: Observation) -> dict[str, list[int]]:
     last: Any = None
     for path, shapes in shapes_of(observation).items():
         key = shapes, growths.get(path)
-        if key != last:  # most leaves are like the one before, and nearly all like another one
+        if key != last:  # most leaves are like the one before, and nearly all are like some earlier one
             last = key
             if key not in alike:
                 alike[key] = _axes_of(observation, *key)
@@ -169,7 +169,7 @@ def _varying(observation: Observation) -> dict[str, list[int]]:
 
 def _axes_of(observation: Observation, shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:
     if len({len(shape) for shape in shapes if shape is not None}) > 1:
-        call_table(observation, stored_only=True)  # refuses other ranks, and says where they are
+        call_table(observation, stored_only=True)  # raises an error that says where the ranks differ
     return _varying_axes(shapes, growth)
 
 
@@ -252,7 +252,7 @@ def _without_caught_constants(trees: Mapping[str, Tree], observation: Observatio
 
 
 def _empty(tensor: torch.Tensor, axes: list[int], growth: Growth | None) -> torch.Tensor:
-    """What stands for a missing tensor: nothing along the axis that grows, else zeros."""
+    """The default for a missing tensor: empty along the axis that grows or varies, otherwise zeros."""
     axis = growth.axis if growth is not None else max(axes, default=None)
     if tensor.numel() == 0:
         return tensor

@@ -54,7 +54,7 @@ class Plan:
         """Returns the variable of that name.
 
         Raises:
-            PlanError: if there is none.
+            PlanError: if the plan has no such variable.
         """
         for variable in self.variables:
             if variable.name == name:
@@ -75,7 +75,7 @@ class Plan:
         return {leaf.path: tuple([size.evaluate(sizes) for size in leaf.sizes]) for leaf in self.leaves}
 
     def completed(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of all variables, where those that follow from grids are as the grids say."""
+        """Returns the sizes of all variables; variables that follow from grids are computed from them."""
         found = dict(sizes)
         for grid in self.grids:
             rows = self.by_path[grid.rows].sizes[0].variable

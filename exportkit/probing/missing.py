@@ -63,13 +63,14 @@ def fill_missing(
 
 
 def completed_call(plan: Plan, observation: Observation, call: Call, defaults: Mapping[str, float]) -> Call:
-    """Returns a recorded call with defaults for its missing inputs."""
+    """Returns a recorded call with defaults for its missing inputs, and with what the model returned without them."""
     given = call.tensors()
     past = plan.with_role("past")
     sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in given.items()})
     cached = None if past is None else sizes[past.name]
     merged = Call(observation.merged_arguments, call.signature, cached_tokens=cached)
-    return merged.with_tensors({**given, **fill_missing(plan, given, defaults)})
+    completed = merged.with_tensors({**given, **fill_missing(plan, given, defaults)})
+    return replace(completed, outputs=call.outputs)
 
 
 def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.Module, method: str) -> MissingDefaults:

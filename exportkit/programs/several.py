@@ -6,7 +6,8 @@ seems right is then proven as ONNX, by a function that the caller passes in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -24,10 +25,10 @@ from exportkit.programs.findings import findings_of
 from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.strategies import Attempt, Programs, Search, export_program
-from exportkit.running.compare import outputs_close
-from exportkit.running.eager import run_eager
+from exportkit.running.compare import Difference, Tensors, compare_outputs
+from exportkit.running.eager import EagerRunner
 from exportkit.running.program import ProgramRunner
-from exportkit.trees import flatten
+from exportkit.running.runner import Runner, compare_runs, recorded
 
 _MOST_PROGRAMS = 6  # with more clusters than these, they are not kinds of calls
 
@@ -58,8 +59,10 @@ def export_calls(
     clusters = clusters_of(observation, landmarks)
 
     def wrong_on_a_kind(traced: TracedProgram) -> str:
-        firsts = [cluster.calls[0] for cluster in clusters]
-        if len(clusters) < 2 or all(_serves_recorded(traced, index) for index in firsts):
+        firsts = [traced.observation.calls[cluster.calls[0]] for cluster in clusters]
+        plan, defaults = traced.plan, traced.defaults.values
+        completed = (completed_call(plan, traced.observation, call, defaults) for call in firsts)
+        if len(clusters) < 2 or _serves(traced, recorded, completed):
             return ""
         return next(iter(prove(traced, False)), "")
 
@@ -107,7 +110,7 @@ def _proven(
             except ExportkitError as error:
                 untraceable += [plan.leaves] if isinstance(error, ExportError) and error.__cause__ is not None else []
                 continue
-            if not _differs_for_one(traced, first) and not prove(traced, True):
+            if _serves_one(traced, first) and not prove(traced, True):
                 return traced
     except ExportkitError:  # there is no plan
         return None
@@ -150,34 +153,23 @@ def _at_least(plan: BoundPlan, name: str, minimum: int) -> BoundPlan:
     return plan.range(name, max(variable.minimum, min(minimum, smallest)), variable.maximum)
 
 
-def _differs_for_one(traced: TracedProgram, first: str | None) -> bool:
-    """Whether the program differs from the model for one token: the proof need not have such a call."""
-    plan = traced.plan
+def _serves_one(traced: TracedProgram, first: str | None) -> bool:
+    """Whether the program returns what the model returns for one token: the proof need not have such a call."""
+    plan, calls = traced.plan, []
     leaf = None if first is None else plan.by_path.get(first)
     for size in leaf.sizes[1:] if leaf is not None else ():
-        if size.variable is None or plan.variable(size.variable).minimum > 1:
-            continue
-        try:
-            call = build_call(plan, traced.observation, {**traced.sizes, size.variable: 1})
-            outputs = flatten(run_eager(traced.model, traced.method, call)).tensors()
-        except Exception:  # whatever the model raises for one token, which may have no room for an image
-            continue
-        if not _serves(traced, call, outputs):
-            return True
-    return False
+        if size.variable is not None and plan.variable(size.variable).minimum <= 1:
+            with contextlib.suppress(Exception):  # one token may have no room for an image
+                calls.append(build_call(plan, traced.observation, {**traced.sizes, size.variable: 1}))
+    return _serves(traced, EagerRunner(traced.model, traced.method), calls)
 
 
-def _serves(traced: TracedProgram, call: Call, expected: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the program, run in torch, returns what the model returned for a call with all inputs."""
-    try:
-        returned = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)(call)
-    except Exception:  # whatever an operator raises for sizes that the trace did not foresee
-        return False
-    joined = traced.joined_outputs
-    expected, got = as_simplified(expected, joined, ()), as_simplified(returned, joined, ())
-    return outputs_close(expected, got)
+def _serves(traced: TracedProgram, model: Runner, calls: Iterable[Call]) -> bool:
+    """Whether the program, run in torch, returns what the model returns for calls with all inputs."""
+    program = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)
 
+    def compare(_: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
+        joined = traced.joined_outputs
+        return compare_outputs(as_simplified(expected, joined, ()), as_simplified(got, joined, ()))
 
-def _serves_recorded(traced: TracedProgram, index: int) -> bool:
-    call = completed_call(traced.plan, traced.observation, traced.observation.calls[index], traced.defaults.values)
-    return _serves(traced, call, traced.observation.calls[index].outputs.tensors())
+    return all(outcome.agrees for outcome in compare_runs(model, program, calls, compare))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from exportkit.programs.stages import stage
 from exportkit.proof.calls import Tensors, assembled_calls, stepwise_outputs, unseen_calls
 from exportkit.proof.report import Divergence, Report, Row
 from exportkit.running.compare import Difference, compare_outputs, find_mask, visible_positions, visible_tail
+from exportkit.running.runner import Runner, compare_runs
 from exportkit.trees import flatten
 
 _ENOUGH_UNSEEN = 3
@@ -66,20 +66,21 @@ def prove(runner: OnnxRunner, unseen: bool = True, notes: Sequence[str] = (), lo
     if runner.split is None:
         (report,) = reports.values()
         rows = list(report.rows)
+
+        def assembled(values: Mapping[str, Any], _: Call, /) -> Tensors:
+            return flatten(runner.run((), values)).tensors()
+
         for label, call, values in assembled_calls(runner) if runner.graph.observation.has_values else ():
             row = Row("assembled", label, {}, "proven")
-            run = functools.partial(runner.run, (), values)
-            rows.append(_row(runner.graph, row, call, call.outputs.tensors(), run))
+            rows.append(_row(runner.graph, row, call, call.outputs.tensors(), functools.partial(assembled, values)))
         findings = (*report.findings, *notes)
         return replace(report, rows=tuple(rows), findings=findings, parts=parts, attempts=attempts)
     numbered = []
     for name, graph in runner.graphs.items():
         calls = graph.observation.calls if graph.observation.has_values else ()
         for number, call in zip(runner.split.calls[name], calls, strict=False):
-            args, kwargs = call.args_kwargs()
             row = Row("recorded", f"{number} ({name})", _sizes(graph, call), "proven")
-            run = functools.partial(runner.run, args, kwargs)
-            numbered.append((number, _row(graph, row, call, call.outputs.tensors(), run)))
+            numbered.append((number, _row(graph, row, call, call.outputs.tensors(), runner.run_call)))
     rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
     return Report(tuple(rows), 0, (runner.split.text, *notes), {**reports, **parts}, attempts)
 
@@ -145,10 +146,10 @@ def _row(
     row: Row,
     call: Call,
     expected: Tensors,
-    run: Callable[[], Any] | None = None,
+    got: Runner | None = None,
     locate: Locate | None = None,
 ) -> Row:
-    """The row of a call with its result; ``run`` returns what is compared, by default what the graph returns."""
+    """The row of a call with its result; ``got`` is the runner that is compared, by default that of the graph."""
     runner = OnnxRunner({"": graph})
 
     def locator(wrong: Sequence[str], where: str) -> Callable[[torch.nn.Module | None], Divergence] | None:
@@ -156,24 +157,23 @@ def _row(
             return None
         return functools.partial(locate, runner, call, expected, wrong, where)
 
-    started = time.perf_counter()
-    try:
-        got = flatten(runner.run(*call.args_kwargs()) if run is None else run()).tensors()
-    except ExportkitError as error:
-        where = " ".join(str(error).split())[:240]
+    compare = functools.partial(output_differences, graph)
+    (outcome,) = compare_runs(lambda _: expected, got or runner.run_call, [call], compare)
+    if isinstance(outcome.error, ExportkitError):
+        where = " ".join(str(outcome.error).split())[:240]
         return replace(row, status="refused", where=where, locator=locator((), where))
-    onnx_seconds = time.perf_counter() - started
-    found = list(output_differences(graph, call, expected, got))
-    wrong = [d for d in found if d.reason is not None]
+    if outcome.error is not None:
+        raise outcome.error
+    wrong = outcome.wrong
     where = f"{wrong[0].path or 'output'}: {wrong[0].reason}" if wrong else ""
     return replace(
         row,
         status="differs" if wrong else "proven",
-        absolute=max((d.absolute for d in found), default=0.0),
+        absolute=max((d.absolute for d in outcome.differences), default=0.0),
         where=where,
         eager_seconds=call.latency,
-        onnx_seconds=onnx_seconds,
-        outputs={d.path: d.absolute for d in found},
+        onnx_seconds=outcome.seconds,
+        outputs={d.path: d.absolute for d in outcome.differences},
         locator=locator([d.path for d in wrong], where) if wrong else None,
     )
 

@@ -166,7 +166,7 @@ def export_page(folder: Path) -> str:
             pictures=pictures,
             steps=_steps(programs, manifest, proof),
             sections=_sections(programs),
-            notes=_notes(programs, _reason(manifest)),
+            notes=_notes(programs, Split.from_json(manifest["split"]).text if "split" in manifest else None),
             attempts=manifest.get("attempts", []),
             timings=_timings(programs),
         )
@@ -211,11 +211,6 @@ def _sections(programs: Sequence[Program]) -> list[tuple[str, str]]:
         found += [(program.id + title, title.capitalize() + end) for title in parts]
     titles = {"strategies": "Strategies", "cost": "Time and memory", "findings": "Findings"}
     return [*found, *titles.items(), ("versions", "Versions and files")]
-
-
-def _reason(manifest: Mapping[str, Any]) -> str | None:
-    """Why there are several programs."""
-    return Split.from_json(manifest["split"]).text if "split" in manifest else None
 
 
 def _steps(programs: Sequence[Program], manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> list[Step]:

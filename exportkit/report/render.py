@@ -58,7 +58,7 @@ def _environment() -> Any:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters.update(seconds=seconds, size=size, difference=difference, percent=percent, count=count)
+    environment.filters.update(seconds=seconds, size=size, difference=difference, count=count)
     return environment
 
 
@@ -84,11 +84,6 @@ def difference(value: float | str | None) -> str:
     if value is None or math.isnan(float(value)):
         return "–"
     return "0" if value == 0 else f"{float(value):.1e}"
-
-
-def percent(value: float) -> str:
-    """Formats a proportion as a percentage with one decimal."""
-    return f"{100 * value:.1f} %"
 
 
 def count(number: int, one: str, several: str = "") -> str:

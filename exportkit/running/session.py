@@ -133,7 +133,7 @@ class Session:
 
 @dataclass(frozen=True)
 class SessionRunner:
-    """An ONNX model that takes calls of the model it was exported from.
+    """A session that takes calls of the model that the graph was exported from.
 
     Attributes:
         session: The session.
@@ -152,7 +152,18 @@ class SessionRunner:
             KeyError: if the call lacks an input.
             RuntimeFailure: if onnxruntime refuses the call.
         """
-        tensors = call.tensors()
+        return self.run(call.tensors())
+
+    def run(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the outputs by path.
+
+        Args:
+            tensors: The inputs by path; paths that the graph does not have are ignored.
+
+        Raises:
+            KeyError: if an input is missing.
+            RuntimeFailure: if onnxruntime refuses the call.
+        """
         results = self.session.run({name: tensors[path] for name, path in self.inputs.items()})
         return {self.outputs[name]: tensor for name, tensor in results.items()}
 

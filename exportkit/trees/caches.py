@@ -72,7 +72,9 @@ def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
     return _growth(GROWING[name], window - 1 if isinstance(window, int) else None)
 
 
-_growth = functools.lru_cache(maxsize=1024)(Growth)  # one object for equal ones: they are compared by the hundred
+@functools.lru_cache(maxsize=1024)  # one object for equal ones: they are compared by the hundred
+def _growth(axis: int, limit: int | None) -> Growth:
+    return Growth(axis, limit)
 
 
 def set_stored_length(cache: Any, length: int) -> None:

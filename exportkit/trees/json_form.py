@@ -192,7 +192,15 @@ class _Writer:
 
 def _dump_leaf(value: Any) -> Any:
     if isinstance(value, enum.Enum | type):
-        return _dump_named(value)
+        try:
+            if isinstance(value, type):
+                return {"type": class_name(value)}
+            name = class_name(type(value))
+        except TreeError:  # of a local class
+            return _dump_placeholder(value)
+        if type(value).__members__.get(value.name) is value:
+            return {"enum": name, "name": value.name}
+        return _dump_placeholder(value)
     if isinstance(value, numbers.Number) and hasattr(value, "item"):
         value = value.item()  # a number of numpy comes back as Python's
     if value is None or type(value) in (bool, int, str):
@@ -206,16 +214,6 @@ def _dump_leaf(value: Any) -> Any:
     if isinstance(value, torch.device):
         return {"device": str(value)}
     return _dump_placeholder(value)
-
-
-def _dump_named(value: Any) -> Any:
-    try:
-        if isinstance(value, type):
-            return {"type": class_name(value)}
-        data = {"enum": class_name(type(value)), "name": value.name}
-    except TreeError:  # of a local class
-        return _dump_placeholder(value)
-    return data if type(value).__members__.get(value.name) is value else _dump_placeholder(value)
 
 
 def _dump_placeholder(value: Any) -> Any:

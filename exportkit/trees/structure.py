@@ -21,7 +21,7 @@ from exportkit._torch_compat.pytree import Registered as Registration
 from exportkit.trees.caches import DERIVED, GROWING, Growth, growth_of
 
 # In this namespace optree opens only what it opens natively: plain containers. Dicts keep the order of their keys, as
-# in torch. Entered once and for good, as nobody else uses the namespace.
+# in torch. Entered and never left: the namespace is ours alone.
 _NAMESPACE = "exportkit"
 _insertion_order = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
 _insertion_order.__enter__()

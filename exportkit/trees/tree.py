@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -28,7 +27,7 @@ class Tree:
     Args:
         structure: How the leaves are put together: the root of a structure.
         listed: What is known about the leaves.
-        source: Gives the tensors when somebody asks for them.
+        source: Gives the tensors when they are needed.
 
     Attributes:
         paths: Path of each leaf inside the value; the path of a value that is itself a leaf is "".
@@ -38,6 +37,10 @@ class Tree:
     def __init__(self, structure: Any, listed: Leaves, source: Tensors) -> None:
         self.paths: tuple[str, ...] = tuple(listed.paths)
         self.structure, self._listed, self._source = structure, listed, source
+        # Made when asked for, and not by functools.cached_property: Dynamo does not trace its lock (Python 3.11).
+        self._leaves: tuple[Any, ...] | None = None
+        self._tensor_paths: tuple[str, ...] | None = None
+        self._growing: dict[str, Growth] | None = None
 
     def __repr__(self) -> str:
         return f"Tree(paths={self.paths!r})"
@@ -52,23 +55,28 @@ class Tree:
             found = found.items[0]
         return found.cls if type(found) in (Object, Registered) else object
 
-    @functools.cached_property
+    @property
     def leaves(self) -> tuple[Any, ...]:
         """The leaves: tensors, and constants (numbers, strings, None, ...)."""
-        tensors, constants = self._source.tensors(), self._listed.constants
-        pairs = zip(self.paths, self._listed.numbers, strict=True)
-        return tuple([constants[path] if number is None else tensors[number] for path, number in pairs])
+        if self._leaves is None:
+            tensors, constants = self._source.tensors(), self._listed.constants
+            pairs = zip(self.paths, self._listed.numbers, strict=True)
+            self._leaves = tuple([constants[path] if number is None else tensors[number] for path, number in pairs])
+        return self._leaves
 
-    @functools.cached_property
+    @property
     def growing(self) -> Mapping[str, Growth]:
         """By path, the axis that grows by one with each token, in dynamic caches, and its limit."""
-        return {path: growth for found in self._listed.growing for path, growth in found.items()}
+        if self._growing is None:
+            self._growing = {path: growth for found in self._listed.growing for path, growth in found.items()}
+        return self._growing
 
-    @functools.cached_property
+    @property
     def tensor_paths(self) -> tuple[str, ...]:
         """Paths of the leaves that are tensors."""
-        constants = self._listed.constants
-        return tuple([path for path in self.paths if path not in constants]) if constants else self.paths
+        if self._tensor_paths is None:
+            self._tensor_paths = tuple([path for path in self.paths if path not in self._listed.constants])
+        return self._tensor_paths
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the leaves that are tensors, by path."""

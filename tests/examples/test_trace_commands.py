@@ -60,7 +60,7 @@ def test_json_is_the_only_output(traces):
     ("arguments", "message"),
     [
         (["compare", "{0}/a", "{0}/missing"], "No trace can be read here."),
-        (["compare", "{0}/a", "{0}/a", "--names", "x"], "The option does not have the expected form."),
+        (["compare", "{0}/a", "{0}/a", "--names", "x"], "Malformed option --names."),
         (["trace", "{0}/right", "--out", "{0}/d", "--dtype", "int8"], "A model cannot run in this dtype."),
     ],
 )

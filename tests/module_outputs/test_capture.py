@@ -447,7 +447,7 @@ def test_what_matches_nothing_names_what_is_near_and_changes_nothing():
     with pytest.raises(InvalidRequestError) as error, capture(model, {"hidden_states": Layer, "mlp": "lineer"}):
         pass
     assert str(error.value) == (
-        "No module matches what is to be captured as 'mlp'.\n"
+        "No module matches the spec for 'mlp'.\n"
         "  where: Stack\n"
         "  got: name 'lineer'\n"
         "  hint: nearest: linear, Layer, layers."
@@ -476,7 +476,7 @@ def test_what_is_no_spec_is_refused():
             pass
     with pytest.raises(InvalidTypeError, match="Only modules"), capture(lambda x: x, {"x": Layer}):
         pass
-    with pytest.raises(InvalidRequestError, match="names no module"), capture(Stack(), {"x": OutputRecorder()}):
+    with pytest.raises(InvalidRequestError, match="selects no module"), capture(Stack(), {"x": OutputRecorder()}):
         pass
     with pytest.raises(InvalidRequestError, match="does not declare"), capture(nn.Linear(1, 1)):
         pass

@@ -66,7 +66,9 @@ class TestExportPage:
 
     def test_every_section_is_there(self, folder):
         page = check_page(export_page(folder))
-        assert {"calls", "plan", "axes", "guards", "verification", "cost", "findings", "versions"} <= {*page.ids}
+        assert {"calls", "plan", "axes", "guards", "verification", "strategies", "cost", "findings", "versions"} <= {
+            *page.ids
+        }
 
     def test_the_stages_and_the_verdict(self, folder):
         text = check_page(export_page(folder)).text
@@ -108,6 +110,10 @@ class TestExportPage:
         assert all(set(row["outputs"]) == {"result"} for row in rows)
         assert "Where the differences are" in text
         assert text.count(" in result ") + text.count(": equal in result") >= len(rows)
+
+    def test_what_was_tried(self, folder):
+        text = check_page(export_page(folder)).text
+        assert "strategy outcome reason plain trace succeeded" in text
 
     def test_time_memory_and_versions(self, folder):
         text = check_page(export_page(folder)).text

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from exportkit.errors import DestinationError
-from exportkit.report.render import count, difference, percent, render, seconds, size, write_page
+from exportkit.report.render import count, difference, render, seconds, size, write_page
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,6 @@ from exportkit.report.render import count, difference, percent, render, seconds,
         (difference(6e-8), "6.0e-08"),
         (difference("inf"), "inf"),
         (difference(None), "–"),
-        (percent(0.4567), "45.7 %"),
         (count(1, "call"), "1 call"),
         (count(0, "call"), "0 calls"),
         (count(2, "entry", "entries"), "2 entries"),

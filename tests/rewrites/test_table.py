@@ -1,10 +1,13 @@
 """Rewrites for the export: they compute the same, are chosen by what they rewrite, and are undone."""
 
+import contextlib
+
 import pytest
 import torch
 
 import exportkit
-from exportkit.rewrites.table import applied, matching_rewrites
+from exportkit.rewrites import table
+from exportkit.rewrites.table import REWRITES, Rewrite, applied, matching_rewrites
 from tests.arguments.generative import (
     TEXT,
     falcon_h1,
@@ -42,6 +45,34 @@ def window_layers():
     from transformers import cache_utils
 
     return cache_utils.DynamicSlidingWindowLayer
+
+
+def test_every_rewrite_has_a_name_of_its_own_and_a_structure_that_it_is_keyed_by():
+    assert len({rewrite.name for rewrite in REWRITES}) == len(REWRITES)
+    assert all(rewrite.functions or rewrite.parts or rewrite.matches for rewrite in REWRITES)
+
+
+def test_a_rewrite_is_chosen_by_functions_attributes_and_arguments(monkeypatch):
+    class Layer(torch.nn.Linear):
+        kernel_size = 3
+
+    def rewrite(**keys):
+        return Rewrite(str(keys), lambda _: contextlib.nullcontext(), **keys)
+
+    chosen = [
+        rewrite(parts=("kernel_size", "weight")),
+        rewrite(functions=("missing", "mistral")),
+        rewrite(argument="sizes"),
+        rewrite(argument="image_sizes", matches=lambda model, named: named["image_sizes"] == 3),
+    ]
+    others = [
+        rewrite(parts=("kernel_size", "missing")),
+        rewrite(functions=("missing", "TEXT")),
+        rewrite(argument="masks"),
+        rewrite(argument="sizes", matches=lambda model, named: False),
+    ]
+    monkeypatch.setattr(table, "REWRITES", (*chosen, *others))
+    assert matching_rewrites(torch.nn.Sequential(Layer(2, 2)), {"kwargs": {"image_sizes": 3}}) == chosen
 
 
 def test_a_plain_decoder_needs_no_rewrite():

@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
 from exportkit import make_dynamic_cache, register_flattening_functions
+from exportkit.trees import flatten
 from tests.models import random_cache
 from tests.trees.caches import assert_same, filled
 
@@ -157,7 +158,7 @@ def test_contexts_of_several_threads_do_not_disturb_each_other():
     assert not _is_registered()
 
 
-def test_registration_of_somebody_else_is_used_and_left_alone():
+def test_registration_by_other_code_is_used_and_left_alone():
     def flatten(cache):
         return [layer.keys for layer in cache.layers], None
 
@@ -189,7 +190,7 @@ def test_registration_that_replaced_ours_meanwhile_is_left_alone():
         optree.unregister_pytree_node(DynamicCache, namespace="torch")
 
 
-def test_registration_that_somebody_took_back_is_no_error():
+def test_registration_that_was_removed_is_not_an_error():
     with register_flattening_functions():
         _pytree._deregister_pytree_node(DynamicCache)
         optree.unregister_pytree_node(DynamicCache, namespace="torch")
@@ -321,18 +322,22 @@ def test_program_with_a_cache_can_be_saved_and_loaded():
     assert_same(reference, extended)
 
 
-def test_strict_trace_takes_a_cache():
-    class Lengthened(torch.nn.Module):
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_strict_trace_takes_a_cache_and_flattens_it():
+    class Doubled(torch.nn.Module):
         def forward(self, x, cache):
-            return cache.update(x, x * 2, 0)[0]
+            tensors = flatten({"x": x, "cache": cache}).map(lambda leaf: leaf * 2).tensors()
+            return [tensors["x"], tensors["cache.layers[0].keys"]]
 
-    shapes = ({0: D, 2: D}, [{0: D, 2: D}] * 2)
+    shapes = ({0: D}, [{0: D, 2: D}] * 2)
     with register_flattening_functions():
-        example = (torch.randn(3, 4, 2, 32), random_cache(5, batch=3, layers=1))
-        program = torch.export.export(Lengthened(), example, dynamic_shapes=shapes, strict=True)
-        lengthened = program.module()(torch.randn(2, 4, 1, 32), random_cache(7, batch=2, layers=1))
+        example = (torch.randn(3, 4), random_cache(5, batch=3, layers=1))
+        program = torch.export.export(Doubled(), example, dynamic_shapes=shapes, strict=True).module()
+        x, cache = torch.randn(2, 4), random_cache(7, batch=2, layers=1)
+        doubled = program(x, cache)
 
-    assert lengthened.shape == (2, 4, 8, 32)
+    assert torch.equal(doubled[0], x * 2)
+    assert torch.equal(doubled[1], cache.layers[0].keys * 2)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
