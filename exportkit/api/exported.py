@@ -9,7 +9,6 @@ from typing import Literal
 
 from exportkit.api.onnx_model import OnnxModel
 from exportkit.files import check_file
-from exportkit.folder.folder import save_folder
 from exportkit.onnx_files.runner import write_graphs
 from exportkit.programs.exported import ExportedModel
 
@@ -94,6 +93,8 @@ class Exported(ExportedModel):
             ExportError: if an operator cannot be translated.
             InvalidRequestError: if the runtime cannot run the model.
         """
+        from exportkit.folder.folder import save_folder
+
         return OnnxModel.of(save_folder(self, directory, runtime=runtime, opset=opset, values=values, verify=verify))
 
     def report(self, path: str | os.PathLike[str]) -> Path:
@@ -112,6 +113,7 @@ class Exported(ExportedModel):
             DestinationError: if it cannot be written.
             ExportError: if an operator cannot be translated.
         """
+        from exportkit.folder.folder import save_folder
         from exportkit.report.export import export_page  # jinja2 is slow to import
         from exportkit.report.render import write_page
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
-from exportkit.divergence.locate_call import locate_call
-from exportkit.folder.folder import load_folder
-from exportkit.folder.manifest import check_files
+from exportkit.calls.call import Call
 from exportkit.onnx_files.runner import OnnxRunner
+from exportkit.proof.calls import Tensors
 from exportkit.proof.prove import prove
 from exportkit.proof.report import Divergence, Report
 
@@ -44,7 +44,12 @@ class OnnxModel(OnnxRunner):
         Raises:
             DestinationError: if a file of the folder that this was loaded from is not the one that was saved.
         """
-        return prove(self, unseen, check_files(self.digests), locate_call)
+        notes: tuple[str, ...] = ()
+        if self.digests:
+            from exportkit.folder.manifest import check_files
+
+            notes = check_files(self.digests)
+        return prove(self, unseen, notes, _located)
 
     def locate(self, model: torch.nn.Module | None = None) -> Divergence | None:
         """Returns the module, line and node where the first call that is not proven begins to differ, or None.
@@ -57,6 +62,19 @@ class OnnxModel(OnnxRunner):
             RuntimeFailure: if onnxruntime refuses the graph.
         """
         return self.verify().locate(model)
+
+
+def _located(
+    runner: OnnxRunner,
+    call: Call,
+    expected: Tensors,
+    wrong: Sequence[str],
+    where: str,
+    model: torch.nn.Module | None = None,
+) -> Divergence:
+    from exportkit.divergence.locate_call import locate_call  # much code, and only for what is not proven
+
+    return locate_call(runner, call, expected, wrong, where, model)
 
 
 def load(directory: str | os.PathLike[str]) -> OnnxModel:
@@ -83,4 +101,6 @@ def load(directory: str | os.PathLike[str]) -> OnnxModel:
         >>> torch.allclose(loaded(torch.ones(3, 4)), expected, atol=1e-5), loaded.verify().ok
         (True, True)
     """
+    from exportkit.folder.folder import load_folder
+
     return OnnxModel.of(load_folder(directory))

@@ -11,14 +11,12 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from exportkit.errors import UnknownInputError
 from exportkit.trees import Tree, flatten, join, joined, set_stored_length
-
-Value = TypeVar("Value")
 
 NOTHING = flatten(None)  # the outputs of a call that was not made
 
@@ -45,13 +43,21 @@ class Signature:
     def of(cls, method: Callable[..., Any]) -> Signature:
         """Returns the signature of a bound method or function."""
         parameters = inspect.signature(method).parameters
-        by_kind = {parameter.kind: name for name, parameter in parameters.items()}
+        variadic: dict[Any, str] = {}
+        defaults: dict[str, Any] = {}
+        positional_only = set()
+        for name, parameter in parameters.items():
+            if parameter.default is not parameter.empty:
+                defaults[name] = parameter.default
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                positional_only.add(name)
+            variadic[parameter.kind] = name
         return cls(
             names=tuple(parameters),
-            var_positional=by_kind.get(inspect.Parameter.VAR_POSITIONAL),
-            var_keyword=by_kind.get(inspect.Parameter.VAR_KEYWORD),
-            defaults={n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty},
-            positional_only=frozenset(n for n, p in parameters.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY),
+            var_positional=variadic.get(inspect.Parameter.VAR_POSITIONAL),
+            var_keyword=variadic.get(inspect.Parameter.VAR_KEYWORD),
+            defaults=defaults,
+            positional_only=frozenset(positional_only),
         )
 
     def plain(self) -> tuple[str, ...]:
@@ -161,16 +167,16 @@ class Call:
 
     @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return self._by_path(lambda tree: tree.tensors().values())
+        found: dict[str, torch.Tensor] = {}
+        for name, tree in self.arguments.items():
+            found |= zip(joined(name, tree.tensor_paths), tree.tensors().values(), strict=True)
+        return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the input tensors by full path."""
-        return self._by_path(Tree.shapes)
-
-    def _by_path(self, values_of: Callable[[Tree], Iterable[Value]]) -> dict[str, Value]:
-        found: dict[str, Value] = {}
+        found: dict[str, tuple[int, ...]] = {}
         for name, tree in self.arguments.items():
-            found |= zip(joined(name, tree.tensor_paths), values_of(tree), strict=True)
+            found |= zip(joined(name, tree.tensor_paths), tree.shapes(), strict=True)
         return found
 
     def constants(self) -> dict[str, Any]:
@@ -199,10 +205,14 @@ class Call:
         Args:
             tensors: The tensors that change, by full path; None takes one out.
         """
-        arguments = {
-            name: tree.with_leaves({p: tensors[full] for p in tree.tensors() if (full := join(name, p)) in tensors})
-            for name, tree in self.arguments.items()
-        }
+        arguments = {}
+        for name, tree in self.arguments.items():
+            changed = {}
+            for path in tree.tensor_paths:
+                full = join(name, path)
+                if full in tensors:
+                    changed[path] = tensors[full]
+            arguments[name] = tree.with_leaves(changed) if changed else tree
         return self.with_arguments(arguments)
 
     def with_arguments(self, arguments: Mapping[str, Tree]) -> Call:

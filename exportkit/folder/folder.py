@@ -30,8 +30,7 @@ from exportkit.errors import DestinationError, ExportkitError
 from exportkit.files import check_file, check_folder
 from exportkit.folder.clients import Runtime, for_runtime, write_client_files
 from exportkit.folder.manifest import damaged, dump_graph, inside, load_graph
-from exportkit.onnx_files.contract import Contract
-from exportkit.onnx_files.graph import OnnxGraph
+from exportkit.onnx_files.graph import Contract, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
 from exportkit.onnx_files.translate import input_names
 from exportkit.programs.exported import ExportedModel

@@ -17,12 +17,11 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import DestinationError
-from exportkit.onnx_files.contract import Contract
-from exportkit.onnx_files.graph import OnnxGraph
+from exportkit.onnx_files.graph import Contract, OnnxGraph
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import MissingDefaults, dependent_outputs
-from exportkit.programs.domain import Domain, SizeCondition
+from exportkit.programs.domain import Domain
 from exportkit.trees import flatten
 from exportkit.trees.json_form import dump_tree, load_value
 
@@ -63,7 +62,6 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
             for n, path in contract.outputs.items()
         ],
         "structure": {"layout": dump_tree(contract.structure), "paths": list(returned)},
-        "constants": domain["constants"],
         "fills": dict(contract.defaults.values),
         "unproven": list(contract.defaults.unproven),
         "rules": list(contract.rules),
@@ -74,7 +72,6 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
         "stateful": contract.stateful,
         "sizes": dict(contract.sizes),
         "seconds": dict(contract.seconds),
-        "guards": domain["guards"],
         "domain": domain,
     }
 
@@ -94,10 +91,6 @@ def load_graph(folder: Path, data: Mapping[str, Any]) -> OnnxGraph:
         plan = plan.with_findings([Finding("no values", "", text)])
     returned = {item["path"]: torch.empty(0, dtype=getattr(torch, item["dtype"])) for item in data["outputs"]}
     structure = data["structure"]
-    if "domain" in data:
-        domain = Domain.from_json(data["domain"])
-    else:  # written before manifests had a domain
-        domain = Domain.of_plan(plan, guards=tuple(SizeCondition(**guard) for guard in data.get("guards", ())))
     joined = tuple(data["joined_outputs"])
     contract = Contract(
         path=inside(folder, data["file"]),
@@ -109,7 +102,7 @@ def load_graph(folder: Path, data: Mapping[str, Any]) -> OnnxGraph:
         method=data["method"],
         signature=observation.signature,
         plan=plan,
-        domain=domain,
+        domain=Domain.from_json(data["domain"]),
         defaults=MissingDefaults(data["fills"], tuple(data["unproven"])),
         structure=flatten(load_value(structure["layout"], [returned[path] for path in structure["paths"]])),
         joined_outputs=joined,
@@ -117,8 +110,8 @@ def load_graph(folder: Path, data: Mapping[str, Any]) -> OnnxGraph:
         dependent=dependent_outputs(observation, joined),
         stateful=data["stateful"],
         rules=tuple(data["rules"]),
-        sizes=data.get("sizes", {}),
-        seconds=data.get("seconds", {}),
+        sizes=data["sizes"],
+        seconds=data["seconds"],
     )
     return OnnxGraph(contract, observation, unseen=_load_unseen(data["unseen"], place / _UNSEEN, contract))
 

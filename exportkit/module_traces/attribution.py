@@ -17,8 +17,8 @@ from exportkit.module_traces.error_steps import ComparedCall, ErrorStep, Step, T
 
 # The thresholds are measured on the four small models of tests/module_traces/faults.py: 93 pairs of runs without a
 # fault (other dtypes, attention kernels, padding), and 50 faults. With each threshold, one at a time, anywhere in the
-# range given below, every fault is attributed to its module, and no sound pair has one. The values are near
-# the middle of the ranges, as deeper models add up more rounding and amplify it more.
+# range given below, every fault is attributed to its module, and nothing differs in the pairs without one. The values
+# are near the middle of the ranges, as deeper models add up more rounding and amplify it more.
 
 # How many times the error of its sources the error of a step may be (1.5 to 64). Without a fault, 90 % of the steps
 # amplify it 1.2 times at most, 99.9 % 3.1 times.

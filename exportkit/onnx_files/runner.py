@@ -12,8 +12,7 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.calls.parts import Edge
 from exportkit.errors import ArgumentError, ExportError
-from exportkit.onnx_files.contract import Contract
-from exportkit.onnx_files.graph import OnnxGraph
+from exportkit.onnx_files.graph import Contract, OnnxGraph
 from exportkit.onnx_files.translate import translate
 from exportkit.plan.sizes import solve_sizes
 from exportkit.programs.domain import Domain

@@ -21,8 +21,8 @@ from exportkit._torch_compat.graph import with_graph_module
 from exportkit._torch_compat.onnx import exact_no_ops, quiet_onnx_export
 from exportkit._torch_compat.symbolic_shapes import stored_sizes
 from exportkit.errors import ExportError
-from exportkit.onnx_files.contract import Contract
 from exportkit.onnx_files.decompositions import translatable
+from exportkit.onnx_files.graph import Contract
 from exportkit.overrides import replaced_attributes
 from exportkit.programs.program import TracedProgram, without_gradients
 from exportkit.rewrites.library import library_translations, operators_at_any_length

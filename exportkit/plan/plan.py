@@ -114,12 +114,14 @@ class Plan:
 
     def with_names(self, names: Mapping[str, str]) -> Self:
         """Returns the plan with variables renamed, each from a key to its value, also in expressions."""
-        leaves = tuple([replace(leaf, sizes=tuple([s.renamed(names) for s in leaf.sizes])) for leaf in self.leaves])
-        variables = [
-            replace(v, name=names.get(v.name, v.name), follows=names.get(v.follows or "", v.follows))
-            for v in self.variables
-        ]
-        return replace(self, leaves=leaves, variables=tuple(variables))
+        changed = {}
+        for leaf in self.leaves:
+            for axis, size in enumerate(leaf.sizes):
+                changed[leaf.path, axis] = size.renamed(names)
+        variables = []
+        for v in self.variables:
+            variables.append(replace(v, name=names.get(v.name, v.name), follows=names.get(v.follows or "", v.follows)))
+        return replace(self, variables=tuple(variables)).with_sizes(changed)
 
     def with_findings(self, findings: Collection[Finding]) -> Self:
         """Returns the plan with findings added."""

@@ -78,7 +78,7 @@ def _export_sizes(variable: Variable, most: int | None, taken: frozenset[int], c
     """Yields sizes for a variable that equal no static size: those recorded, then those near the largest one."""
     if chunk is not None and variable.role == "sequence":
         yield from (size for size in itertools.count(chunk + 2) if size % chunk and size not in taken)
-    seen, step = _seen(variable), _step(variable)
+    seen, step = _seen_and_step(variable)
     least, top = max(variable.minimum, 2), math.inf if most is None else most
     for size in reversed(seen):
         if 1 < size <= top and size not in taken:
@@ -217,6 +217,8 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
 
 def _fit_rows(plan: Plan, sizes: dict[str, int]) -> None:
     """Limits the rows that placeholders stand for to what the tokens have room for: none beside a single token."""
+    if not plan.placeholders:
+        return
     images = {grid.rows: grid.path for grid in plan.grids}
     rows: set[str] = set()
     for placeholder in plan.placeholders:
@@ -251,20 +253,19 @@ def _without_cache() -> list[tuple[str, dict[str, int | str]]]:
     ]
 
 
-def _seen(variable: Variable) -> list[int]:
-    return sorted(known(variable.seen) - {0})
+def _seen_and_step(variable: Variable) -> tuple[list[int], int]:
+    """The sizes seen, without 0, and the step between new sizes.
 
-
-def _step(variable: Variable) -> int:
-    """Image sizes and the like are multiples of a patch: new sizes keep a large common factor of those seen."""
-    seen = _seen(variable)
+    Image sizes and the like are multiples of a patch: new sizes keep a large common factor of those seen.
+    """
+    seen = sorted(known(variable.seen) - {0})
     factor = math.gcd(*seen) if len(seen) > 1 and variable.role == "other" else 1
-    return factor if factor >= _SMALLEST_PATCH else 1
+    return seen, factor if factor >= _SMALLEST_PATCH else 1
 
 
 def _fresh_sizes(variable: Variable, exported: int) -> dict[str, int]:
-    step = _step(variable)
-    used = {*_seen(variable), exported}
+    seen, step = _seen_and_step(variable)
+    used = {*seen, exported}
     top = max(used)
     longer = top + step if step > 1 else top + 2
     longest = longer + step if step > 1 else longer + 3

@@ -66,8 +66,7 @@ def completed_call(plan: Plan, observation: Observation, call: Call, defaults: M
     """Returns a recorded call with defaults for its missing inputs, and with what the model returned without them."""
     given = call.tensors()
     past = plan.with_role("past")
-    sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in given.items()})
-    cached = None if past is None else sizes[past.name]
+    cached = None if past is None else solve_sizes(plan, call.shapes())[past.name]
     merged = Call(observation.merged_arguments, call.signature, cached_tokens=cached)
     completed = merged.with_tensors({**given, **fill_missing(plan, given, defaults)})
     return replace(completed, outputs=call.outputs)
@@ -134,8 +133,7 @@ def _cut_calls(plan: Plan, calls: Sequence[Call], model: torch.nn.Module, method
     new = plan.with_role("sequence")
     found = []
     for call in calls:
-        tensors = call.tensors()
-        sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
+        tensors, sizes = call.tensors(), solve_sizes(plan, call.shapes())
         if new is None or sizes[new.name] <= _FEW_TOKENS:
             continue
         for path, shape in plan.shapes({**sizes, new.name: _FEW_TOKENS}).items():
@@ -190,13 +188,18 @@ def dependent_outputs(observation: Observation, joined: Iterable[str] = ()) -> d
         observation: The calls.
         joined: Paths of lists among the outputs that are one tensor.
     """
-    given = [call.tensors() for call in observation.calls]
-    returned = [as_simplified(call.outputs.tensors(), joined, ()) for call in observation.calls]
-    inputs = {path: [path in tensors for tensors in given] for path in observation.tensor_paths()}
-    found: dict[str, str] = {}
-    for path in dict.fromkeys(path for tensors in returned for path in tensors):
-        pattern = [path in tensors for tensors in returned]
-        if not all(pattern):
-            source = next((name for name, other in inputs.items() if other == pattern), None)
-            found |= {} if source is None else {path: source}
+    inputs: dict[str, set[int]] = {}  # numbers of the calls that have it
+    outputs: dict[str, set[int]] = {}
+    for number, call in enumerate(observation.calls):
+        for path in call.shapes():
+            inputs.setdefault(path, set()).add(number)
+        for path in as_simplified(call.outputs.tensors(), joined, ()):
+            outputs.setdefault(path, set()).add(number)
+    found = {}
+    for path, having in outputs.items():
+        if len(having) < len(observation.calls):
+            for source in observation.tensor_paths():
+                if inputs[source] == having:
+                    found[path] = source
+                    break
     return found

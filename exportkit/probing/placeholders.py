@@ -41,7 +41,11 @@ class ValueRelations:
 
     def added_to(self, plan: Plan) -> Plan:
         """Returns the plan with the relations in it."""
-        return replace(with_rows(with_grids(plan, self.grids), self.placeholders), markers=self.markers)
+        if self.grids:
+            plan = with_grids(plan, self.grids)
+        if self.placeholders:
+            plan = with_rows(plan, self.placeholders)
+        return replace(plan, markers=self.markers)
 
 
 def find_value_relations(probe: ModelProbe) -> ValueRelations:

@@ -85,8 +85,10 @@ def plan_calls(observation: Observation, model: torch.nn.Module | None = None, m
             )
             plan = plan.with_findings([Finding("restored input", _MASK, text)])
         plan = replace(plan, joined=simple.joined, unused=simple.unused, passed_through=simple.passed_through)
-    leaves = tuple([replace(leaf, restored=leaf.argument in observation.restored) for leaf in plan.leaves])
-    plan = replace(plan, leaves=leaves, structure=structure_of(observation))
+    if observation.restored:
+        leaves = [replace(leaf, restored=leaf.argument in observation.restored) for leaf in plan.leaves]
+        plan = replace(plan, leaves=tuple(leaves))
+    plan = replace(plan, structure=structure_of(observation))
     return BoundPlan.of(plan.with_findings(findings_of_inputs(plan, observation)), observation)
 
 
@@ -122,10 +124,10 @@ def restore_mask(plan: Plan, probe: ModelProbe) -> Observation | None:
         return None
     # A 0 in the mask has to change a result: otherwise it is a mask over something else, or is ignored. In a call past
     # the window of a model, what the mask hides may have left the window before.
-    hiding = [
-        replace(call, arguments={**call.arguments, _MASK: call.arguments[_MASK].map(lambda leaf: padded(leaf.clone()))})
-        for call in whole
-    ]
+    hiding = []
+    for call in whole:
+        mask = flatten(padded(call.tensors()[_MASK].clone()))
+        hiding.append(replace(call, arguments={**call.arguments, _MASK: mask}))
     if not any(outcome.wrong for outcome in compare_runs(recorded, probe.run, hiding)):
         return None
     return replace(masked, restored=observation.restored | {_MASK})
@@ -137,12 +139,11 @@ def _with_masks(plan: Plan, observation: Observation) -> Observation | None:
         return None
     calls = []
     for call in observation.calls:
-        tensors = call.tensors()
-        sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
+        sizes = solve_sizes(plan, call.shapes())
         length = sizes[new.name]
         if past is not None:
             length += max([sizes[past.name], *map(stored_length, call.values().values()), 0])
-        device = next(iter(tensors.values())).device
+        device = next(iter(call.tensors().values())).device
         mask = torch.ones(sizes[batch.name], length, dtype=torch.int64, device=device)
         arguments = {**call.arguments, _MASK: flatten(mask)}
         ordered = {name: arguments[name] for name in observation.signature.names if name in arguments}

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
-
 from exportkit._torch_compat.symbolic_shapes import ShapeGuard, input_axes, shape_guards
 from exportkit.arguments.build import build_call
 from exportkit.errors import ExportError
@@ -70,17 +68,19 @@ class _Program:
         nodes = zip(tensor_placeholders(program), self.traced.input_paths, strict=True)
         self.axes = {(path, axis): size for node, path in nodes for axis, size in enumerate(sizes[node])}
         self.guards = shape_guards(program)
-        plain = [(size, axis) for axis, size in self.axes.items() if isinstance(size, sympy.Symbol)]
+        plain = [(size, axis) for axis, size in self.axes.items() if getattr(size, "is_Symbol", False)]
         self.homes: dict[Any, Axis] = dict(reversed(plain))
 
     def limit(self, size: Any) -> int | None:
         """The largest value of a traced size, or None."""
         allowed = self.traced.program.range_constraints.get(size)
-        upper = None if allowed is None else allowed.upper
-        return int(upper) if isinstance(upper, sympy.Integer) and upper < _UNLIMITED else None
+        upper: Any = None if allowed is None else allowed.upper
+        return int(upper) if getattr(upper, "is_Integer", False) and upper < _UNLIMITED else None
 
-    def symbols(self, promise: _Promise) -> dict[Any, sympy.Integer]:
-        """The value of each symbol."""
+    def symbols(self, promise: _Promise) -> dict[Any, Any]:
+        """The value of each symbol, as an integer of sympy."""
+        import sympy  # 0.4 s; loaded by then, as it is what torch traces with
+
         return {symbol: sympy.Integer(promise.shapes[path][axis]) for symbol, (path, axis) in self.homes.items()}
 
     def refusals(self, promise: _Promise) -> Iterator[_Narrow]:
@@ -94,12 +94,12 @@ class _Program:
                 continue
             value = _evaluated(size, values)
             limit = self.limit(size)
-            if isinstance(value, sympy.Integer) and value != wanted:
+            if getattr(value, "is_Integer", False) and value != wanted:
                 yield _Narrow(axis, f"only {self.named(size)}{self._at(size)}", self._place(size), related=True)
             elif limit is not None and wanted > limit and not self._is_lower_limit(size, wanted - limit, values):
                 yield _Narrow(axis, f"at most {limit}", self._place(size))
 
-    def _is_lower_limit(self, size: Any, excess: int, values: Mapping[Any, sympy.Integer]) -> bool:
+    def _is_lower_limit(self, size: Any, excess: int, values: Mapping[Any, Any]) -> bool:
         """Whether a limit only says that the rest of another size is 2 or more, as torch assumes of all sizes.
 
         Then only torch's own code asked for it, and sizes beyond it leave 1 or 0.
@@ -107,7 +107,7 @@ class _Program:
         broken = [
             guard.file
             for guard in self.guards
-            if guard.left.free_symbols & size.free_symbols and _evaluated(guard.left, values) == sympy.false
+            if guard.left.free_symbols & size.free_symbols and _is_broken(guard, values)
         ]
         return bool(broken) and excess <= _SMALLEST and not any(map(is_model_code, broken))
 
@@ -115,13 +115,13 @@ class _Program:
         """Yields decisions by size in the model's own code that come out differently for a promise."""
         values = self.symbols(promise)
         for guard in self.guards:
-            if is_model_code(guard.file) and _evaluated(guard.left, values) == sympy.false:
+            if is_model_code(guard.file) and _is_broken(guard, values):
                 yield guard
 
     def named(self, expression: Any) -> str:
         """The expression in the names of the plan."""
         text = str(expression)
-        if isinstance(expression, sympy.core.relational.Relational):
+        if getattr(expression, "is_Relational", False):
             text = f"{expression.lhs} {expression.rel_op} {expression.rhs}"
         names = {str(symbol): str(self._size(axis)) for symbol, axis in self.homes.items()}
         alone = _SYMBOL.fullmatch(text) is not None
@@ -142,12 +142,17 @@ class _Program:
         return Place(own[0].file, own[0].line) if own else None
 
 
-def _evaluated(expression: Any, values: Mapping[Any, sympy.Integer]) -> Any:
+def _evaluated(expression: Any, values: Mapping[Any, Any]) -> Any:
     """The expression for these sizes; None where it has no value, as it divides by one of them that is 0."""
     try:
         return expression.xreplace(values)
     except ArithmeticError:
         return None
+
+
+def _is_broken(guard: ShapeGuard, values: Mapping[Any, Any]) -> bool:
+    """Whether these sizes contradict a guard; a relation that stays open, for lack of a size, does not."""
+    return bool(_evaluated(guard.left, values) == False)  # noqa: E712  # sympy's false equals False
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ def domain_of(traced: TracedProgram) -> Domain:
     program = _Program(traced)
     found: dict[str, SizeCondition] = {}
     for guard in sorted(program.guards, key=lambda guard: not is_model_code(guard.file)):
-        if guard.left != sympy.true:
+        if guard.left != True:  # noqa: E712  # sympy's true equals True, and a relation has no truth value
             text, file = program.named(guard.left), guard.file.rpartition("site-packages/")[2]
             place = f"{file}:{guard.line}" if file else ""
             found.setdefault(text, SizeCondition(text, place, is_model_code(guard.file)))

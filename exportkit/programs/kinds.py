@@ -142,11 +142,17 @@ class Split:
         return cls(data["reason"], Landmarks(data["first"], data["growing"]), kinds, calls)
 
 
-def clusters_of(observation: Observation, landmarks: Landmarks) -> list[Cluster]:
-    """Returns the clusters of recorded calls, in the order of their first calls."""
+def kinds_of(observation: Observation, landmarks: Landmarks) -> dict[Kind, list[Call]]:
+    """Returns the recorded calls by their kind, in the order of their first calls."""
     kinds: dict[Kind, list[Call]] = {}
     for call in observation.calls:
         kinds.setdefault(landmarks.kind(call.shapes(), constants_of(call.arguments)), []).append(call)
+    return kinds
+
+
+def clusters_of(observation: Observation, landmarks: Landmarks) -> list[Cluster]:
+    """Returns the clusters of recorded calls, in the order of their first calls."""
+    kinds = kinds_of(observation, landmarks)
     names = _names(observation, list(kinds))
     return [
         Cluster(name, kind, _only(observation, calls, kind, landmarks), tuple(call.index or 0 for call in calls))

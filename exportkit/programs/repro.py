@@ -24,7 +24,6 @@ from exportkit._torch_compat.transformers import attention_implementation
 from exportkit.calls.call import Call
 from exportkit.errors import DestinationError
 from exportkit.plan.plan import Plan
-from exportkit.programs import standalone
 from exportkit.trees import join
 from exportkit.trees.json_form import dump_tree
 
@@ -77,6 +76,8 @@ class TraceRequest:
 
 def _script(request: TraceRequest) -> str:
     data = json.dumps(_spec(request), indent=1)
+    from exportkit.programs import standalone
+
     body = inspect.getsource(standalone).partition("\nimport contextlib")[2]
     return (
         f'"""Traces {type(request.model).__name__}.{request.method} with torch.export, at the shapes it had.\n\n'

@@ -22,7 +22,7 @@ from exportkit.probing.planning import BoundPlan, one_size
 from exportkit.probing.simplify import as_simplified
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.findings import findings_of
-from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of
+from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of, kinds_of
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.strategies import Attempt, Programs, Search, export_program
 from exportkit.running.compare import Difference, Tensors, compare_outputs
@@ -56,19 +56,22 @@ def export_calls(
         ExportError: if torch cannot trace the model, or its program serves less than the plan.
     """
     method, landmarks = observation.method_name, Landmarks.of(observation)
-    clusters = clusters_of(observation, landmarks)
+    kinds = kinds_of(observation, landmarks)
 
     def wrong_on_a_kind(traced: TracedProgram) -> str:
-        firsts = [traced.observation.calls[cluster.calls[0]] for cluster in clusters]
+        if len(kinds) < 2:
+            return ""
         plan, defaults = traced.plan, traced.defaults.values
+        firsts = [traced.observation.calls[calls[0].index or 0] for calls in kinds.values()]
         completed = (completed_call(plan, traced.observation, call, defaults) for call in firsts)
-        if len(clusters) < 2 or _serves(traced, recorded, completed):
+        if _serves(traced, recorded, completed):
             return ""
         return next(iter(prove(traced, False)), "")
 
     def split(why: str | ExportkitError) -> Programs | None:
-        if not 1 < len(clusters) <= _MOST_PROGRAMS:
+        if not 1 < len(kinds) <= _MOST_PROGRAMS:
             return None
+        clusters = clusters_of(observation, landmarks)
         try:
             whole = plan_of(observation)
         except ExportkitError:
@@ -81,8 +84,8 @@ def export_calls(
                 return None
             programs[cluster.name] = traced
         reason = in_one_line(why) if isinstance(why, ExportkitError) else why
-        kinds = {cluster.name: cluster.kind for cluster in clusters}
-        return programs, Split(reason, landmarks, kinds, {c.name: c.calls for c in clusters})
+        by_name = {cluster.name: cluster.kind for cluster in clusters}
+        return programs, Split(reason, landmarks, by_name, {c.name: c.calls for c in clusters})
 
     search = Search(model, method, lambda: plan_of(observation), check=wrong_on_a_kind, split=split)
     search.walk()

@@ -14,7 +14,6 @@ import torch
 
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
-from exportkit.module_outputs.context import with_captured
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
 from exportkit.trees import flatten
@@ -61,6 +60,8 @@ class WithOutputs(torch.nn.Module):
         super().__init__()
         self.model = model
         self.training = model.training
+        from exportkit.module_outputs.context import with_captured  # only where outputs are asked for
+
         self._call = with_captured(model, specs, method)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -306,7 +306,7 @@ def test_a_failed_proof_offers_to_locate(tmp_path):
     assert onnx_model.verify().locate() is None
     proto = onnx.load(onnx_model.path)
     onnx.save(with_changed_weight(proto, "body.0", scaled), onnx_model.path)
-    onnx_model._session = None
+    onnx_model.graph._session = None
 
     report = onnx_model.verify()
 

@@ -105,7 +105,7 @@ class TestSave:
             {"name": "bias", "path": "bias", "dtype": "float32", "axes": ["batch", "bias_axis_1", "4"]},
         ]
         assert [output["name"] for output in program["outputs"]] == ["result", "pair.0"]
-        assert program["constants"]["scale"] == 2.0
+        assert program["domain"]["constants"]["scale"] == 2.0
         assert program["opset"] >= 18
         assert "scale=2.0 is baked into the graph." in program["findings"]
 

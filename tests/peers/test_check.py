@@ -82,7 +82,7 @@ def test_onnx_program_of_torch_is_taken():
 
 @pytest.mark.parametrize("model", [None, 3, torch.nn.Linear(1, 1)])
 def test_what_is_no_onnx_model_is_refused(model):
-    with pytest.raises(InvalidTypeError, match="against an ONNX model only"):
+    with pytest.raises(InvalidTypeError, match="only be checked against an ONNX model"):
         _observed_add().check_discrepancies(model)
 
 

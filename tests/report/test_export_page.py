@@ -167,7 +167,7 @@ class TestExportPage:
     def test_a_folder_of_an_older_version_has_its_page_too(self, copied):
         def older(data):
             data.pop("peak_bytes")
-            for name in ("seconds", "guards", "sizes"):
+            for name in ("seconds", "domain", "sizes"):
                 data["program"].pop(name)
 
         def older_rows(data):
