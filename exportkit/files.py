@@ -52,5 +52,5 @@ def check_folder(target: Path, noun: str, is_ours: Callable[[Path], bool], tempo
         where=str(target),
         expected=f"a new or empty directory, or one that holds {noun}",
         got=", ".join(found[:5]),
-        hint="name another directory, or empty this one.",
+        hint="choose a different directory, or empty this one.",
     )

@@ -9,19 +9,6 @@ import torch
 from exportkit._torch_compat import require
 
 
-def stored_sizes(program: torch.export.ExportedProgram) -> dict[str, tuple[str | int, ...]]:
-    """Returns the traced shape of each graph value by node name: ints, and expressions such as "s27 + s65".
-
-    Seen in torch 2.13 (``node.meta["val"]``).
-    """
-    shapes: dict[str, tuple[str | int, ...]] = {}
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            shapes[node.name] = tuple([size if isinstance(size, int) else str(size.node.expr) for size in value.shape])
-    return shapes
-
-
 def source_names(values: Any) -> list[str]:
     """Returns what torch.export's messages call the leaves of ``kwargs``, in torch's order. Seen in torch 2.13."""
     import torch._export.non_strict_utils as module

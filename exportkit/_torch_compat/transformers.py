@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -169,16 +169,27 @@ def exporter_patches(backend: str) -> list[tuple[Any, str, Callable[..., Any]]]:
     ]
 
 
-def exporter_translations() -> tuple[dict[Any, Any], Callable[[Any], None], Callable[[Any], None]] | None:
-    """Returns transformers' ONNX functions by operator, and its fixes of nodes and of programs, if it has them.
+class ExporterTranslations(NamedTuple):
+    """What transformers adds to a translation to ONNX.
 
-    Seen in transformers 5.23.
+    Attributes:
+        table: Functions that translate operators.
+        fix_nodes: Changes the nodes of a traced module in place.
+        fix_program: Changes a translated program in place.
     """
+
+    table: dict[Any, Any]
+    fix_nodes: Callable[[torch.fx.GraphModule], None]
+    fix_program: Callable[[Any], None]
+
+
+def exporter_translations() -> ExporterTranslations | None:
+    """Returns transformers' translations, or None if it is not installed or has none. Seen in transformers 5.23."""
     utils, onnx = _exporter_module("utils"), _exporter_module("exporter_onnx")
     if utils is None or onnx is None:
         return None
     fix_nodes = require(utils, "apply_fx_node_fixes", "transformers 5.23")
-    return (
+    return ExporterTranslations(
         dict(require(onnx, "_ONNX_TRANSLATION_TABLE", "transformers 5.23")),
         functools.partial(fix_nodes, "onnx"),
         require(onnx, "apply_onnx_ir_fixes", "transformers 5.23"),

@@ -157,7 +157,7 @@ class Observation:
 
     @functools.cached_property
     def merged_arguments(self) -> Mapping[str, Tree]:
-        """One tree for each argument that some call gave: the one with the most tensors, the first of equals.
+        """The tree with the most tensors for each argument that some call gave; the first one if several have as many.
 
         Arguments that were only ever None are left out, unless they are required.
 

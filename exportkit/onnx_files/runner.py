@@ -90,7 +90,7 @@ class OnnxRunner:
 
     @property
     def file(self) -> Contract:
-        """The contract, which describes the ONNX file: its path, inputs, outputs and their axes."""
+        """The contract, which describes the ONNX file with its path, inputs, outputs and their axes."""
         return self.contract
 
     @property

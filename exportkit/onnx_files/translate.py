@@ -19,13 +19,14 @@ import torch
 
 from exportkit._torch_compat.graph import with_graph_module
 from exportkit._torch_compat.onnx import exact_no_ops, quiet_onnx_export
-from exportkit._torch_compat.symbolic_shapes import stored_sizes
+from exportkit._torch_compat.symbolic_shapes import input_axes
+from exportkit._torch_compat.transformers import exporter_translations
 from exportkit.errors import ExportError
 from exportkit.onnx_files.decompositions import translatable
 from exportkit.onnx_files.graph import Contract
 from exportkit.overrides import replaced_attributes
 from exportkit.programs.program import TracedProgram, without_gradients
-from exportkit.rewrites.library import library_translations, operators_at_any_length
+from exportkit.rewrites.library import operators_at_any_length
 from exportkit.rewrites.table import LIBRARY_PATCHES, applied
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import registered_caches
@@ -83,7 +84,7 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None) -> Co
 
 def _translated(traced: TracedProgram, opset: int | None) -> torch.onnx.ONNXProgram | None:
     """The program in ONNX; if it was traced with transformers' patches, with transformers' translations."""
-    extra = library_translations() if LIBRARY_PATCHES.name in traced.rules else None
+    extra = exporter_translations() if LIBRARY_PATCHES.name in traced.rules else None
     with (
         quiet_onnx_export(),
         registered_caches(),
@@ -100,7 +101,7 @@ def _translated(traced: TracedProgram, opset: int | None) -> torch.onnx.ONNXProg
         source = with_graph_module(source, copy.deepcopy(source.graph_module))
         extra.fix_nodes(source.graph_module)
         program = torch.onnx.export(
-            source, (), verbose=False, opset_version=opset, custom_translation_table=dict(extra.table)
+            source, (), verbose=False, opset_version=opset, custom_translation_table=extra.table
         )
         extra.fix_program(program)
         return program
@@ -136,13 +137,13 @@ def _name_values(graph: onnx_ir.Graph, traced: TracedProgram) -> tuple[dict[str,
 
 def _axis_names(traced: TracedProgram) -> dict[str, str]:
     """The names in the plan of torch's symbols (``s27``); plain variables win over sums."""
-    sizes = stored_sizes(traced.program)
+    sizes = input_axes(traced.program)
     names: dict[str, str] = {}
     found = [
-        (symbol, size)
+        (str(symbol), size)
         for placeholder, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True)
         for symbol, size in zip(sizes[placeholder], traced.plan.by_path[path].sizes, strict=True)
-        if isinstance(symbol, str) and _SYMBOL.fullmatch(symbol)
+        if _SYMBOL.fullmatch(str(symbol))
     ]
     for symbol, size in sorted(found, key=lambda pair: pair[1].variable is None):
         names.setdefault(symbol, str(size))

@@ -1,16 +1,15 @@
-"""What libraries do at export: torch's decompositions, and the patches and translations of transformers."""
+"""What libraries do at export: torch's decompositions, and the patches of transformers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from exportkit._torch_compat.graph import decomposition_attributes, recurrent_loops
-from exportkit._torch_compat.transformers import exporter_patches, exporter_translations
+from exportkit._torch_compat.transformers import exporter_patches
 from exportkit.overrides import Attribute, replaced, replaced_attributes
 
 aten = torch.ops.aten
@@ -47,24 +46,3 @@ def library_patches(_model: torch.nn.Module) -> Iterator[None]:
             for target, name, make in exporter_patches(backend):
                 stack.enter_context(replaced_attributes(target, {name: make(getattr(target, name))}))
         yield
-
-
-@dataclass(frozen=True)
-class LibraryTranslations:
-    """What transformers adds to a translation to ONNX.
-
-    Attributes:
-        table: Functions that translate operators.
-        fix_nodes: Changes the nodes of a traced module in place.
-        fix_program: Changes a translated program in place.
-    """
-
-    table: Mapping[Any, Any]
-    fix_nodes: Callable[[torch.fx.GraphModule], None]
-    fix_program: Callable[[Any], None]
-
-
-def library_translations() -> LibraryTranslations | None:
-    """Returns transformers' translations, or None if it is not installed or has none."""
-    found = exporter_translations()
-    return None if found is None else LibraryTranslations(*found)

@@ -37,7 +37,7 @@ def scan_skipped_tests(
         progress: Called with the number of scanned files and the total.
 
     Returns:
-        The scan, with a row per test and its groups: files, or models.
+        The scan, with a row for each test and its groups, which are files or models.
 
     Raises:
         InvalidRequestError: The folder does not exist, or has no test files.

@@ -125,7 +125,7 @@ class TestSave:
             f"  where: {tmp_path}\n"
             "  expected: a new or empty directory, or one that holds an exported model\n"
             "  got: notes.txt\n"
-            "  hint: name another directory, or empty this one."
+            "  hint: choose a different directory, or empty this one."
         )
         assert names(tmp_path) == ["notes.txt"]
 

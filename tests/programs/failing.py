@@ -1,12 +1,15 @@
-"""Models that cannot be exported, each for one reason; they import torch alone.
+"""Models that cannot be exported, each for one reason; besides the standard library they import torch alone.
 
 A plain ``int`` would be kept symbolic: see exportkit.rewrites.lists.
 """
 
 import builtins
 import dataclasses
+import threading
 
 import torch
+
+LOCK = threading.RLock()  # Dynamo cannot enter it, so that strict tracing, which keeps int() symbolic, fails too
 
 
 class Positive(torch.nn.Module):
@@ -54,7 +57,8 @@ class Fixed(torch.nn.Module):
         self.scale = Scale()
 
     def forward(self, data):
-        return self.scale(data["x"])
+        with LOCK:
+            return self.scale(data["x"])
 
 
 class Scale(torch.nn.Module):
@@ -89,7 +93,8 @@ class TakesBoth(torch.nn.Module):
     """Takes a dataclass and a model output, and makes a number of the batch."""
 
     def forward(self, pair, states):
-        count = builtins.int(pair.first.shape[0]) if torch.compiler.is_exporting() else 1
+        with LOCK:
+            count = builtins.int(pair.first.shape[0]) if torch.compiler.is_exporting() else 1
         return (pair.first + states.last_hidden_state) * count
 
 

@@ -1,5 +1,6 @@
 """export(): from observed calls to one program and one ONNX file."""
 
+import builtins
 import os
 import warnings
 
@@ -409,6 +410,18 @@ def test_a_length_that_only_the_trace_fixes_is_static_and_said_to_be_so(tmp_path
     exported = exportkit.export(model, observe(model, ((torch.ones(2, 5, dtype=torch.int64),), {})))
     assert [str(size) for size in exported.plan.leaves[0].sizes] == ["batch", "5"]
     assert any("fixed sequence" in finding.text for finding in exported.plan.findings)
+    assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
+
+
+def test_a_size_that_python_reads_as_a_number_is_traced_strictly(tmp_path):
+    class Scaled(torch.nn.Module):
+        def forward(self, data):
+            return data["x"] * builtins.int(data["x"].shape[1])  # a plain int is kept symbolic by a rewrite
+
+    model = Scaled()
+    calls = [(({"x": torch.randn(rows, length)},), {}) for rows, length in ((2, 5), (3, 7))]
+    exported = exportkit.export(model, observe(model, *calls))
+    assert exported.rules == ("traced from bytecode (strict)",)
     assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
 
 
