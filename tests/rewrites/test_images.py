@@ -78,7 +78,7 @@ def exported_features(model, calls):
 
 
 def joined(exported, result):
-    return as_simplified(flatten(result).tensors(), exported.joined_outputs, ())
+    return as_simplified(flatten(result).tensors(), exported.traced.joined_outputs, ())
 
 
 CASES = {
@@ -131,7 +131,7 @@ def test_a_list_whose_parts_are_equally_long_comes_back_as_the_model_returns_it(
         expected = model.get_image_features(**call).pooler_output
     got = exported.to_onnx(tmp_path / "model.onnx")(**call).pooler_output
     assert [tuple(part.shape) for part in got] == [tuple(part.shape) for part in expected] == [(4, 32)] * 4
-    assert exported.joined_outputs == ("pooler_output",)
+    assert exported.traced.joined_outputs == ("pooler_output",)
 
 
 def prompt(rows):
