@@ -326,7 +326,6 @@ class TestWrongInput:
 
 @pytest.mark.runtime
 class TestDemo:
-    @pytest.mark.slow
     def test_three_models_are_proven_and_shown_in_one_table(self, tmp_path):
         result = run("demo", "--out", tmp_path)
         assert (result.exit_code, last_line(result)) == (0, "all proven"), result.output

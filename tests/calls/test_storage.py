@@ -643,7 +643,6 @@ def _interface(file):
     ]
 
 
-@pytest.mark.slow
 def test_another_process_makes_the_same_plan_and_graph(tmp_path):
     model, observer = tiny_llama(), InputObserver()
     with observer(model):

@@ -77,7 +77,6 @@ def greedy(onnx_model, model, inputs):
 
 
 @pytest.mark.runtime
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_assembled_parts_generate_the_same_tokens(name, tmp_path):
     torch.manual_seed(0)

@@ -86,7 +86,6 @@ def continued(folder, prompt):
     return [[int(token) for token in generator.get_sequence(row)] for row in range(len(prompt))]
 
 
-@pytest.mark.slow
 @pytest.mark.runtime
 @pytest.mark.parametrize("make", [llama, qwen3, gemma3, mistral])
 def test_greedy_tokens_are_those_of_generate(make, tmp_path):
@@ -109,7 +108,6 @@ def exported():
     return exportkit.export(*observed(gemma3))
 
 
-@pytest.mark.slow
 class TestSlidingWindow:
     def test_the_caches_hold_a_window_and_the_report_says_what_to_do(self, exported, tmp_path):
         exported.save(tmp_path / "out")
@@ -143,7 +141,6 @@ def plain():
     return exportkit.export(*observed(lambda: models.tiny_llama(num_hidden_layers=1)))
 
 
-@pytest.mark.slow
 def test_a_model_without_an_end_is_saved_with_a_note(plain, tmp_path):
     plain.model.generation_config.eos_token_id = None
     try:
@@ -154,7 +151,6 @@ def test_a_model_without_an_end_is_saved_with_a_note(plain, tmp_path):
     assert note in (tmp_path / "out" / "report.txt").read_text()
 
 
-@pytest.mark.slow
 def test_a_plain_decoder_needs_no_runtime_to_be_named(plain, tmp_path):
     plain.save(tmp_path / "out")
     config = json.loads((tmp_path / "out" / "genai_config.json").read_text())

@@ -25,7 +25,6 @@ def t5(tmp_path_factory):
     return model, exported.save(folder), folder
 
 
-@pytest.mark.slow
 class TestEncoderDecoder:
     def test_inputs_have_the_names_that_optimum_knows_in_the_order_of_its_caches(self, t5):
         _, onnx_model, _ = t5

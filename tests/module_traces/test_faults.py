@@ -16,7 +16,6 @@ def right_trace(kind, seed, padded):
     return traced(made(kind), inputs(kind, seed, padded))
 
 
-@pytest.mark.slow
 def test_modules_that_were_changed_are_named():
     missed = []
     for fault in faults(SEED, COUNT):

@@ -92,7 +92,6 @@ def test_a_program_that_moves_no_complex_numbers_is_returned_as_it_is():
     assert with_complex_as_pairs(plain) is plain
 
 
-@pytest.mark.slow
 @pytest.mark.runtime
 @pytest.mark.parametrize("family", ["Llama4Text", "DeepseekV2"])
 def test_rotary_embeddings_of_complex_numbers_are_proven(family, tmp_path):

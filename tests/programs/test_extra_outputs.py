@@ -93,7 +93,6 @@ def eager(model):
 
 
 @pytest.mark.runtime
-@pytest.mark.slow
 def test_hidden_states_and_attentions_of_a_decoder_are_named_outputs(tmp_path):
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -120,7 +119,6 @@ def test_hidden_states_and_attentions_of_a_decoder_are_named_outputs(tmp_path):
 
 
 @pytest.mark.runtime
-@pytest.mark.slow
 def test_hidden_states_of_an_encoder_decoder_model_are_proven(tmp_path):
     from transformers.models.t5.modeling_t5 import T5Block
 
@@ -134,7 +132,6 @@ def test_hidden_states_of_an_encoder_decoder_model_are_proven(tmp_path):
 
 
 @pytest.mark.runtime
-@pytest.mark.slow
 def test_states_and_attentions_of_encoder_and_decoder_are_named_outputs(tmp_path):
     model, _ = t5()
     model.eval()
@@ -162,7 +159,6 @@ def test_states_and_attentions_of_encoder_and_decoder_are_named_outputs(tmp_path
 
 
 @pytest.mark.runtime
-@pytest.mark.slow
 def test_states_of_a_multimodal_model_in_vision_and_text_are_named_outputs(tmp_path):
     model = models.tiny_llava()
     observer = exportkit.InputObserver()

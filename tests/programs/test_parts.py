@@ -93,7 +93,6 @@ def test_the_proof_covers_the_parts_and_both_together(model, observer, tmp_path)
 
 
 @pytest.mark.runtime
-@pytest.mark.slow
 def test_an_encoder_decoder_model_is_called_with_the_encoders_inputs(tmp_path):
     torch.manual_seed(0)
     model, observer = tiny_t5().eval(), exportkit.InputObserver()

@@ -15,7 +15,6 @@ from exportkit.errors import DestinationError, ExportError, InvalidRequestError
 from tests.models import tiny_llama, tiny_mistral
 from tests.programs import failing
 
-pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 
 

@@ -108,7 +108,6 @@ def test_few_keys_and_many_are_computed_as_without_the_rewrite(length):
 
 
 @pytest.mark.runtime
-@pytest.mark.slow
 @pytest.mark.parametrize("kept", [6, 9, 64])
 def test_one_graph_serves_fewer_keys_than_are_kept_and_more(kept, tmp_path):
     model, observer = doge(kept), exportkit.InputObserver()

@@ -107,7 +107,6 @@ def test_models_that_do_not_ask_for_the_first_call_do_not_get_it():
 
 
 @pytest.mark.runtime
-@pytest.mark.slow
 def test_one_graph_serves_the_first_call_and_those_after_it(observed, tmp_path):
     model, observer = observed
     report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()

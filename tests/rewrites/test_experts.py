@@ -114,7 +114,6 @@ def test_casts_that_change_something_are_still_made():
         assert linear.to("cpu", torch.float32).weight.dtype is torch.float32
 
 
-@pytest.mark.slow
 @pytest.mark.runtime
 @pytest.mark.parametrize("capacity", [2, 64])
 def test_one_graph_serves_any_choice_of_experts(capacity, tmp_path):

@@ -130,7 +130,6 @@ def test_a_rewrite_needs_a_model_and_no_arguments_of_a_trace():
         pass
 
 
-@pytest.mark.slow
 def test_an_export_says_which_rewrites_and_replacements_it_was_made_with():
     from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
