@@ -182,6 +182,20 @@ class Interpreter(Expressions):
 
     _do_AsyncFor = _do_For
 
+    def _do_While(self, node: ast.While, scope: Scope) -> _Exits:
+        answer = is_true(self.evaluate(node.test, scope))
+        if answer is None:
+            return self._perhaps(node.body, ast.unparse(node.test), scope) - _BREAK
+        outcome = self.execute(node.body if answer else node.orelse, scope)
+        return outcome - _BREAK | _NEXT if answer and outcome & (_BREAK | _NEXT) else outcome
+
+    def _do_Match(self, node: ast.Match, scope: Scope) -> _Exits:
+        exits = _NEXT
+        for case in node.cases:
+            condition = f"{ast.unparse(node.subject)} matches {ast.unparse(case.pattern)}"
+            exits |= self._perhaps(case.body, condition, scope)
+        return exits
+
     def _do_With(self, node: ast.With | ast.AsyncWith, scope: Scope) -> _Exits:
         swallowed: set[str] = set()
         for item in node.items:

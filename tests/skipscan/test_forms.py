@@ -53,6 +53,24 @@ def test_a_skip_in_the_body(verdicts, statement):
     assert verdicts(source) == {"A::test_a": "skipped: x"}
 
 
+@pytest.mark.parametrize(
+    ("statement", "condition"),
+    [
+        ("while poll():\n                pytest.skip('x')", "poll()"),
+        ("match poll():\n                case 1:\n                    pytest.skip('x')", "poll() matches 1"),
+    ],
+)
+def test_a_skip_in_a_loop_or_a_match_is_conditional(verdicts, statement, condition):
+    source = f"""
+        import pytest
+        from elsewhere import poll
+        def test_a():
+            {statement}
+    """
+    (verdict,) = verdicts(source).values()
+    assert verdict == [("x", condition)]
+
+
 @pytest.mark.parametrize("method", ["setUp", "setUpClass", "asyncSetUp"])
 def test_a_skip_in_the_set_up_of_a_base_class(verdicts, method):
     base = f"""
