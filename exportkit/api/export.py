@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +16,8 @@ from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidTypeError, PlanError
 from exportkit.plan.plan import Plan
 from exportkit.probing.planning import BoundPlan, plan_calls
-from exportkit.programs.exported import ExportedModel
+from exportkit.programs.exported import ExportedModel, export_calls
 from exportkit.programs.failure import explained
-from exportkit.programs.several import export_calls
 from exportkit.programs.strategies import export_program
 from exportkit.programs.subject import exported_form, with_outputs
 from exportkit.programs.weights import with_weights
@@ -74,15 +75,13 @@ def export(
         return Exported.of(_planned(model, observer_or_plan, outputs or {}))
     observation = _observed(observer_or_plan)
     form, calls = exported_form(model, observation, outputs or {})
-
-    def plan_of(some: Observation) -> BoundPlan:
-        return plan_calls(some, form if probe else None, some.method_name)
-
-    programs, split, attempts = export_calls(form, calls, plan_of, problems_of)
-    found = observer_or_plan.parts if isinstance(observer_or_plan, InputObserver) else {}
-    parts = {name: _part(model.get_submodule(part.module), part.observation, probe) for name, part in found.items()}
-    edges = {name: part.edges for name, part in found.items()}
-    return Exported.of(ExportedModel(programs, parts, edges, split, attempts))
+    plan_of = functools.partial(plan_calls, model=form if probe else None, method=calls.method_name)
+    exported = export_calls(form, calls, plan_of, problems_of)
+    if isinstance(observer_or_plan, InputObserver) and observer_or_plan.parts:
+        found = observer_or_plan.parts
+        parts = {name: _part(model.get_submodule(part.module), part.observation, probe) for name, part in found.items()}
+        exported = replace(exported, parts=parts, edges={name: part.edges for name, part in found.items()})
+    return Exported.of(exported)
 
 
 def _planned(model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]) -> ExportedModel:

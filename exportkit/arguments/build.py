@@ -48,33 +48,25 @@ def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int]) -
             if full in shapes:
                 tensor = resize(sources[full], shapes[full], dynamic[full])
                 made[full] = padded(tensor) if plan.by_path[full].restored else tensor
-    _relate_values(plan, shapes, needed, made)
+    for grid in plan.grids:
+        made[grid.path] = torch.tensor(grid.taken(shapes[grid.path][0])).reshape(shapes[grid.path]).to(made[grid.path])
+    for path, blocks in needed.items():
+        made[path] = with_tokens(made[path], [p.value for p in plan.placeholders if p.tokens == path], blocks)
+    for marker in plan.markers:
+        made[marker.path] = marked(made[marker.path], made[marker.tokens], marker)
     past = plan.with_role("past")
     cached = None if past is None else sizes[past.name]
     return Call(merged, observation.signature, cached_tokens=cached, sizes=dict(sizes)).with_tensors(made)
 
 
 def with_integers_below(call: Call, limit: int) -> Call:
-    """Returns the call with integers that can be indices along an axis of that size."""
-    return call.with_tensors({path: integers_below(tensor, limit) for path, tensor in call.tensors().items()})
-
-
-def with_ones(call: Call, paths: Collection[str]) -> Call:
-    """Returns the call with ones in the tensors at these paths: masks that hide nothing."""
-    return call.with_tensors({p: torch.ones_like(t) for p, t in call.tensors().items() if p in paths})
-
-
-def _relate_values(
-    plan: Plan, shapes: Mapping[str, tuple[int, ...]], needed: Mapping[str, Blocks], made: dict[str, torch.Tensor]
-) -> None:
-    """Sets the values that belong to the sizes: grids, placeholders in token ids, and marks where these are."""
-    for grid in plan.grids:
-        made[grid.path] = torch.tensor(grid.taken(shapes[grid.path][0])).reshape(shapes[grid.path]).to(made[grid.path])
-    for path, blocks in needed.items():
-        values = [p.value for p in plan.placeholders if p.tokens == path]
-        made[path] = with_tokens(made[path], values, blocks)
-    for marker in plan.markers:
-        made[marker.path] = marked(made[marker.path], made[marker.tokens], marker)
+    """Returns the call with integers that can be indices along an axis of that size; masks are left as they are."""
+    changed = {}
+    for path, tensor in call.tensors().items():
+        other = tensor.dtype is torch.bool or tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        if not other and limit > 0 and tensor.numel() and int(tensor.max()) >= _MASK_VALUES:
+            changed[path] = tensor % limit
+    return call.with_tensors(changed)
 
 
 def _counts(blocks: Blocks) -> list[tuple[int, int]]:
@@ -116,16 +108,12 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
         if is_mask:
             result = result.index_select(axis, _stretched(result, axis, size))
             continue
-        index = torch.arange(size, device=tensor.device) % have
-        repeated = result.index_select(axis, index)
-        result = _rolled(repeated, axis, have, dynamic) if size > have else repeated
+        result = result.index_select(axis, torch.arange(size, device=tensor.device) % have)
+        along = range(1, tensor.ndim) if tensor.is_floating_point() else sorted({*dynamic} - {0})
+        if size > have and axis == 0 and along:
+            chunks = result.split(have)
+            result = torch.cat([chunk.roll(turn, dims=along[-1]) for turn, chunk in enumerate(chunks)])
     return result.contiguous()
-
-
-def integers_below(tensor: torch.Tensor, limit: int) -> torch.Tensor:
-    """Returns integers modulo a limit; other dtypes, and masks of zeros and ones, are returned unchanged."""
-    other = tensor.dtype is torch.bool or tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return tensor if other or limit < 1 or not tensor.numel() or int(tensor.max()) < _MASK_VALUES else tensor % limit
 
 
 def padded(mask: torch.Tensor) -> torch.Tensor:
@@ -143,16 +131,6 @@ def _stretched(mask: torch.Tensor, axis: int, size: int) -> torch.Tensor:
         kept = mask.to(torch.int64).sum(dim=others) if others else mask.to(torch.int64)
         return kept.argmax().reshape(1)
     return torch.linspace(0, have - 1, size, device=mask.device).round().to(torch.int64)
-
-
-def _rolled(repeated: torch.Tensor, axis: int, period: int, dynamic: Sequence[int]) -> torch.Tensor:
-    along = [other for other in range(repeated.ndim) if other != axis]
-    if not repeated.is_floating_point():
-        along = [other for other in along if other in dynamic]
-    if not along or axis != 0:
-        return repeated
-    chunks = repeated.split(period, dim=axis)
-    return torch.cat([chunk.roll(turn, dims=along[-1]) for turn, chunk in enumerate(chunks)], dim=axis)
 
 
 def _invented(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

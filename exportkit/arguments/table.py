@@ -33,8 +33,13 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
     """
     observation.require_calls()
     growth = growth_of(observation)
-    shapes = [call.shapes() for call in observation.calls]
-    outputs = [tuple(call.outputs.shapes()) for call in observation.calls]
+    shapes, outputs = [], []
+    dtypes: dict[str, str] = {}
+    for call in observation.calls:
+        shapes.append(call.shapes())
+        outputs.append(tuple(call.outputs.shapes()))
+        for path, tensor in call.tensors().items():
+            dtypes.setdefault(path, str(tensor.dtype).removeprefix("torch."))
     if not stored_only:
         known = [set(found.items()) for found in shapes]
         for seen in observation.further:
@@ -43,10 +48,6 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
             if not any(set(seen.inputs.items()) <= found for found in known):
                 shapes.append({path: tuple(shape) for path, shape in seen.inputs.items()})
                 outputs.append(tuple(map(tuple, seen.outputs.values())))
-    dtypes: dict[str, str] = {}
-    for call in observation.calls:
-        for path, tensor in call.tensors().items():
-            dtypes.setdefault(path, str(tensor.dtype).removeprefix("torch."))
     leaves = []
     for name, tree in observation.merged_arguments.items():
         for path in joined(name, tree.tensor_paths):

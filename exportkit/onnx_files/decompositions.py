@@ -152,8 +152,7 @@ def with_complex_as_pairs(program: torch.export.ExportedProgram) -> torch.export
 
 
 def _nodes(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    parts = [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
-    return [node for part in parts for node in part.graph.nodes]
+    return [node for part in module.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes]
 
 
 def _moves_complex(node: torch.fx.Node) -> bool:

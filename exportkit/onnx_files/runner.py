@@ -247,17 +247,15 @@ def write_graphs(exported: ExportedModel, file_of: Callable[[str, str], Path], o
         programs[name], contract, more = _written(traced, file_of(name, ""), opset)
         attempts += more
         graphs[name] = OnnxGraph(contract, programs[name].observation, programs[name])
-    parts = {
-        name: write_graphs(part, lambda _, __, name=name: file_of("", name), opset)  # type: ignore[misc]
-        for name, part in exported.parts.items()
-    }
-    written = replace(
-        exported,
-        programs=programs,
-        parts={name: part.exported for name, part in parts.items() if part.exported is not None},
-        attempts=tuple(attempts),
+    runners, parts = {}, {}
+    for name, part in exported.parts.items():
+        file = file_of("", name)
+        runners[name] = write_graphs(part, lambda *_, file=file: file, opset)
+        parts[name] = runners[name].exported or part
+    written = replace(exported, programs=programs, parts=parts, attempts=tuple(attempts))
+    return OnnxRunner(
+        graphs, runners, exported.edges, split=exported.split, attempts=written.attempts, exported=written
     )
-    return OnnxRunner(graphs, parts, exported.edges, split=exported.split, attempts=written.attempts, exported=written)
 
 
 def _written(

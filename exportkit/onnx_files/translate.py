@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +72,9 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None) -> Co
             hint="choose another opset, or leave it out to get the one that torch prefers.",
         )
     inputs, outputs = _name_values(program.model.graph, traced)
-    _name_axes(program.model, _axis_names(traced))
+    _name_axes(program.model, traced)
     axes = {
-        path: tuple(_axis(dim) for dim in value.shape or ())
+        path: tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ())
         for path, value in zip(outputs.values(), program.model.graph.outputs, strict=True)
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,48 +135,35 @@ def _name_values(graph: onnx_ir.Graph, traced: TracedProgram) -> tuple[dict[str,
     return inputs, outputs
 
 
-def _axis_names(traced: TracedProgram) -> dict[str, str]:
-    """The names in the plan of torch's symbols (``s27``); plain variables win over sums."""
-    sizes = input_axes(traced.program)
-    names: dict[str, str] = {}
-    found = [
-        (str(symbol), size)
-        for placeholder, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True)
-        for symbol, size in zip(sizes[placeholder], traced.plan.by_path[path].sizes, strict=True)
-        if _SYMBOL.fullmatch(str(symbol))
-    ]
-    for symbol, size in sorted(found, key=lambda pair: pair[1].variable is None):
-        names.setdefault(symbol, str(size))
-    return names
-
-
-def _name_axes(model: onnx_ir.Model, names: Mapping[str, str]) -> None:
+def _name_axes(model: onnx_ir.Model, traced: TracedProgram) -> None:
+    """Puts names of the plan in place of torch's symbols (``s27``); plain variables win over sums."""
     import onnx_ir
 
-    for value in _values(model):
+    traced_sizes = input_axes(traced.program)
+    variables: dict[str, str] = {}
+    sums: dict[str, str] = {}
+    for placeholder, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True):
+        for symbol, size in zip(traced_sizes[placeholder], traced.plan.by_path[path].sizes, strict=True):
+            if _SYMBOL.fullmatch(str(symbol)):
+                (sums if size.variable is None else variables).setdefault(str(symbol), str(size))
+    names = {**sums, **variables}
+    values = list(model.graph.inputs)
+    for node in model.graph.all_nodes():
+        values += node.outputs
+    for value in values:
         if value.shape is None:
             continue
-        dims = [_renamed(dim.value, names) if isinstance(dim, onnx_ir.SymbolicDim) else dim for dim in value.shape]
-        if any(isinstance(dim, onnx_ir.SymbolicDim) for dim in value.shape):
+        dims: list[Any] = []
+        for dim in value.shape:
+            text = dim.value if isinstance(dim, onnx_ir.SymbolicDim) else None
+            if text is None:
+                dims.append(dim)
+            elif text in names:
+                dims.append(names[text])
+            else:
+                dims.append(_SYMBOL.sub(lambda m: f"({n})" if " " in (n := names.get(m[0], m[0])) else n, text))
+        if dims != list(value.shape):
             value.shape = onnx_ir.Shape(dims)
-
-
-def _renamed(expression: str | None, names: Mapping[str, str]) -> str | None:
-    if expression is None:
-        return None
-    if expression in names:
-        return names[expression]
-    return _SYMBOL.sub(lambda m: f"({n})" if " " in (n := names.get(m[0], m[0])) else n, expression)
-
-
-def _values(model: onnx_ir.Model) -> Iterator[Any]:
-    yield from model.graph.inputs
-    for node in model.graph.all_nodes():
-        yield from node.outputs
-
-
-def _axis(dim: Any) -> str | int:
-    return dim if isinstance(dim, int) else str(dim.value)
 
 
 def input_names(paths: Sequence[str]) -> list[str]:
@@ -213,7 +200,9 @@ def _unique(names: Sequence[str], taken: Iterable[str]) -> list[str]:
     seen = set(taken)
     found = []
     for name in names:
-        unique = next(n for n in (name, *(f"{name}_{i}" for i in range(2, len(names) + 3))) if n not in seen)
+        unique, number = name, 2
+        while unique in seen:
+            unique, number = f"{name}_{number}", number + 1
         seen.add(unique)
         found.append(unique)
     return found

@@ -318,7 +318,7 @@ def _root(
 
 def _batch_sizes(table: CallTable) -> tuple[int | None, ...] | None:
     """The value sequence that leads most inputs."""
-    leading = Counter(leaf.sizes(0) for leaf in table.leaves if leaf.rank)
+    leading = Counter(leaf.seen(0) for leaf in table.leaves if leaf.rank)
     return max(leading, key=leading.__getitem__, default=None)
 
 
@@ -326,10 +326,10 @@ def _batch_axis(leaf: Leaf, batch: tuple[int | None, ...] | None) -> int:
     """The axis that has the batch's size in every call; the first one where none has."""
 
     def matches(axis: int) -> bool:
-        pairs = zip(leaf.sizes(axis), batch or (), strict=False)
+        pairs = zip(leaf.seen(axis), batch or (), strict=False)
         return all(a == b for a, b in pairs if a is not None and b is not None)
 
-    varies = len({size for size in leaf.sizes(0) if size is not None}) > 1
+    varies = len({size for size in leaf.seen(0) if size is not None}) > 1
     if varies or matches(0):
         return 0
     return next((axis for axis in range(1, leaf.rank) if matches(axis)), 0)

@@ -7,21 +7,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from exportkit.plan.expression import Expression
-from exportkit.plan.leaves import (
-    AxisKey,
-    CallTable,
-    Constant,
-    Finding,
-    PlannedLeaf,
-    Role,
-    Variable,
-    known,
-    listed,
-)
+from exportkit.plan.leaves import AxisKey, CallTable, Constant, Finding, PlannedLeaf, Role, Variable, known, listed
 from exportkit.plan.placeholders import Grids, Placeholder
 from exportkit.plan.plan import Plan
 from exportkit.plan.relations import DISTINCT_OBSERVATIONS, Group, draft_name, find_relations, group_axes, with_past
@@ -54,11 +44,11 @@ def infer_plan(table: CallTable, constants: Sequence[Constant] = (), distinct: i
         sizes = tuple(map(Expression.of, leaf.first_shape))
         leaves.append(PlannedLeaf(leaf.path, leaf.argument, leaf.dtype, sizes, leaf.shapes, leaf.growing))
     plan = Plan(tuple(leaves), tuple(variables), tuple(constants)).with_sizes(changed)
-    findings = [
-        Finding("constant", constant.path, f"{constant.path}={constant.value!r} is baked into the graph.")
-        for constant in constants
-        if constant.value is not None
-    ]
+    findings = []
+    for constant in constants:
+        if constant.value is not None:
+            text = f"{constant.path}={constant.value!r} is baked into the graph."
+            findings.append(Finding("constant", constant.path, text))
     if table.leaves and len(table.leaves[0].shapes) == 1:
         findings.append(Finding("one call", "", "only one call was recorded, so no size was seen to vary."))
     return name_variables(guess_batch(plan, table)).with_findings(findings)
@@ -80,7 +70,7 @@ def guess_batch(plan: Plan, table: CallTable) -> Plan:
     """
     fixed, sizes = [], set()
     for leaf in table.leaves:
-        leading = known(leaf.sizes(0)) if leaf.rank else set()
+        leading = known(leaf.seen(0)) if leaf.rank else set()
         if leaf.growing is not None and len(leading) > 1:
             return plan  # caches of different batches
         if len(leading) == 1:
@@ -95,13 +85,13 @@ def guess_batch(plan: Plan, table: CallTable) -> Plan:
     return plan.with_variable(variable, [(leaf.path, 0) for leaf in fixed])
 
 
-def without_guess(plan: Plan, table: CallTable) -> Plan:
+def without_guess(plan: Plan) -> Plan:
     """Returns the plan in which a batch that was guessed from sizes that never changed is static again."""
     guess = plan.with_role("batch")
     if guess is None or len(known(guess.seen)) > 1:
         return plan
-    static = {leaf.path: leaf.first_shape for leaf in table.leaves}
-    return plan.with_sizes({(p, axis): Expression.of(static[p][axis]) for p, axis in plan.axes_of(guess.name)})
+    (size,) = known(guess.seen)
+    return plan.with_sizes(dict.fromkeys(plan.axes_of(guess.name), Expression.of(size)))
 
 
 def with_rows(plan: Plan, placeholders: Sequence[Placeholder]) -> Plan:
@@ -153,13 +143,12 @@ def name_variables(plan: Plan) -> Plan:
     names: dict[str, str] = {}
     roles: dict[str, Role] = {}
     for variable in plan.variables:
-        taken = set(names.values())
         name: str = "batch"
         role: Role = "batch"
         if variable.name != batch:
-            name, role = _name_and_role(plan, variable, taken)
+            name, role = _name_and_role(plan, variable, roles)
         unique, number = name, 2
-        while unique in taken:
+        while unique in roles:
             unique, number = f"{name}_{number}", number + 1
         names[variable.name], roles[unique] = unique, role
     named = plan.with_names(names)
@@ -185,7 +174,7 @@ def _batch(plan: Plan) -> str | None:
     return best if max(rank for name, rank in leading if name == best) > 1 else None
 
 
-def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str, Role]:
+def _name_and_role(plan: Plan, variable: Variable, taken: Collection[str]) -> tuple[str, Role]:
     leaves = [(plan.by_path[path], axis) for path, axis in plan.axes_of(variable.name)]
     if not leaves and variable.role == "past":  # it only follows from others: every cache has a window
         return "past_sequence", "past"
@@ -195,10 +184,12 @@ def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str
         if (plan.by_path[grid.rows], 0) in leaves:
             return f"{_stem(grid.path)}_patches", "other"
     rows = {placeholder.rows for placeholder in plan.placeholders}
+    growing = []
     for leaf, axis in leaves:
         if leaf.path in rows and axis == 0:
             return _rows_name(leaf), "other"
-    growing = [leaf.path for leaf, axis in leaves if leaf.growing == axis]
+        if leaf.growing == axis:
+            growing.append(leaf.path)
     if growing:
         crossing = all(".cross_attention_cache." in path for path in growing)
         return ("past_encoder_sequence", "other") if crossing else ("past_sequence", "past")
@@ -209,7 +200,10 @@ def _name_and_role(plan: Plan, variable: Variable, taken: set[str]) -> tuple[str
                 return "sequence", "sequence"
     for leaf, axis in leaves:
         if axis == 1 and len(leaf.sizes) == _TOKENS_RANK and leaf.is_integer:
-            return _token_name(leaf, taken)
+            if "sequence" not in taken:
+                return "sequence", "sequence"
+            stem = _SUFFIXES.sub("", leaf.argument).removesuffix("_input").removesuffix("_attention")
+            return f"{_identifier(stem)}_sequence", "sequence"  # such as decoder_sequence
     if any(other.follows == variable.name for other in plan.variables):
         return "encoder_sequence", "other"
     leaf, axis = leaves[0] if leaves else (plan.leaves[0], 0)
@@ -229,14 +223,6 @@ def _rows_name(leaf: PlannedLeaf) -> str:
         return "images"
     steps = leaf.path.split(".")
     return f"{_identifier(steps[1] if len(steps) > 2 else _SUFFIXES.sub('', leaf.argument).removesuffix('s'))}_rows"
-
-
-def _token_name(leaf: PlannedLeaf, taken: set[str]) -> tuple[str, Role]:
-    """The first length of tokens is ``sequence``; further ones are ``decoder_sequence`` and the like."""
-    if "sequence" not in taken:
-        return "sequence", "sequence"
-    stem = _SUFFIXES.sub("", leaf.argument).removesuffix("_input").removesuffix("_attention")
-    return f"{_identifier(stem)}_sequence", "sequence"
 
 
 def _is_image(leaf: PlannedLeaf) -> bool:

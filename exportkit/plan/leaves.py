@@ -27,8 +27,26 @@ def listed(sizes: Sizes) -> str:
     return ", ".join(["absent" if size is None else str(size) for size in sizes])
 
 
+class _RecordedShapes:
+    """What recorded and planned inputs have in common."""
+
+    dtype: str
+    shapes: tuple[tuple[int, ...] | None, ...]
+    growing: int | None
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the elements are integers or booleans."""
+        return self.dtype == "bool" or "int" in self.dtype
+
+    def seen(self, axis: int) -> Sizes:
+        """Returns the sizes of an axis in all calls; 0 where the leaf is absent because a cache is empty."""
+        absent = 0 if axis == self.growing else None
+        return tuple([absent if shape is None else shape[axis] for shape in self.shapes])
+
+
 @dataclass(frozen=True)
-class Leaf:
+class Leaf(_RecordedShapes):
     """One input tensor in all calls.
 
     Attributes:
@@ -57,16 +75,6 @@ class Leaf:
         """The shape in the first call that has the leaf."""
         return next(shape for shape in self.shapes if shape is not None)
 
-    @property
-    def is_integer(self) -> bool:
-        """Whether the elements are integers or booleans."""
-        return self.dtype == "bool" or "int" in self.dtype
-
-    def sizes(self, axis: int) -> Sizes:
-        """Returns the sizes of an axis in all calls; 0 where the leaf is absent because a cache is empty."""
-        absent = 0 if axis == self.growing else None
-        return tuple([absent if shape is None else shape[axis] for shape in self.shapes])
-
 
 @dataclass(frozen=True)
 class CallTable:
@@ -90,15 +98,15 @@ class CallTable:
         """Yields each axis of each leaf with its sizes in all calls."""
         for leaf in self.leaves:
             for axis in range(leaf.rank):
-                yield leaf, axis, leaf.sizes(axis)
+                yield leaf, axis, leaf.seen(axis)
 
     def sizes_of(self, key: AxisKey) -> Sizes:
         """Returns the sizes of one axis in all calls."""
-        return next(leaf.sizes(key[1]) for leaf in self.leaves if leaf.path == key[0])
+        return next(leaf.seen(key[1]) for leaf in self.leaves if leaf.path == key[0])
 
 
 @dataclass(frozen=True)
-class PlannedLeaf:
+class PlannedLeaf(_RecordedShapes):
     """One input tensor and the sizes of its axes.
 
     Attributes:
@@ -123,16 +131,6 @@ class PlannedLeaf:
     def is_optional(self) -> bool:
         """Whether it may be left out: some recorded calls lack it."""
         return self.restored or None in self.shapes
-
-    @property
-    def is_integer(self) -> bool:
-        """Whether the elements are integers or booleans."""
-        return self.dtype == "bool" or "int" in self.dtype
-
-    def seen(self, axis: int) -> Sizes:
-        """Returns the sizes of an axis in all calls; 0 where the leaf is absent because a cache is empty."""
-        absent = 0 if axis == self.growing else None
-        return tuple([absent if shape is None else shape[axis] for shape in self.shapes])
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class Plan:
         for leaf in self.leaves:
             sizes = tuple([changed.get((leaf.path, axis), size) for axis, size in enumerate(leaf.sizes)])
             leaves.append(leaf if sizes == leaf.sizes else replace(leaf, sizes=sizes))
-            needed.update(*[size.variables() for size in sizes])
+            needed.update(*map(Expression.variables, sizes))
         return replace(self, leaves=tuple(leaves), variables=tuple([v for v in self.variables if v.name in needed]))
 
     def with_variable(self, variable: Variable, axes: Iterable[AxisKey]) -> Self:

@@ -8,6 +8,7 @@ columns of small numbers fit each other by accident.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,18 +36,6 @@ class Group:
     seen: Sizes
     grows: bool = False
     limit: int | None = None
-
-
-@dataclass(frozen=True)
-class Relation:
-    """The size of group ``whole`` as an expression over other groups, which `draft_name` names."""
-
-    whole: int
-    size: Expression
-
-    def operands(self) -> set[int]:
-        """Returns the positions of the groups in the expression."""
-        return {int(name.removeprefix(_PREFIX)) for name in self.size.variables()}
 
 
 def draft_name(position: int) -> str:
@@ -116,23 +105,34 @@ def find_relations(groups: Sequence[Group], distinct: int = DISTINCT_OBSERVATION
         groups: All groups.
         distinct: How many distinct observations a relation needs that has no cache length in it.
     """
+    ranked = []
+    for whole, size in _candidates(groups, distinct):
+        operands, grows = set(), False
+        for name in size.variables():
+            operand = int(name.removeprefix(_PREFIX))
+            operands.add(operand)
+            grows |= groups[operand].grows
+        # windows and sums with a cache length first, then the shorter expressions
+        length = (size.shift > 0) + bool(size.constant) + sum([factor > 1 for _, factor in size.terms])
+        rank = (size.cap is None, not grows, size.divisor, length, -len(size.terms), abs(size.constant))
+        ranked.append((rank, whole, size, operands))
     found: dict[int, Expression] = {}
     used: set[int] = set()
-    for relation in sorted(_candidates(groups, distinct), key=lambda relation: _rank(groups, relation)):
-        operands = relation.operands()
-        if relation.whole not in found and relation.whole not in used and not operands & found.keys():
-            found[relation.whole] = relation.size
+    for _, whole, size, operands in sorted(ranked, key=operator.itemgetter(0)):
+        if whole not in found and whole not in used and not operands & found.keys():
+            found[whole] = size
             used |= operands
     return found
 
 
-def _candidates(groups: Sequence[Group], distinct: int) -> Iterator[Relation]:
+def _candidates(groups: Sequence[Group], distinct: int) -> Iterator[tuple[int, Expression]]:
+    """Yields the position of a group, and an expression over other groups (see `draft_name`) that fits its sizes."""
     for whole, group in enumerate(groups):
         others = [i for i in range(len(groups)) if i != whole and groups[i].limit is None]
         if group.limit is not None:
             for past in others:
                 if groups[past].grows and _is_window_of(group, groups[past].seen):
-                    yield Relation(whole, Expression(((draft_name(past), 1),), cap=group.limit))
+                    yield whole, Expression(((draft_name(past), 1),), cap=group.limit)
             continue
         if not group.axes:
             continue  # it is there for the others to be expressed with
@@ -140,9 +140,10 @@ def _candidates(groups: Sequence[Group], distinct: int) -> Iterator[Relation]:
             needed = 2 if groups[pair[0]].grows or groups[pair[1]].grows else distinct
             if _is_sum(group, groups[pair[0]], groups[pair[1]], needed):
                 first, second = reversed(pair) if groups[pair[1]].grows else pair
-                yield Relation(whole, Expression(((draft_name(first), 1), (draft_name(second), 1))))
+                yield whole, Expression(((draft_name(first), 1), (draft_name(second), 1)))
         for other in others:
-            yield from _of_one(groups, whole, other, distinct)
+            for size in _of_one(groups, whole, other, distinct):
+                yield whole, size
 
 
 def _is_window_of(window: Group, past: Sequence[int | None]) -> bool:
@@ -160,8 +161,8 @@ def _is_sum(whole: Group, first: Group, second: Group, needed: int) -> bool:
     return len(rows) >= needed
 
 
-def _of_one(groups: Sequence[Group], whole: int, first: int, distinct: int) -> Iterator[Relation]:
-    """Yields relations to one other group: an offset, a multiple, a multiple and an offset, a quotient."""
+def _of_one(groups: Sequence[Group], whole: int, first: int, distinct: int) -> Iterator[Expression]:
+    """Yields expressions over one other group: an offset, a multiple, a multiple and an offset, a quotient."""
     grows = groups[first].grows
     both = zip(groups[first].seen, groups[whole].seen, strict=True)
     pairs = sorted({(a, b) for a, b in both if a is not None and b is not None})
@@ -174,11 +175,11 @@ def _of_one(groups: Sequence[Group], whole: int, first: int, distinct: int) -> I
     if not rest and 1 <= factor <= _LARGEST_FACTOR and all(b == factor * a + offset for a, b in pairs):
         needed = 2 if grows and factor == 1 else distinct
         if (offset > 0 or factor > 1) and len(pairs) >= needed:
-            yield Relation(whole, Expression(((name, factor),), offset))
+            yield Expression(((name, factor),), offset)
     elif len({b for _, b in pairs}) >= distinct and 0 < end - start < high - low:
         quotient = _quotient(pairs)
         if quotient is not None:
-            yield Relation(whole, Expression(((name, 1),), *quotient))
+            yield Expression(((name, 1),), *quotient)
 
 
 def _quotient(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, int] | None:
@@ -212,11 +213,3 @@ def _roundness(divisor: int) -> int:
         while divisor % prime == 0:
             divisor, count = divisor // prime, count + 1
     return count
-
-
-def _rank(groups: Sequence[Group], relation: Relation) -> tuple[int, ...]:
-    """Windows and sums with a cache length first, then the shorter expressions."""
-    size = relation.size
-    grows = any(groups[operand].grows for operand in relation.operands())
-    length = (size.shift > 0) + bool(size.constant) + sum(factor > 1 for _, factor in size.terms)
-    return (size.cap is None, not grows, size.divisor, length, -len(size.terms), abs(size.constant))

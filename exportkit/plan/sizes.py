@@ -46,20 +46,27 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
     """
     taken = plan.static_sizes()
     expressions = {size for leaf in plan.leaves for size in leaf.sizes if size.terms}
-    free = [variable for variable in plan.variables if variable.follows is None]
-    expressions -= {Expression.of(variable.name) for variable in plan.variables if variable.follows is not None}
+    free: dict[str, Variable] = {}
+    followers: dict[str, str] = {}
+    for variable in plan.variables:
+        if variable.follows is None:
+            free[variable.name] = variable
+        else:
+            followers[variable.name] = variable.follows
+            expressions.discard(Expression.of(variable.name))
     # as large as the recorded sizes first; if that fills the windows of caches, small enough not to fill them
     for within_windows in (False, True):
         options = []
-        for variable in free:
+        for variable in free.values():
             most = variable.maximum
             if within_windows:
                 caps = [e.cap - 1 for e in expressions if e.cap is not None and e.uncapped().variable == variable.name]
                 most = min([*caps, *([] if most is None else [most])], default=None)
             options.append(list(itertools.islice(_export_sizes(variable, most, taken, chunk), _OPTIONS)))
         for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
-            sizes = {variable.name: size for variable, size in zip(free, choice, strict=True)}
-            sizes |= {v.name: sizes[v.follows] for v in plan.variables if v.follows is not None}
+            sizes = dict(zip(free, choice, strict=True))
+            for name, followed in followers.items():
+                sizes[name] = sizes[followed]
             sizes = plan.completed(sizes)
             if not _are_distinct(expressions, sizes, taken) or (partly_cached and not _shorten(plan, sizes)):
                 continue
@@ -67,7 +74,7 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
                 return sizes
     raise ArgumentError(
         "No distinct sizes were found for the variables of this plan.",
-        where=", ".join(variable.name for variable in free),
+        where=", ".join(free),
         expected="sizes greater than 1 that differ from each other and from static sizes",
         got=f"static sizes {sorted(taken)}",
         hint="make one of the axes static, or give the arguments yourself.",
@@ -94,7 +101,7 @@ def _export_sizes(variable: Variable, most: int | None, taken: frozenset[int], c
 
 def _by_cost(options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
     """Yields combinations, those made of early options first."""
-    longest = max((len(option) for option in options), default=0)
+    longest = max(map(len, options), default=0)
     for limit in range(1, longest + 1):
         for choice in itertools.product(*[range(min(limit, len(option))) for option in options]):
             if limit == 1 or max(choice) == limit - 1:
@@ -149,10 +156,14 @@ def solve_sizes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
                 equations.append((size, value))
     for _ in range(2):  # sums are of plain variables, so two rounds settle them
         for size, value in equations:
-            unknown = [(name, factor) for name, factor in size.terms if name not in sizes]
+            unknown, rest = [], value - size.constant
+            for name, factor in size.terms:
+                if name in sizes:
+                    rest -= factor * sizes[name]
+                else:
+                    unknown.append((name, factor))
             if len(unknown) == 1:
                 name, factor = unknown[0]
-                rest = value - size.constant - sum([f * sizes[n] for n, f in size.terms if n != name])
                 sizes[name] = max(rest // factor, 0)
     return {variable.name: sizes.get(variable.name, 0) for variable in plan.variables}
 
@@ -196,9 +207,8 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
         return []
     fresh = {v.name: _fresh_sizes(v, exported[v.name]) for v in plan.variables}
     past, batch = plan.with_role("past"), plan.with_role("batch")
-    combinations = _with_cache(plan) if past is not None else _without_cache()
     found: list[UnseenSizes] = []
-    for label, picks in combinations:
+    for label, picks in _combinations(plan):
         sizes = {}
         for variable in plan.variables:
             pick = picks.get(variable.role, picks["other"])
@@ -231,7 +241,15 @@ def _fit_rows(plan: Plan, sizes: dict[str, int]) -> None:
 _LONGER, _LONGEST, _OTHER, _SHORTEST = "longer", "longest", "other", "shortest"
 
 
-def _with_cache(plan: Plan) -> list[tuple[str, dict[str, int | str]]]:
+def _combinations(plan: Plan) -> list[tuple[str, dict[str, int | str]]]:
+    """A label for each combination, and by role which size the variables get."""
+    if plan.with_role("past") is None:
+        return [
+            ("longer", {"batch": _LONGER, "sequence": _LONGER, "other": _LONGER}),
+            ("longest", {"batch": 1, "sequence": _LONGEST, "other": _LONGEST}),
+            ("other sizes", {"batch": _OTHER, "sequence": _OTHER, "other": _OTHER}),
+            ("shortest", {"batch": _OTHER, "sequence": _SHORTEST, "other": _SHORTEST}),
+        ]
     rows: list[tuple[str, dict[str, int | str]]] = [
         ("longer prompt, empty past", {"batch": _OTHER, "sequence": _LONGEST, "past": 0, "other": _LONGER}),
         ("one token", {"batch": 1, "sequence": 1, "past": _LONGEST, "other": _LONGER}),
@@ -242,15 +260,6 @@ def _with_cache(plan: Plan) -> list[tuple[str, dict[str, int | str]]]:
     if plan.with_role("sequence") is None:  # every recorded call had the same number of new tokens
         rows = [("longer past", rows[1][1]), ("other past", rows[2][1]), ("past of one", rows[3][1])]
     return rows
-
-
-def _without_cache() -> list[tuple[str, dict[str, int | str]]]:
-    return [
-        ("longer", {"batch": _LONGER, "sequence": _LONGER, "past": _LONGER, "other": _LONGER}),
-        ("longest", {"batch": 1, "sequence": _LONGEST, "past": _LONGEST, "other": _LONGEST}),
-        ("other sizes", {"batch": _OTHER, "sequence": _OTHER, "past": _OTHER, "other": _OTHER}),
-        ("shortest", {"batch": _OTHER, "sequence": _SHORTEST, "past": _SHORTEST, "other": _SHORTEST}),
-    ]
 
 
 def _seen_and_step(variable: Variable) -> tuple[list[int], int]:

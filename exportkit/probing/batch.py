@@ -14,6 +14,7 @@ import torch
 
 from exportkit.arguments.build import largest_tensors
 from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.plan.expression import Expression
 from exportkit.plan.infer import name_variables, without_guess
 from exportkit.plan.leaves import CallTable, Finding, Variable, known
@@ -35,21 +36,32 @@ def confirm_batch(plan: Plan, probe: ModelProbe) -> Plan:
     varying = plan.with_role("batch")
     if varying is not None and len(known(varying.seen)) > 1:
         return plan
-    plan = without_guess(plan, probe.table)
-    rows: Choice = {placeholder.rows: (0, None) for placeholder in plan.placeholders}
-    rows |= {path: (0, None) for grid in plan.grids for path in (grid.path, grid.rows)}
+    plan = without_guess(plan)
+    counted = [placeholder.rows for placeholder in plan.placeholders]
+    for grid in plan.grids:
+        counted += [grid.path, grid.rows]
+    rows: Choice = dict.fromkeys(counted, (0, None))
     if plan.grids and all(not leaf.sizes[0].is_static for leaf in plan.leaves if leaf.sizes):
         return plan
+    # The rows of the first call and of the call with the most tensors have to repeat. A model may mix rows when it is
+    # given single tokens on a state, so the latter is also tried with the tokens of the largest call.
+    calls = probe.observation.calls
+    fullest = max(calls, key=lambda call: len(call.tensors()))
     for choices, size in itertools.product((_choices, _choices_of_some), _sizes(probe.table)):
         for chosen in choices(probe.table, size, rows):
             choice = {**chosen, **rows}
-            if _rows_repeat(probe, choice):
+            if _rows_repeat(probe, calls[0], choice) and (
+                fullest is calls[0]
+                or _rows_repeat(probe, fullest, choice)
+                or _rows_repeat(probe, _largest_call(probe.observation), choice)
+            ):
                 evidence = f"always {size}; with rows repeated, the outputs repeated too"
                 batch = Variable(_VARIABLE, "batch", (size,) * len(probe.table.leaves[0].shapes), evidence)
-                plain = [(path, axis) for path, (axis, factor) in choice.items() if factor == 1]
-                multiples = {}
+                plain, multiples = [], {}
                 for path, (axis, factor) in choice.items():
-                    if factor is not None and factor > 1:
+                    if factor == 1:
+                        plain.append((path, axis))
+                    elif factor is not None:
                         multiples[path, axis] = Expression(((batch.name, factor),))
                 return name_variables(plan.with_variable(batch, plain).with_sizes(multiples))
     text = "no axis was found to be the batch: no input's rows could be repeated. The batch stays static."
@@ -58,7 +70,11 @@ def confirm_batch(plan: Plan, probe: ModelProbe) -> Plan:
 
 def _sizes(table: CallTable) -> list[int]:
     """Sizes that never change on a leading axis, the most frequent first."""
-    leading = Counter(next(iter(known(s))) for _, axis, s in table.axes() if axis == 0 and len(known(s)) == 1)
+    leading: Counter[int] = Counter()
+    for leaf in table.leaves:
+        lengths = known(leaf.seen(0)) if leaf.rank else set()
+        if len(lengths) == 1:
+            leading.update(lengths)
     return [size for size, _ in leading.most_common() if size > 0]
 
 
@@ -71,7 +87,7 @@ def _choices(table: CallTable, size: int, apart: Collection[str]) -> Iterator[Ch
     axes = _axes_of_size(table, size, apart)
     if not axes:
         return
-    rows = _rows(table, size, {*apart, *(path for leaves in axes.values() for path in leaves)})
+    rows = _rows(table, size, set(apart).union(*axes.values()))
     turns = itertools.product(*(range(max(map(len, leaves.values()))) for leaves in axes.values()))
     for turn in itertools.islice(turns, _MOST_CHOICES):
         chosen: Choice = {
@@ -110,29 +126,14 @@ def _rows(table: CallTable, size: int, taken: set[str]) -> Choice:
     """Inputs without an axis of the batch's size whose first axis is a multiple of it."""
     found: Choice = {}
     for leaf in table.leaves:
-        lengths = known(leaf.sizes(0)) if leaf.rank else set()
+        lengths = known(leaf.seen(0)) if leaf.rank else set()
         if leaf.path not in taken and len(lengths) == 1 and min(lengths) > size and min(lengths) % size == 0:
             found[leaf.path] = (0, min(lengths) // size)
     return found
 
 
-def _rows_repeat(probe: ModelProbe, choice: Choice) -> bool:
-    """Returns whether doubling the chosen axes doubles outputs along one axis, both halves as before.
-
-    This has to hold for the first call and for the call with the most tensors. A model may mix rows when it is given
-    single tokens on a state, so the latter is also tried with the tokens of the largest call.
-    """
-    calls = probe.observation.calls
-    if not _rows_repeat_in(probe, calls[0], choice):
-        return False
-    fullest = max(calls, key=lambda call: len(call.tensors()))
-    if fullest is calls[0] or _rows_repeat_in(probe, fullest, choice):
-        return True
-    every = Call(probe.observation.merged_arguments, calls[0].signature)
-    return _rows_repeat_in(probe, every.with_tensors(largest_tensors(probe.observation)), choice)
-
-
-def _rows_repeat_in(probe: ModelProbe, call: Call, choice: Choice) -> bool:
+def _rows_repeat(probe: ModelProbe, call: Call, choice: Choice) -> bool:
+    """Returns whether doubling the chosen axes doubles outputs along one axis, both halves as before."""
     tensors = call.tensors()
     doubled = {p: torch.cat([tensors[p], tensors[p]], axis) for p, (axis, _) in choice.items() if p in tensors}
     before, after = probe.outputs(call), probe.outputs(call.with_tensors(doubled))
@@ -144,6 +145,11 @@ def _rows_repeat_in(probe: ModelProbe, call: Call, choice: Choice) -> bool:
         return False
     same = [_repeats(before[path], after[path]) for path in before]
     return None not in same and True in same
+
+
+def _largest_call(observation: Observation) -> Call:
+    every = Call(observation.merged_arguments, observation.calls[0].signature)
+    return every.with_tensors(largest_tensors(observation))
 
 
 def _repeats(before: torch.Tensor, after: torch.Tensor) -> bool | None:

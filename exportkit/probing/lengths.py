@@ -26,7 +26,7 @@ def extend_tokens(plan: Plan, probe: ModelProbe) -> Plan:
     over frames together with the states that an encoder made of them.
     """
     lengths = [*_token_axes(plan), *_cached_axes(plan)]
-    for length in sorted({size for _, size in lengths}, reverse=True):
+    for length in sorted(set(dict(lengths).values()), reverse=True):
         tokens = [(p, axis) for (p, axis), size in lengths if size == length and plan.by_path[p].sizes[axis].is_static]
         if tokens:
             plan = _extended(plan, tokens, length, probe) or _with_frames(plan, tokens, length, probe) or plan
@@ -98,24 +98,12 @@ def _frames_for(
     return frames_of_states(accepts, length, states, name)
 
 
-def _with_fixed_lengths(plan: Plan) -> Plan:
-    """The plan in which a cache of what an encoder of fixed length returned is never longer than that."""
-    fixed = {size.constant for leaf in plan.leaves if leaf.growing is None for size in leaf.sizes if size.is_static}
-    variables = [
-        replace(v, maximum=max(known(v.seen)))
-        if v.follows is None and len(known(v.seen)) == 2 and min(known(v.seen)) == 0 and max(known(v.seen)) in fixed
-        else v
-        for v in plan.variables
-    ]
-    return replace(plan, variables=tuple(variables))
-
-
 def add_relations(plan: Plan, probe: ModelProbe) -> Plan:
     """Returns a plan with relations of weaker evidence, if the model accepts that plan and not this one."""
     bolder = infer_plan(probe.table, plan.constants, distinct=2)
     batch = plan.with_role("batch")
     if batch is not None and len(known(batch.seen)) == 1:
-        bolder = without_guess(bolder, probe.table).with_variable(batch, plan.axes_of(batch.name))
+        bolder = without_guess(bolder).with_variable(batch, plan.axes_of(batch.name))
     for candidate in (_tied(plan, probe), bolder, _tied(bolder, probe)):
         if probe.accepts_lengths(candidate):
             return candidate
@@ -130,8 +118,7 @@ def pull_apart(plan: Plan, probe: ModelProbe) -> Plan:
 
     Relations that the model does not need are given up too, except those of a cache's length.
     """
-    for number, size in enumerate(_doubtful(plan)):
-        axes = [(leaf.path, i) for leaf in plan.leaves for i, other in enumerate(leaf.sizes) if other == size]
+    for number, (size, axes) in enumerate(_doubtful(plan).items()):
         name, seen = f"unrelated_{number}", probe.table.sizes_of(axes[0])
         evidence = f"sizes {listed(seen)}; accepted apart from {size}"
         separate = plan.with_variable(Variable(name, "other", seen, evidence), axes)
@@ -221,11 +208,15 @@ def _units(plan: Plan, variable: Variable, probe: ModelProbe) -> Iterator[list[A
             yield unit
 
 
-def _doubtful(plan: Plan) -> list[Expression]:
-    """Expressions that may fit by accident: they contain neither a cache's length nor a confirmed batch."""
+def _doubtful(plan: Plan) -> dict[Expression, list[AxisKey]]:
+    """Expressions that may fit by accident, and their axes: no cache's length and no confirmed batch is in them."""
     sure = {v.name for v in plan.variables if v.role == "past" or (v.role == "batch" and len(known(v.seen)) == 1)}
-    sizes = dict.fromkeys(size for leaf in plan.leaves for size in leaf.sizes)
-    return [size for size in sizes if not size.is_static and size.variable is None and not size.variables() & sure]
+    found: dict[Expression, list[AxisKey]] = {}
+    for leaf in plan.leaves:
+        for axis, size in enumerate(leaf.sizes):
+            if not size.is_static and size.variable is None and not size.variables() & sure:
+                found.setdefault(size, []).append((leaf.path, axis))
+    return found
 
 
 def frames_of_states(accepts: Accepts, frames: int, states: int, name: str) -> Expression | None:

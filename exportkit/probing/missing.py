@@ -74,28 +74,37 @@ def completed_call(plan: Plan, observation: Observation, call: Call, defaults: M
 
 def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.Module, method: str) -> MissingDefaults:
     """Returns the defaults for missing inputs with which the model returns what it returned without these inputs."""
-    optional = [leaf.path for leaf in plan.leaves if leaf.is_optional]
-    ones = {leaf.path: 1 for leaf in plan.leaves if leaf.restored}
-    calls = {i: call for i, call in enumerate(observation.calls) if not call.tensors().keys() >= {*optional}}
+    optional, ones = [], {}
+    for leaf in plan.leaves:
+        if leaf.is_optional:
+            optional.append(leaf.path)
+        if leaf.restored:
+            ones[leaf.path] = 1
+    calls, numbers = [], []
+    for number, call in enumerate(observation.calls):
+        if not call.tensors().keys() >= {*optional}:
+            calls.append(call)
+            numbers.append(number)
     if not calls:
         return MissingDefaults(ones)
-    tried = [*calls.items(), *((None, call) for call in _cut_calls(plan, list(calls.values()), model, method))]
+    tried = [*calls, *_cut_calls(plan, calls, model, method)]
     best: dict[str, float] = {}
-    fewest = [number for number, _ in tried]
+    fewest = list(range(len(tried)))
 
     def run(values: Mapping[str, float], call: Call) -> dict[str, torch.Tensor]:
         completed = completed_call(plan, observation, call, values)
         # A graph leaves outputs that exist only because of the defaults out again: more outputs are not a difference.
         return flatten(run_leniently(plan, model, method, completed)[0]).tensors()
 
-    for values in itertools.islice(_choices(plan, observation, list(calls.values()), optional), _MOST_TRIALS):
-        outcomes = compare_runs(recorded, functools.partial(run, values), [call for _, call in tried])
-        wrong = [number for (number, _), outcome in zip(tried, outcomes, strict=True) if not outcome.agrees]
+    for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
+        outcomes = compare_runs(recorded, functools.partial(run, values), tried)
+        wrong = [position for position, outcome in enumerate(outcomes) if not outcome.agrees]
         if len(wrong) < len(fewest):
             best, fewest = values, wrong
         if not wrong:
             break
-    return MissingDefaults({**best, **ones}, tuple([number for number in fewest if number is not None]))
+    unproven = tuple([numbers[position] for position in fewest if position < len(calls)])
+    return MissingDefaults({**best, **ones}, unproven)
 
 
 def run_leniently(plan: Plan, model: torch.nn.Module, method: str, call: Call) -> tuple[Any, Call]:
@@ -155,16 +164,17 @@ def _choices(
     """
     full = set()
     for call in calls:
-        missing = fill_missing(plan, call.tensors(), {})
-        full |= {path for path, tensor in missing.items() if tensor.numel()}
-    ordered: dict[str, tuple[float, ...]] = {}
+        for path, tensor in fill_missing(plan, call.tensors(), {}).items():
+            if tensor.numel():
+                full.add(path)
+    likely: dict[str, float] = {}
+    others: dict[str, list[float]] = {}
     for path in optional:
         if path in full:
-            ordered[path] = _by_likelihood(plan, observation, path)
-    likely = {path: values[0] for path, values in ordered.items()}
-    for changes in range(len(ordered) + 1):
-        for changed in itertools.combinations(ordered, changes):
-            for values in itertools.product(*[ordered[path][1:] for path in changed]):
+            likely[path], *others[path] = _by_likelihood(plan, observation, path)
+    for changes in range(len(others) + 1):
+        for changed in itertools.combinations(others, changes):
+            for values in itertools.product(*map(others.__getitem__, changed)):
                 yield {**likely, **dict(zip(changed, values, strict=True))}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from exportkit.arguments.build import build_call, with_ones
+from exportkit.arguments.build import build_call
 from exportkit.arguments.table import call_table
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
@@ -48,7 +48,9 @@ class ModelProbe:
             call = build_call(plan, self.observation, choose_sizes(plan) if sizes is None else sizes)
         except ExportkitError:
             return False
-        return self.outputs(with_ones(call, ones) if ones else call) is not None
+        if ones:
+            call = call.with_tensors({path: torch.ones_like(call.tensors()[path]) for path in ones})
+        return self.outputs(call) is not None
 
     def accepts_lengths(self, plan: Plan) -> bool:
         """Returns whether the model also accepts more new tokens than recorded: it may cut a mask that is too long."""

@@ -79,7 +79,8 @@ def _grids(probe: ModelProbe) -> Iterator[Grids]:
                 fits = other.path not in taken and not other.is_integer and other.rank >= 2
                 if fits and calls and all(_is_product(tensors, leaf.path, other.path) for tensors in calls):
                     examples = dict.fromkeys(tuple(grid) for tensors in calls for grid in tensors[leaf.path].tolist())
-                    if _raises_for_a_row_less(probe, other.path):
+                    call = next(call for call in probe.observation.calls if other.path in call.tensors())
+                    if probe.outputs(call.with_tensors({other.path: call.tensors()[other.path][:-1]})) is None:
                         taken.add(other.path)
                         yield Grids(leaf.path, other.path, tuple(examples))
                         break
@@ -88,11 +89,6 @@ def _grids(probe: ModelProbe) -> Iterator[Grids]:
 def _is_product(tensors: Mapping[str, torch.Tensor], grid: str, rows: str) -> bool:
     counts = [math.prod(sizes) for sizes in tensors[grid].tolist()]
     return rows in tensors and len(counts) > 0 and min(counts) > 1 and sum(counts) == tensors[rows].shape[0]
-
-
-def _raises_for_a_row_less(probe: ModelProbe, path: str) -> bool:
-    call = next(call for call in probe.observation.calls if path in call.tensors())
-    return probe.outputs(call.with_tensors({path: call.tensors()[path][:-1]})) is None
 
 
 def _candidates(probe: ModelProbe, grids: Sequence[Grids]) -> Iterator[list[Placeholder]]:
@@ -117,17 +113,19 @@ def _fitting(probe: ModelProbe, path: str, in_grids: bool) -> Iterator[Placehold
             ids = [tensors[leaf.path] for tensors in calls]
             for value in ids[0].unique().tolist():
                 counts = [int((i == value).sum()) for i in ids]
-                factors = {divmod(count, n) for count, n in zip(counts, rows, strict=True)}
-                if len(factors) == 1 and (pair := factors.pop())[1] == 0 and pair[0] > 0:
-                    yield Placeholder(leaf.path, int(value), path, pair[0])
-                elif (
-                    in_grids and min(counts) > 0 and _is_one({divmod(n, c) for c, n in zip(counts, rows, strict=True)})
-                ):
-                    yield Placeholder(leaf.path, int(value), path, 1, rows[0] // counts[0])
+                factor = _ratio(counts, rows)
+                per = _ratio(rows, counts) if in_grids and min(counts) > 0 else 0
+                if factor:
+                    yield Placeholder(leaf.path, int(value), path, factor)
+                elif per:
+                    yield Placeholder(leaf.path, int(value), path, 1, per)
 
 
-def _is_one(factors: set[tuple[int, int]]) -> bool:
-    return len(factors) == 1 and next(iter(factors))[1] == 0
+def _ratio(numbers: Sequence[int], others: Sequence[int]) -> int:
+    """How many times the others the numbers are; 0 if that is not the same whole number for all."""
+    found = {divmod(number, other) for number, other in zip(numbers, others, strict=True)}
+    quotient, rest = found.pop()
+    return 0 if found or rest else quotient
 
 
 def _markers(probe: ModelProbe, placeholder: Placeholder) -> Iterator[Marker]:

@@ -61,7 +61,7 @@ def simplify_calls(observation: Observation, model: torch.nn.Module, method: str
     probe = ModelProbe(model, method, _without_outputs(observation, passed))
     unused = [path for path in _nested(observation, names) if _is_unread(probe, path)]
     probe = ModelProbe(model, method, _without(probe.observation, unused))
-    joined = [path for path in _lists(probe.observation, names) if _is_read_as_one(probe, path)]
+    joined = [path for path in _joinable(probe.observation, names) if _is_read_as_one(probe, path)]
     if not unused and not joined:
         return Simplified(observation)
     simple = replace(_with_joined(probe.observation, joined), has_values=False)
@@ -78,7 +78,7 @@ def as_simplified(
         joined: Paths of lists that are one tensor.
         unused: Paths of tensors that the model never reads; they count at all positions of a list.
     """
-    hidden = {_unnumbered(path) for path in unused}
+    hidden = set(map(_unnumbered, unused))
     kept = {path: tensor for path, tensor in tensors.items() if _unnumbered(path) not in hidden}
     for parent in joined:
         members = _members(kept, parent)
@@ -96,11 +96,10 @@ def lists_of_many(calls: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, ...
     """
     counts: dict[str, set[int]] = defaultdict(set)
     for tensors in calls:
-        for parent in dict.fromkeys(match["list"] for path in tensors if (match := _MEMBER.match(path))):
-            members = list(_members(tensors, parent).values())
-            kinds = {(member.dtype, tuple(member.shape[1:])) for member in members}
-            counts[parent].add(len(members) if len(kinds) == 1 and members[0].ndim else -1)
-    return tuple(parent for parent, found in counts.items() if len(found) > 1 and -1 not in found)
+        for parent, members in _lists_in(tensors).items():
+            kinds = {(member.dtype, tuple(member.shape[1:])) for member in members.values()}
+            counts[parent].add(len(members) if len(kinds) == 1 and next(iter(members.values())).ndim else -1)
+    return tuple([parent for parent, found in counts.items() if len(found) > 1 and -1 not in found])
 
 
 def rows_of_members(calls: Sequence[Mapping[str, torch.Tensor]], parents: Iterable[str]) -> dict[str, int]:
@@ -110,8 +109,12 @@ def rows_of_members(calls: Sequence[Mapping[str, torch.Tensor]], parents: Iterab
         calls: Tensors by path, for each call.
         parents: Paths of the lists.
     """
-    rows = {p: {member.shape[0] for tensors in calls for member in _members(tensors, p).values()} for p in parents}
-    return {parent: min(found) for parent, found in rows.items() if len(found) == 1 and min(found) > 0}
+    rows = {}
+    for parent in parents:
+        found = {member.shape[0] for tensors in calls for member in _members(tensors, parent).values()}
+        if len(found) == 1 and min(found) > 0:
+            rows[parent] = min(found)
+    return rows
 
 
 def with_split_lists(tree: Tree, rows: Mapping[str, int]) -> Tree:
@@ -162,12 +165,15 @@ def first_step(path: str) -> str:
 
 
 def _irregular(observation: Observation) -> set[str]:
-    counts: dict[str, set[int]] = defaultdict(set)
+    """Parameters that some calls lack, or whose number of tensors changes."""
+    counts: dict[str, int] = {}
+    found = set()
     for call in observation.calls:
-        for name in observation.signature.names:
-            counts[name].add(len(call.arguments[name].tensors()) if name in call.arguments else 0)
-    plain = observation.signature.plain()
-    return {name for name, found in counts.items() if len(found) > 1 and name in plain}
+        for name in observation.signature.plain():
+            count = len(call.arguments[name].tensors()) if name in call.arguments else 0
+            if counts.setdefault(name, count) != count:
+                found.add(name)
+    return found
 
 
 def _passed_through(observation: Observation, names: Collection[str]) -> dict[str, str]:
@@ -175,38 +181,36 @@ def _passed_through(observation: Observation, names: Collection[str]) -> dict[st
 
     A graph need not return them, and could not: the number of tensors in them may change from call to call.
     """
-    returned = dict.fromkeys(first_step(path) for call in observation.calls for path in call.outputs.tensors())
+    sources: dict[str, set[str | None]] = defaultdict(set)
+    for call in observation.calls:
+        given = {path: tensor for path, tensor in call.tensors().items() if first_step(path) in names}
+        outputs: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for path, tensor in call.outputs.tensors().items():
+            name = first_step(path)
+            outputs[name][path.removeprefix(name)] = tensor
+        for name, leaves in outputs.items():
+            sources[name].add(_source(given, leaves))
     found = {}
-    for output in returned:
-        paths = set()
-        for call in observation.calls:
-            leaves = _below(call.outputs.tensors(), output)
-            if leaves:
-                paths.add(_source(call, leaves, names))
-        if len(paths) == 1 and (path := paths.pop()) is not None:
-            found[output] = path
+    for name, paths in sources.items():
+        source = paths.pop()
+        if source is not None and not paths:
+            found[name] = source
     return found
 
 
-def _source(call: Call, leaves: Mapping[str, torch.Tensor], names: Collection[str]) -> str | None:
+def _source(given: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> str | None:
     """The path of the input whose leaves are the leaves of an output; None for a single tensor, or if there is none."""
-    if "" in leaves:
-        return None
-    given = {path: tensor for path, tensor in call.tensors().items() if first_step(path) in names}
     first = next(iter(leaves))
-    for path in given:
+    for path in given if "" not in leaves else ():
         root = path.removesuffix(first)
-        if path.endswith(first) and all(_is_same(given.get(root + inner), leaf) for inner, leaf in leaves.items()):
-            return root
+        if path.endswith(first):
+            for inner, leaf in leaves.items():
+                same = given.get(root + inner)
+                if same is None or same.dtype != leaf.dtype or not same.numel() or not torch.equal(same, leaf):
+                    break
+            else:
+                return root
     return None
-
-
-def _below(tensors: Mapping[str, torch.Tensor], output: str) -> dict[str, torch.Tensor]:
-    return {path.removeprefix(output): tensor for path, tensor in tensors.items() if first_step(path) == output}
-
-
-def _is_same(a: torch.Tensor | None, b: torch.Tensor) -> bool:
-    return a is not None and a.dtype == b.dtype and a.numel() > 0 and torch.equal(a, b)
 
 
 def _nested(observation: Observation, names: set[str]) -> list[str]:
@@ -257,16 +261,13 @@ def _without(observation: Observation, paths: Sequence[str]) -> Observation:
     return replace(observation, calls=tuple(calls), further=further)
 
 
-def _lists(observation: Observation, names: set[str]) -> list[str]:
+def _joinable(observation: Observation, names: set[str]) -> list[str]:
     """Paths of lists whose elements are tensors of one dtype that differ in their first axis at most."""
     found: dict[str, None] = {}
     for call in observation.calls:
-        tensors = {path: tensor for path, tensor in call.tensors().items() if first_step(path) in names}
-        parents = dict.fromkeys(match["list"] for path in tensors if (match := _MEMBER.match(path)))
-        for parent in parents:
-            members = list(_members(tensors, parent).values())
-            kinds = {(member.dtype, tuple(member.shape[1:])) for member in members}
-            if len(kinds) == 1 and min(member.ndim for member in members) > 1:
+        for parent, members in _lists_in(call.tensors()).items():
+            kinds = {(member.dtype, tuple(member.shape[1:])) for member in members.values()}
+            if first_step(parent) in names and len(kinds) == 1 and next(iter(members.values())).ndim > 1:
                 found[parent] = None
     return list(found)
 
@@ -282,16 +283,13 @@ def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
         if len(members) == 1 and len(whole) < 2:
             return False
         other = [whole] if len(members) > 1 else [whole[:1], whole[1:]]
-        changed.append(replace(call, arguments=_with_list(call, parent, other)))
+        changed.append(_with_list(call, parent, members, other))
     return all(outcome.agrees for outcome in compare_runs(recorded, probe.run, changed))
 
 
-def _with_list(call: Call, parent: str, tensors: list[torch.Tensor]) -> dict[str, Tree]:
+def _with_list(call: Call, parent: str, members: list[torch.Tensor], tensors: list[torch.Tensor]) -> Call:
     name = first_step(parent)
-    members = list(_members(call.tensors(), parent).values())
-    if not members:
-        return dict(call.arguments)
-    return {**call.arguments, name: with_list(call.arguments[name], members, tensors)}
+    return replace(call, arguments={**call.arguments, name: with_list(call.arguments[name], members, tensors)})
 
 
 def _with_joined(observation: Observation, parents: Sequence[str]) -> Observation:
@@ -301,15 +299,15 @@ def _with_joined(observation: Observation, parents: Sequence[str]) -> Observatio
     for parent in parents:
         for number, call in enumerate(calls):
             members = list(_members(call.tensors(), parent).values())
-            one = [torch.cat(members)] if members else []
-            calls[number] = replace(call, arguments=_with_list(call, parent, one))
+            if members:
+                calls[number] = _with_list(call, parent, members, [torch.cat(members)])
     further = tuple([_seen(shapes, parents, ()) for shapes in observation.further])
     return replace(observation, calls=tuple(calls), further=further)
 
 
 def _seen(seen: SeenShapes, joined: Sequence[str], unused: Sequence[str]) -> SeenShapes:
     """The shapes of a call in the form of simplified calls."""
-    hidden = {_unnumbered(path) for path in unused}
+    hidden = set(map(_unnumbered, unused))
     inputs = {path: shape for path, shape in seen.inputs.items() if _unnumbered(path) not in hidden}
     for parent in joined:
         members = _members(inputs, parent)
@@ -320,12 +318,22 @@ def _seen(seen: SeenShapes, joined: Sequence[str], unused: Sequence[str]) -> See
     return replace(seen, inputs=inputs)
 
 
+def _lists_in(by_path: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The entries for the elements of each list, in the order of their numbers."""
+    paths: dict[str, dict[int, str]] = defaultdict(dict)
+    for path in by_path:
+        match = _MEMBER.match(path)
+        if match:
+            paths[match["list"]][int(match["index"])] = path
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for parent, numbered in paths.items():
+        for _, path in sorted(numbered.items()):
+            found[parent][path] = by_path[path]
+    return found
+
+
 def _members(by_path: Mapping[str, Any], parent: str) -> dict[str, Any]:
-    """The entries for the elements of a list, in the order of their numbers."""
-    found = [
-        (int(match["index"]), path) for path in by_path if (match := _MEMBER.match(path)) and match["list"] == parent
-    ]
-    return {path: by_path[path] for _, path in sorted(found)}
+    return _lists_in(by_path).get(parent, {})
 
 
 def _unnumbered(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Compares the sizes that a program was traced for with the plan, and gives the domain of the program.
+"""Audits a traced program: its sizes against the plan, its domain, and what users should know about it.
 
 A program that serves less than the plan promises is an error: it must allow the recorded calls, sizes that were never
 run, and sizes beyond a limit, unless the model itself raises for them. Lower limits do not count: torch.export assumes
@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from exportkit._torch_compat.graph import schema_of
 from exportkit._torch_compat.symbolic_shapes import ShapeGuard, input_axes, shape_guards
 from exportkit.arguments.build import build_call
-from exportkit.errors import ExportError
+from exportkit.errors import ExportError, UnregisteredClassError
+from exportkit.overrides import replaced_classes
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
 from exportkit.programs.domain import Domain, SizeCondition
-from exportkit.programs.places import Place, is_model_code
+from exportkit.programs.failure import Place, is_model_code
 from exportkit.programs.program import TracedProgram
+from exportkit.programs.subject import STATE
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders
+from exportkit.trees import check_opened
 
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 # A limit that means none to torch; and the largest limit beyond which the model itself is run.
@@ -55,21 +59,20 @@ class _Narrow:
     related: bool = False
 
 
-@dataclass
 class _Program:
     """The axes of a program's inputs as torch traced them: ints and expressions in symbols."""
 
-    traced: TracedProgram
-    axes: dict[Axis, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        program = self.traced.program
-        sizes = input_axes(program)
-        nodes = zip(tensor_placeholders(program), self.traced.input_paths, strict=True)
-        self.axes = {(path, axis): size for node, path in nodes for axis, size in enumerate(sizes[node])}
-        self.guards = shape_guards(program)
-        plain = [(size, axis) for axis, size in self.axes.items() if getattr(size, "is_Symbol", False)]
-        self.homes: dict[Any, Axis] = dict(reversed(plain))
+    def __init__(self, traced: TracedProgram) -> None:
+        self.traced = traced
+        self.guards = shape_guards(traced.program)
+        self.axes: dict[Axis, Any] = {}
+        self.homes: dict[Any, Axis] = {}  # the first axis with the size of each symbol
+        sizes = input_axes(traced.program)
+        for node, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True):
+            for axis, size in enumerate(sizes[node]):
+                self.axes[path, axis] = size
+                if getattr(size, "is_Symbol", False):
+                    self.homes.setdefault(size, (path, axis))
 
     def limit(self, size: Any) -> int | None:
         """The largest value of a traced size, or None."""
@@ -123,13 +126,12 @@ class _Program:
         text = str(expression)
         if getattr(expression, "is_Relational", False):
             text = f"{expression.lhs} {expression.rel_op} {expression.rhs}"
-        names = {str(symbol): str(self._size(axis)) for symbol, axis in self.homes.items()}
+        names = {}
+        for symbol, (path, axis) in self.homes.items():
+            size = self.traced.plan.by_path[path].sizes[axis]
+            names[str(symbol)] = f"{path} axis {axis}" if size.is_static else str(size)
         alone = _SYMBOL.fullmatch(text) is not None
         return _SYMBOL.sub(lambda m: n if alone or " " not in (n := names.get(m[0], m[0])) else f"({n})", text)
-
-    def _size(self, axis: Axis) -> Any:
-        size = self.traced.plan.by_path[axis[0]].sizes[axis[1]]
-        return f"{axis[0]} axis {axis[1]}" if size.is_static else size
 
     def _at(self, size: Any) -> str:
         home = self.homes.get(size)
@@ -209,19 +211,15 @@ def audit_sizes(traced: TracedProgram) -> Audit:
             continue
         for guard in differing:
             branches.setdefault((guard.file, guard.line), _branch(guard, promise, program))
-    found = [*limits.values()]
-    far = [
-        (
-            Finding(
-                "limit", name, f"{name} is limited: the graph takes at most {limit} in an axis that depends on it."
-            ),
-            SizeCondition(f"{name} <= {limit}"),
-        )
-        for (name, _), limit in _limits(program)
-        if limit >= _ASKED
-    ]
-    findings = [*(finding for finding, _ in found), *branches.values(), *(finding for finding, _ in far)]
-    return Audit(tuple(findings), tuple(condition for _, condition in (*found, *far)))
+    found = limits.values()
+    findings = [finding for finding, _ in found] + [*branches.values()]
+    conditions = [condition for _, condition in found]
+    for (name, _), limit in _limits(program):
+        if limit >= _ASKED:
+            text = f"{name} is limited: the graph takes at most {limit} in an axis that depends on it."
+            findings.append(Finding("limit", name, text))
+            conditions.append(SizeCondition(f"{name} <= {limit}"))
+    return Audit(tuple(findings), tuple(conditions))
 
 
 def fixed_branches(plan: Plan) -> list[Finding]:
@@ -232,20 +230,13 @@ def fixed_branches(plan: Plan) -> list[Finding]:
 def _promises(program: _Program) -> Iterator[_Promise]:
     plan = program.traced.plan
     for call in program.traced.observation.calls:
-        sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in call.tensors().items()})
+        sizes = solve_sizes(plan, call.shapes())
         yield _Promise(f"recorded call {call.index}", sizes, plan.shapes(sizes), True)
-    combinations: list[tuple[str, Mapping[str, int]]] = [
-        (item.label, item.sizes) for item in unseen_sizes(plan, program.traced.sizes)
-    ]
-    for label, wanted in [*combinations, *_beyond_limits(program)]:
-        yield _Promise(label, wanted, plan.shapes(wanted), False)
-
-
-def _beyond_limits(program: _Program) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Yields sizes larger than what the program takes, where the plan allows them."""
-    for (name, sizes), limit in _limits(program):
+    for item in unseen_sizes(plan, program.traced.sizes):
+        yield _Promise(item.label, item.sizes, plan.shapes(item.sizes), False)
+    for (name, larger), limit in _limits(program):  # sizes larger than what the program takes
         if limit < _ASKED:
-            yield f"{name} {sizes[name]}", sizes
+            yield _Promise(f"{name} {larger[name]}", larger, plan.shapes(larger), False)
 
 
 def _limits(program: _Program) -> Iterator[tuple[tuple[str, dict[str, int]], int]]:
@@ -321,3 +312,82 @@ def _branch(guard: ShapeGuard, promise: _Promise, program: _Program) -> Finding:
         f"{program.named(guard.left)}; {promise.label} decides otherwise. verify() shows whether that matters."
     )
     return Finding(_BRANCH, f"{guard.file}:{guard.line}", text)
+
+
+def findings_of(traced: TracedProgram) -> list[Finding]:
+    """Returns the findings on rewrites in force, on missing inputs, and on the mode and the state of the model."""
+    findings = rule_findings(traced)
+    if traced.defaults.unproven:
+        calls = ", ".join(map(str, traced.defaults.unproven))
+        text = f"calls {calls} lack inputs, and no default gives the same result; the graph does not serve them."
+        findings.append(Finding("missing input", f"calls {calls}", text))
+    if traced.model.training:
+        text = "the model is in training mode: dropout and batch statistics differ between calls; call model.eval()."
+        findings.append(Finding("training mode", "", text))
+    if traced.stateful:
+        text = f"the model keeps its state on its modules; the graph takes it as {STATE} and returns it."
+        findings.append(Finding("module state", STATE, text))
+    return findings
+
+
+def rule_findings(traced: TracedProgram) -> list[Finding]:
+    """Returns the findings on rewrites that were in force, and on classes that were replaced."""
+    swaps = [
+        f"{original.__name__} replaced by {replacement.__name__} ({count} module{'s' if count > 1 else ''})"
+        for original, replacement, count in replaced_classes(traced.model)
+    ]
+    rewrites = ", ".join((*traced.rules, *swaps))
+    return [Finding("exported with", rewrites, f"exported with: {rewrites}.")] if rewrites else []
+
+
+def audit_effects(traced: TracedProgram) -> list[Finding]:
+    """Returns the findings on inputs without effect, outputs that are inputs, and outputs that are out of reach.
+
+    Args:
+        traced: The program.
+
+    Raises:
+        UnregisteredClassError: if the model returns nothing but an object that cannot be opened.
+    """
+    inputs = dict(zip(tensor_placeholders(traced.program), traced.input_paths, strict=True))
+    nodes = list(traced.program.graph.nodes)
+    unused = {node.name for node in nodes if node.op == "placeholder" and not node.users}
+    findings = []
+    ignored = ", ".join(path for name, path in inputs.items() if name in unused)
+    if ignored:
+        text = f"the model does not use these inputs, so the graph does not take them: {ignored}."
+        findings.append(Finding("ignored input", ignored, text))
+    # outputs that share memory with an input in the model do not in the graph
+    (returned,) = next(node for node in nodes if node.op == "output").args
+    paths = iter(traced.output_paths)
+    for node, spec in zip(returned, traced.program.graph_signature.output_specs, strict=True):
+        if spec.kind.name != "USER_OUTPUT" or not hasattr(node, "op"):
+            continue
+        path = next(paths)
+        source, is_view = _source(node)
+        if source.name in inputs:
+            what = "a view of" if is_view else "the same as"
+            text = f"output {path or 'of the model'} is {what} input {inputs[source.name]}; the graph returns a copy."
+            findings.append(Finding("unchanged output", path, text))
+    try:
+        check_opened("output", traced.outputs)
+    except UnregisteredClassError as error:
+        if not traced.outputs.tensors():
+            raise
+        text = str(error).partition("\n")[0]
+        findings.append(Finding("lost output", "output", f"{text} The graph returns the others."))
+    return findings
+
+
+def _source(node: Any) -> tuple[Any, bool]:
+    """The node whose memory a value shares, and whether through a view."""
+    is_view = False
+    while node.op == "call_function" and node.args:
+        operator = schema_of(node.target)
+        name = "" if operator is None else operator.name
+        view = bool(getattr(node.target, "is_view", False))
+        if not view and name not in ("aten::clone", "aten::alias", "aten::detach"):
+            break
+        is_view = is_view or (view and name not in ("aten::alias", "aten::detach"))
+        node = node.args[0]
+    return node, is_view

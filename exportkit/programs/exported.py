@@ -1,25 +1,45 @@
-"""An exported model as a value: one or several programs, and the parts that run before it and feed it."""
+"""An exported model: one program, or one for each kind of calls where no single program serves all recorded calls.
+
+Programs of several kinds are compared with the model in torch first, which takes no longer than running the model. What
+seems right is then proven as ONNX, by a function that the caller passes in.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from exportkit.arguments.build import build_call
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Edge
-from exportkit.plan.leaves import Finding
+from exportkit.errors import ExportError, ExportkitError
+from exportkit.plan.leaves import Finding, PlannedLeaf
 from exportkit.plan.plan import Plan
+from exportkit.probing.missing import completed_call
+from exportkit.probing.planning import BoundPlan, one_size
+from exportkit.probing.simplify import as_simplified
 from exportkit.programs.audit import domain_of
 from exportkit.programs.domain import Domain
-from exportkit.programs.kinds import Split
+from exportkit.programs.failure import in_one_line
+from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of, kinds_of
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.strategies import Attempt
+from exportkit.programs.strategies import Attempt, Programs, Search, export_program
+from exportkit.running.compare import Difference, Tensors, compare_outputs
+from exportkit.running.eager import EagerRunner
+from exportkit.running.program import ProgramRunner
+from exportkit.running.runner import Runner, compare_runs, recorded
 
-Self = TypeVar("Self", bound="ExportedModel")
+_MOST_PROGRAMS = 6  # with more clusters than these, they are not kinds of calls
+
+PlanOf = Callable[[Observation], BoundPlan]
+# Returns what stands against a proof of a program as ONNX; the flag says whether to try sizes that were never run.
+Prove = Callable[[TracedProgram, bool], tuple[str, ...]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,3 +128,138 @@ class ExportedModel:
         """Returns the Python values that are part of all graphs, by path."""
         found = [{constant.path: constant.value for constant in t.plan.constants} for t in self.programs.values()]
         return {path: v for path, v in found[0].items() if all(path in c and c[path] == v for c in found)}
+
+
+def export_calls(model: torch.nn.Module, observation: Observation, plan_of: PlanOf, prove: Prove) -> ExportedModel:
+    """Returns the model exported for the recorded calls: as one program, the usual case, or one for each kind of calls.
+
+    Args:
+        model: The model in the form to export.
+        observation: Its calls.
+        plan_of: Makes the plan of some calls.
+        prove: Returns what stands against a proof of a program as ONNX.
+
+    Raises:
+        ArgumentError: if the model raises for the arguments that the plan leads to.
+        PlanError: if the recorded calls contradict each other.
+        ExportError: if torch cannot trace the model, or its program serves less than the plan.
+    """
+    method, landmarks = observation.method_name, Landmarks.of(observation)
+    kinds = kinds_of(observation, landmarks)
+
+    def wrong_on_a_kind(traced: TracedProgram) -> str:
+        if len(kinds) < 2:
+            return ""
+        plan, defaults = traced.plan, traced.defaults.values
+        for first, *_ in kinds.values():
+            call = completed_call(plan, traced.observation, traced.observation.calls[first.index or 0], defaults)
+            if not _serves(traced, recorded, [call]):
+                return next(iter(prove(traced, False)), "")
+        return ""
+
+    def split(why: str | ExportkitError) -> Programs | None:
+        if not 1 < len(kinds) <= _MOST_PROGRAMS:
+            return None
+        clusters = clusters_of(observation, landmarks)
+        try:
+            whole = plan_of(observation)
+        except ExportkitError:
+            whole = None
+        programs: dict[str, TracedProgram] = {}
+        for cluster in clusters:
+            plans = _plans(cluster, landmarks, whole, plan_of)
+            traced = _proven(model, method, plans, landmarks.first, prove)
+            if traced is None:
+                return None
+            programs[cluster.name] = traced
+        reason = in_one_line(why) if isinstance(why, ExportkitError) else why
+        by_name = {cluster.name: cluster.kind for cluster in clusters}
+        return programs, Split(reason, landmarks, by_name, {c.name: c.calls for c in clusters})
+
+    search = Search(model, method, functools.partial(plan_of, observation), check=wrong_on_a_kind, split=split)
+    search.walk()
+    if search.several is not None:
+        programs, why_split = search.several
+        return ExportedModel(programs, split=why_split, attempts=tuple(search.attempts))
+    return ExportedModel({"": search.found()}, attempts=tuple(search.attempts))
+
+
+def _proven(
+    model: torch.nn.Module, method: str, plans: Iterator[BoundPlan], first: str | None, prove: Prove
+) -> TracedProgram | None:
+    """The program of the first plan with which it can be proven."""
+    tried: list[BoundPlan] = []
+    untraceable: list[tuple[PlannedLeaf, ...]] = []
+    try:
+        for plan in plans:
+            if plan in tried or plan.leaves in untraceable:
+                continue
+            tried.append(plan)
+            try:
+                traced = export_program(model, method, plan)[0]
+            except ExportkitError as error:
+                untraceable += [plan.leaves] if isinstance(error, ExportError) and error.__cause__ is not None else []
+                continue
+            if _serves_one(traced, first) and not prove(traced, True):
+                return traced
+    except ExportkitError:  # there is no plan
+        return None
+    return None
+
+
+def _plans(cluster: Cluster, landmarks: Landmarks, whole: BoundPlan | None, plan_of: PlanOf) -> Iterator[BoundPlan]:
+    """Yields plans for a cluster: for all sizes that the model may take, for its kind of calls, for the sizes seen.
+
+    The last ones lack inputs that no call had: with a filled cache, a model may read a mask in another way.
+    """
+    own = plan_of(cluster.observation)
+    if whole is not None:  # with the findings about static sizes that still hold
+        varied = own.widened(whole)
+        findings = [finding for finding in varied.findings if finding.kind not in ("one call", "one size")]
+        yield from _limited(replace(varied, findings=(*findings, *one_size(varied))), cluster, landmarks)
+    yield from _limited(own, cluster, landmarks)
+    restored = {leaf.argument for leaf in own.leaves if leaf.restored}
+    if restored:
+        yield from _limited(plan_of(cluster.observation.without(restored)), cluster, landmarks)
+
+
+def _limited(plan: BoundPlan, cluster: Cluster, landmarks: Landmarks) -> Iterator[BoundPlan]:
+    """Yields the plan, the plan limited to filled caches, and that limited to one token or to several."""
+    yield plan
+    for leaf in plan.leaves:
+        name = None if leaf.growing is None else leaf.sizes[leaf.growing].variable
+        plan = plan if name is None else _at_least(plan, name, 1)
+    yield plan
+    first = None if landmarks.first is None else plan.by_path.get(landmarks.first)
+    for axis, size in enumerate(() if first is None else first.sizes):
+        if axis and size.variable is not None:
+            plan = plan.static(size.variable) if axis in cluster.kind.single else _at_least(plan, size.variable, 2)
+    yield plan
+
+
+def _at_least(plan: BoundPlan, name: str, minimum: int) -> BoundPlan:
+    variable = plan.variable(name)
+    smallest = min(size for size in variable.seen if size is not None)
+    return plan.range(name, max(variable.minimum, min(minimum, smallest)), variable.maximum)
+
+
+def _serves_one(traced: TracedProgram, first: str | None) -> bool:
+    """Whether the program returns what the model returns for one token: the proof need not have such a call."""
+    plan, calls = traced.plan, []
+    leaf = None if first is None else plan.by_path.get(first)
+    for size in leaf.sizes[1:] if leaf is not None else ():
+        if size.variable is not None and plan.variable(size.variable).minimum <= 1:
+            with contextlib.suppress(Exception):  # one token may have no room for an image
+                calls.append(build_call(plan, traced.observation, {**traced.sizes, size.variable: 1}))
+    return _serves(traced, EagerRunner(traced.model, traced.method), calls)
+
+
+def _serves(traced: TracedProgram, model: Runner, calls: Iterable[Call]) -> bool:
+    """Whether the program, run in torch, returns what the model returns for calls with all inputs."""
+    program = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)
+
+    def compare(_: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
+        joined = traced.joined_outputs
+        return compare_outputs(as_simplified(expected, joined, ()), as_simplified(got, joined, ()))
+
+    return all(outcome.agrees for outcome in compare_runs(model, program, calls, compare))

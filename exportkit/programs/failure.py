@@ -1,13 +1,19 @@
-"""Explains failed exports: finds the root cause of an exception of torch, in the names of the plan."""
+"""Explains failed exports: finds the root cause of an exception of torch and the line of the model it comes from.
+
+The line is the innermost one that belongs neither to torch, nor to exportkit, nor to Python itself. The submodule is
+the one whose method was running there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import linecache
 import re
 import sys
+import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,9 +27,8 @@ from exportkit._torch_compat.tracing import watched_symbols
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.plan import Plan
-from exportkit.programs.flat import FlatSignature
-from exportkit.programs.places import Place, nodes_in, place_of_error, place_of_frames, place_of_node
 from exportkit.programs.repro import TraceRequest
+from exportkit.programs.subject import FlatSignature
 from exportkit.trees import flatten, join, registered_caches
 
 _DETAILS = "exportkit-details-"
@@ -36,6 +41,44 @@ _FIXED = re.compile(
 _UNBACKED = re.compile(r"\bz?u[f]?\d+\b")
 _GRAPH_LINE = re.compile(r"# File: (?P<file>.+?):(?P<line>\d+) in ")
 _LONGEST_GOT = 300
+_PYTHON = Path(sysconfig.get_paths()["stdlib"])
+_OTHERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+# Code without a file: a prompt, a notebook, a doctest. Other names of this form belong to Python and torch.
+_TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
+_STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+# Longer lines of code are cut.
+_LONGEST_LINE = 120
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the model's code.
+
+    Attributes:
+        file: Its file.
+        line: Its number.
+        module: Path of the submodule that was running, such as ``layers.1``; empty for the model itself.
+        cls: Class of that submodule; empty if unknown.
+    """
+
+    file: str
+    line: int
+    module: str = ""
+    cls: str = ""
+
+    @property
+    def code(self) -> str:
+        """The line itself."""
+        return linecache.getline(self.file, self.line).strip()[:_LONGEST_LINE]
+
+    @property
+    def owner(self) -> str:
+        """The submodule, in words."""
+        return f"{self.module or 'the model itself'} ({self.cls})" if self.cls else ""
+
+    def __str__(self) -> str:
+        where = ", ".join(part for part in (self.owner, f"{self.file}:{self.line}") if part)
+        return f"{where}\n         {self.code}" if self.code else where
 
 
 @dataclass(frozen=True)
@@ -155,18 +198,18 @@ def _written(details: str) -> Path | None:
 
 def _cause_of_translation(error: BaseException) -> Cause:
     """Why torch.onnx.export failed: the operator, and the line of the model that uses it."""
-    node = next(reversed(list(nodes_in(error))), None)
+    node = next(reversed(list(_nodes_in(error))), None)
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
     got = f"{type(root).__name__}: {' '.join(str(root).split())}"[:_LONGEST_GOT]
     if node is None or "No ONNX function found" not in got:
-        return Cause(f"{_TRANSLATION}.", None if node is None else place_of_node(node), None, got, None)
+        return Cause(f"{_TRANSLATION}.", None if node is None else _place_of_node(node), None, got, None)
     used = node.meta.get("original_aten", node.target)
     operator = str(node.target) if str(used) == str(node.target) else f"{node.target} (from {used})"
     return Cause(
         f"{_TRANSLATION}: there is no translation for an operator of the model.",
-        place_of_node(node),
+        _place_of_node(node),
         None,
         operator,
         "write this line with operators that ONNX has, or observe and export the parts before and after it.",
@@ -174,7 +217,7 @@ def _cause_of_translation(error: BaseException) -> Cause:
 
 
 def _data_dependent(error: BaseException, model: torch.nn.Module) -> Cause:
-    place = place_of_error(error, model)
+    place = _place_of_frames(traceback.walk_tb(error.__traceback__), model)
     condition = str(getattr(error, "cond", "")) or str(error).partition("\n")[0][:_LONGEST_GOT]
     unknown = set(_UNBACKED.findall(condition))
     origin = _origin(getattr(error, "partial_fx_graph", ""), unknown)
@@ -245,7 +288,7 @@ def _hint_for_size(code: str, variable: str, plan: Plan) -> str:
 
 
 def _raised(error: BaseException, model: torch.nn.Module) -> Cause:
-    place = place_of_error(error, model)
+    place = _place_of_frames(traceback.walk_tb(error.__traceback__), model)
     lines = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
     hint = "this works in eager mode; in a trace, tensors have no values and sizes are symbols: change this line."
     if ".numpy()" in str(error) or (place is not None and ".numpy()" in place.code):
@@ -288,7 +331,7 @@ class _Specializations:
         if message.startswith("create_symbol "):
             self._symbols[str(arguments[2])] = str(arguments[0])
         elif message.startswith("set_replacement ") and str(arguments[0]) not in self._replaced:
-            place = place_of_frames(_stack(), self._model)
+            place = _place_of_frames(_stack(), self._model)
             self._replaced[str(arguments[0])] = (len(self._replaced), str(arguments[1]), place)
 
     def fixed(self, path: str, source: str, axis: int, size: int) -> _Fixed:
@@ -307,3 +350,64 @@ def _stack() -> list[tuple[FrameType, int]]:
         frames.append((frame, frame.f_lineno))
         frame = frame.f_back
     return frames[::-1]
+
+
+def _place_of_frames(frames: Iterable[tuple[FrameType, int]], model: torch.nn.Module) -> Place | None:
+    """Returns the innermost line of the model among stack frames, or None.
+
+    Args:
+        frames: Frames with the line that each is at, outermost first.
+        model: The model.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    owner: torch.nn.Module | None = None
+    found: Place | None = None
+    inside_torch: Place | None = None
+    for frame, line in frames:
+        owner_here = frame.f_locals.get("self")
+        if isinstance(owner_here, torch.nn.Module) and id(owner_here) in names:
+            owner = owner_here
+        if owner is None:
+            continue
+        place = Place(frame.f_code.co_filename, line, names[id(owner)], type(owner).__name__)
+        if is_model_code(place.file):
+            found = place
+        elif owner_here is owner and frame.f_code.co_name == "forward":  # a module of torch.nn
+            inside_torch = place
+    return found or inside_torch
+
+
+def _place_of_node(node: torch.fx.Node) -> Place | None:
+    """Returns where in the model a node of a traced graph comes from, or None if unknown."""
+    lines = _STACK_LINE.findall(node.meta.get("stack_trace") or "")
+    own = [(file, int(line)) for file, line in lines if is_model_code(file)]
+    if not own:
+        return None
+    modules = [*(node.meta.get("nn_module_stack") or {}).values()]
+    path, cls = modules[-1] if modules else ("", "")
+    return Place(*own[-1], path, _class_name(cls))
+
+
+def is_model_code(file: str) -> bool:
+    """Returns whether a file can hold the code of a model: it belongs neither to torch, exportkit nor Python."""
+    if file.startswith("<"):
+        return file.startswith(_TYPED)
+    path = Path(file)
+    if not file or any(path.is_relative_to(folder) for folder in _OTHERS):
+        return False
+    return not path.is_relative_to(_PYTHON) or "site-packages" in file or "dist-packages" in file
+
+
+def _nodes_in(error: BaseException) -> Iterator[torch.fx.Node]:
+    """Yields the graph nodes that were being worked on as an exception and its causes were raised, innermost last."""
+    current: BaseException | None = error
+    while current is not None:
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            node = frame.f_locals.get("node")
+            if isinstance(node, torch.fx.Node):
+                yield node
+        current = current.__cause__ or current.__context__
+
+
+def _class_name(cls: Any) -> str:
+    return cls.__name__ if isinstance(cls, type) else str(cls).rpartition(".")[2]

@@ -48,11 +48,14 @@ class Landmarks:
     @classmethod
     def of(cls, observation: Observation) -> Landmarks:
         """Returns the landmarks of recorded calls."""
-        trees = [(name, tree) for call in observation.calls for name, tree in call.arguments.items()]
-        growing = {join(name, path): axis.axis for name, tree in trees for path, axis in tree.growing.items()}
-        given = [call.shapes() for call in observation.calls]
-        common = (p for p in observation.tensor_paths() if p not in growing and all(p in shapes for shapes in given))
-        return cls(next(common, None), growing)
+        growing: dict[str, int] = {}
+        common = dict.fromkeys(observation.tensor_paths())
+        for call in observation.calls:
+            for name, tree in call.arguments.items():
+                growing |= {join(name, path): axis.axis for path, axis in tree.growing.items()}
+            shapes = call.shapes()
+            common = {path: None for path in common if path in shapes}
+        return cls(next((path for path in common if path not in growing), None), growing)
 
     def kind(self, shapes: Shapes, constants: Mapping[str, Any]) -> Kind:
         """Returns the kind of a call.
@@ -61,17 +64,15 @@ class Landmarks:
             shapes: Shapes of the tensors that it gives, by path.
             constants: Its other inputs by path.
         """
-        given = {(_unnumbered(path), len(shape)) for path, shape in shapes.items() if not self._is_empty(path, shape)}
+        given = {
+            (re.sub(r"\[\d+\]", "[]", path), len(shape))
+            for path, shape in shapes.items()
+            if path not in self.growing or shape[self.growing[path]]
+        }
         first = shapes.get(self.first or "", ())
-        plain = {path: value for path, value in constants.items() if isinstance(value, bool | int | float | str)}
-        return Kind(
-            frozenset(given),
-            frozenset(axis for axis, size in enumerate(first) if axis and size == 1),
-            frozenset(plain.items()),
-        )
-
-    def _is_empty(self, path: str, shape: tuple[int, ...]) -> bool:
-        return path in self.growing and shape[self.growing[path]] == 0
+        single = {axis for axis, size in enumerate(first) if axis and size == 1}
+        plain = [(path, value) for path, value in constants.items() if isinstance(value, bool | int | float | str)]
+        return Kind(frozenset(given), frozenset(single), frozenset(plain))
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,19 @@ def clusters_of(observation: Observation, landmarks: Landmarks) -> list[Cluster]
 
 def constants_of(arguments: Mapping[str, Tree]) -> dict[str, Any]:
     """Returns the Python values among arguments by path, without those inside caches, which count calls."""
-    plain = {name: tree for name, tree in arguments.items() if not is_cache_class(tree.cls)}
-    return {join(name, path): value for name, tree in plain.items() for path, value in tree.constants().items()}
+    found: dict[str, Any] = {}
+    for name, tree in arguments.items():
+        if not is_cache_class(tree.cls):
+            found |= {join(name, path): value for path, value in tree.constants().items()}
+    return found
 
 
 def shapes_of(arguments: Mapping[str, Tree]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the tensors among arguments, by path."""
-    pairs = [(name, tree.tensor_paths, tree.shapes()) for name, tree in arguments.items()]
-    return {join(name, p): shape for name, paths, shapes in pairs for p, shape in zip(paths, shapes, strict=True)}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tree in arguments.items():
+        found |= {join(name, path): shape for path, shape in zip(tree.tensor_paths, tree.shapes(), strict=True)}
+    return found
 
 
 def _only(observation: Observation, calls: list[Call], kind: Kind, landmarks: Landmarks) -> Observation:
@@ -222,7 +228,3 @@ def _amounts(kinds: list[Kind]) -> list[str]:
 
 def _argument(path: str) -> str:
     return re.split(r"[.\[]", path, maxsplit=1)[0]
-
-
-def _unnumbered(path: str) -> str:
-    return re.sub(r"\[\d+\]", "[]", path)

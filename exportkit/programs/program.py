@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +28,11 @@ from exportkit.probing.missing import MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.programs.domain import SizeCondition
 from exportkit.programs.failure import failure
-from exportkit.programs.flat import FlatSignature
 from exportkit.programs.repro import TraceRequest
-from exportkit.programs.subject import WithState
+from exportkit.programs.subject import FlatSignature, WithState
 from exportkit.rewrites.library import operators_at_any_length
 from exportkit.rewrites.table import STRICT, Rewrite, adapted_call, applied
 from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
-
-_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -152,27 +149,30 @@ def trace(
         return target(*args, **kwargs)
 
     def forward(**given: Any) -> Any:
-        tensors = {
-            join(flat.parameters[name].path, path): tensor
-            for name, value in given.items()
-            for path, tensor in flatten(value).tensors().items()
-        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        inputs: dict[int, torch.Tensor] = {}
+        for name, value in given.items():
+            for path, tensor in flatten(value).tensors().items():
+                shapes[join(flat.parameters[name].path, path)] = tuple(tensor.shape)
+                inputs[id(tensor)] = tensor
         if past is not None:  # the counters of caches say what the traced inputs say, so the trace cannot freeze them
-            length = size_in(plan, past.name, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
+            length = size_in(plan, past.name, shapes)
             for value in given.values() if length is not None else ():
                 set_stored_length(value, length)
         result = adapted_call(rules, model, flat.values(given), flat.signature.names, call_method)
         tree = with_joined_lists(flatten(result), example.joined_outputs)
-        inputs = {id(tensor) for tensor in tensors.values()}
-        if any(id(leaf) in inputs for leaf in tree.leaves):  # an input of a graph cannot be its output
+        if not inputs.keys().isdisjoint(map(id, tree.leaves)):  # an input of a graph cannot be its output
             tree = tree.map(lambda leaf: leaf.clone() if id(leaf) in inputs else leaf)
         return tuple(tree.tensors().values()) if tensors_only else tree.build()
 
+    kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in flat.parameters]
+    forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+    names = tuple(rule.name for rule in rules)
     with (
         registered_caches(),
         operators_at_any_length(),
         applied(rules, model),
-        _forward_replaced(model, forward, flat.parameters),
+        replaced_attributes(model, {"forward": forward}),
         _quiet(),
         recording_paused(),
         torch.no_grad(),
@@ -182,7 +182,6 @@ def trace(
         try:
             program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs, strict=STRICT in rules)
         except Exception as error:
-            names = tuple(rule.name for rule in rules)
             again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
             request = TraceRequest(model, method, plan, example.call, names, again)
             raise failure("torch.export could not trace the model.", error, request) from error
@@ -191,7 +190,7 @@ def trace(
         program,
         order,
         returned,
-        tuple(rule.name for rule in rules),
+        names,
         plan,
         observation,
         model,
@@ -206,13 +205,12 @@ def trace(
 
 def _specs(flat: FlatSignature, plan: Plan) -> dict[str, Any]:
     """Dynamic axes without a minimum: torch.export assumes 2, and the graph serves smaller sizes all the same."""
-    largest = {variable.name: variable.maximum for variable in plan.variables}
 
     def spec_of(path: str) -> dict[int, Any]:
         found = {}
         for axis, size in enumerate(plan.by_path[path].sizes):
             if not size.is_static:
-                most = largest.get(size.variable or "")
+                most = None if size.variable is None else plan.variable(size.variable).maximum
                 found[axis] = torch.export.Dim.DYNAMIC if most is None else torch.export.Dim.DYNAMIC(max=most)
         return found
 
@@ -247,22 +245,6 @@ def without_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-@contextlib.contextmanager
-def _forward_replaced(model: torch.nn.Module, forward: Callable[..., Any], parameters: Iterable[str]) -> Iterator[None]:
-    """Gives the model another ``forward`` with explicit parameters, and takes it away again."""
-    kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in parameters]
-    forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
-    before = vars(model).get("forward", _ABSENT)
-    model.forward = forward
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            del model.forward
-        else:
-            model.forward = before
 
 
 @contextlib.contextmanager

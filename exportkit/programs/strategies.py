@@ -19,8 +19,7 @@ from exportkit.plan.sizes import choose_sizes
 from exportkit.probing.missing import find_missing_defaults
 from exportkit.probing.planning import BoundPlan
 from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
-from exportkit.programs.audit import audit_sizes, fixed_branches
-from exportkit.programs.findings import audit_effects, findings_of, rule_findings
+from exportkit.programs.audit import audit_effects, audit_sizes, findings_of, fixed_branches, rule_findings
 from exportkit.programs.kinds import Split
 from exportkit.programs.program import Example, TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
@@ -205,7 +204,7 @@ class Search:
     def size_fixed(self) -> bool:
         """Whether torch could not trace the model because its code fixes a dynamic size."""
         message = str(self.error.__cause__) if self.error is not None and self.trace_failed else ""
-        return any(text in message for text in ("specialized", SYMBOLIC_LENGTH))
+        return "specialized" in message or SYMBOLIC_LENGTH in message
 
     @property
     def keeps_decision(self) -> bool:
@@ -233,6 +232,12 @@ class Search:
             ExportError: if nothing helps.
         """
         position, suffix = 0, "".join(f", {rule.name}" for rule in self.required)
+        try:
+            with stage("plan", self._seconds):
+                self._plan = self._plan_of()
+        except (ArgumentError, ExportError, PlanError) as error:  # a plan for each kind of calls may still help
+            self.attempts.append(Attempt(STRATEGIES[0].name + suffix, "failed", _reason(error)))
+            self.error = self._raised = error
         while position < len(STRATEGIES):
             strategy = STRATEGIES[position]
             position += 1
@@ -240,24 +245,39 @@ class Search:
                 continue
             if strategy.splits:
                 self._make_several(strategy.name)
+            elif self._plan is None:
+                continue
             elif strategy.replans is not None:
-                plan = None if self._plan is None else strategy.replans(self._plan)
+                plan = strategy.replans(self._plan)
                 if plan is not None:  # begin again with this plan
                     self._plan, self._example, self.error, self._raised = plan, None, None, None
                     position, suffix = 0, f"{suffix}, {strategy.name}"
             else:
-                self._try(strategy, strategy.name + suffix)
+                self._try(strategy, strategy.name + suffix, self._plan)
                 if self.keeps_decision:
                     position = _LENGTHS
         if self._raised is not None and self.result is None and self.several is None:
             raise self._raised
 
-    def _try(self, strategy: Strategy, name: str) -> None:
+    def found(self) -> TracedProgram:
+        """Returns the program that the walk found, with all findings."""
+        if self.result is None:
+            raise ExportError("No strategy applies to this model.", hint="this is a bug: please report it.")
+        return replace(self.result, plan=self.result.plan.with_findings(findings_of(self.result)))
+
+    def _try(self, strategy: Strategy, name: str, plan: BoundPlan) -> None:
         """Traces with the rewrites of a strategy, and keeps the program if it is the first one or a better one."""
         improving = self.result is not None
         self._improved = improving
         try:
-            traced = self._traced(strategy)
+            if self._example is None:
+                with stage("arguments", self._seconds):
+                    self._example, self.rules = _example(self.model, self.method, plan, self.required)
+            rules = [*strategy.adds, *(rule for rule in self.rules if rule not in strategy.drops)]
+            with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
+                traced = trace(self.model, self.method, plan.plan, plan.observation, self._example, rules)
+                audit = audit_sizes(traced)
+                found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
             self.attempts.append(Attempt(name, "failed", _reason(error)))
             is_refused = error.__cause__ is None  # it could be traced, and serves less than the plan
@@ -269,27 +289,12 @@ class Search:
                 self._raised = error
             return
         self.error = None
+        traced = replace(traced, plan=found, limits=audit.limits, seconds=self._seconds)
         if self.result is None or len(fixed_branches(traced.plan)) < len(fixed_branches(self.result.plan)):
             self.result = traced
             self.attempts.append(Attempt(name, "succeeded"))
         else:
             self.attempts.append(Attempt(name, "not better", "it keeps as many decisions by size"))
-
-    def _traced(self, strategy: Strategy) -> TracedProgram:
-        """The program of one trace, audited."""
-        if self._plan is None:
-            with stage("plan", self._seconds):
-                self._plan = self._plan_of()
-        model, plan, observation = self.model, self._plan.plan, self._plan.observation
-        if self._example is None:
-            with stage("arguments", self._seconds):
-                self._example, self.rules = _example(model, self.method, self._plan, self.required)
-        rules = [*strategy.adds, *(rule for rule in self.rules if rule not in strategy.drops)]
-        with stage("export", self._seconds, TRACE_PER_MODULE * sum(1 for _ in model.modules())):
-            traced = trace(model, self.method, plan, observation, self._example, rules)
-            audit = audit_sizes(traced)
-            plan = plan.with_findings([*audit.findings, *audit_effects(traced)])
-        return replace(traced, plan=plan, limits=audit.limits, seconds=self._seconds)
 
     def _make_several(self, name: str) -> None:
         """Replaces a program that fails for some recorded call, or none at all, by one for each kind of calls."""
@@ -321,10 +326,7 @@ def export_program(model: torch.nn.Module, method: str, plan: BoundPlan) -> tupl
     """
     search = Search(model, method, lambda: plan)
     search.walk()
-    traced = search.result
-    if traced is None:
-        raise ExportError("No strategy applies to this model.", hint="this is a bug: please report it.")
-    return replace(traced, plan=traced.plan.with_findings(findings_of(traced))), tuple(search.attempts)
+    return search.found(), tuple(search.attempts)
 
 
 def after_failed_translation(traced: TracedProgram) -> tuple[TracedProgram, tuple[Attempt, ...]] | None:
@@ -355,8 +357,8 @@ def _example(
     values = build_call(plan, observation, choose_sizes(plan)).values()
     rules = [*required, *matching_rewrites(model, values)]
     rules += [FEATURE_ROWS] if plan.placeholders else []
-    partly_cached = any(rule.adapt is not None for rule in rules)
-    sizes = choose_sizes(plan, partly_cached, chunk_size_of(model))
+    adapting = [rule for rule in rules if rule.adapt is not None]
+    sizes = choose_sizes(plan, bool(adapting), chunk_size_of(model))
     call = build_call(plan, observation, sizes)
     with ListingNoted(sizes) as listing:
         outputs = flatten(_eager_outputs(model, method, call, rules))

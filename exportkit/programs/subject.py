@@ -1,13 +1,14 @@
 """The model in the form that is exported: with the state that it keeps on its modules, and with captured outputs.
 
 A graph has no memory, so a state that a model keeps on its modules between calls becomes an argument and a result. What
-modules inside the model return can be added to its result.
+modules inside the model return can be added to its result. The signature is flat and explicit: torch.export (2.13)
+cannot trace tensors given through ``*args`` or ``**kwargs``, and constants need not be inputs of a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
-from exportkit.trees import flatten
+from exportkit.trees import Tree, flatten
 from exportkit.trees.caches import is_cache_class
 
 STATE = "module_state"
@@ -145,7 +146,12 @@ def with_module_state(
         method: The observed method.
         observation: The calls.
     """
-    places = _held_tensors(model)
+    places = {
+        f"{path}.{name}".replace(".", "_"): (path, name)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
     if places and observation.has_values:
         places = _replaced(places, model, method, observation)
     if not places or not observation.has_values:
@@ -164,15 +170,6 @@ def with_module_state(
     if not any(STATE in call.arguments for call in calls):
         return None
     return stateful, replace(extended, calls=tuple(calls))
-
-
-def _held_tensors(model: torch.nn.Module) -> dict[str, tuple[str, str]]:
-    return {
-        f"{path}.{name}".replace(".", "_"): (path, name)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def _replaced(
@@ -223,3 +220,71 @@ def _made_again(
         if outputs_close(expected, got):
             return replace(given, outputs=tree), tree.build()[STATE]
     return None
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the traced function.
+
+    Attributes:
+        path: Path of the value, such as ``args[0]``.
+        tree: The value.
+        argument: Parameter of the model's method that it belongs to.
+        key: Position in ``*args`` or key in ``**kwargs``; None for any other argument.
+    """
+
+    path: str
+    tree: Tree
+    argument: str
+    key: int | str | None
+
+
+@dataclass(frozen=True)
+class FlatSignature:
+    """Parameters of the traced function by name, and the values of everything else, which it fills in."""
+
+    signature: Signature
+    parameters: Mapping[str, Parameter]
+    fixed: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, call: Call) -> FlatSignature:
+        """Returns the signature for a call: a parameter for each argument that holds tensors.
+
+        Elements of ``*args`` and ``**kwargs`` are parameters of their own.
+        """
+        signature = call.signature
+        found: dict[str, Parameter] = {}
+        for argument, tree in call.arguments.items():
+            parts: dict[Any, Tree] = {None: tree}
+            if argument == signature.var_positional:
+                parts = {position: flatten(value) for position, value in enumerate(tree.build())}
+            elif argument == signature.var_keyword:
+                parts = {key: flatten(value) for key, value in tree.build().items()}
+            taken = set(call.arguments) - {argument}
+            for key, part in parts.items():
+                if not part.tensors():
+                    continue
+                name = path = argument
+                if isinstance(key, str):
+                    name, path = key, f"{argument}.{key}"
+                elif key is not None:
+                    name, path = f"{argument}_{key}", f"{argument}[{key}]"
+                if name in taken or name in found or not name.isidentifier():
+                    name = f"{argument}_{key}"
+                found[name] = Parameter(path, part, argument, key)
+        return cls(signature, found, call.values())
+
+    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the model's own arguments by parameter, for values of the flat parameters."""
+        values = dict(self.fixed)
+        for name, container in ((self.signature.var_positional, list), (self.signature.var_keyword, dict)):
+            if name is not None and name in values:  # as a new container whose elements can be replaced
+                values[name] = container(values[name])
+        for name, value in given.items():
+            parameter = self.parameters[name]
+            if parameter.key is None:
+                values[parameter.argument] = value
+            else:
+                values[parameter.argument][parameter.key] = value
+        return values

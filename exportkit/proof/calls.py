@@ -73,12 +73,12 @@ def _with_absent_states(traced: TracedProgram, call: Call) -> Call:
     if past is None or call.sizes[past.name]:
         return call
     first = [index for index, size in enumerate(past.seen) if size == 0]
-    absent = {leaf.path for leaf in traced.plan.leaves if first and all(leaf.shapes[i] is None for i in first)}
-    values = traced.defaults.values
-    tensors = call.tensors()
-    return call.with_tensors(
-        {path: torch.full_like(tensor, values.get(path, 0)) for path, tensor in tensors.items() if path in absent}
-    )
+    values, tensors = traced.defaults.values, call.tensors()
+    filled = {}
+    for leaf in traced.plan.leaves if first else ():
+        if leaf.path in tensors and {leaf.shapes[index] for index in first} == {None}:
+            filled[leaf.path] = torch.full_like(tensors[leaf.path], values.get(leaf.path, 0))
+    return call.with_tensors(filled)
 
 
 def stepwise_outputs(traced: TracedProgram, call: Call, output_axes: Mapping[str, Any]) -> Tensors | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,6 @@ from exportkit.calls.call import Call
 from exportkit.errors import ExportkitError
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
-from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.simplify import as_simplified
 from exportkit.programs.exported import ExportedModel
@@ -79,7 +78,8 @@ def prove(runner: OnnxRunner, unseen: bool = True, notes: Sequence[str] = (), lo
     for name, graph in runner.graphs.items():
         calls = graph.observation.calls if graph.observation.has_values else ()
         for number, call in zip(runner.split.calls[name], calls, strict=False):
-            row = Row("recorded", f"{number} ({name})", _sizes(graph, call), "proven")
+            sizes = solve_sizes(graph.contract.plan, call.shapes())
+            row = Row("recorded", f"{number} ({name})", sizes, "proven")
             numbered.append((number, _row(graph, row, call, call.outputs.tensors(), runner.run_call)))
     rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
     return Report(tuple(rows), 0, (runner.split.text, *notes), {**reports, **parts}, attempts)
@@ -105,26 +105,19 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
     with stage("verify") as tell:
         for call in graph.observation.calls if graph.observation.has_values else ():
             tell(f"recorded call {call.index}")
-            row = Row("recorded", str(call.index), _sizes(graph, call), "proven")
+            sizes = solve_sizes(graph.contract.plan, call.shapes())
+            row = Row("recorded", str(call.index), sizes, "proven")
             rows.append(_row(graph, row, call, call.outputs.tensors(), None, locate))
-        further = []
-        for call in _unseen(graph) if unseen else ():
+        further: list[Row] = []
+        others: Iterable[Call] = graph.unseen or ()
+        if graph.unseen is None and graph.traced is not None:
+            others = unseen_calls(graph.traced)
+        for call in others if unseen else ():
             tell(f"unseen sizes, {call.label}")
             row = Row("unseen", call.label, call.sizes, "no call", where=call.error)
             further.append(_unseen_row(graph, row, call, locate) if call.is_made else row)
     findings = tuple(finding.text for finding in graph.contract.plan.findings)
     return Report((*rows, *further), min(_ENOUGH_UNSEEN, len(further)), findings)
-
-
-def _unseen(graph: OnnxGraph) -> Iterator[Call]:
-    if graph.unseen is not None:
-        yield from graph.unseen
-    elif graph.traced is not None:
-        yield from unseen_calls(graph.traced)
-
-
-def _sizes(graph: OnnxGraph, call: Call) -> dict[str, int]:
-    return solve_sizes(graph.contract.plan, call.shapes())
 
 
 def _unseen_row(graph: OnnxGraph, row: Row, call: Call, locate: Locate | None) -> Row:
@@ -166,14 +159,15 @@ def _row(
         raise outcome.error
     wrong = outcome.wrong
     where = f"{wrong[0].path or 'output'}: {wrong[0].reason}" if wrong else ""
+    outputs = {difference.path: difference.absolute for difference in outcome.differences}
     return replace(
         row,
         status="differs" if wrong else "proven",
-        absolute=max((d.absolute for d in outcome.differences), default=0.0),
+        absolute=max(outputs.values(), default=0.0),
         where=where,
         eager_seconds=call.latency,
         onnx_seconds=outcome.seconds,
-        outputs={d.path: d.absolute for d in outcome.differences},
+        outputs=outputs,
         locator=locator([d.path for d in wrong], where) if wrong else None,
     )
 
@@ -189,8 +183,10 @@ def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Ten
     """
     contract, mask = graph.contract, find_mask(call.tensors())
     plan, axes = contract.plan, contract.output_axes
-    names = tuple(map(str, plan.by_path[mask[0]].sizes)) if mask and mask[0] in plan.by_path else ()
-    caches = contract.structure.growing if mask and _covers_past(plan, mask[0]) else {}
+    sizes = plan.by_path[mask[0]].sizes if mask and mask[0] in plan.by_path else ()
+    names, past = tuple(map(str, sizes)), plan.with_role("past")
+    # a mask that covers all tokens, those in the cache included, and not those of an encoder, hides parts of caches
+    caches = contract.structure.growing if sizes and past is not None and past.name in sizes[-1].variables() else {}
     expected = as_simplified(expected, contract.joined_outputs, ())
     got = as_simplified(got, contract.joined_outputs, ())
 
@@ -202,10 +198,3 @@ def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Ten
         return visible_positions(mask[1], names, axes.get(path, ()), tuple(tensor.shape))
 
     return compare_outputs(expected, got, visible, exactly=True)
-
-
-def _covers_past(plan: Plan, path: str) -> bool:
-    """Whether a mask covers all tokens, those in the cache included, and not those of an encoder."""
-    past = plan.with_role("past")
-    leaf = plan.by_path.get(path)
-    return past is not None and leaf is not None and past.name in leaf.sizes[-1].variables()
