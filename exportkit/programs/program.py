@@ -149,19 +149,20 @@ def trace(
         return target(*args, **kwargs)
 
     def forward(**given: Any) -> Any:
-        shapes: dict[str, tuple[int, ...]] = {}
-        inputs: dict[int, torch.Tensor] = {}
-        for name, value in given.items():
-            for path, tensor in flatten(value).tensors().items():
-                shapes[join(flat.parameters[name].path, path)] = tuple(tensor.shape)
-                inputs[id(tensor)] = tensor
+        # Strict tracing follows this function, too: Dynamo knows sets and dicts of plain values, not views of them.
+        tensors = {
+            join(flat.parameters[name].path, path): tensor
+            for name, value in given.items()
+            for path, tensor in flatten(value).tensors().items()
+        }
         if past is not None:  # the counters of caches say what the traced inputs say, so the trace cannot freeze them
-            length = size_in(plan, past.name, shapes)
+            length = size_in(plan, past.name, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
             for value in given.values() if length is not None else ():
                 set_stored_length(value, length)
         result = adapted_call(rules, model, flat.values(given), flat.signature.names, call_method)
         tree = with_joined_lists(flatten(result), example.joined_outputs)
-        if not inputs.keys().isdisjoint(map(id, tree.leaves)):  # an input of a graph cannot be its output
+        inputs = {id(tensor) for tensor in tensors.values()}
+        if any(id(leaf) in inputs for leaf in tree.leaves):  # an input of a graph cannot be its output
             tree = tree.map(lambda leaf: leaf.clone() if id(leaf) in inputs else leaf)
         return tuple(tree.tensors().values()) if tensors_only else tree.build()
 
