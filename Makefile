@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast durations lint type docs doctest gallery bench peers clients build clean
+.PHONY: help setup demo test test-fast durations trust lint type docs doctest gallery bench peers clients build clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-9s  %s\n", $$1, $$2}'
@@ -49,6 +49,9 @@ test-fast: $(STAMP)  ## Run the tests that take less than two seconds each
 
 durations: $(STAMP)  ## Run the tests and write which are slow (tests/durations.json)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --write-durations $(ARGS)
+
+trust: $(STAMP)  ## Count right, loud and silent among small adversarial models
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust $(ARGS)
 
 lint: $(STAMP)  ## Check style and format with ruff
 	@$(BIN)/ruff check $(CODE)

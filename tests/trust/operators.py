@@ -1,0 +1,309 @@
+"""Operators whose ONNX form may mean something else, at the values where it does.
+
+Where onnxruntime itself cannot, a finding that names the operator is enough.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.trust.cases import at, call, case, ints, x
+
+NAN, INF = float("nan"), float("inf")
+OTHERS = at((4, 9), (2, 6), (1, 5))
+SPECIAL = [call(torch.tensor([[1.0, NAN, -2.0, 0.0], [INF, 3.0, -INF, -0.0]])), call(torch.full((2, 3), NAN))]
+EXTREME = [call(torch.tensor([[-200.0, -100.0, -88.5, 0.0], [1e-7, -1e-7, 100.0, 1e8]]))]
+
+
+@case(serves=OTHERS, truth=[*EXTREME, *SPECIAL], finding="logsigmoid|log_sigmoid")
+def log_of_a_sigmoid(self, x):
+    return F.logsigmoid(x)
+
+
+@case(serves=OTHERS, truth=EXTREME, finding="binary_cross_entropy")
+def cross_entropy_with_logits(self, x):
+    return F.binary_cross_entropy_with_logits(x, (x > 0).float(), reduction="none")
+
+
+@case(serves=OTHERS, truth=EXTREME, finding="logaddexp")
+def log_of_added_exponentials(self, x):
+    return torch.logaddexp(x, x.flip(1)), torch.logaddexp2(x, x * 0.5)
+
+
+@case([call(x(2, 5).abs()), call(x(3, 7).abs())], truth=[call(x(4, 9).abs() * 1e-7)], finding="log1p|expm1")
+def close_to_one(self, x):
+    return torch.log1p(x) * 1e7, torch.expm1(x) * 1e7
+
+
+@case(serves=OTHERS, truth=[*EXTREME, *SPECIAL], finding="remainder|fmod|%")
+def remainders(self, x):
+    return x % 0.7, torch.fmod(x, 0.7), x % -3
+
+
+@case(serves=OTHERS, truth=SPECIAL, finding="amax|max|NaN")
+def largest_with_nan(self, x):
+    return x.amax(1), x.max(1).values, F.max_pool1d(x[:, None], 2)
+
+
+@case(serves=OTHERS, truth=SPECIAL, finding="cummax|median|sign|NaN", may_refuse=True)
+def median_and_running_maximum(self, x):
+    return x.median(1).values, x.cummax(1).values, x.sign()
+
+
+@case(serves=OTHERS, truth=[*SPECIAL, *at((2, 0))], finding="norm|NaN")
+def norms(self, x):
+    return x.norm(dim=1), x.norm(p=1, dim=1), x.norm(p=float("inf"), dim=1), F.normalize(x, dim=1)
+
+
+@case([call(ints(2, 5)), call(ints(3, 7))], truth=[call(torch.tensor([[20000001, -20000001, 2**53 + 1, -7]]))])
+def rounded_division_of_integers(self, x):
+    return torch.div(x, 3, rounding_mode="floor"), torch.div(x, 3, rounding_mode="trunc"), x // -4
+
+
+@case([call(ints(2, 5)), call(ints(3, 7))], truth=[call(torch.tensor([[3, 7, -5, 94906267], [2, 0, 1, -1]]))])
+def integer_powers(self, x):
+    return x**2, x**3, 2 ** x.clamp(0, 20)
+
+
+@case(
+    [call(x(2, 5) > 0, x(2, 5) > 0), call(x(3, 7) > 0, x(3, 7) > 0)],
+    serves=[call(x(4, 9) > 0, x(4, 9) > 0)],
+    may_refuse=True,
+)
+def filled_boolean_mask(self, a, b):
+    return a.masked_fill(b, True), torch.where(b, a, ~a)
+
+
+@case([call(x(2, 4, 5)), call(x(3, 4, 7))], truth=at((1, 4, 6), (2, 4, 3), (2, 4, 1)), finding="nearest")
+def nearest_exact(self, x):
+    return F.interpolate(x, scale_factor=1.7, mode="nearest-exact"), F.interpolate(x, size=5, mode="nearest")
+
+
+@case(
+    [call(x(2, 6), ints(2, 6, below=4)), call(x(3, 8), ints(3, 8, below=4))],
+    truth=[call(x(4, 9), ints(4, 9, below=4)), call(x(1, 5), torch.zeros(1, 5).long())],
+    finding="scatter",
+)
+def scattered_means(self, x, index):
+    return torch.zeros(len(x), 4).scatter_reduce(1, index, x, "mean", include_self=False)
+
+
+@case(
+    [call(x(2, 6), ints(2, 6, below=4)), call(x(3, 8), ints(3, 8, below=4))],
+    serves=[call(x(4, 9), ints(4, 9, below=4)), call(x(2, 4), torch.zeros(2, 4).long())],
+)
+def scattered_sums(self, x, index):
+    return torch.zeros(len(x), 4).scatter_add(1, index, x), x.gather(1, index)
+
+
+@case(
+    [call(x(2, 6), ints(2, below=6)), call(x(4, 6), ints(4, below=6))],
+    truth=[call(x(5, 6), ints(5, below=6)), call(x(5, 6), torch.tensor([0, -100, 3, -100, 5]))],
+    finding="cross_entropy",
+)
+def cross_entropy_with_smoothing(self, x, target):
+    return F.cross_entropy(x, target, label_smoothing=0.1), F.cross_entropy(x, target)
+
+
+@case([call(ints(2, 5)), call(ints(3, 7))], serves=[call(ints(4, 9)), call(ints(1, 5))], truth=[call(-ints(2, 4))])
+class Embedding(nn.Module):
+    """Also with a padding index; the model raises for negative indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4, padding_idx=0)
+
+    def forward(self, ids):
+        return self.embedding(ids)
+
+
+@case(
+    [call(ints(6), torch.tensor([0, 2])), call(ints(9), torch.tensor([0, 4, 5]))],
+    truth=[call(ints(7), torch.tensor([0, 3, 3, 5])), call(ints(4), torch.tensor([0]))],
+    may_refuse=True,
+)
+class BagOfEmbeddings(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(8, 4, mode="mean")
+
+    def forward(self, ids, offsets):
+        return self.bag(ids, offsets)
+
+
+@case(
+    [call(x(2, 5, 3)), call(x(3, 7, 3))],
+    serves=[call(x(4, 9, 3)), call(x(1, 4, 3))],
+    truth=[call(x(2, 1, 3)), call(x(2, 5, 3), x(1, 2, 4)), call(x(2, 0, 3))],
+)
+class GatedRecurrentUnit(nn.Module):
+    """The hidden state is left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(3, 4, batch_first=True, bidirectional=False)
+
+    def forward(self, x, hidden=None):
+        return self.gru(x, hidden)
+
+
+@case(
+    [call(x(2, 5, 3), None), call(x(3, 7, 3), (x(2, 3, 4), x(2, 3, 4)))],
+    truth=[call(x(4, 9, 3), None), call(x(1, 4, 3), (x(2, 1, 4), x(2, 1, 4))), call(x(2, 1, 3)), call(x(5, 3))],
+    may_refuse=True,
+)
+class LongShortTermMemory(nn.Module):
+    """The hidden state is sometimes left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, batch_first=True, bidirectional=True)
+
+    def forward(self, x, hidden=None):
+        return self.lstm(x, hidden)
+
+
+def _padding(rows, length):
+    mask = torch.zeros(rows, length, dtype=torch.bool)
+    for row in range(rows):
+        mask[row, length - row % length :] = True
+    return mask
+
+
+@case(
+    [call(x(2, 5, 8), _padding(2, 5)), call(x(3, 7, 8), _padding(3, 7))],
+    truth=[call(x(4, 9, 8), _padding(4, 9)), call(x(1, 3, 8), _padding(1, 3)), call(x(2, 4, 8), ~_padding(2, 4))],
+)
+class EncoderWithPadding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x, padding):
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+@case(
+    [call(x(2, 5, 8), _padding(2, 5)), call(x(3, 7, 8), _padding(3, 7))],
+    serves=[call(x(4, 9, 8), _padding(4, 9))],
+    truth=[call(x(1, 3, 8), _padding(1, 3)), call(x(2, 4, 8), torch.ones(2, 4).bool())],
+)
+class AttentionWithPadding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x, padding):
+        return self.attention(x, x, x, key_padding_mask=padding, need_weights=True)
+
+
+@case(
+    [call(x(2, 2, 4, 8), x(2, 2, 6, 8)), call(x(3, 2, 5, 8), x(3, 2, 7, 8))],
+    truth=[call(x(1, 2, 1, 8), x(1, 2, 6, 8)), call(x(1, 2, 6, 8), x(1, 2, 3, 8)), call(x(2, 2, 5, 8), x(2, 2, 5, 8))],
+)
+def causal_with_fewer_queries(self, query, keys):
+    return F.scaled_dot_product_attention(query, keys, keys * 2, is_causal=True)
+
+
+@case([call(x(2, 4, 6, 6)), call(x(3, 4, 8, 9))], serves=at((1, 4, 5, 7), (4, 4, 2, 2)))
+def normalised_by_group(self, x):
+    return F.group_norm(x, 2), F.instance_norm(x), F.layer_norm(x, x.shape[-1:])
+
+
+@case([call(x(2, 4, 6, 6)), call(x(3, 4, 8, 10))], serves=at((1, 4, 4, 6)), truth=at((1, 4, 5, 7), (1, 4, 1, 2)))
+def shuffled_pixels(self, x):
+    y = F.pixel_shuffle(x, 2)
+    return y, F.pixel_unshuffle(y, 2), F.unfold(x, 3, padding=1)
+
+
+@case(
+    [call(x(2, 3, 6, 6), x(2, 4, 5, 2)), call(x(3, 3, 8, 7), x(3, 6, 4, 2))],
+    truth=[call(x(1, 3, 5, 9), x(1, 2, 2, 2) * 3), call(x(1, 3, 2, 2), x(1, 2, 7, 2))],
+    finding="grid_sample",
+)
+def sampled_on_a_grid(self, x, grid):
+    return F.grid_sample(x, grid, padding_mode="border", align_corners=False)
+
+
+@case([call(x(2, 3, 6, 6)), call(x(3, 3, 8, 9))], serves=at((1, 3, 5, 7), (4, 3, 3, 3)))
+class TransposedConvolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.ConvTranspose2d(3, 2, 3, stride=2, padding=1, output_padding=1)
+
+    def forward(self, x):
+        return self.up(x), F.avg_pool2d(x, 2, ceil_mode=False), F.pad(x, (1, 1, 0, 2), mode="replicate")
+
+
+@case(
+    [call(x(4, 3), x(6, 3)), call(x(5, 3), x(7, 3))], serves=[call(x(8, 3), x(4, 3))], truth=[call(x(40, 3), x(30, 3))]
+)
+def distances_of_pairs(self, a, b):
+    return torch.cdist(a, b)
+
+
+@case(serves=OTHERS, truth=[*SPECIAL, call(torch.tensor([[-1.0, 0.0, 1.0]]))], may_refuse=True, finding="bucketize|NaN")
+def buckets(self, x):
+    limits = torch.tensor([-1.0, 0.0, 1.0])
+    return torch.bucketize(x, limits), torch.searchsorted(limits, x.contiguous(), right=True)
+
+
+@case(serves=OTHERS, truth=EXTREME)
+def smooth_activations(self, x):
+    return F.gelu(x), F.gelu(x, approximate="tanh"), F.silu(x), F.mish(x), F.softplus(x, threshold=5), F.elu(x), x.erf()
+
+
+@case(
+    [call(x(4, 3), ints(2, below=4)), call(x(6, 3), ints(3, below=4))],
+    serves=[call(x(5, 3), ints(7, below=5))],
+    truth=[
+        call(x(5, 3), torch.tensor([-1, 0])),
+        call(x(5, 3), torch.tensor([2, 2, 2])),
+        call(x(5, 3), torch.tensor([5])),
+    ],
+)
+def rows_by_index(self, x, index):
+    return x[index], x.index_add(0, index, torch.ones(len(index), 3)), x.index_fill(0, index, 0.5)
+
+
+@case(may_refuse=True, truth=[*OTHERS, call(torch.zeros(2, 4))])
+def selected_values(self, x):
+    return x[x > 0], (x > 0).nonzero()
+
+
+@case(serves=at((4, 9)), truth=[*OTHERS, *SPECIAL])
+def replaced_special_values(self, x):
+    return torch.nan_to_num(x, nan=0.5), torch.nan_to_num(x, posinf=9.0), x.nansum(1)
+
+
+@case(serves=OTHERS, truth=SPECIAL)
+def moments(self, x):
+    y = torch.cat([x, x + 1], 1)
+    return torch.var_mean(y, 1), y.std(1, unbiased=False), y.var(correction=0)
+
+
+@case(serves=OTHERS, truth=at((4, 4), (2, 2)))
+def diagonals(self, x):
+    return x.diagonal(), x.tril(1), x.triu(-1), x.trace() if x.dim() > 2 else x.T.diagonal(1)
+
+
+@case(serves=OTHERS, truth=[call(torch.tensor([[0.0, -0.0, 2.0, -2.0]])), *SPECIAL], finding="sign|atan2|copysign|NaN")
+def signs(self, x):
+    return torch.atan2(x, x.flip(1)), torch.copysign(x.abs(), -x), x.sign() * 2
+
+
+@case(may_refuse=True, serves=at((4, 3, 3)), recorded=at((2, 3, 3), (3, 3, 3)), truth=[call(torch.zeros(2, 3, 3))])
+def linear_algebra(self, x):
+    return torch.linalg.det(x), torch.linalg.inv(x + 3 * torch.eye(3))
+
+
+@case(may_refuse=True, serves=OTHERS)
+def fourier_transform(self, x):
+    return torch.fft.rfft(x).abs(), torch.fft.irfft(torch.fft.rfft(x), n=x.shape[1])
+
+
+@case(serves=OTHERS, truth=at((3, 1)))
+def kept_by_rank(self, x):
+    rank = x.argsort(1).argsort(1)
+    return torch.where(rank < x.shape[1] // 2, 0.0, x), x.kthvalue(1, 1).values

@@ -1,0 +1,168 @@
+"""Sizes 0 and 1, which a trace does not see: torch.export assumes 2 and more."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.trust.cases import at, call, case, x
+
+
+@case(serves=at((4, 9)), truth=at((2, 1), (3, 1), (1, 1), (1, 5)))
+def single_column(self, x):
+    return x * 5 if x.shape[1] == 1 else x - 1
+
+
+@case(serves=at((4, 9)), truth=at((1, 5), (1, 9), (1, 1)))
+def single_row(self, x):
+    return x.max(1).values if len(x) == 1 else x.min(1).values
+
+
+@case(serves=at((4, 9)), truth=at((0, 5), (0, 0), (1, 5)))
+def no_row(self, x):
+    return x.new_ones(1, 3) if x.shape[0] == 0 else x[:, :3]
+
+
+@case(serves=at((4, 9)), truth=at((2, 0), (0, 0), (0, 7), (1, 1)))
+def no_element(self, x):
+    return x.new_full((1,), -1.0) if not x.numel() else x.sum(1)
+
+
+@case(serves=at((4, 9)), truth=at((2, 1), (1, 1), (2, 0)))
+def deviation_of_one(self, x):
+    return x.std(1)
+
+
+@case(serves=at((4, 9)), truth=at((2, 1), (1, 1), (1, 7), (2, 2)))
+def variance_over_rows(self, x):
+    return x.var(0)
+
+
+@case(serves=at((4, 9)), truth=at((2, 0), (2, 1), (0, 5)))
+def mean_of_none(self, x):
+    return x.mean(1)
+
+
+@case(serves=at((4, 9)), truth=at((2, 0), (0, 5), (0, 0)))
+def mean_of_all(self, x):
+    return x.mean()
+
+
+@case(serves=at((4, 9)), truth=at((2, 0), (2, 1)))
+def largest_of_none(self, x):
+    return x.amax(1)
+
+
+@case(serves=at((4, 9)), truth=at((2, 0), (2, 1), (0, 3)))
+def product_of_none(self, x):
+    return x.prod(1), x.all(1), x.any(1)
+
+
+@case(serves=at((4, 9)), truth=at((1, 5), (2, 1), (1, 1)))
+def squeeze_of_every_axis(self, x):
+    return x.squeeze() * 2
+
+
+@case(serves=at((4, 9)), truth=at((1, 5), (1, 1)))
+def squeeze_of_the_batch(self, x):
+    return x.squeeze(0)
+
+
+@case([call(x(2, 5), x(2, 5)), call(x(3, 7), x(3, 7))], truth=[call(x(2, 5), x(2, 1)), call(x(2, 5), x(1, 5))])
+def broadcast_when_one(self, x, y):
+    return x * y
+
+
+@case([call(x(2, 5), x(2, 5)), call(x(3, 7), x(3, 7))], truth=[call(x(1, 5), x(4, 5)), call(x(2, 1), x(2, 7))])
+def other_input_broadcasts(self, x, y):
+    return (x + y).sum(0)
+
+
+@case([call(x(2, 5), x(5, 3)), call(x(3, 7), x(7, 3))], serves=[call(x(1, 5), x(5, 3)), call(x(2, 1), x(1, 3))])
+def product_of_matrices(self, x, y):
+    return x @ y
+
+
+@case(serves=at((4, 9)), truth=at((2, 1), (2, 0), (1, 5)))
+def cumulative(self, x):
+    return x.cumsum(1), x.flip(1), x.roll(1, 1)
+
+
+@case(at((2, 5, 4), (3, 7, 4)), serves=at((1, 5, 4), (2, 1, 4)), truth=at((2, 0, 4), (0, 3, 4)))
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(x).softmax(1)
+
+
+@case(at((2, 3, 5), (4, 3, 7)), training=True, may_refuse=True, truth=at((1, 3, 1), (1, 3, 5), (2, 3, 1)))
+class BatchNormInTraining(nn.BatchNorm1d):
+    def __init__(self):
+        super().__init__(3)
+
+
+@case(serves=at((4, 9)), truth=at((1, 1), (1, 4), (4, 1)))
+def number_if_single(self, x):
+    return x.sum() + 100 if x.numel() == 1 else x.sum()
+
+
+@case(at((2, 3, 8, 8), (1, 3, 10, 12)), serves=at((2, 3, 9, 7)), truth=at((2, 3, 1, 1), (1, 3, 1, 8), (2, 3, 2, 2)))
+def enlarged(self, x):
+    return F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+
+
+@case(at((2, 3, 8), (1, 3, 10)), serves=at((2, 3, 9)), truth=at((2, 3, 3), (2, 3, 2), (2, 3, 1)))
+class Kernel(nn.Module):
+    """Three columns at a time; the model raises for fewer."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(3, 4, 3)
+
+    def forward(self, x):
+        return self.convolution(x).relu()
+
+
+@case(
+    [call(x(2, 4, 3), x(2, 5, 3)), call(x(3, 1, 3), x(3, 6, 3))],
+    truth=[call(x(2, 4, 3), x(2, 0, 3)), call(x(2, 1, 3), x(2, 0, 3)), call(x(2, 1, 3), x(2, 1, 3))],
+)
+def empty_past(self, new, past):
+    return new * 2 if past.shape[1] == 0 else torch.cat([past, new], 1).cumsum(1)
+
+
+@case(at((1, 5), (1, 7)), truth=at((3, 5), (2, 9)))
+def first_row_only(self, x):
+    return x[0] * 2
+
+
+@case(at((1, 5), (1, 7)), truth=at((3, 5), (2, 9)))
+def batch_one_is_removed(self, x):
+    return x.squeeze(0).unsqueeze(-1) @ x.squeeze(0).unsqueeze(0) if len(x) == 1 else x
+
+
+@case(at((1, 5), (1, 7)), truth=at((3, 5), (2, 9)))
+def batch_one_is_flattened(self, x):
+    return x.flatten().cumsum(0)
+
+
+@case(at((2, 1), (3, 1)), truth=at((2, 4), (2, 2)))
+def only_one_column_was_seen(self, x):
+    return x.expand(-1, 4)
+
+
+@case(serves=at((4, 9)), truth=at((2, 1), (1, 9), (2, 2)))
+def difference_to_the_next(self, x):
+    return x.diff(dim=1) if x.shape[1] > 1 else x
+
+
+@case(serves=at((4, 9)), truth=at((2, 2), (2, 1), (2, 3)))
+def at_most_two(self, x):
+    return x.exp() if x.shape[1] <= 2 else x.neg()
+
+
+@case(serves=at((4, 9)), truth=at((1, 5), (1, 1)))
+def distance_to_the_mean_of_others(self, x):
+    return (x - (x.sum(0) - x) / (x.shape[0] - 1)).abs()

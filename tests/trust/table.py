@@ -1,0 +1,20 @@
+"""The table of all cases: importing this module reads the files that define them."""
+
+import importlib
+
+FILES = (
+    "size_conditions",
+    "small_sizes",
+    "computed_sizes",
+    "returned_values",
+    "constants",
+    "optional_inputs",
+    "state_and_effects",
+    "numbers",
+    "operators",
+    "well_behaved",
+    "transformers_models",
+)
+
+for name in FILES:
+    importlib.import_module(f"tests.trust.{name}")

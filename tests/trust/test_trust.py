@@ -1,0 +1,20 @@
+"""Right or loud: no graph of these models answers a call wrongly without a word, and none refuses what it can serve."""
+
+import pytest
+
+from tests.trust.cases import CASES
+from tests.trust.judge import judge
+from tests.trust.table import FILES
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_graph_is_right_or_loud(case):
+    assert not judge(case).faults()
+
+
+def test_there_are_enough_models_and_controls():
+    assert len(CASES) >= 150
+    assert sum(case.control for case in CASES) >= 40
+    assert {case.group for case in CASES} == {file.replace("_", " ") for file in FILES}
+    assert len({case.id for case in CASES}) == len(CASES)
