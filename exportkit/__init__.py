@@ -34,7 +34,7 @@ _DEFINED_IN = {
     # capture what modules return
     "capture": None,
     "capture_outputs": "module_outputs.decorate",
-    "OutputRecorder": "module_outputs.specs",
+    "OutputRecorder": "module_outputs.record",
     "merge_with_config_defaults": "module_outputs.decorate",
     # record module calls
     "trace_model": "module_traces.trace",
@@ -54,7 +54,7 @@ _DEFINED_IN = {
     "make_dynamic_cache": "trees.caches",
     "make_static_cache": "trees.caches",
     "make_encoder_decoder_cache": "trees.caches",
-    "string_type": "trees.text",
+    "string_type": "trees.tree",
     # test suites
     "scan_skipped_tests": "skipscan",
     # errors

@@ -12,7 +12,7 @@ from exportkit.errors import ExportkitError as ExportkitError
 from exportkit.module_outputs.context import capture as capture
 from exportkit.module_outputs.decorate import capture_outputs as capture_outputs
 from exportkit.module_outputs.decorate import merge_with_config_defaults as merge_with_config_defaults
-from exportkit.module_outputs.specs import OutputRecorder as OutputRecorder
+from exportkit.module_outputs.record import OutputRecorder as OutputRecorder
 from exportkit.module_traces.trace import Trace as Trace
 from exportkit.module_traces.trace import trace_model as trace_model
 from exportkit.peers.debugger import model_addition_debugger_context as model_addition_debugger_context
@@ -32,6 +32,6 @@ from exportkit.trees.caches import make_dynamic_cache as make_dynamic_cache
 from exportkit.trees.caches import make_encoder_decoder_cache as make_encoder_decoder_cache
 from exportkit.trees.caches import make_static_cache as make_static_cache
 from exportkit.trees.registry import register_flattening_functions as register_flattening_functions
-from exportkit.trees.text import string_type as string_type
+from exportkit.trees.tree import string_type as string_type
 
 __version__: str

@@ -3,7 +3,7 @@
 from exportkit._callable_module import make_callable
 from exportkit.module_outputs.context import Captured, capture
 from exportkit.module_outputs.decorate import capture_outputs, merge_with_config_defaults
-from exportkit.module_outputs.specs import OutputRecorder
+from exportkit.module_outputs.record import OutputRecorder
 
 __all__ = ["Captured", "OutputRecorder", "capture", "capture_outputs", "merge_with_config_defaults"]
 

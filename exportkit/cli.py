@@ -8,8 +8,7 @@ import typer
 
 import exportkit
 from exportkit.commands.export import demo, export
-from exportkit.commands.inspect import compare, report, trace, verify
-from exportkit.commands.scan_skips import scan_skips
+from exportkit.commands.inspect import compare, report, scan_skips, trace, verify
 
 app = typer.Typer(
     no_args_is_help=True,

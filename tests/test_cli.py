@@ -317,7 +317,7 @@ class TestWrongInput:
         def interrupted(_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("exportkit.examples.checkpoint.load_checkpoint", interrupted)
+        monkeypatch.setattr("exportkit.examples.run.load_checkpoint", interrupted)
         result = run("export", "model", "--out", tmp_path)
         assert result.exit_code == 130
         assert result.stdout == ""

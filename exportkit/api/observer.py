@@ -7,8 +7,8 @@ from typing import Any
 
 from exportkit.calls.observer import Observer
 from exportkit.errors import InvalidRequestError
+from exportkit.peers.check import ObservedInfo
 from exportkit.peers.recorded import exportable_arguments, recorded_arguments, recorded_dynamic_shapes
-from exportkit.peers.view import ObservedInfo
 from exportkit.probing.planning import BoundPlan, plan_calls
 
 

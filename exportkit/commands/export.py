@@ -129,7 +129,7 @@ def export(
 
     Exits with 0 if the result is proven, 1 if it is not, 2 for invalid usage.
     """
-    from exportkit.examples.checkpoint import load_checkpoint
+    from exportkit.examples.run import load_checkpoint
     from exportkit.files import check_file
     from exportkit.folder.folder import check_destination
     from exportkit.running.session import require_onnxruntime

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from exportkit._torch_compat.onnx import quiet_onnx_export
-from exportkit.divergence.graph_run import GraphNode, GraphRun, ModuleNodes
+from exportkit._torch_compat.graph import quiet_onnx_export
+from exportkit.divergence.graph_run import GraphNode, GraphRun, ModuleNodes, read_onnx
 from exportkit.divergence.match_values import MatchedCalls
 from exportkit.divergence.result import Divergence, Stage, Suspect
-from exportkit.divergence.run_graph import read_onnx
+from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import JUMP, PEAK, ROUNDING
 from exportkit.module_traces.error_steps import ErrorStep, added_error, worst_steps
-from exportkit.module_traces.tensor_pairs import Padding
 from exportkit.module_traces.trace import Trace
 from exportkit.module_traces.trace_data import ModuleCall
 from exportkit.running.compare import distance, position_of_largest, unit_of

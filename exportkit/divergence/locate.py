@@ -17,13 +17,21 @@ import torch
 
 from exportkit.calls.call import Call, Signature
 from exportkit.divergence.diagnosis import Diagnosis, changed_weight, error_of_translation
-from exportkit.divergence.graph_run import GraphNode, GraphRun
+from exportkit.divergence.graph_run import (
+    GraphNode,
+    GraphRun,
+    graph_inputs,
+    nodes_of,
+    program_inputs,
+    read_onnx,
+    run_onnx,
+    run_program,
+)
 from exportkit.divergence.match_values import MatchedCalls, match_values
 from exportkit.divergence.result import Divergence, Stage
-from exportkit.divergence.run_graph import graph_inputs, nodes_of, program_inputs, read_onnx, run_onnx, run_program
 from exportkit.errors import InvalidRequestError, InvalidTypeError, RuntimeFailure
+from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import JUMP
-from exportkit.module_traces.tensor_pairs import Padding
 from exportkit.module_traces.trace import trace_model
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.programs.exported import ExportedModel

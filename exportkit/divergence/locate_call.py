@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.divergence.graph_run import GraphNode
+from exportkit.divergence.graph_run import GraphNode, nodes_of, read_onnx
 from exportkit.divergence.locate import locate_divergence
 from exportkit.divergence.result import Divergence, Stage
-from exportkit.divergence.run_graph import nodes_of, read_onnx
+from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import JUMP, ROUNDING
-from exportkit.module_traces.tensor_pairs import Padding
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.prove import output_differences

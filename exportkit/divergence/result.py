@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from exportkit.module_traces.comparison import PrintedResult, call_text, error_text, printed_table
+from exportkit.module_traces.comparison import (
+    PrintedResult,
+    call_text,
+    error_text,
+    headline,
+    labelled,
+    printed_table,
+)
 from exportkit.module_traces.error_steps import added_error
 
 if TYPE_CHECKING:
@@ -114,27 +121,16 @@ class Divergence(PrintedResult):
         class_name = f" ({self.class_name})" if self.class_name else ""
         return f"{self.stage} diverges in {self.module or 'the model itself'}{class_name}"
 
-    def _title(self) -> tuple[str, bool]:
-        return self.headline(), not self.diverges
-
-    def _data(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def _details(self) -> Iterator[tuple[str, str]]:
-        if self.stage is None:
-            return
-        if self.tensor:
-            yield "tensor", self.tensor + (f", call {self.number}" if self.number else "")
-        if not math.isnan(self.error):
-            yield "error", error_text(self.error, self.base, self.largest, self.index)
-        if self.reason:
-            yield "reason", self.reason
-        if self.node:
-            yield "node", f"{self.node} ({self.operator})"
-        if self.line:
-            yield "line", self.line
-
-    def _tables(self) -> Iterator[RenderableType | str]:
+    def _parts(self) -> Iterator[RenderableType]:
+        yield headline(self.headline(), not self.diverges)
+        details = {
+            "tensor": self.tensor and self.tensor + (f", call {self.number}" if self.number else ""),
+            "error": "" if math.isnan(self.error) else error_text(self.error, self.base, self.largest, self.index),
+            "reason": self.reason,
+            "node": self.node and f"{self.node} ({self.operator})",
+            "line": self.line,
+        }
+        yield from (labelled(label, text) for label, text in details.items() if text and self.diverges)
         yield printed_table(
             ("stage", "outcome", "error", ""),
             [(s.name, s.outcome, "" if math.isnan(s.error) else f"{s.error:.1e}", s.note) for s in self.stages],

@@ -24,8 +24,7 @@ from exportkit._torch_compat.modules import paths_of_modules
 from exportkit._torch_compat.tracing import in_backward, is_tracing
 from exportkit._torch_compat.transformers import ATTENTION, attention_implementation, attention_property
 from exportkit.module_outputs import scope
-from exportkit.module_outputs.record import Record, Selection, first_input, pick
-from exportkit.module_outputs.specs import FIRST_INPUT_KEY, Match
+from exportkit.module_outputs.record import FIRST_INPUT_KEY, Match, Record, Selection, first_input, pick
 from exportkit.overrides import replaced_attributes
 
 EAGER = "eager"
@@ -75,10 +74,16 @@ class Collector:
     def __enter__(self) -> Collector:
         with contextlib.ExitStack() as stack:
             stack.enter_context(scope.carried_into_threads())
-            stack.enter_context(_eager_attention(self))
+            configs = fused_configs(self.model, self.matches)
+            for config in configs:
+                stack.enter_context(_answering(config))
+            self.eager = frozenset(map(id, configs))
             for match in self.matches:
-                for handle in _hooked(self, match):
-                    stack.callback(handle.remove)
+                after = functools.partial(_after, self, match)
+                stack.callback(match.module.register_forward_hook(after, with_kwargs=True).remove)
+                if begins_with_input(match):
+                    before = functools.partial(_before, self, match)
+                    stack.callback(match.module.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(_close, scope.push(scope.Frame(self, self.outside)))
             self._undo = stack.pop_all()
         return self
@@ -133,15 +138,6 @@ def _close(frame: scope.Frame) -> Record | None:
     if record is not None:
         record.finish()
     return record
-
-
-def _hooked(collector: Collector, match: Match) -> list[Any]:
-    """Registers the hooks of one module, and returns their handles."""
-    handles = [match.module.register_forward_hook(functools.partial(_after, collector, match), with_kwargs=True)]
-    if begins_with_input(match):
-        hook = functools.partial(_before, collector, match)
-        handles.append(match.module.register_forward_pre_hook(hook, with_kwargs=True))
-    return handles
 
 
 def begins_with_input(match: Match) -> bool:
@@ -232,11 +228,13 @@ def fused_configs(model: torch.nn.Module, matches: Sequence[Match]) -> list[Any]
 
     These are the configs of the modules, of their submodules, and of the modules around them, which build the mask.
     """
-    wanted = [match for match in matches if _wants_weights(match)]
-    around = dict.fromkeys(path for match in wanted for path in _paths_around(match.path))
-    modules: dict[torch.nn.Module, Any] = dict.fromkeys(map(model.get_submodule, around))
-    for match in wanted:
-        modules |= paths_of_modules(match.module)
+    modules: dict[torch.nn.Module, Any] = {}
+    for match in matches:
+        names = f"{match.target.key} {type(match.module).__name__}".lower()
+        if "attention" in names and match.target.recorder.index != 0:
+            steps = match.path.split(".")
+            modules |= {model.get_submodule(".".join(steps[:depth])): None for depth in range(len(steps))}
+            modules |= paths_of_modules(match.module)
     configs: dict[int, Any] = {}
     for module in modules:
         config = vars(module).get("config")  # most modules have none, and getattr is slow then
@@ -244,50 +242,16 @@ def fused_configs(model: torch.nn.Module, matches: Sequence[Match]) -> list[Any]
     return [config for config in configs.values() if attention_implementation(config) not in (None, EAGER)]
 
 
-def _paths_around(path: str) -> Iterator[str]:
-    """The paths of the modules around a module, outermost first."""
-    yield ""
-    for end, letter in enumerate(path):
-        if letter == ".":
-            yield path[:end]
-
-
-@contextlib.contextmanager
-def _eager_attention(collector: Collector) -> Iterator[None]:
-    """Makes the configs return "eager" to calls that the collector records."""
-    configs = fused_configs(collector.model, collector.matches)
-    with contextlib.ExitStack() as stack:
-        for config in configs:
-            stack.enter_context(_answering(config))
-        collector.eager = frozenset(map(id, configs))
-        yield
-
-
-def _wants_weights(match: Match) -> bool:
-    names = f"{match.target.key} {type(match.module).__name__}".lower()
-    return "attention" in names and match.target.recorder.index != 0
-
-
 @contextlib.contextmanager
 def _answering(config: Any) -> Iterator[None]:
+    """Makes a config return "eager" to calls that capture weights; to all calls if it cannot have a property."""
     found = attention_property(config)
-    with _counted(config):
-        if found is None:
-            with _plain_attribute(config):
-                yield
-        else:
-            with _lock:
-                switching = _switching(*found)
-            with replaced_attributes(found[0], {ATTENTION: switching}):
-                yield
-
-
-@contextlib.contextmanager
-def _counted(config: Any) -> Iterator[None]:
     with _lock:
         _switched[id(config)] += 1
+        owner, answer = (config, EAGER) if found is None else (found[0], _switching(*found))
     try:
-        yield
+        with replaced_attributes(owner, {ATTENTION: answer}):
+            yield
     finally:
         with _lock:
             _switched[id(config)] -= 1
@@ -313,24 +277,3 @@ def _asked_by_capture(config: Any) -> bool:
         return _switched.get(id(config), 0) > 0
     collectors = [frame.collector for frame in scope.frames() or ()]
     return any(id(config) in collector.eager for collector in collectors if collector is not None)
-
-
-_plain: dict[int, tuple[Any, int]] = {}  # original value, and number of open captures
-
-
-@contextlib.contextmanager
-def _plain_attribute(config: Any) -> Iterator[None]:
-    """Changes the attribute for all calls; such a config cannot have a property."""
-    with _lock:
-        before, users = _plain.get(id(config), (getattr(config, ATTENTION), 0))
-        _plain[id(config)] = (before, users + 1)
-        setattr(config, ATTENTION, EAGER)
-    try:
-        yield
-    finally:
-        with _lock:
-            before, users = _plain.pop(id(config))
-            if users > 1:
-                _plain[id(config)] = (before, users - 1)
-            else:
-                setattr(config, ATTENTION, before)

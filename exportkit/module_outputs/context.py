@@ -17,8 +17,18 @@ from exportkit._torch_compat.transformers import (
 )
 from exportkit.errors import CaptureError, InvalidRequestError, InvalidTypeError
 from exportkit.module_outputs.collector import EAGER, Calls, Collector, begins_with_input, fused_configs
-from exportkit.module_outputs.record import Record, Selection, first_input, pick
-from exportkit.module_outputs.specs import FIRST_INPUT_KEY, Match, keys_of, matches_of, require_matches, targets_of
+from exportkit.module_outputs.record import (
+    FIRST_INPUT_KEY,
+    Match,
+    Record,
+    Selection,
+    first_input,
+    keys_of,
+    matches_of,
+    pick,
+    require_matches,
+    targets_of,
+)
 
 
 class Captured(Mapping[str, tuple[Any, ...]]):

@@ -22,10 +22,10 @@ from exportkit._torch_compat.tracing import constant_in_trace
 from exportkit._torch_compat.transformers import recordable_outputs
 from exportkit.errors import CaptureError, InvalidRequestError
 from exportkit.module_outputs.context import run_captured
-from exportkit.module_outputs.record import Selection
-from exportkit.module_outputs.specs import (
+from exportkit.module_outputs.record import (
     FIRST_INPUT_KEY,
     Match,
+    Selection,
     Target,
     keys_of,
     matches_of,

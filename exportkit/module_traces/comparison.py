@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exportkit.errors import InvalidRequestError
-from exportkit.module_traces.align import Pair, align_calls
+from exportkit.module_traces.align import (
+    Padding,
+    Pair,
+    align_calls,
+    distance_of_statistics,
+    match_records,
+    rounding_unit,
+)
 from exportkit.module_traces.attribution import attribute_error
 from exportkit.module_traces.error_steps import (
     ComparedCall,
@@ -28,7 +35,6 @@ from exportkit.module_traces.error_steps import (
     added_error,
     worst_steps,
 )
-from exportkit.module_traces.tensor_pairs import Padding, distance_of_statistics, match_records, rounding_unit
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, TraceData
 from exportkit.running.compare import Distance, distance, position_of_largest
 
@@ -38,24 +44,17 @@ if TYPE_CHECKING:
 _SHOWN, _WIDTH = 10, 110  # modules that are listed, and columns of the printed text
 
 
+@dataclass(frozen=True)
 class PrintedResult(abc.ABC):
     """A result that prints as a headline, labelled lines about the first difference, and tables."""
 
     @abc.abstractmethod
-    def _title(self) -> tuple[str, bool]:
-        """The result in one line, and whether it is good."""
+    def _parts(self) -> Iterator[RenderableType]:
+        """The headline, the lines and the tables."""
 
-    @abc.abstractmethod
-    def _details(self) -> Iterator[tuple[str, str]]:
-        """A label and a text for each line about the first difference."""
-
-    @abc.abstractmethod
-    def _tables(self) -> Iterator[RenderableType | str]:
-        """The tables, and lines of text."""
-
-    @abc.abstractmethod
     def _data(self) -> dict[str, Any]:
         """All of it as data for JSON, in which numbers need not be finite."""
+        return asdict(self)
 
     def as_json(self) -> str:
         """Returns all of it as JSON text; what is not finite is null or a string."""
@@ -70,14 +69,21 @@ class PrintedResult(abc.ABC):
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from rich.text import Text
+        return self._parts()
 
-        title, is_good = self._title()
-        yield Text(title, style="bold green" if is_good else "bold red")
-        for label, text in self._details():
-            yield Text.assemble((f"  {label:8}", "dim"), text)
-        for item in self._tables():
-            yield Text(item) if isinstance(item, str) else item
+
+def headline(text: str, is_good: bool) -> RenderableType:
+    """Returns the first line of a printed result."""
+    from rich.text import Text
+
+    return Text(text, style="bold green" if is_good else "bold red")
+
+
+def labelled(label: str, text: str) -> RenderableType:
+    """Returns a line about the first difference."""
+    from rich.text import Text
+
+    return Text.assemble((f"  {label:8}", "dim"), text)
 
 
 def error_text(error: float, base: float, largest: float, index: Sequence[int] | None) -> str:
@@ -218,22 +224,20 @@ class Comparison(PrintedResult):
             return f"Undecided: what {row.name} ({row.class_name}) computes differs; only values can tell by how much."
         return "The runs are equal." if counts["equal"] == len(self.tensors) else "The runs agree, up to rounding."
 
-    def _title(self) -> tuple[str, bool]:
-        return self.verdict(), self.ok
-
     def _data(self) -> dict[str, Any]:
         return asdict(self) | {"ok": self.ok, "verdict": self.verdict()}
 
-    def _details(self) -> Iterator[tuple[str, str]]:
+    def _parts(self) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        yield headline(self.verdict(), self.ok)
         if self.first is not None:
             row = next((row for row in self.tensors if row.verdict == "differs"), None)
-            yield "tensor", self.first.tensor
+            yield labelled("tensor", self.first.tensor)
             if math.isfinite(self.first.error):
                 index = row.index if row is not None else None
-                yield "error", error_text(self.first.error, self.first.base, self.first.largest, index)
-            yield "reason", self.first.reason
-
-    def _tables(self) -> Iterator[RenderableType | str]:
+                yield labelled("error", error_text(self.first.error, self.first.base, self.first.largest, index))
+            yield labelled("reason", self.first.reason)
         rows = [row for row in self.modules if row.error][:_SHOWN]
         if rows:
             yield printed_table(
@@ -246,8 +250,8 @@ class Comparison(PrintedResult):
         for title, paths in (("only in the first", self.only_first), ("only in the second", self.only_second)):
             if paths:
                 more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-                yield f"{title}: {', '.join(path or '(model)' for path in paths[:_SHOWN])}{more}"
-        yield from (f"note: {note}" for note in self.notes)
+                yield Text(f"{title}: {', '.join(path or '(model)' for path in paths[:_SHOWN])}{more}")
+        yield from (Text(f"note: {note}") for note in self.notes)
 
 
 def compare_traces(first: TraceData, second: TraceData, names: Mapping[str, str] | None = None) -> Comparison:

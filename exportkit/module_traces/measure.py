@@ -1,36 +1,206 @@
-"""Measures tensors: statistics and a hash, or the place where their values are stored.
+"""Reads tensors of every storage kind: what they consist of, their statistics and a hash, and their stored values.
 
-The bytes are read once: a chunk is hashed and measured while it is in the processor's cache. Where values are stored,
-they are only written; statistics and hash are computed from them when a trace is read. All is computed by numpy on the
-bytes, so that no operation of torch runs that a mode, a profiler or autograd of the caller could see.
+A tensor may be dense, quantised, sparse or nested, on any device: it is decomposed into dense tensors, which have
+bytes. The bytes are read once: a chunk is hashed and measured while it is in the processor's cache. Where values are
+stored, they are only written; statistics and hash are computed from them when a trace is read. All is computed by numpy
+on the bytes, so that no operation of torch runs that a mode, a profiler or autograd of the caller could see.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from exportkit._torch_compat.memory import memory_of
+from exportkit._torch_compat.memory import local_part, make_quantized, memory_of, sparse_parts
 from exportkit._torch_compat.tracing import apart_from_modes
-from exportkit.module_traces.decomposition import Decomposition, chunks_of, decompose, is_plain, safetensors_type
 from exportkit.module_traces.files import TraceFiles, encode, quoted
 
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+Named = TypeVar("Named", torch.dtype, torch.layout)
+_Array = npt.NDArray[Any]
+
+# Bytes that are hashed and measured together: a chunk of 256 KiB is still in the L2 cache when it is read again.
+CHUNK = 2**18
+# Bytes: a larger tensor that must be copied to be read is copied in parts, so that memory does not double.
+_LARGEST_COPY = 2**26
+
+# The dtypes of SafeTensors; complex numbers are stored as pairs, and any other dtype as bytes.
+SAFETENSORS_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.uint16: "U16", torch.int16: "I16",
+    torch.uint32: "U32", torch.int32: "I32", torch.uint64: "U64", torch.int64: "I64", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_PAIRS = {torch.complex32: "F16", torch.complex64: "F32", torch.complex128: "F64"}
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"), torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"), torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}  # fmt: skip
 # Products of rows of so many elements are added in single precision, in one vectorised call, and the rows in double
 # precision: the sums are within 2e-7 of the exact ones (200 draws of normal numbers with means 0, 1 and 100).
 _ROW = 512
+_ONES = np.ones(_ROW, dtype=np.float32)
 # So a variance of less than this part of the mean square may be off by more than 2e-4: then it is computed again, from
 # deviations.
 _CANCELLED = 1e-3
 
-_Array = npt.NDArray[Any]
+
+@dataclass(frozen=True)
+class Decomposition:
+    """What a tensor consists of.
+
+    Attributes:
+        kind: Its storage kind, which says how `reassemble` puts the parts together.
+        parts: Dense tensors by name; a dense tensor has itself as its only part, named "".
+        numbers: The tensors that hold its elements, for its statistics.
+        details: What else is needed, as JSON data.
+    """
+
+    kind: str
+    parts: Mapping[str, torch.Tensor]
+    numbers: tuple[torch.Tensor, ...]
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether the elements of a tensor are contiguous bytes in the memory of the CPU."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not (tensor.is_nested or tensor.is_quantized)
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
+def decompose(tensor: torch.Tensor) -> Decomposition:
+    """Returns what a tensor consists of.
+
+    Raises:
+        RuntimeError: or whatever torch raises, for a storage kind whose content it does not expose.
+    """
+    local = local_part(tensor)  # of a distributed tensor
+    if local is not None:
+        return decompose(local)
+    if tensor.is_meta:
+        return Decomposition("none", {}, ())
+    tensor = tensor.detach()
+    layout = str(tensor.layout).removeprefix("torch.")
+    if tensor.is_nested:
+        parts = {str(number): part for number, part in enumerate(tensor.unbind())}
+        return Decomposition("nested", parts, tuple(parts.values()), {"layout": layout})
+    if tensor.layout is torch.sparse_coo:
+        parts = sparse_parts(tensor)
+        details = {"shape": list(tensor.shape), "coalesced": tensor.is_coalesced()}
+        return Decomposition("sparse", parts, (parts["values"],), details)
+    if tensor.layout in _COMPRESSED:
+        first, second = _COMPRESSED[tensor.layout]
+        parts = {name: getattr(tensor, name)() for name in (first, second, "values")}
+        details = {"shape": list(tensor.shape), "layout": layout}
+        return Decomposition("compressed", parts, (parts["values"],), details)
+    if not tensor.is_quantized:
+        dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+        return Decomposition("dense", {"": dense}, (dense,))
+    parts, numbers = {"": tensor.int_repr()}, (tensor.dequantize(),)
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        details = {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
+        return Decomposition("quantized", parts, numbers, details)
+    parts |= {"scales": tensor.q_per_channel_scales(), "zero_points": tensor.q_per_channel_zero_points()}
+    return Decomposition("quantized", parts, numbers, {"axis": tensor.q_per_channel_axis()})
+
+
+def chunks_of(dense: torch.Tensor) -> Iterator[memoryview]:
+    """Yields the bytes of a dense tensor in the order of its elements, in chunks of `CHUNK` bytes at most."""
+    if not is_plain(dense):
+        for part in _slices(dense):
+            with apart_from_modes():
+                copied = part.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            yield from chunks_of(copied)
+        return
+    memory = memory_of(dense)
+    if len(memory) <= CHUNK:
+        yield memory
+    else:
+        yield from (memory[start : start + CHUNK] for start in range(0, len(memory), CHUNK))
+
+
+def _slices(dense: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The parts of a tensor that are small enough to be copied."""
+    if dense.numel() * dense.itemsize <= _LARGEST_COPY:
+        yield dense
+        return
+    with apart_from_modes():
+        length = dense.shape[0]
+        parts = dense.unbind() if length < 2 else dense.split(-(-length // 2))
+    for part in parts:
+        yield from _slices(part)
+
+
+def safetensors_type(dense: torch.Tensor) -> tuple[str, list[int]]:
+    """Returns the dtype and shape under which SafeTensors holds the bytes of a dense tensor."""
+    shape = list(dense.shape)
+    if dense.dtype in SAFETENSORS_DTYPES:
+        return SAFETENSORS_DTYPES[dense.dtype], shape
+    if dense.dtype in _PAIRS:
+        return _PAIRS[dense.dtype], [*shape, 2]
+    return "U8", [dense.numel() * dense.itemsize]
+
+
+def reassemble(entry: Mapping[str, Any], read: Callable[[int, int], Any]) -> torch.Tensor:
+    """Returns a stored tensor.
+
+    Args:
+        entry: The line of the index that describes it.
+        read: Returns bytes of the data file, given an offset and a size, as a writable buffer.
+    """
+    parts = {name: _dense(part, read) for name, part in entry["parts"].items()}
+    kind, details = entry["kind"], entry["details"]
+    if kind == "dense":
+        return parts[""]
+    if kind == "quantized":
+        if "axis" in details:
+            return make_quantized(parts[""], parts["scales"], parts["zero_points"], int(details["axis"]))
+        return make_quantized(parts[""], float(details["scale"]), int(details["zero_point"]), None)
+    if kind == "nested":
+        layout = named_in_torch(details["layout"], torch.layout)
+        return torch.nested.nested_tensor(list(parts.values()), layout=layout)
+    shape = tuple(map(int, details["shape"]))
+    if kind == "sparse":
+        coalesced = bool(details["coalesced"])
+        return torch.sparse_coo_tensor(parts["indices"], parts["values"], shape, is_coalesced=coalesced)
+    if kind == "compressed":
+        layout = named_in_torch(details["layout"], torch.layout)
+        first, second = (parts[name] for name in _COMPRESSED[layout])
+        return torch.sparse_compressed_tensor(first, second, parts["values"], shape, layout=layout)
+    raise ValueError(f"unknown storage kind: {kind!r}")
+
+
+def _dense(part: Mapping[str, Any], read: Callable[[int, int], Any]) -> torch.Tensor:
+    dtype, shape = named_in_torch(part["dtype"], torch.dtype), tuple(map(int, part["shape"]))
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    buffer = read(int(part["offset"]), count * dtype.itemsize)
+    return torch.frombuffer(buffer, dtype=dtype, count=count).reshape(shape)
+
+
+def named_in_torch(name: str, kind: type[Named]) -> Named:
+    """Returns the dtype or layout of that name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, kind):
+        raise ValueError(f"not a {kind.__name__} of torch: {name!r}")
+    return found
 
 
 class Statistics(NamedTuple):
@@ -57,15 +227,11 @@ class Measured(NamedTuple):
 
     def text(self) -> str:
         """Returns the statistics and the hash as part of a line of the index."""
-        numbers = [f'"{name}":{_json_number(value)}' for name, value in self.statistics._asdict().items()]
-        return f'{",".join(numbers)},"hash":"{self.hash}"'
-
-
-def _json_number(value: float | None) -> str:
-    """A number as JSON writes it; one that JSON lacks as text."""
-    if value is None:
-        return "null"
-    return repr(value) if math.isfinite(value) else f'"{value}"'
+        numbers = {
+            name: "null" if value is None else repr(value) if math.isfinite(value) else f'"{value}"'
+            for name, value in self.statistics._asdict().items()
+        }
+        return "".join([f'"{name}":{text},' for name, text in numbers.items()]) + f'"hash":"{self.hash}"'
 
 
 def measure(tensor: torch.Tensor) -> Measured:
@@ -91,7 +257,7 @@ def measure(tensor: torch.Tensor) -> Measured:
                 for chunk in chunks_of(dense):
                     accumulator.add(chunk)
         joined = hashes[0] if len(hashes) == 1 else xxhash.xxh3_64_hexdigest("".join(hashes).encode()) if hashes else ""
-        return Measured(accumulator.result(form), joined)
+        return Measured(accumulator.result(form.numbers), joined)
 
 
 def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> str:
@@ -101,33 +267,20 @@ def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> str:
         OSError: if they cannot be written.
         RuntimeError: or whatever torch raises, if it does not expose the content of the tensor.
     """
-    if _is_simple(tensor):
-        part = _store_part(tensor, [memory_of(tensor)], files, key)
-        return f'"key":{quoted(key)},"kind":"dense","parts":{{"":{part}}},"details":{{}}'
     form, parts = _decomposed(tensor), []
     for name, dense in form.parts.items():
-        part = _store_part(dense, chunks_of(dense), files, f"{key}.{name}" if name else key)
-        parts.append(f'"{name}":{part}')
+        offset = files.offset
+        for chunk in [memory_of(dense)] if is_plain(dense) else chunks_of(dense):
+            files.write_data(chunk)
+        dtype, shape = safetensors_type(dense)
+        files.name_data(f"{key}.{name}" if name else key, dtype, shape, offset)
+        place = f'"dtype":"{dtype_name(dense)}","shape":{list(dense.shape)},"offset":{offset}'
+        parts.append(f'"{name}":{{{place}}}')
     return f'"key":{quoted(key)},"kind":"{form.kind}","parts":{{{",".join(parts)}}},"details":{encode(form.details)}'
 
 
-def _store_part(dense: torch.Tensor, chunks: Iterable[memoryview], files: TraceFiles, name: str) -> str:
-    """Writes the bytes of a dense tensor under a name, and returns where they are."""
-    offset = files.offset
-    for chunk in chunks:
-        files.write_data(chunk)
-    dtype, shape = safetensors_type(dense)
-    files.name_data(name, dtype, shape, offset)
-    return f'{{"dtype":"{dtype_name(dense)}","shape":{list(dense.shape)},"offset":{offset}}}'
-
-
-def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of no subclass, and its bytes can be read as they are."""
-    return type(tensor) in _ORDINARY and is_plain(tensor)
-
-
 def _decomposed(tensor: torch.Tensor) -> Decomposition:
-    if _is_simple(tensor):
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_plain(tensor):  # its bytes can be read as they are
         return Decomposition("dense", {"": tensor}, (tensor,))
     with apart_from_modes():
         return decompose(tensor)
@@ -169,8 +322,8 @@ class _Accumulator:
         self._total += total
         self._squares += squares
 
-    def result(self, form: Decomposition) -> Statistics:
-        """Returns the statistics of all chunks; they are read from the tensor once more where digits were lost."""
+    def result(self, numbers: Iterable[torch.Tensor]) -> Statistics:
+        """Returns the statistics of all chunks; they are read from the tensors once more where digits were lost."""
         if self._as_numbers is None or not self._count:
             return Statistics(nan=self._nan, inf=self._inf)
         mean = self._total / self._count
@@ -179,7 +332,7 @@ class _Accumulator:
             # Mean and deviations from the distances to a number that is near the mean.
             near = mean if math.isfinite(self._total) else self._low / 2 + self._high / 2
             total = squares = 0.0
-            for chunk in (chunk for dense in form.numbers for chunk in chunks_of(dense)):
+            for chunk in (chunk for dense in numbers for chunk in chunks_of(dense)):
                 values = self._as_numbers(chunk)
                 distances = values[np.isfinite(values)].astype(np.float64) - near
                 total += float(np.add.reduce(distances))
@@ -198,16 +351,11 @@ def _sums(values: _Array) -> tuple[float, float]:
         total, squares = float(np.add.reduce(exact)), float(exact @ exact)
     if whole:
         rows = values[:whole].reshape(-1, _ROW)
-        total += float(np.add.reduce(np.vecdot(rows, _ones()), dtype=np.float64))
+        total += float(np.add.reduce(np.vecdot(rows, _ONES), dtype=np.float64))
         squares += float(np.add.reduce(np.vecdot(rows, rows), dtype=np.float64))
         if not (math.isfinite(total) and math.isfinite(squares)):
             return _sums(values.astype(np.float64))
     return total, squares
-
-
-@functools.cache
-def _ones() -> _Array:
-    return np.ones(_ROW, dtype=np.float32)
 
 
 _SAME_IN_NUMPY = {

@@ -93,7 +93,9 @@ class TraceRecorder:
         self._files = TraceFiles(folder, _ROOM * len(paths_of_modules(model)))
         self._lock = threading.RLock()
         self._busy: int | None = None  # the thread that is recording at this moment
-        self._leaf_reader, self._seen = LeafReader(), SeenTensors()
+        self._leaf_reader = LeafReader()
+        self._seen: dict[Any, SeenTensor] = {}  # by identity; the tensors themselves are not held
+        self._clean_at = _FIRST_CLEANING
         self._written_layouts = self._call_count = 0
         self._tensor_numbers = itertools.count()
         self._numbers: Counter[str] = Counter()
@@ -239,7 +241,7 @@ class TraceRecorder:
     def _tensor(self, tensor: torch.Tensor, key: str | None, lines: list[str]) -> int:
         """The number of the record of a tensor; adds the lines that describe it if it is new."""
         identity = identity_of(tensor)
-        seen = None if identity is None else self._seen.find(identity)
+        seen = None if identity is None else self._seen.get(identity)
         if seen is not None and tensor.is_inference() and measure(tensor).hash != seen.hash:
             seen = None
         if seen is None:
@@ -273,8 +275,11 @@ class TraceRecorder:
         if measured is not None:
             line += f",{measured.text()}"
         if identity is not None:
-            seen = self._seen.add(identity, tensor, number, "" if measured is None else measured.hash)
-            seen.key = key if stored else None
+            if len(self._seen) >= self._clean_at:
+                self._seen = {other: seen for other, seen in self._seen.items() if not seen.ref.is_gone()}
+                self._clean_at = max(_FIRST_CLEANING, 2 * len(self._seen))
+            content_hash, stored_key = "" if measured is None else measured.hash, key if stored else None
+            self._seen[identity] = SeenTensor(StorageRef(tensor), {tuple(shape): number}, content_hash, stored_key)
         lines.append(f"{{{line}}}")
         return number
 
@@ -306,27 +311,6 @@ class SeenTensor:
     numbers: dict[tuple[int, ...], int]
     hash: str
     key: str | None = None
-
-
-class SeenTensors:
-    """The tensors that were recorded, by identity; holds none of them."""
-
-    def __init__(self) -> None:
-        self._by_identity: dict[Any, SeenTensor] = {}
-        self._clean_at = _FIRST_CLEANING
-
-    def find(self, identity: Any) -> SeenTensor | None:
-        """Returns what is known of the content with that identity."""
-        return self._by_identity.get(identity)
-
-    def add(self, identity: Any, tensor: torch.Tensor, number: int, content_hash: str) -> SeenTensor:
-        """Remembers that the content of a tensor was recorded."""
-        if len(self._by_identity) >= self._clean_at:
-            self._by_identity = {key: seen for key, seen in self._by_identity.items() if not seen.ref.is_gone()}
-            self._clean_at = max(_FIRST_CLEANING, 2 * len(self._by_identity))
-        seen = SeenTensor(StorageRef(tensor), {tuple(tensor.shape): number}, content_hash)
-        self._by_identity[identity] = seen
-        return seen
 
 
 def identity_of(tensor: torch.Tensor) -> Any:

@@ -11,7 +11,7 @@ import functools
 import json
 import mmap
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -19,9 +19,8 @@ from typing import Any, Self
 import torch
 
 from exportkit.errors import DestinationError, TraceError
-from exportkit.module_traces.decomposition import reassemble
 from exportkit.module_traces.files import FORMAT, HEADER_LENGTH, INDEX, TENSORS, VERSION
-from exportkit.module_traces.measure import measure
+from exportkit.module_traces.measure import measure, reassemble
 
 UNENDED = "the recording ended inside this call"
 # What a recording that stores the values of a tensor leaves to be computed from them.
@@ -65,20 +64,16 @@ class TensorRecord:
     key: str | None
 
     @classmethod
-    def of_stored(
-        cls, path: str, shape: tuple[int, ...], dtype: str, device: str, key: str, derive: Callable[[], dict[str, Any]]
-    ) -> TensorRecord:
-        """Returns a record whose statistics and hash are computed by ``derive``, the first time one is read."""
+    def of(cls, **known: Any) -> TensorRecord:
+        """Returns a record with these attributes; ``derive()`` computes the others, the first time one is read."""
         record = object.__new__(cls)
-        known = {"path": path, "shape": shape, "dtype": dtype, "device": device, "key": key}
-        vars(record).update(known, _derive=derive)
+        vars(record).update(known)
         return record
 
     def __getattr__(self, name: str) -> Any:
-        derive = vars(self).get("_derive")
-        if derive is None or name not in DERIVED:
+        if name not in DERIVED:
             raise AttributeError(name)
-        vars(self).update(derive())
+        vars(self).update(vars(self)["derive"]())
         return vars(self)[name]
 
     def __reduce__(self) -> Any:
@@ -313,9 +308,9 @@ class _CallReader:
         if self._stored:
             with contextlib.suppress(DestinationError):  # raised when a value is asked for
                 index.data  # noqa: B018  # opened now, so that values can be read even if the folder is removed
-        self._tensors: dict[int, Callable[[str], TensorRecord]] = {}
+        self._tensors: dict[int, dict[str, Any]] = {}  # what is known of each, except its path
         for line in by_kind.get("tensor", ()):
-            self._tensors[line["tensor"]] = self._maker(line)
+            self._tensors[line["tensor"]] = self._known(line)
 
     def all(self) -> tuple[ModuleCall, ...]:
         return tuple([self._call(line, self._ends.get(line["begin"])) for line in self._begins])
@@ -340,39 +335,31 @@ class _CallReader:
     def _leaves(self, line: Mapping[str, Any]) -> tuple[tuple[TensorRecord, ...], dict[str, Any]]:
         if line["layout"] is None:  # nothing was returned, or it could not be flattened
             return (), {}
-        layout, tensors = self._layouts[line["layout"]], self._tensors
+        layout = self._layouts[line["layout"]]
         pairs = zip(layout["tensors"], line["tensors"], strict=True)
         others = {**layout["empty"], **dict(zip(layout["others"], line["others"], strict=True))}
-        return tuple([tensors[number](path) for path, number in pairs]), others
+        return tuple([TensorRecord.of(path=path, **self._tensors[number]) for path, number in pairs]), others
 
-    def _maker(self, line: dict[str, Any]) -> Callable[[str], TensorRecord]:
-        """The function that makes the record of a tensor, given its path."""
+    def _known(self, line: dict[str, Any]) -> dict[str, Any]:
         shape = tuple(map(int, line["shape"]))
         if "as" in line:
-            return functools.partial(_reshaped, self._tensors[line["as"]], shape)
+            return self._tensors[line["as"]] | {"shape": shape}
         stored = self._stored.get(line["tensor"])
         known: dict[str, Any] = {"shape": shape, "dtype": str(line["dtype"]), "device": str(line["device"])}
         known |= {"key": None if stored is None else str(stored["key"])}
         if "hash" in line:
             for name in ("mean", "std", "min", "max"):
                 known[name] = None if line[name] is None else float(line[name])
-            return functools.partial(TensorRecord, **known, **{name: line[name] for name in ("nan", "inf", "hash")})
+            return known | {name: line[name] for name in ("nan", "inf", "hash")}
         if stored is None:
             raise ValueError(f"tensor {line['tensor']} has neither statistics nor values")
-        derive = functools.cache(functools.partial(_derived, self._index, stored))
-        return functools.partial(TensorRecord.of_stored, **known, derive=derive)
 
+        @functools.cache
+        def derive() -> dict[str, Any]:
+            measured = measure(self._index.tensor(stored))
+            return {**measured.statistics._asdict(), "hash": measured.hash}
 
-def _reshaped(make: Callable[[str], TensorRecord], shape: tuple[int, ...], path: str) -> TensorRecord:
-    record = make(path)
-    vars(record)["shape"] = shape
-    return record
-
-
-def _derived(index: _Index, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Statistics and hash, computed from stored values."""
-    measured = measure(index.tensor(stored))
-    return {**measured.statistics._asdict(), "hash": measured.hash}
+        return known | {"derive": derive}
 
 
 class _DataFile:

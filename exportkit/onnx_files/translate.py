@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit._torch_compat.graph import with_graph_module
-from exportkit._torch_compat.onnx import exact_no_ops, quiet_onnx_export
+from exportkit._torch_compat.graph import exact_no_ops, quiet_onnx_export, with_graph_module
 from exportkit._torch_compat.symbolic_shapes import input_axes
 from exportkit._torch_compat.transformers import exporter_translations
 from exportkit.errors import ExportError
@@ -26,7 +25,7 @@ from exportkit.onnx_files.decompositions import translatable
 from exportkit.onnx_files.graph import Contract
 from exportkit.overrides import replaced_attributes
 from exportkit.programs.program import TracedProgram, without_gradients
-from exportkit.rewrites.library import operators_at_any_length
+from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import LIBRARY_PATCHES, applied
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import registered_caches

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from exportkit._torch_compat.memory import scientific_text
 from exportkit.errors import InvalidTypeError, TraceError
-from exportkit.module_traces.decomposition import SAFETENSORS_DTYPES, decompose, dtype_of
+from exportkit.module_traces.measure import SAFETENSORS_DTYPES, decompose, named_in_torch
 from exportkit.module_traces.trace import ALL, ENDS, Trace, ValueSelection, recording
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord
 
@@ -154,7 +154,7 @@ class _DebugTree:
         shape = torch.Size(record.shape) if tensor is None or tensor.is_nested else tensor.shape
         value = self._shown_value(tensor, record, module, number, _steps(record.path))
         described = _Tensor(shape=repr(shape), dtype=f"torch.{record.dtype}", value=value)
-        if dtype_of(record.dtype) in _MEASURED:
+        if named_in_torch(record.dtype, torch.dtype) in _MEASURED:
             described.update({name: _statistic(name, record, tensor) for name in ("mean", "std", "min", "max")})
         return described
 
@@ -230,7 +230,7 @@ def _statistic(name: str, record: TensorRecord, tensor: torch.Tensor | None) -> 
         found = getattr(tensor, name)()
     else:
         value = getattr(record, name)
-        found = torch.tensor(float("nan") if value is None else value, dtype=dtype_of(record.dtype))
+        found = torch.tensor(float("nan") if value is None else value, dtype=named_in_torch(record.dtype, torch.dtype))
     text = scientific_text(found)
     return text if record.device == "cpu" else f"{text[:-1]}, device='{record.device}')"
 

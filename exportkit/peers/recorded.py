@@ -20,7 +20,7 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError, PlanError, UnknownInputError
 from exportkit.plan.infer import infer_plan
-from exportkit.plan.leaves import CallTable, Leaf
+from exportkit.plan.leaves import Leaf
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
 from exportkit.trees import Growth, Tree, flatten, join
@@ -50,9 +50,11 @@ def recorded_dynamic_shapes(
 
     specs = {name: _marked(value, spec_of) for name, value in structure.items()}
     _check_collisions(observation.merged_arguments, observation)
-    if observation.signature.var_positional is None and not _any_named(observation):
-        return _as_tuple(specs, observation)
-    return specs
+    if observation.signature.var_positional is not None or _any_named(observation):
+        return specs
+    names = observation.signature.names
+    last = max((names.index(name) for name in specs), default=-1)
+    return tuple(specs.get(name) for name in names[: last + 1])
 
 
 def _marked(value: Any, spec_of: Callable[[str], dict[int, Any]]) -> Any:
@@ -92,15 +94,17 @@ def recorded_arguments(
     completed = {}
     for name, tree in _without_caught_constants(observation.merged_arguments, observation).items():
         have = given.get(name)
-        if have is not None and name != observation.signature.var_keyword and _is_complete(have, tree):
+        own = {} if have is None else have.tensors()
+        complete = have is not None and len(own) >= len(tree.tensors()) and have.leaves != (None,)
+        if have is not None and complete and name != observation.signature.var_keyword:
             completed[name] = have
             continue
-        own = {} if have is None else have.tensors()
         for path in tree.tensors():
             full = join(name, path)
             own.setdefault(path, _empty(last[full], axes[full], growth.get(full)))
         completed[name] = tree.with_leaves(own)
-    empty = all(0 in tensor.shape for tree in completed.values() for tensor in _past(tree))
+    past = (tensor for tree in completed.values() for path, tensor in tree.tensors().items() if path in tree.growing)
+    empty = all(0 in tensor.shape for tensor in past)
     return _shaped(
         Call(completed, observation.signature, cached_tokens=0 if empty else None),
         _any_named(observation),
@@ -124,11 +128,6 @@ def _own(leaf: Any) -> Any:
     return leaf.clone() if shared is None else shared
 
 
-def _past(tree: Tree) -> list[torch.Tensor]:
-    """The tensors of caches that grow."""
-    return [tensor for path, tensor in tree.tensors().items() if path in tree.growing]
-
-
 def exportable_arguments(plan: Plan, observation: Observation, flat: bool = False, as_args_kwargs: bool = False) -> Any:
     """Returns arguments whose variable sizes are distinct and greater than 1, in the form of `recorded_arguments`."""
     observation.require_calls()
@@ -143,7 +142,9 @@ def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str,
     if not batch_hints:
         return varying
     table = call_table(observation, stored_only=True)
-    hinted, batch = _hinted(observation, batch_hints), _batch_sizes(table)
+    leading = Counter(leaf.seen(0) for leaf in table.leaves if leaf.rank)
+    batch = max(leading, key=leading.__getitem__, default=None)  # the sizes that lead most inputs
+    hinted = _hinted(observation, batch_hints)
     found = dict(varying)
     for leaf in table.leaves:
         if leaf.rank and hinted(leaf):
@@ -155,22 +156,14 @@ def _varying(observation: Observation) -> dict[str, list[int]]:
     growths = growth_of(observation)
     alike: dict[Any, list[int]] = {}
     found: dict[str, list[int]] = {}
-    last: Any = None
     for path, shapes in shapes_of(observation).items():
         key = shapes, growths.get(path)
-        if key != last:  # most leaves are like the one before, and nearly all are like some earlier one
-            last = key
-            if key not in alike:
-                alike[key] = _axes_of(observation, *key)
-            axes = alike[key]
-        found[path] = axes
+        if key not in alike:  # nearly all leaves are like some earlier one
+            if len({len(shape) for shape in shapes if shape is not None}) > 1:
+                call_table(observation, stored_only=True)  # raises an error that says where the ranks differ
+            alike[key] = _varying_axes(*key)
+        found[path] = alike[key]
     return found
-
-
-def _axes_of(observation: Observation, shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:
-    if len({len(shape) for shape in shapes if shape is not None}) > 1:
-        call_table(observation, stored_only=True)  # raises an error that says where the ranks differ
-    return _varying_axes(shapes, growth)
 
 
 def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:
@@ -232,10 +225,6 @@ def _check_given(observation: Observation, args: tuple[Any, ...], kwargs: Mappin
         )
 
 
-def _is_complete(have: Tree, merged: Tree) -> bool:
-    return len(have.tensors()) >= len(merged.tensors()) and have.leaves != (None,)
-
-
 def _without_caught_constants(trees: Mapping[str, Tree], observation: Observation) -> dict[str, Tree]:
     """The arguments without those Python values that ``**kwargs`` caught.
 
@@ -265,12 +254,6 @@ def _empty(tensor: torch.Tensor, axes: list[int], growth: Growth | None) -> torc
 
 def _any_named(observation: Observation) -> bool:
     return any(call.named for call in observation.calls)
-
-
-def _as_tuple(specs: Mapping[str, Any], observation: Observation) -> tuple[Any, ...]:
-    names = observation.signature.names
-    last = max((names.index(name) for name in specs), default=-1)
-    return tuple(specs.get(name) for name in names[: last + 1])
 
 
 def _check_collisions(trees: Mapping[str, Tree], observation: Observation) -> None:
@@ -314,12 +297,6 @@ def _root(
             got=repr(hint),
         )
     return root
-
-
-def _batch_sizes(table: CallTable) -> tuple[int | None, ...] | None:
-    """The value sequence that leads most inputs."""
-    leading = Counter(leaf.seen(0) for leaf in table.leaves if leaf.rank)
-    return max(leading, key=leading.__getitem__, default=None)
 
 
 def _batch_axis(leaf: Leaf, batch: tuple[int | None, ...] | None) -> int:
@@ -373,15 +350,11 @@ def _check_consistent(observation: Observation) -> None:
         for name, tree in call.arguments.items():
             count = len(tree.tensor_paths) if tree.paths and tree.paths[0].startswith("[") else 0
             if count and lengths.setdefault(name, count) != count:
-                _raise_lengths(observation, name, lengths[name], count, call.index)
-
-
-def _raise_lengths(observation: Observation, name: str, before: int, count: int, index: int | None) -> None:
-    named = any(name in call.named for call in observation.calls)
-    position = observation.signature.names.index(name)
-    raise PlanError(
-        f"{f'Named argument {name!r}' if named else f'Positional argument {position}'} has {count} tensors, "
-        f"and had {before} in an earlier call.",
-        where=f"{name}, call {index}",
-        hint="a graph has a fixed number of inputs: pass one tensor, or lists of one length.",
-    )
+                named = any(name in call.named for call in observation.calls)
+                position = observation.signature.names.index(name)
+                raise PlanError(
+                    f"{f'Named argument {name!r}' if named else f'Positional argument {position}'} has {count} "
+                    f"tensors, and had {lengths[name]} in an earlier call.",
+                    where=f"{name}, call {call.index}",
+                    hint="a graph has a fixed number of inputs: pass one tensor, or lists of one length.",
+                )

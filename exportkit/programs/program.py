@@ -30,7 +30,7 @@ from exportkit.programs.domain import SizeCondition
 from exportkit.programs.failure import failure
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.subject import FlatSignature, WithState
-from exportkit.rewrites.library import operators_at_any_length
+from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import STRICT, Rewrite, adapted_call, applied
 from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
 

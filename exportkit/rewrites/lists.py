@@ -1,4 +1,4 @@
-"""Lists of tensors, and lengths that a model takes as Python ints: both would fix an axis that varies.
+"""Lists, loops and lengths that a model makes in Python, which would fix an axis that varies; mixtures of experts.
 
 Encoders iterate over the images (``list(features)``) or split rows at sizes that they read from a tensor, and later
 concatenate the list again. A trace has no list of symbolic length, so here such a list holds everything as one tensor.
@@ -10,16 +10,19 @@ from __future__ import annotations
 import builtins
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from exportkit._torch_compat.graph import decomposition_attributes, recurrent_loops
 from exportkit._torch_compat.tracing import traced_tensor_classes
-from exportkit.overrides import Attribute, replaced
-from exportkit.rewrites.experts import is_mask
+from exportkit._torch_compat.transformers import can_choose_experts
+from exportkit.overrides import Attribute, original_attribute, replaced
 
+aten = torch.ops.aten
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
 
 _Context = contextlib.AbstractContextManager[None]
@@ -165,3 +168,118 @@ class _Symbolic(type):
 
 class _Int(builtins.int, metaclass=_Symbolic):
     pass
+
+
+def operators_at_any_length() -> contextlib.AbstractContextManager[None]:
+    """Decomposes recurrent layers and ``max_pool1d`` so that their inputs may have a symbolic length.
+
+    torch makes an LSTM as many steps as there are tokens, and the pool asks for the length as a number. The graph has
+    the same operators either way, and so has the ONNX file.
+    """
+    attributes = decomposition_attributes({**recurrent_loops(), aten.max_pool1d.default: _max_pool1d})
+    return replaced([(Attribute(owner, name), value) for owner, values in attributes for name, value in values.items()])
+
+
+def _max_pool1d(
+    inputs: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> Any:
+    """The pool over a plane of height one, whose size torch computes without asking for a number."""
+    sizes = [1, *kernel], [1, *(stride or kernel)], [0, *padding], [1, *dilation]
+    return aten.max_pool2d(inputs.unsqueeze(-2), *sizes, ceil_mode).squeeze(-2)
+
+
+# Experts of transformers: grouped matrix products have no ONNX form, batched ones do.
+
+
+@dataclass(frozen=True)
+class ImplementationOfExperts:
+    """The implementation of the experts in a transformers model, and in the models inside it."""
+
+    model: Any
+
+    def read(self) -> Any:
+        """Returns the current implementation."""
+        return self.model.get_experts_implementation()
+
+    def write(self, implementation: Any) -> None:
+        """Chooses an implementation."""
+        self.model.set_experts_implementation(implementation)
+
+
+def has_experts(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the implementation of experts can be chosen somewhere in the model."""
+    return any(map(can_choose_experts, model.modules()))
+
+
+def batched_experts(model: torch.nn.Module) -> _Context:
+    """Chooses the implementation that can be exported."""
+    return replaced([(ImplementationOfExperts(m), "batched_mm") for m in model.modules() if can_choose_experts(m)])
+
+
+# Loops over experts
+#
+# Models without a choice iterate over `mask.nonzero()`, the numbers of the chosen experts. A trace cannot do that: how
+# many there are is data. Under this rewrite, such a loop takes all experts. That is right if an expert without tokens
+# adds nothing, which the proof shows. Routers of such models cast their classifier on the way, which a trace does not
+# allow; a cast that changes nothing is left out.
+
+_COUNT = "_exportkit_count"  # set on the result of nonzero(): the length of the mask
+
+
+class ExpertNumber(list[int]):
+    """The number of an expert in place of a row of ``nonzero()``: used as an index it keeps an axis, as a row does."""
+
+    def item(self) -> int:
+        """Returns the number."""
+        return self[0]
+
+
+def loops_over_all(_model: torch.nn.Module, left_out: int = 0) -> _Context:
+    """Makes iterations over the nonzero places of a mask of known length go over all of its places.
+
+    Args:
+        left_out: How many places at the end of the mask stand for no expert.
+    """
+    iterate: Callable[[torch.Tensor], Iterator[Any]] = torch.Tensor.__iter__
+
+    def _iter(self: torch.Tensor) -> Iterator[Any]:
+        count = vars(self).get(_COUNT)
+        return iterate(self) if count is None else iter([ExpertNumber([i]) for i in range(count - left_out)])
+
+    return replaced(
+        [
+            (Attribute(torch.Tensor, "nonzero"), _counted(torch.Tensor.nonzero)),
+            (Attribute(torch.Tensor, "__iter__"), _iter),
+            (Attribute(torch, "nonzero"), _counted(torch.nonzero)),
+            (Attribute(torch.nn.Module, "to"), _to),
+        ]
+    )
+
+
+def _counted(nonzero: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, noting the length of the mask on its result."""
+
+    def counted(mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = nonzero(mask, *args, **kwargs)
+        if isinstance(found, torch.Tensor) and is_mask(mask):
+            setattr(found, _COUNT, mask.shape[0])
+        return found
+
+    return counted
+
+
+def is_mask(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has one axis, of known length."""
+    return tensor.ndim == 1 and isinstance(tensor.shape[0], int)
+
+
+def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    is_cast = len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs
+    if is_cast and all(tensor.dtype is args[0] for tensor in (*self.parameters(), *self.buffers())):
+        return self
+    return original_attribute(torch.nn.Module, "to")(self, *args, **kwargs)  # type: ignore[no-any-return]

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from exportkit.overrides import namespaces, replaced_functions
-from exportkit.rewrites import attention, caches, experts, grids, images, token_scans
+from exportkit._torch_compat.transformers import exporter_patches
+from exportkit.overrides import namespaces, replaced_attributes, replaced_functions
+from exportkit.rewrites import attention, caches, grids, images, lists, token_scans
 from exportkit.rewrites.chunk_scans import delta_rule, state_space_scan
-from exportkit.rewrites.library import library_patches
-from exportkit.rewrites.lists import lists_of_one, symbolic_lengths
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,19 @@ def _of_functions(name: str, functions: Mapping[str, Callable[..., Any]]) -> Rew
     return Rewrite(name, functools.partial(replaced_functions, functions=functions), functions=tuple(functions))
 
 
+@contextlib.contextmanager
+def library_patches(_model: torch.nn.Module) -> Iterator[None]:
+    """Applies all export patches of transformers, and undoes them; nothing where it has none."""
+    with contextlib.ExitStack() as stack:
+        for backend in ("dynamo", "onnx"):
+            for target, name, make in exporter_patches(backend):
+                stack.enter_context(replaced_attributes(target, {name: make(getattr(target, name))}))
+        yield
+
+
 REWRITES = (
     Rewrite("sliding windows of symbolic length", caches.symbolic_windows, matches=caches.has_sliding_window),
-    Rewrite("experts as batched matrix products", experts.batched_experts, matches=experts.has_experts),
+    Rewrite("experts as batched matrix products", lists.batched_experts, matches=lists.has_experts),
     Rewrite(
         "encoder states projected as far as uncached",
         caches.masks_over_states,
@@ -147,15 +156,15 @@ REWRITES = (
 FEATURE_ROWS = Rewrite("features scattered as far as there are any", images.guarded_scatter)
 
 # A list is made along an axis that varies, which a run of the model shows.
-LISTS_OF_ONE = Rewrite("lists as one tensor", lists_of_one)
+LISTS_OF_ONE = Rewrite("lists as one tensor", lists.lists_of_one)
 
 # The same for a list of the chosen experts; applied after LISTS_OF_ONE, which would make one tensor of it. Some models
 # have one more place in their mask, for tokens that are sent to no expert.
-ALL_EXPERTS = Rewrite("loops over the chosen experts as loops over all", experts.loops_over_all)
-ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(experts.loops_over_all, left_out=1))
+ALL_EXPERTS = Rewrite("loops over the chosen experts as loops over all", lists.loops_over_all)
+ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(lists.loops_over_all, left_out=1))
 
 # What is tried, one after the other, if a trace fails; the first two only if it fixed a size.
-SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", symbolic_lengths)
+SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lists.symbolic_lengths)
 STRICT = Rewrite("traced from bytecode (strict)", lambda _: contextlib.nullcontext())
 LIBRARY_PATCHES = Rewrite("transformers' own export patches", library_patches)
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from exportkit.skipscan.expressions import Expressions
-from exportkit.skipscan.outside import (
+from exportkit.skipscan.expressions import (
     EXITS,
     SKIP_CALLS,
     SKIP_ERRORS,
     UNITTEST_DECORATORS,
+    Expressions,
     call_external,
     installed,
     reason_text,
@@ -49,8 +49,9 @@ _DEEPEST = 8  # calls within calls
 _MOST_CALLS = 200  # followed for one test: helpers that call helpers multiply
 _MOST_ELEMENTS = 20  # iterations of a loop
 
-_CATCHES_UNITTEST = {"unittest.SkipTest", "builtins.Exception", "builtins.BaseException"}
-_CATCHES_PYTEST = {"pytest.skip.Exception", "builtins.BaseException"}
+_EVERYTHING = External("builtins.BaseException")
+_CATCHES_UNITTEST = {"unittest.SkipTest", "builtins.Exception", _EVERYTHING.name}
+_CATCHES_PYTEST = {"pytest.skip.Exception", _EVERYTHING.name}
 _CATCHES_IMPORT = {"builtins.ImportError", "builtins.ModuleNotFoundError", *_CATCHES_UNITTEST}
 _SWALLOWS = ("pytest.raises", "contextlib.suppress", "assertRaises", "assertRaisesRegex")
 
@@ -116,10 +117,7 @@ class Interpreter(Expressions):
     def _do_Raise(self, node: ast.Raise, scope: Scope) -> _Exits:
         value = self.evaluate(node.exc, scope)
         if isinstance(value, External | ExternalCall) and value.name in SKIP_ERRORS:
-            reason, source = "", None
-            if isinstance(value, ExternalCall):
-                reason, source = value.argument(0, "msg", "reason", default=""), value.source(0, "msg", "reason")
-            skip = Skip(reason_text(reason, source), scope.file, node.lineno)
+            skip = _skip_of(value) if isinstance(value, ExternalCall) else Skip("", scope.file, node.lineno)
             raise Skipped(skip, by_unittest="unittest" in value.name)
         return _LEAVE
 
@@ -203,7 +201,7 @@ class Interpreter(Expressions):
             if isinstance(value, ExternalCall) and value.name in _SWALLOWS:
                 swallowed |= _exception_names(value.args)
             elif isinstance(value, ExternalCall) and value.name == "subTest":
-                swallowed.add("builtins.BaseException")  # skips the subtest, not the test
+                swallowed.add(_EVERYTHING.name)  # skips the subtest, not the test
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, UNKNOWN, scope)
         try:
@@ -216,7 +214,8 @@ class Interpreter(Expressions):
     _do_AsyncWith = _do_With
 
     def _do_Try(self, node: ast.Try, scope: Scope) -> _Exits:
-        handlers = [(handler, self._caught(handler, scope)) for handler in node.handlers]
+        caught = (self.evaluate(handler.type, scope) if handler.type else _EVERYTHING for handler in node.handlers)
+        handlers = [(handler, _exception_names(value)) for handler, value in zip(node.handlers, caught, strict=True)]
         missing = next((i for i, statement in enumerate(node.body) if self._fails_to_import(statement)), None)
         try:
             outcome = self.execute(node.body[:missing], scope)
@@ -234,9 +233,6 @@ class Interpreter(Expressions):
             condition = f"{ast.unparse(handler.type) if handler.type else 'an exception'} is raised"
             outcome |= self._perhaps(handler.body, condition, scope) - _NEXT
         return outcome
-
-    def _caught(self, handler: ast.ExceptHandler, scope: Scope) -> set[str]:
-        return _exception_names(self.evaluate(handler.type, scope)) if handler.type else {"builtins.BaseException"}
 
     def _fails_to_import(self, node: ast.stmt) -> bool:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -309,7 +305,12 @@ class Interpreter(Expressions):
             exits = self.execute(function.node.body, scope)
         finally:
             self._depth -= 1
-        return _merged([*scope.returned, *([None] if exits & _NEXT else [])])
+        returned = [*scope.returned, *([None] if exits & _NEXT else [])]
+        last = returned[-1] if returned else UNKNOWN
+        if all(isinstance(value, Function) for value in returned) and returned:  # what all of them are marked with
+            marks = [mark for mark in last.marks if all(mark in value.marks for value in returned)]
+            return replace(last, marks=tuple(marks))
+        return last if all(is_same(value, last) for value in returned) else UNKNOWN
 
     def _bind_arguments(self, function: Function, scope: Scope, args: Sequence[Any], keywords: dict[str, Any]) -> None:
         arguments = function.node.args
@@ -395,16 +396,6 @@ def _skip_of(call: ExternalCall) -> Skip:
 def _negated(condition: str) -> str:
     is_negation = condition.startswith("not ") and " " not in condition[4:]
     return condition[4:] if is_negation else f"not ({condition})"
-
-
-def _merged(returned: list[Any]) -> Any:
-    """Returns the value of a call that may return in several places."""
-    if not returned:
-        return UNKNOWN
-    last = returned[-1]
-    if all(isinstance(value, Function) for value in returned):
-        return replace(last, marks=tuple(mark for mark in last.marks if all(mark in value.marks for value in returned)))
-    return last if all(is_same(value, last) for value in returned) else UNKNOWN
 
 
 def _cannot_raise(node: ast.stmt) -> bool:

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from exportkit.skipscan.outside import UNITTEST_DECORATORS, reason_text
+from exportkit.skipscan.expressions import UNITTEST_DECORATORS, reason_text
 from exportkit.skipscan.suite import Suite
 from exportkit.skipscan.values import (
     Class,
     External,
     ExternalCall,
     Function,
-    NamedMark,
     Scope,
     Skip,
     flattened,
@@ -59,9 +58,8 @@ def _skipif(suite: Suite, mark: ExternalCall, scope: Scope) -> Iterator[Skip]:
 def decorator_skips(marks: Iterable[Any], by_unittest: bool = True) -> Iterator[Skip]:
     """Yields the skips of unittest's decorators, outermost first, and of the decorators that the layout names."""
     for mark in reversed(list(flattened(list(marks)))):
-        if isinstance(mark, NamedMark):
-            condition = "" if mark.reason else f"not available: {mark.name}"
-            yield Skip(mark.reason or mark.name, mark.file, mark.line, condition)
+        if isinstance(mark, Skip):
+            yield mark
         elif not by_unittest or not isinstance(mark, External | ExternalCall) or mark.name not in UNITTEST_DECORATORS:
             continue
         elif mark.name == "unittest.skip":

@@ -14,9 +14,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from exportkit.skipscan.expressions import external_value
 from exportkit.skipscan.interpreter import Interpreter
 from exportkit.skipscan.layout import Layout
-from exportkit.skipscan.outside import external_value
 from exportkit.skipscan.values import (
     UNKNOWN,
     Bound,
@@ -25,7 +25,6 @@ from exportkit.skipscan.values import (
     Function,
     Imported,
     Instance,
-    NamedMark,
     Scope,
     Skip,
     Skipped,
@@ -52,15 +51,6 @@ class Module:
     lines: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Question:
-    """An attribute that a method asks its class for; ``after`` skips classes up to this one, as super() does."""
-
-    name: str
-    after: Class | None = None
-    of_instance: bool = False
-
-
 class Suite(Interpreter):
     """The modules, classes and functions of a suite."""
 
@@ -79,9 +69,6 @@ class Suite(Interpreter):
         self._self_assigned: dict[int, set[str]] = {}
         self._skipping_names: set[str] = set()
         self._may_skip: dict[int, bool] = {}
-        self._answers: dict[tuple[int, _Question], Any] = {}
-        self._asked: list[tuple[_Question, Any]] = []
-        self._steps: dict[tuple[Any, ...], _Question | tuple[Skip, ...]] = {}
 
     # Modules
 
@@ -207,41 +194,28 @@ class Suite(Interpreter):
         """Returns an attribute of a module, class or instance, or UNKNOWN."""
         if isinstance(value, Scope):
             return self.member_of(value, name)
-        if isinstance(value, Class):
-            return self._class_attribute(value, _Question(name), value)
-        if isinstance(value, Instance):
-            question = _Question(name, value.after, of_instance=value.after is None)
-            return self._class_attribute(value.cls, question, Instance(value.cls))
-        return UNKNOWN
-
-    def _class_attribute(self, cls: Class, question: _Question, receiver: Instance | Class) -> Any:
-        value = self._answer(cls, question)
-        self._asked.append((question, _key(value)))
-        if not isinstance(value, Function):
-            return value
-        if "property" in value.kinds:
-            return self.run(value, (receiver,))
-        of_class = "classmethod" in value.kinds
-        if "staticmethod" in value.kinds or (isinstance(receiver, Class) and not of_class):
-            return value
-        return Bound(value, cls if of_class else receiver)
-
-    def _answer(self, cls: Class, question: _Question) -> Any:
-        key = (id(cls), question)
-        if key not in self._answers:
-            name = question.name
-            if name in ("__name__", "__class__"):
-                value: Any = cls.name if name == "__name__" else cls
-            elif question.of_instance and any(name in self._assigned_on_self(base) for base in self.suite_classes(cls)):
-                value = UNKNOWN
-            else:
-                value = self.member(cls, name, question.after)
-            self._answers[key] = value
-        return self._answers[key]
+        if not isinstance(value, Class | Instance):
+            return UNKNOWN
+        cls, after = (value, None) if isinstance(value, Class) else (value.cls, value.after)
+        if name in ("__name__", "__class__"):
+            return cls.name if name == "__name__" else cls
+        if isinstance(value, Instance) and after is None and name in self._assigned_on_self(cls):
+            return UNKNOWN
+        found = self.member(cls, name, after)
+        if not isinstance(found, Function):
+            return found
+        receiver = value if after is None else Instance(cls)
+        if "property" in found.kinds:
+            return self.run(found, (receiver,))
+        of_class = "classmethod" in found.kinds
+        if "staticmethod" in found.kinds or (isinstance(value, Class) and not of_class):
+            return found
+        return Bound(found, cls if of_class else receiver)
 
     def _assigned_on_self(self, cls: Class) -> set[str]:
         if id(cls) not in self._self_assigned:
-            self._self_assigned[id(cls)] = set(_SELF_ASSIGNED.findall(self._text(cls.node, cls.scope)))
+            texts = (self._text(base.node, base.scope) for base in self.suite_classes(cls))
+            self._self_assigned[id(cls)] = {name for text in texts for name in _SELF_ASSIGNED.findall(text)}
         return self._self_assigned[id(cls)]
 
     def _text(self, node: ast.expr | ast.stmt, scope: Scope) -> str:
@@ -281,7 +255,8 @@ class Suite(Interpreter):
                 function = result
             reason = self.layout.marks[key] if key is not None else ""
             if reason != "":
-                function = function.with_marks(NamedMark(name, reason, node.lineno, scope.file))
+                condition = "" if reason else f"not available: {name}"
+                function = function.with_marks(Skip(reason or name, scope.file, node.lineno, condition))
         return function
 
     def decorate(self, decorator: Any, function: Function) -> Function:
@@ -301,34 +276,9 @@ class Suite(Interpreter):
     def skips_of(
         self, function: Function, receiver: Instance | Class | None, values: dict[str, Any]
     ) -> tuple[Skip, ...]:
-        """Returns the skips in a call of a function: the conditional ones, then the one that is certain, if any.
-
-        A method asks its class for attributes one after the other, and what it asks next depends only on the answers.
-        The answers lead to the outcome of an earlier call, so that a method is followed once for all classes that
-        answer alike.
-        """
+        """Returns the skips in a call of a function: the conditional ones, then the one that is certain, if any."""
         if not self._is_relevant(function):
             return ()
-        if values or function.scope.kind == "function":  # a wrapper wraps a different function each time
-            return self._followed(function, receiver, values)
-        path: tuple[Any, ...] = (id(function.node),)
-        cls = receiver.cls if isinstance(receiver, Instance) else receiver
-        while isinstance(step := self._steps.get(path), _Question) and cls is not None:
-            path += (_key(self._answer(cls, step)),)
-        if isinstance(step, tuple):
-            return step
-        outside, self._asked = self._asked, []
-        skips = self._followed(function, receiver, {})
-        path = (id(function.node),)
-        for question, answer in self._asked:
-            self._steps[path] = question
-            path += (answer,)
-        self._steps[path], self._asked = skips, outside
-        return skips
-
-    def _followed(
-        self, function: Function, receiver: Instance | Class | None, values: dict[str, Any]
-    ) -> tuple[Skip, ...]:
         outside, self.conditional = self.conditional, []
         try:
             self.run(function, () if receiver is None else (receiver,), values)
@@ -388,13 +338,6 @@ def _external_name(value: Any) -> str:
     if isinstance(value, Imported):
         return f"{value.module}.{value.name}"
     return value.name if isinstance(value, External) else ""
-
-
-def _key(value: Any) -> Any:
-    """Returns what makes two answers the same: the value of a constant, the identity of anything else."""
-    if isinstance(value, list | tuple):
-        return (type(value), *map(_key, value))
-    return (type(value), value) if isinstance(value, str | int | float | External) else id(value)
 
 
 def _merge(orders: list[list[Any]]) -> list[Any]:

@@ -89,16 +89,6 @@ class ExternalCall:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class NamedMark:
-    """A decorator that the layout knows by name."""
-
-    name: str
-    reason: str | None
-    line: int
-    file: str
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class Function:
     """A function of the suite, with the marks that its decorators put on it, innermost first."""
 
@@ -222,6 +212,6 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 _NOT_CONSTANT = (
-    *(_Unknown, PartialText, External, ExternalCall, Imported, NamedMark),
+    *(_Unknown, PartialText, External, ExternalCall, Imported, Skip),
     *(Function, Class, Instance, Bound, Scope),
 )

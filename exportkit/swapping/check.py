@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from exportkit.errors import InvalidTypeError, PatchError
 from exportkit.overrides import ClassOf, replaced
 from exportkit.running.compare import compare_tensors, tolerances
-from exportkit.swapping.replacement import is_rebuilt, rebuilt, require_same_forward
-from exportkit.trees import flatten
+from exportkit.swapping.mapping import is_rebuilt, rebuilt, require_same_forward
+from exportkit.trees import Tree, flatten
 
 
 @dataclass(frozen=True)
@@ -71,50 +70,16 @@ def check_patch(
     if not isinstance(original, torch.nn.Module):
         raise InvalidTypeError("Only modules can be checked.", expected="torch.nn.Module", got=type(original).__name__)
     expected = _run(original, inputs)
-    if isinstance(patched, type):
-        require_same_forward(type(original), patched)
-        with _standing_in(original, patched) as stand_in:
-            got = _run(stand_in, inputs)
-    else:
+    if not isinstance(patched, type):
         got = _run(patched, inputs)
-    return PatchCheck(_compared(type(original).__name__, flatten(expected), flatten(got), rtol, atol))
-
-
-@contextlib.contextmanager
-def _standing_in(original: torch.nn.Module, patched: type[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    if is_rebuilt(patched):
-        yield rebuilt(original, patched)
-        return
-    with replaced([(ClassOf(original), patched)]):
-        yield original
-
-
-def _run(module: Callable[..., Any], inputs: Any) -> Any:
-    copies = flatten(inputs).map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf).build()
-    args = () if isinstance(copies, Mapping) else copies if isinstance(copies, tuple) else (copies,)
-    kwargs = copies if isinstance(copies, Mapping) else {}
-    with _buffers_kept(module), torch.random.fork_rng(), torch.no_grad():
-        return flatten(module(*args, **kwargs)).map(_detached).build()
-
-
-def _detached(leaf: Any) -> Any:
-    """A copy: the output may be a buffer, which is put back."""
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-@contextlib.contextmanager
-def _buffers_kept(module: Any) -> Iterator[None]:
-    buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
-
-
-def _compared(name: str, expected: Any, got: Any, rtol: float | None, atol: float | None) -> tuple[CheckedOutput, ...]:
+    else:
+        require_same_forward(type(original), patched)
+        if is_rebuilt(patched):
+            got = _run(rebuilt(original, patched), inputs)
+        else:
+            with replaced([(ClassOf(original), patched)]):
+                got = _run(original, inputs)
+    name = type(original).__name__
     if set(expected.paths) != set(got.paths):
         raise PatchError(
             f"The replacement of {name} returns something of another structure.",
@@ -122,10 +87,29 @@ def _compared(name: str, expected: Any, got: Any, rtol: float | None, atol: floa
             got=", ".join(got.paths),
         )
     values = dict(zip(got.paths, got.leaves, strict=True))
-    return tuple(
-        CheckedOutput(path, _difference(name, path, leaf, values[path], rtol, atol))
-        for path, leaf in zip(expected.paths, expected.leaves, strict=True)
+    pairs = zip(expected.paths, expected.leaves, strict=True)
+    return PatchCheck(
+        tuple(CheckedOutput(path, _difference(name, path, leaf, values[path], rtol, atol)) for path, leaf in pairs)
     )
+
+
+def _run(module: Callable[..., Any], inputs: Any) -> Tree:
+    """What a module returns for copies of the inputs; its buffers are restored."""
+    copies = flatten(inputs).map(_copied).build()
+    args = () if isinstance(copies, Mapping) else copies if isinstance(copies, tuple) else (copies,)
+    kwargs = copies if isinstance(copies, Mapping) else {}
+    buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+    before = [buffer.clone() for buffer in buffers]
+    with torch.random.fork_rng(), torch.no_grad():
+        try:
+            return flatten(module(*args, **kwargs)).map(_copied)  # a buffer may be among the outputs
+        finally:
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _difference(name: str, path: str, expected: Any, got: Any, rtol: float | None, atol: float | None) -> float:

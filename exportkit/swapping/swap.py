@@ -28,8 +28,16 @@ from exportkit.overrides import (
     replaced,
 )
 from exportkit.rewrites.table import applied
-from exportkit.swapping.mapping import Entry, built_in_rewrites, entries, entry_for, qualified_name
-from exportkit.swapping.replacement import is_rebuilt, rebuilt, require_same_forward
+from exportkit.swapping.mapping import (
+    Entry,
+    built_in_rewrites,
+    entries,
+    entry_for,
+    is_rebuilt,
+    qualified_name,
+    rebuilt,
+    require_same_forward,
+)
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,9 @@ def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list
     for path, _, module in modules_as_they_were(model):
         original = original_class(module)
         if original not in chosen:
-            chosen[original] = _chosen(original, registered)
+            chosen[original] = entry = entry_for(registered, original)
+            if entry is not None:
+                require_same_forward(original, entry.replacement)
         entry = chosen[original]
         if entry is None:
             continue
@@ -154,28 +164,11 @@ def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list
     return slots, swaps
 
 
-def _place(model: torch.nn.Module, path: str) -> ChildOf:
-    parent, _, name = path.rpartition(".")
-    return ChildOf(model.get_submodule(parent), name)
-
-
-def _places(model: torch.nn.Module) -> list[ChildOf]:
-    """The places that hold a module inside the model, each once."""
-    paths = (path for path, _ in model.named_modules(remove_duplicate=False) if path)
-    return list(dict.fromkeys(_place(model, path) for path in paths))
-
-
-def _chosen(original: type, registered: Sequence[Entry]) -> Entry | None:
-    entry = entry_for(registered, original)
-    if entry is None:
-        return None
-    require_same_forward(original, entry.replacement)
-    return entry
-
-
 def _rebuilt(model: torch.nn.Module, module: torch.nn.Module, entry: Entry) -> list[tuple[Slot, torch.nn.Module]]:
     """A new module for every place that holds the original one."""
-    places = [place for place in _places(model) if original_in(place) is module]
+    paths = [path.rpartition(".") for path, _ in model.named_modules(remove_duplicate=False) if path]
+    slots = dict.fromkeys(ChildOf(model.get_submodule(parent), name) for parent, _, name in paths)
+    places = [slot for slot in slots if original_in(slot) is module]
     if not places:
         raise PatchError(
             f"{qualified_name(type(module))} cannot be rebuilt: it is the model itself, which no module holds.",
@@ -200,7 +193,9 @@ def _in_python_modules(registered: Sequence[Entry]) -> Iterator[list[Swap]]:
             require_same_forward(swap.original, swap.replacement, abstract=True)
     with contextlib.ExitStack() as stack:
         if found:
-            stack.callback(_put_back_copies, found, _holders({entry.replacement for entry in registered}))
+            replacements = {entry.replacement for entry in registered}
+            before = {(module.__name__, name) for module, name, value in _module_classes() if value in replacements}
+            stack.callback(_put_back_copies, found, before)
         stack.enter_context(
             replaced([(Attribute(module, name), entry.replacement) for module, name, _, entry in found])
         )
@@ -220,11 +215,6 @@ def _names_to_replace(registered: Sequence[Entry]) -> list[tuple[ModuleType, str
     return found
 
 
-def _holders(replacements: set[type]) -> set[tuple[str, str]]:
-    """The names that currently stand for a replacement."""
-    return {(module.__name__, name) for module, name, value in _module_classes() if value in replacements}
-
-
 def _module_classes() -> Iterator[tuple[ModuleType, str, type]]:
     """Yields each name in a loaded Python module that currently stands for a module class."""
     for module in list(sys.modules.values()):
@@ -236,7 +226,10 @@ def _module_classes() -> Iterator[tuple[ModuleType, str, type]]:
 
 
 def _put_back_copies(found: Sequence[tuple[ModuleType, str, type, Entry]], before: set[tuple[str, str]]) -> None:
-    """Restores the class in names that took a replacement while it was in force (an import, a lazy module)."""
+    """Restores the class in names that took a replacement while it was in force (an import, a lazy module).
+
+    Names that stood for a replacement ``before`` are left alone.
+    """
     originals = {(name, entry.replacement): original for _, name, original, entry in found}
     for module, name, value in _module_classes():
         original = originals.get((name, value))

@@ -12,8 +12,7 @@ from exportkit.trees.caches import (
 from exportkit.trees.flatten import check_opened, flatten, with_list
 from exportkit.trees.registry import opens_in_order, register_flattening_functions, registered_caches
 from exportkit.trees.structure import join, joined
-from exportkit.trees.text import string_type
-from exportkit.trees.tree import Tree
+from exportkit.trees.tree import Tree, string_type
 
 __all__ = [
     "Growth",

@@ -240,49 +240,46 @@ class Leaves:
         pairs = zip(self.paths, self.numbers, strict=True)
         return [(path, number) for path, number in pairs if number is not None]
 
-    def add(self, node: Any, path: str = "", inside: bool = False, growth: Growth | None = None) -> Leaves:
-        """Adds the leaves of a node; ``inside`` a cache, only tensors are leaves.
-
-        Args:
-            node: The node.
-            path: Its path.
-            inside: Whether it is inside a cache.
-            growth: How it grows.
-        """
-        kind = type(node)
-        if node is TENSOR:
-            self.paths.append(path)
-            self.numbers.append(self.next)
-            self.next += 1
-            if growth is not None:
-                self.growing.append({path: growth})
-        elif kind is Nested:
-            for steps, leaf in zip(node.spec.paths(), node.items, strict=True):
-                self.add(leaf, path_of(steps, path))
-        elif kind is Object:
-            state = dict(zip(node.names, node.items, strict=True))
-            for name, value in state.items():
-                growth = growth_of(name, node.cls, state) if name in GROWING else None
-                self.add(value, f"{path}.{name}" if path else name, True, growth)
-        elif kind is Table:
-            columns = dict(zip(node.names, node.columns, strict=True))
-            tensors = tuple([name for name, column in columns.items() if column is TENSOR])
-            windows = columns.get("sliding_window", (None,) * node.height)
-            paths, numbers, growing = _table_leaves(path, self.next, node.cls, node.names, tensors, windows)
-            self.paths += paths
-            self.numbers += numbers
-            self.growing.append(growing)
-            self.next += len(numbers)
-        elif kind is Container:
-            for key, value in zip(node.keys or range(len(node.items)), node.items, strict=True):
-                self.add(value, f"{path}[{key!r}]", True, growth)
-        elif kind is Registered:
-            for steps, leaf in zip(node.children.spec.paths(), node.items, strict=True):
-                self.add(leaf, path_of((node.names[steps[0]], *steps[1:]), path))
-        elif not inside:
-            self.paths.append(path)
-            self.numbers.append(None)
-            self.constants[path] = node.value if kind is Closed else node
+    def add(self, root: Any, start: str = "") -> Leaves:
+        """Adds the leaves of a node at the path ``start``, depth first; inside a cache, only tensors are leaves."""
+        waiting: list[tuple[Any, str, bool, Growth | None]] = [(root, start, False, None)]
+        while waiting:
+            node, path, inside, growth = waiting.pop()
+            kind, found = type(node), []
+            if node is TENSOR:
+                self.paths.append(path)
+                self.numbers.append(self.next)
+                self.next += 1
+                if growth is not None:
+                    self.growing.append({path: growth})
+            elif kind is Nested:
+                for steps, leaf in zip(node.spec.paths(), node.items, strict=True):
+                    found.append((leaf, path_of(steps, path), False, None))
+            elif kind is Object:
+                state = dict(zip(node.names, node.items, strict=True))
+                for name, value in state.items():
+                    growth = growth_of(name, node.cls, state) if name in GROWING else None
+                    found.append((value, f"{path}.{name}" if path else name, True, growth))
+            elif kind is Table:
+                columns = dict(zip(node.names, node.columns, strict=True))
+                tensors = tuple([name for name, column in columns.items() if column is TENSOR])
+                windows = columns.get("sliding_window", (None,) * node.height)
+                paths, numbers, growing = _table_leaves(path, self.next, node.cls, node.names, tensors, windows)
+                self.paths += paths
+                self.numbers += numbers
+                self.growing.append(growing)
+                self.next += len(numbers)
+            elif kind is Container:
+                for key, value in zip(node.keys or range(len(node.items)), node.items, strict=True):
+                    found.append((value, f"{path}[{key!r}]", True, growth))
+            elif kind is Registered:
+                for steps, leaf in zip(node.children.spec.paths(), node.items, strict=True):
+                    found.append((leaf, path_of((node.names[steps[0]], *steps[1:]), path), False, None))
+            elif not inside:
+                self.paths.append(path)
+                self.numbers.append(None)
+                self.constants[path] = node.value if kind is Closed else node
+            waiting += reversed(found)
         return self
 
 
@@ -320,19 +317,29 @@ def joined_parts(value: Any) -> Part:
     return Part(Nested(spec, tuple([part.node for part in parts])), 0, leaves)
 
 
-def build(node: Any, leaves: Iterator[Any], inside: bool = False) -> Any:
+def build(root: Any, leaves: Iterator[Any]) -> Any:
     """Returns the value of a structure, around the leaves themselves; containers, caches and objects are new.
 
     Args:
-        node: The root of the structure.
+        root: The root of the structure.
         leaves: Its leaves in the order of their paths, constants outside of caches included.
-        inside: Whether the node is inside a cache, where only tensors are leaves.
     """
-    if node is TENSOR:
-        return next(leaves)
-    if type(node) in _NODES:
-        return node.around([build(item, leaves, node.inside) for item in node.items])
-    return node if inside else next(leaves)
+    # Depth first, without recursion: each node stands on the stack again, with the number of its items, behind them.
+    waiting: list[tuple[Any, bool, int | None]] = [(root, False, None)]
+    built: list[Any] = []
+    while waiting:
+        node, inside, count = waiting.pop()
+        if count is not None:
+            items = built[len(built) - count :]
+            del built[len(built) - count :]
+            built.append(node.around(items))
+        elif node is not TENSOR and type(node) in _NODES:
+            items = list(node.items)
+            waiting.append((node, inside, len(items)))
+            waiting += [(item, node.inside, None) for item in reversed(items)]
+        else:
+            built.append(node if inside and node is not TENSOR else next(leaves))
+    return built[0]
 
 
 def containers(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:

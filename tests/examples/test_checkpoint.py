@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exportkit.errors import DestinationError, InvalidRequestError, ObservationError
-from exportkit.examples.checkpoint import load_checkpoint
+from exportkit.examples.run import load_checkpoint
 from tests import models
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

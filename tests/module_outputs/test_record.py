@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from exportkit.module_outputs.record import Record, Selection
-from exportkit.module_outputs.specs import Match, targets_of
+from exportkit.module_outputs.record import Match, Record, Selection, targets_of
 
 COUNTS = st.integers(0, 12)
 INDICES = st.sets(st.integers(-14, 14), max_size=5)

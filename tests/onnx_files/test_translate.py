@@ -27,7 +27,7 @@ def test_an_epsilon_is_not_taken_for_zero_and_a_factor_not_for_one(tmp_path):
 
 
 def test_the_optimiser_is_afterwards_as_it_was(tmp_path):
-    from exportkit._torch_compat.onnx import exact_no_ops
+    from exportkit._torch_compat.graph import exact_no_ops
 
     constants = [constant for constant, _ in exact_no_ops()]
     assert constants

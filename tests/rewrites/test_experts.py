@@ -5,7 +5,7 @@ import torch
 
 import exportkit
 from exportkit.api.onnx_model import OnnxModel
-from exportkit.rewrites.experts import loops_over_all
+from exportkit.rewrites.lists import loops_over_all
 from tests.arguments.generative import VOCABULARY, ids
 from tests.rewrites.test_scans import SPECIAL, observed, with_larger_weights
 

@@ -10,9 +10,8 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.rewrites import images as rewrites_of_images
 from exportkit.rewrites.attention import packed_attention
 from exportkit.rewrites.grids import get_rope_index, grids_in_graph
-from exportkit.rewrites.library import library_patches
 from exportkit.rewrites.lists import symbolic_lengths
-from exportkit.rewrites.table import matching_rewrites
+from exportkit.rewrites.table import library_patches, matching_rewrites
 from exportkit.trees import flatten
 from tests.arguments.generative import IMAGE_TOKEN, TEXT, qwen2_5_vl
 

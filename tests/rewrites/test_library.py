@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.rewrites.library import operators_at_any_length
+from exportkit.rewrites.lists import operators_at_any_length
 
 aten = torch.ops.aten
 
