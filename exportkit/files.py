@@ -1,12 +1,38 @@
-"""Checks paths before anything is written there, so that no other files are overwritten."""
+"""Writes files completely or not at all, never over somebody else's, and says later whether they were changed.
+
+New files are written to a temporary folder beside the old ones, and take their place once all of them are complete. A
+process that is killed leaves its temporary folder; the next one that writes to the same place removes it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from exportkit.errors import DestinationError
+import xxhash
+
+from exportkit.errors import DestinationError, ExportkitError, InvalidTypeError
+
+TEMPORARY = ".exportkit-saving-"
+_CHUNK = 2**20  # bytes that are read at once; they stay in the cache of the processor until they are hashed
+
+Stamp = tuple[int, ...]
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """Returns a path.
+
+    Raises:
+        InvalidTypeError: if it is neither a string nor a path.
+    """
+    try:
+        return Path(path)
+    except TypeError:
+        raise InvalidTypeError("This is not a path.", expected="a string or a pathlib.Path", got=repr(path)) from None
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
@@ -14,8 +40,9 @@ def check_file(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         DestinationError: if it is a directory, or cannot be written.
+        InvalidTypeError: if it is not a path.
     """
-    target = Path(path)
+    target = as_path(path)
     if target.is_dir():
         raise DestinationError(
             "A file cannot be written over a directory.", where=str(target), hint=f"{target / 'model.onnx'}"
@@ -28,22 +55,22 @@ def check_file(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def check_folder(target: Path, noun: str, is_ours: Callable[[Path], bool], temporary: str = "") -> Path:
+def check_folder(target: Path, noun: str, is_ours: Callable[[Path], bool]) -> Path:
     """Returns the path of a folder if it is new or empty, or holds a thing of the same kind.
 
     Args:
         target: The folder.
         noun: What is to be written there, such as "an observation".
-        is_ours: Whether a folder with files in it holds such a thing.
-        temporary: Prefix of files that do not count.
+        is_ours: Whether a folder with files in it holds such a thing. It is also asked about the temporary folder of a
+            process that was killed after it had moved some of its files.
 
     Raises:
         DestinationError: if the folder holds something else, or cannot be read.
     """
     try:
         names = [item.name for item in target.iterdir()] if target.exists() else []
-        found = sorted(name for name in names if not temporary or not name.startswith(temporary))
-        if not found or is_ours(target):
+        found = sorted(name for name in names if not name.startswith(TEMPORARY))
+        if not found or any(map(is_ours, [target, *abandoned_folders(target)])):
             return target
     except OSError as error:
         raise DestinationError(f"{noun.capitalize()} cannot be written here.", where=str(target), got=error) from error
@@ -54,3 +81,107 @@ def check_folder(target: Path, noun: str, is_ours: Callable[[Path], bool], tempo
         got=", ".join(found[:5]),
         hint="choose a different directory, or empty this one.",
     )
+
+
+@contextlib.contextmanager
+def replacing(target: Path, noun: str, last: str = "", clear: Callable[[], None] | None = None) -> Iterator[Path]:
+    """Yields an empty folder to write to, and moves its files to ``target`` when the block ends without an error.
+
+    After an error, everything is as it was. What processes left here that were killed is removed: at the beginning, or
+    at the end if it holds ``last``, because only that file then says which of the files in ``target`` are theirs.
+
+    Args:
+        target: Where the files belong; other files there stay.
+        noun: What is written, such as "an observation", for messages.
+        last: Name of the file that is moved last, so that the others are known to be complete if it is there.
+        clear: Removes old files that the new ones do not replace; called after the block, before anything is moved.
+
+    Raises:
+        DestinationError: if something cannot be written, for instance because the disk is full.
+    """
+    is_new = not target.exists()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for left in abandoned_folders(target):
+            if not last or not (left / last).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=target, ignore_cleanup_errors=True) as name:
+            temporary = Path(name)
+            with _locked(temporary):
+                yield temporary
+                if clear is not None:
+                    clear()
+                for left in abandoned_folders(target):
+                    shutil.rmtree(left, ignore_errors=True)
+                files = [path for path in temporary.rglob("*") if path.is_file()]
+                for path in sorted(files, key=lambda path: (path.name == last, path)):
+                    place = target / path.relative_to(temporary)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(path, place)
+    except BaseException as error:
+        if is_new:
+            shutil.rmtree(target, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, ExportkitError):
+            raise DestinationError(
+                f"{noun.capitalize()} cannot be written here.", where=str(target), got=error
+            ) from error
+        raise
+
+
+def abandoned_folders(target: Path) -> list[Path]:
+    """Returns the temporary folders of processes that were killed while they wrote to ``target``."""
+    found = [path for path in target.glob(f"{TEMPORARY}*") if path.is_dir() and not path.is_symlink()]
+    return [path for path in sorted(found) if _is_abandoned(path)]
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether no process holds the lock of a temporary folder: the system takes it from one that ends in any way."""
+    with _locked(folder) as is_free:
+        return is_free
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Holds the lock of a folder, if it is free; yields whether it was."""
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):  # Windows, or a folder of another user
+        yield False
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_free = True
+    except OSError:
+        is_free = False
+    try:
+        yield is_free
+    finally:
+        os.close(handle)
+
+
+def digest_of(file: Path) -> str:
+    """Returns the XXH3 hash of a file, 128 bits, as ``xxh128sum`` prints it.
+
+    It finds damage of any kind, at the speed of memory. It is no protection against somebody who wants to deceive:
+    whoever can write a file can also write its digest.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+    with file.open("rb", buffering=0) as content:
+        while size := content.readinto(buffer):
+            digest.update(buffer[:size])
+    return digest.hexdigest()
+
+
+def stamp_of(file: Path) -> Stamp:
+    """Returns numbers that change whenever a file is written or replaced.
+
+    Raises:
+        OSError: if there is no such file.
+    """
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from exportkit.api.onnx_model import OnnxModel
-from exportkit.files import check_file
+from exportkit.files import check_file, replacing
 from exportkit.onnx_files.runner import write_graphs
 from exportkit.programs.exported import ExportedModel
 
@@ -40,12 +40,15 @@ class Exported(ExportedModel):
             ExportError: if an operator cannot be translated.
         """
         target = check_file(path)
+        with replacing(target.parent, "an ONNX file") as folder:
 
-        def file_of(program: str, part: str) -> Path:
-            name = part or program
-            return target.with_name(f"{target.stem}.{name}{target.suffix}") if name else target
+            def file_of(program: str, part: str) -> Path:
+                name = part or program
+                return folder / (f"{target.stem}.{name}{target.suffix}" if name else target.name)
 
-        return OnnxModel.of(write_graphs(self, file_of, opset))
+            runner = write_graphs(self, file_of, opset)
+        runner.move(target.parent)
+        return OnnxModel.of(runner)
 
     def repro(self, directory: str | os.PathLike[str]) -> Path:
         """Writes a script that traces the model with torch alone, and returns its path.

@@ -31,7 +31,7 @@ class OnnxModel(OnnxRunner):
             split=runner.split,
             attempts=runner.attempts,
             exported=runner.exported,
-            digests=runner.digests,
+            check_files=runner.check_files,
         )
 
     def verify(self, unseen: bool = True) -> Report:
@@ -44,11 +44,8 @@ class OnnxModel(OnnxRunner):
         Raises:
             DestinationError: if a file of the folder that this was loaded from is not the one that was saved.
         """
-        notes: tuple[str, ...] = ()
-        if self.digests:
-            from exportkit.folder.manifest import check_files
-
-            notes = check_files(self.digests)
+        notes = self.check_files() if self.check_files is not None else ()
+        self.reopen_changed()
         return prove(self, unseen, notes, _located)
 
     def locate(self, model: torch.nn.Module | None = None) -> Divergence | None:
@@ -77,17 +74,24 @@ def _located(
     return locate_call(runner, call, expected, wrong, where, model)
 
 
-def load(directory: str | os.PathLike[str]) -> OnnxModel:
+def load(directory: str | os.PathLike[str], *, check_weights: bool = True) -> OnnxModel:
     """Returns the exported model of a folder that `Exported.save` wrote, to be called like the model.
 
     The model itself is not needed. ``verify()`` replays the recorded calls and those at unseen sizes, and compares with
     what the model returned when the folder was saved.
 
+    Every file of the folder has to be as it was saved. Files that clients and people read may be edited, such as
+    ``genai_config.json`` and ``report.txt``; a RuntimeWarning says so.
+
     Args:
         directory: The folder.
+        check_weights: Also read the weights to see whether they were changed. Without it, only the sizes of their files
+            are checked, until ``verify()`` reads them.
 
     Raises:
-        DestinationError: if this is not such a folder, or a file of it is missing or damaged.
+        DestinationError: if this is not such a folder, or a file of it is missing, damaged, or not the one that was
+            saved.
+        InvalidTypeError: if ``directory`` is not a path.
         TreeError: if a class that the model takes or returns cannot be found.
 
     Example:
@@ -103,4 +107,4 @@ def load(directory: str | os.PathLike[str]) -> OnnxModel:
     """
     from exportkit.folder.folder import load_folder
 
-    return OnnxModel.of(load_folder(directory))
+    return OnnxModel.of(load_folder(directory, check_weights))

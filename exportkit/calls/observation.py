@@ -10,6 +10,7 @@ from typing import Any
 
 from exportkit.calls.call import Call, Signature
 from exportkit.errors import NoCallsError, ObservationError
+from exportkit.json_data import Size, read
 from exportkit.trees import Tree, check_opened, flatten, join
 
 
@@ -23,9 +24,9 @@ class SeenShapes:
         count: Number of calls that had these shapes.
     """
 
-    inputs: Mapping[str, tuple[int, ...]]
-    outputs: Mapping[str, tuple[int, ...]]
-    count: int = 1
+    inputs: Mapping[str, tuple[Size, ...]]
+    outputs: Mapping[str, tuple[Size, ...]]
+    count: Size = 1
 
     def without(self, names: set[str]) -> SeenShapes:
         """Returns the same shapes without the arguments of these names."""
@@ -221,26 +222,23 @@ class Observation:
 
         signature, calls, data = load_calls(directory)
         with reading(directory):
-            return cls(
-                signature=signature,
-                calls=calls,
-                failures=tuple(Failure(**failure) for failure in data["failures"]),
-                problems=tuple(data["problems"]),
-                method_name=data["method_name"],
-                model_name=data["model_name"],
-                removed=frozenset(data["removed"]),
-                restored=frozenset(data["restored"]),
-                has_values=data["values"],
-                further=tuple(_seen_shapes(item) for item in data["further"]),
-            )
+            about = {name: read(kind, data[name]) for name, kind in _ABOUT.items()}
+        return cls(signature, calls, has_values=data["values"], **about)
+
+
+# What is saved beside the signature and the calls.
+_ABOUT = {
+    "failures": tuple[Failure, ...],
+    "problems": tuple[str, ...],
+    "method_name": str,
+    "model_name": str,
+    "removed": frozenset[str],
+    "restored": frozenset[str],
+    "further": tuple[SeenShapes, ...],
+}
 
 
 def _fullness(tree: Tree) -> tuple[int, bool]:
     """How much an argument holds: its number of tensors, and whether it holds anything but None."""
     count = len(tree.tensor_paths)
     return count, bool(count) or any(leaf is not None for leaf in tree.constants().values())
-
-
-def _seen_shapes(data: Mapping[str, Any]) -> SeenShapes:
-    inputs, outputs = ({p: tuple(shape) for p, shape in data[side].items()} for side in ("inputs", "outputs"))
-    return SeenShapes(inputs, outputs, data["count"])

@@ -2,18 +2,21 @@
 
 From it, another process on another machine plans and exports without the inputs at hand. Nothing is pickled, so reading
 the files never executes anything. If only shapes were written, the values are made up when they are read.
+
+Both files are checked before anything is made from them: they have to be as they were written, and they may come from
+anywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import shutil
-import tempfile
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from exportkit.calls.call import Call, Signature
-from exportkit.calls.json_file import read_json_file, versions
+from exportkit.calls.json_file import read_json_file, versions, write_json_file
 from exportkit.errors import DestinationError, ExportkitError, ObservationError, TreeError
-from exportkit.files import check_folder
+from exportkit.files import as_path, check_folder, digest_of, replacing
+from exportkit.json_data import InvalidDataError, Size, read
 from exportkit.trees import Tree, check_opened, flatten, join
 from exportkit.trees.json_form import dump_constant, dump_tree, load_value
 
@@ -39,9 +43,41 @@ DTYPES = {
         torch.float8_e8m0fnu,
     )
 }  # fmt: skip
-_FORMAT = "exportkit-observation"
-_VERSION = 2
-_TEMPORARY = ".saving-"
+_FORM = ("exportkit-observation", 3)
+_NOUN = "an observation"
+_MOST_BYTES = 2**47  # of one tensor: as many bytes as a process can address
+
+
+@dataclass(frozen=True)
+class _LeafData:
+    path: str
+    dtype: str
+    shape: tuple[Size, ...]
+    tensor: str | None  # its key in the other file; None if it has no values
+
+
+@dataclass(frozen=True)
+class _TreeData:
+    layout: Any
+    leaves: tuple[_LeafData, ...]
+
+
+@dataclass(frozen=True)
+class _CallData:
+    index: Size | None
+    named: frozenset[str]
+    latency: float
+    arguments: Mapping[str, _TreeData]
+    outputs: _TreeData
+
+
+@dataclass(frozen=True)
+class _SignatureData:
+    names: tuple[str, ...]
+    var_positional: str | None
+    var_keyword: str | None
+    positional_only: frozenset[str]
+    defaults: Mapping[str, Any]
 
 
 def save_calls(
@@ -60,13 +96,11 @@ def save_calls(
         directory: Where to write.
         values: Also write the values of the tensors.
     """
-    target = check_folder(Path(directory), "an observation", _is_observation, _TEMPORARY)
+    target = check_folder(as_path(directory), _NOUN, _is_observation)
     kept = KeptTensors(values)
     dumped = [_dump_call(number, call, kept) for number, call in enumerate(calls)]
-    stamp = uuid.uuid4().hex
+    stamp = uuid.uuid4().hex  # in both files: if only one of them could be replaced, loading says so
     data = {
-        "format": _FORMAT,
-        "version": _VERSION,
         "stamp": stamp,
         "values": values,
         "written_by": versions("exportkit", "torch", "transformers", "safetensors"),
@@ -74,24 +108,45 @@ def save_calls(
         "calls": dumped,
         **about,
     }
-    _write(target, _as_text(data), kept.tensors if values else None, stamp)
+
+    def clear() -> None:
+        if not values:
+            (target / TENSORS).unlink(missing_ok=True)
+
+    with replacing(target, _NOUN, last=JSON, clear=clear) as folder:
+        if values:
+            try:
+                save_file(kept.tensors, folder / TENSORS, metadata={"format": "pt", "stamp": stamp})
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
+            data["tensors"] = digest_of(folder / TENSORS)
+        try:
+            write_json_file(folder / JSON, _FORM, data)
+        except (TypeError, ValueError) as error:
+            raise ObservationError(
+                "This observation contains a value that JSON cannot represent.", got=error
+            ) from error
+        if values:
+            shutil.copymode(folder / JSON, folder / TENSORS)  # safetensors makes it readable for the owner alone
 
 
 def load_calls(directory: str | os.PathLike[str]) -> tuple[Signature, tuple[Call, ...], dict[str, Any]]:
     """Returns the signature, the calls, and all JSON data of an observation; see `Observation.load`."""
-    folder = Path(directory)
+    folder = as_path(directory)
     data = read_json_file(
         folder / JSON,
-        (_FORMAT, _VERSION),
-        noun="an observation",
+        _FORM,
+        noun=_NOUN,
         written=f"a directory with {JSON}, as observation.save(directory) writes it",
         damaged=damaged,
         foreign=ObservationError,
     )
     with reading(folder):
-        signature = _load_signature(data["signature"])
+        signature = _load_signature(read(_SignatureData, data["signature"]))
+        described = read(tuple[_CallData, ...], data["calls"])
+        _require_possible(described, has_values=read(bool, data["values"]))
         with opened_tensors(folder / TENSORS, data) as tensors:
-            calls = tuple(_load_call(number, call, signature, tensors) for number, call in enumerate(data["calls"]))
+            calls = tuple([_load_call(number, call, signature, tensors) for number, call in enumerate(described)])
         return signature, calls, data
 
 
@@ -102,8 +157,34 @@ def reading(directory: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except ExportkitError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except Exception as error:  # the data may be anything, and so may be what is raised for it
         raise damaged(Path(directory) / JSON, f"{type(error).__name__}: {error}") from error
+
+
+def _require_possible(calls: Sequence[_CallData], has_values: bool) -> None:
+    """Raises InvalidDataError for tensors that no machine can hold, or that this one cannot make up values for."""
+    total = 0
+    trees = [(_place(n, name), tree) for n, call in enumerate(calls) for name, tree in call.arguments.items()]
+    for place, tree in [*trees, *((_place(number), call.outputs) for number, call in enumerate(calls))]:
+        for leaf in tree.leaves:
+            if leaf.dtype not in DTYPES:
+                raise InvalidDataError("a dtype that can be written", leaf.dtype, join(place, leaf.path))
+            size = math.prod(leaf.shape) * DTYPES[leaf.dtype].itemsize
+            if size >= _MOST_BYTES:
+                raise InvalidDataError(f"less than {_MOST_BYTES} bytes", leaf.shape, join(place, leaf.path))
+            total += size
+    most = _memory() // 2
+    if not has_values and total > most:
+        text = f"values are made up, as only shapes were saved, and they would take {total} bytes"
+        raise InvalidDataError(f"at most {most} bytes, half of this machine's memory", text)
+
+
+def _memory() -> int:
+    """Bytes of memory of this machine; of a machine that does not say, as many as can be addressed."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return _MOST_BYTES
 
 
 def _dump_call(number: int, call: Call, kept: KeptTensors) -> dict[str, Any]:
@@ -147,50 +228,27 @@ def _dump_signature(signature: Signature) -> dict[str, Any]:
     }
 
 
-def _as_text(data: dict[str, Any]) -> str:
-    try:
-        return json.dumps(data, indent=1, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ObservationError("This observation contains a value that JSON cannot represent.", got=error) from error
-
-
 def _is_observation(folder: Path) -> bool:
     file = folder / JSON
-    return file.exists() and _FORMAT in file.read_text("utf-8", "replace")[:100]
+    return file.exists() and _FORM[0] in file.read_text("utf-8", "replace")[:100]
 
 
-def _write(target: Path, text: str, tensors: dict[str, torch.Tensor] | None, stamp: str) -> None:
-    """Writes beside the old files, then replaces them.
-
-    The stamp is in both files: if only one of them could be replaced, loading fails.
-    """
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=target) as temporary:
-            written = Path(temporary)
-            (written / JSON).write_text(text, "utf-8")
-            if tensors is not None:
-                save_file(tensors, written / TENSORS, metadata={"format": "pt", "stamp": stamp})
-                shutil.copymode(written / JSON, written / TENSORS)  # safetensors makes it readable for the owner alone
-                os.replace(written / TENSORS, target / TENSORS)
-            os.replace(written / JSON, target / JSON)
-        if tensors is None:
-            (target / TENSORS).unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
-        raise DestinationError("An observation cannot be written here.", where=str(target), got=error) from error
+def _load_call(number: int, data: _CallData, signature: Signature, tensors: StoredTensors) -> Call:
+    if not data.named | data.arguments.keys() <= {*signature.names}:
+        raise InvalidDataError(f"arguments among {', '.join(signature.names)}", ", ".join(data.arguments))
+    arguments = {name: _load_tree(_place(number, name), tree, tensors) for name, tree in data.arguments.items()}
+    for name, cls in ((signature.var_positional, tuple), (signature.var_keyword, dict)):
+        if name in arguments and type(arguments[name].build()) is not cls:
+            raise InvalidDataError(f"a {cls.__name__}", "another value", _place(number, name))
+    outputs = _load_tree(_place(number), data.outputs, tensors)
+    return Call(arguments, signature, data.named, outputs, data.index, data.latency)
 
 
-def _load_call(number: int, data: Mapping[str, Any], signature: Signature, tensors: StoredTensors) -> Call:
-    arguments = {name: _load_tree(_place(number, name), tree, tensors) for name, tree in data["arguments"].items()}
-    outputs = _load_tree(_place(number), data["outputs"], tensors)
-    return Call(arguments, signature, frozenset(data["named"]), outputs, data["index"], data["latency"])
-
-
-def _load_tree(place: str, data: Mapping[str, Any], tensors: StoredTensors) -> Tree:
-    found = [tensors.tensor(leaf, place) for leaf in data["leaves"]]
+def _load_tree(place: str, data: _TreeData, tensors: StoredTensors) -> Tree:
+    found = [tensors.tensor(leaf, place) for leaf in data.leaves]
     with _located(place):
-        tree = flatten(load_value(data["layout"], found))
-    paths = [leaf["path"] for leaf in data["leaves"]]
+        tree = flatten(load_value(data.layout, found))
+    paths = [leaf.path for leaf in data.leaves]
     if list(tree.tensors()) != paths:
         raise ObservationError(
             "A value has different leaves than when it was written.",
@@ -202,16 +260,13 @@ def _load_tree(place: str, data: Mapping[str, Any], tensors: StoredTensors) -> T
     return tree
 
 
-def _load_signature(data: Mapping[str, Any]) -> Signature:
+def _load_signature(data: _SignatureData) -> Signature:
+    mentioned = {*data.defaults, *data.positional_only, data.var_positional, data.var_keyword} - {None}
+    if not mentioned <= {*data.names} or len({*data.names}) < len(data.names):
+        raise InvalidDataError("a signature with each of its parameters once", ", ".join(data.names), ".signature")
     with _located("defaults"):
-        defaults = {name: load_value(value) for name, value in data["defaults"].items()}
-    return Signature(
-        names=tuple(data["names"]),
-        var_positional=data["var_positional"],
-        var_keyword=data["var_keyword"],
-        defaults=defaults,
-        positional_only=frozenset(data["positional_only"]),
-    )
+        defaults = {name: load_value(value) for name, value in data.defaults.items()}
+    return Signature(data.names, data.var_positional, data.var_keyword, defaults, data.positional_only)
 
 
 @contextlib.contextmanager
@@ -266,32 +321,30 @@ class StoredTensors:
         self._file, self._content = file, content
         self._read: dict[str, torch.Tensor] = {}
 
-    def tensor(self, leaf: Mapping[str, Any], place: str) -> torch.Tensor:
+    def tensor(self, leaf: _LeafData, place: str) -> torch.Tensor:
         """Returns the tensor of a leaf."""
-        key, shape, dtype = leaf["tensor"], torch.Size(leaf["shape"]), DTYPES[leaf["dtype"]]
+        key, shape, dtype = leaf.tensor, torch.Size(leaf.shape), DTYPES[leaf.dtype]
         if self._content is None:
-            return _invented(shape, dtype, join(place, leaf["path"]))
+            return _invented(shape, dtype, join(place, leaf.path))
         if key is None:
             return torch.empty(shape, dtype=dtype, device="meta")
         if key not in self._read:
-            self._read[key] = self._checked(key, shape, dtype)
-        return self._read[key]
-
-    def _checked(self, key: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        try:
-            tensor = self._content.get_tensor(key).clone()  # independent of the file
-        except SafetensorError as error:
-            raise damaged(self._file, error) from error
-        wanted = _as_real(torch.empty(shape, dtype=dtype, device="meta"))
-        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+            try:
+                self._read[key] = self._content.get_tensor(key).clone()  # independent of the file
+            except SafetensorError as error:
+                raise damaged(self._file, error) from error
+            if dtype.is_complex:
+                self._read[key] = torch.view_as_complex(self._read[key])
+        tensor = self._read[key]
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ObservationError(
                 "A tensor is not the one that the observation describes.",
                 where=f"{key} in {self._file}",
-                expected=f"{wanted.dtype} {tuple(wanted.shape)}",
+                expected=f"{dtype} {tuple(shape)}",
                 got=f"{tensor.dtype} {tuple(tensor.shape)}",
                 hint=f"keep {JSON} and {TENSORS} of one save together.",
             )
-        return torch.view_as_complex(tensor) if dtype.is_complex else tensor
+        return tensor
 
 
 @contextlib.contextmanager
@@ -312,7 +365,7 @@ def opened_tensors(file: Path, data: Mapping[str, Any]) -> Iterator[StoredTensor
         ) from error
     except SafetensorError as error:
         raise damaged(file, error) from error
-    with opened as content:
+    with opened as content:  # only the header was read
         stamp = (content.metadata() or {}).get("stamp")
         if stamp != data["stamp"]:
             raise ObservationError(
@@ -322,6 +375,8 @@ def opened_tensors(file: Path, data: Mapping[str, Any]) -> Iterator[StoredTensor
                 got=f"stamp {stamp}",
                 hint="the last save was interrupted: save again.",
             )
+        if digest_of(file) != data["tensors"]:
+            raise damaged(file, "the content does not match the digest in " + JSON)
         yield StoredTensors(file, content)
 
 

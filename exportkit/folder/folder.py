@@ -10,13 +10,9 @@ later ones.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import re
-import shutil
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,12 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from exportkit.calls.json_file import read_json_file, versions
+from exportkit.calls.json_file import read_json_file, versions, write_json_file
 from exportkit.calls.parts import Edge
-from exportkit.errors import DestinationError, ExportkitError
-from exportkit.files import check_file, check_folder
+from exportkit.errors import ExportkitError
+from exportkit.files import abandoned_folders, as_path, check_file, check_folder, digest_of, replacing
+from exportkit.folder.checked import WEIGHTS, CheckedFiles, SavedFile, damaged, inside
 from exportkit.folder.clients import Runtime, for_runtime, write_client_files
-from exportkit.folder.manifest import damaged, dump_graph, inside, load_graph
+from exportkit.folder.manifest import GraphData, dump_graph, load_graph
+from exportkit.json_data import InvalidDataError, parse_json, read
 from exportkit.onnx_files.graph import Contract, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
 from exportkit.onnx_files.translate import input_names
@@ -42,8 +40,8 @@ from exportkit.running.session import require_onnxruntime
 
 MANIFEST, REPORT_TEXT, REPORT_JSON = "manifest.json", "report.txt", "report.json"
 PAGE = "report.html"  # made later; belongs to the proof that it shows
-_FORMAT, _VERSION = "exportkit-folder", 2
-_TEMPORARY = ".saving-"
+_FORM = ("exportkit-folder", 3)
+_NOUN = "an exported model"
 # The inputs of a decoder as transformers names them, and as optimum does.
 _DECODER = {
     "decoder_input_ids": "input_ids",
@@ -63,11 +61,11 @@ def save_folder(
     verify: bool = True,
 ) -> OnnxRunner:
     """Writes a folder, and returns its graphs as something to call; see `Exported.save`."""
-    target = check_destination(Path(directory))
+    target = check_destination(directory)
     if verify:
         require_onnxruntime()
     exported = for_runtime(exported, runtime)
-    with _filled(target) as folder:
+    with replacing(target, _NOUN, last=MANIFEST, clear=lambda: _remove_old(target)) as folder:
         runner = _write_graphs(exported, folder, opset)
         finding = write_client_files(exported, runner.contract, folder)
         if finding is not None:
@@ -82,24 +80,30 @@ def save_folder(
             (folder / REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
             if not report.ok:
                 warnings.warn(f"{target} was saved, and is {report.verdict()}", RuntimeWarning, stacklevel=3)
-        text = json.dumps(_manifest(saved, folder, values), indent=1, allow_nan=False)
-        (folder / MANIFEST).write_text(text + "\n", "utf-8")
-    _move_graphs(runner, target)
+        write_json_file(folder / MANIFEST, _FORM, _manifest(saved, folder, values))
+    runner.move(target)
     return runner
 
 
-def load_folder(directory: str | os.PathLike[str]) -> OnnxRunner:
+def load_folder(directory: str | os.PathLike[str], check_weights: bool = True) -> OnnxRunner:
     """Returns the graphs of a folder that `save_folder` wrote; see `exportkit.load`."""
-    folder = Path(directory)
+    folder = as_path(directory)
     data = read_manifest(folder)
+    with reading(folder):
+        files = CheckedFiles(folder, read(Mapping[str, SavedFile], data["files"]))
+        for note in files.check(None if check_weights else lambda path: path.suffix != WEIGHTS):
+            warnings.warn(note, RuntimeWarning, stacklevel=3)
+        return _load_graphs(folder, data, files)
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Reports files that do not hold what they should as a DestinationError that names the folder."""
     try:
-        digests = {inside(folder, name): str(item["sha256"]) for name, item in data["files"].items()}
-        for file in digests:
-            _check_present(file, data["files"][file.relative_to(folder).as_posix()]["bytes"])
-        return _load_graphs(folder, data, digests)
+        yield
     except ExportkitError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
+    except Exception as error:  # the files may hold anything, and so may be what is raised for it
         raise damaged(folder / MANIFEST, f"{type(error).__name__}: {error}") from error
 
 
@@ -160,14 +164,6 @@ def _without_model(runner: OnnxRunner, with_unseen: bool) -> OnnxRunner:
     return OnnxRunner(graphs, parts, runner.edges, split=runner.split, attempts=runner.attempts)
 
 
-def _move_graphs(runner: OnnxRunner, target: Path) -> None:
-    """Notes that the files of the graphs were moved."""
-    for graph in runner.graphs.values():
-        graph.contract = replace(graph.contract, path=target / graph.path.name)
-    for part in runner.parts.values():
-        _move_graphs(part, target)
-
-
 def _manifest(runner: OnnxRunner, folder: Path, values: bool) -> dict[str, Any]:
     if runner.split is None:
         described = {"program": _dump_graphs(runner, folder, values, "")}
@@ -175,11 +171,12 @@ def _manifest(runner: OnnxRunner, folder: Path, values: bool) -> dict[str, Any]:
         described = {"split": runner.split.to_json(), **_dump_graphs(runner, folder, values, "")}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
-        "format": _FORMAT,
-        "version": _VERSION,
         "written_by": versions("exportkit", "torch", "transformers", "onnx", "onnxscript", "onnxruntime"),
         "peak_bytes": _peak_bytes(),
-        "files": {path.relative_to(folder).as_posix(): _described(path) for path in files},
+        "files": {
+            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": digest_of(path)}
+            for path in files
+        },
         "attempts": [dict(vars(attempt)) for attempt in runner.attempts],
         **described,
     }
@@ -199,18 +196,24 @@ def _dump_graphs(runner: OnnxRunner, folder: Path, values: bool, home: str) -> d
     return data
 
 
-def _load_graphs(folder: Path, data: Mapping[str, Any], digests: Mapping[Path, str]) -> OnnxRunner:
-    """The graphs of a manifest."""
-    split = Split.from_json(data["split"]) if "programs" in data else None
-    single = data if "file" in data or split is not None else data["program"]
-    described = {"": single} if split is None else data["programs"]
+def _load_graphs(folder: Path, data: Mapping[str, Any], files: CheckedFiles) -> OnnxRunner:
+    """The graphs of a manifest, with their parts."""
+    split = None if "program" in data else Split.from_json(data["split"])
+    attempts = read(tuple[Attempt, ...], data["attempts"])
+    described = data["program"] if split is None else data
+    return _load_runner(folder, described, files, split=split, attempts=attempts, check_files=files.check)
+
+
+def _load_runner(folder: Path, data: Mapping[str, Any], files: CheckedFiles, **about: Any) -> OnnxRunner:
+    split: Split | None = about.get("split")
+    graphs = read(Mapping[str, GraphData], {"": data} if split is None else data["programs"])
+    if split is not None and graphs.keys() != split.kinds.keys():
+        raise InvalidDataError(f"the programs {', '.join(split.kinds)}", ", ".join(graphs))
     return OnnxRunner(
-        {name: load_graph(folder, graph) for name, graph in described.items()},
-        {name: _load_graphs(folder, part, {}) for name, part in single.get("parts", {}).items()},
-        {name: tuple(Edge(**edge) for edge in edges) for name, edges in single.get("edges", {}).items()},
-        split=split,
-        attempts=tuple(Attempt(**attempt) for attempt in data.get("attempts", ())),
-        digests=digests,
+        {name: load_graph(folder, graph, files) for name, graph in graphs.items()},
+        {name: _load_runner(folder, part, files) for name, part in read(Mapping[str, Any], data["parts"]).items()},
+        read(Mapping[str, tuple[Edge, ...]], data["edges"]),
+        **about,
     )
 
 
@@ -224,67 +227,38 @@ def _peak_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _described(path: Path) -> dict[str, Any]:
-    with path.open("rb") as content:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
-
-
-def check_destination(target: Path) -> Path:
+def check_destination(directory: str | os.PathLike[str]) -> Path:
     """Returns the path if an exported model may be written there: to an empty folder, or over an exported model.
 
     Raises:
         DestinationError: if the folder holds something else, or cannot be written.
     """
+    target = as_path(directory)
     check_file(target / MANIFEST)
-    return check_folder(target, "an exported model", _is_ours)
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        return bool(read_manifest(folder))
-    except DestinationError:
-        return False
-
-
-@contextlib.contextmanager
-def _filled(target: Path) -> Iterator[Path]:
-    """Yields an empty folder beside the old files, and moves its content to their place once all of it was written.
-
-    Files that do not belong to the old export, such as those of a tokenizer, stay.
-    """
-    is_new = not target.exists()
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=target) as temporary:
-            yield Path(temporary)
-            _remove_old(target)
-            _move(Path(temporary), target)
-    except BaseException as error:
-        if is_new:
-            shutil.rmtree(target, ignore_errors=True)
-        if isinstance(error, OSError) and not isinstance(error, ExportkitError):
-            raise DestinationError("The folder cannot be written.", where=str(target), got=error) from error
-        raise
-
-
-def _move(source: Path, target: Path) -> None:
-    """Moves all files, the manifest last, so that a folder that is cut short is not taken for an export."""
-    files = sorted((path for path in source.rglob("*") if path.is_file()), key=lambda path: path.name == MANIFEST)
-    for path in files:
-        place = target / path.relative_to(source)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, place)
+    return check_folder(target, _NOUN, lambda folder: _listed(folder) is not None)
 
 
 def _remove_old(target: Path) -> None:
-    if not (target / MANIFEST).exists():
-        return
-    old = [inside(target, name) for name in read_manifest(target)["files"]]
-    for path in (target / MANIFEST, target / PAGE, *old):
+    """Removes an old export, or what a process that was killed had moved of one. Files of others stay.
+
+    The manifests go last, so that it can be done again if it is interrupted.
+    """
+    manifests = [folder for folder in (target, *abandoned_folders(target)) if _listed(folder) is not None]
+    old = [inside(target, name) for folder in manifests for name in _listed(folder) or ()]
+    for path in (target / PAGE, *old, target / MANIFEST) if manifests else ():
         path.unlink(missing_ok=True)
     for folder in sorted({path.parent for path in old} - {target}, reverse=True):
         with contextlib.suppress(OSError):  # it holds something else, or is gone
             os.removedirs(folder)
+
+
+def _listed(folder: Path) -> list[str] | None:
+    """The files that a manifest lists, of any version; None if there is no manifest."""
+    try:
+        data = parse_json((folder / MANIFEST).read_bytes())
+        return list(read(Mapping[str, Any], data["files"])) if data["format"] == _FORM[0] else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -295,18 +269,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     return read_json_file(
         folder / MANIFEST,
-        (_FORMAT, _VERSION),
-        noun="an exported model",
+        _FORM,
+        noun=_NOUN,
         written=f"a folder with {MANIFEST}, as exported.save(folder) writes it",
         damaged=damaged,
     )
-
-
-def _check_present(file: Path, size: int) -> None:
-    if not file.exists():
-        raise DestinationError(
-            "A file of an exported model is missing.",
-            where=str(file),
-            expected=f"{size} bytes",
-            hint="copy the whole folder, or save again.",
-        )

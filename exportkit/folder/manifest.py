@@ -6,9 +6,9 @@ classes are looked up by name.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import replace
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
-from exportkit.errors import DestinationError
+from exportkit.calls.parts import Edge
+from exportkit.folder.checked import CheckedFiles, inside
+from exportkit.json_data import InvalidDataError, Positive, Size
 from exportkit.onnx_files.graph import Contract, OnnxGraph
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
@@ -28,8 +30,63 @@ from exportkit.trees.json_form import dump_tree, load_value
 _CALLS, _UNSEEN, _PLAN = "calls", "unseen", "plan.json"
 _MOST_BYTES = 2**28  # of the calls at unseen sizes that are kept
 _TOO_LARGE = "its tensors are too large to keep"
-# Files that clients and people read, and may change.
-_EDITABLE = {"config.json", "generation_config.json", "genai_config.json", "report.txt", "report.json"}
+
+
+@dataclass(frozen=True)
+class _Input:
+    name: str
+    path: str
+    dtype: str
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Output:
+    name: str
+    path: str
+    dtype: str
+    axes: tuple[Size | str, ...]
+
+
+@dataclass(frozen=True)
+class _Structure:
+    layout: Any
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Unseen:
+    label: str
+    sizes: Mapping[str, Size]
+    call: Size | None
+    error: str
+
+
+@dataclass(frozen=True)
+class GraphData:
+    """What the manifest says about a graph: its schema, from which it is read."""
+
+    file: str
+    opset: Positive
+    model: str
+    method: str
+    home: str
+    inputs: tuple[_Input, ...]
+    outputs: tuple[_Output, ...]
+    structure: _Structure
+    fills: Mapping[str, float]
+    unproven: tuple[Size, ...]
+    rules: tuple[str, ...]
+    findings: tuple[str, ...]
+    unseen: tuple[_Unseen, ...]
+    joined_outputs: tuple[str, ...]
+    member_rows: Mapping[str, Size]
+    stateful: bool
+    sizes: Mapping[str, Size]
+    seconds: Mapping[str, float]
+    domain: Mapping[str, Any]
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
 
 
 def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> dict[str, Any]:
@@ -76,93 +133,68 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
     }
 
 
-def load_graph(folder: Path, data: Mapping[str, Any]) -> OnnxGraph:
+def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph:
     """Returns the graph that `dump_graph` described.
 
     Args:
         folder: The folder.
-        data: What the manifest says about it.
+        graph: What the manifest says about it.
+        files: The files of the folder, checked.
     """
-    place = inside(folder, data["home"])
+    place, file = inside(folder, graph.home), inside(folder, graph.file)
+    files.require(file, place / _PLAN, place / _CALLS / "observation.json")
     observation = Observation.load(place / _CALLS)
     plan = Plan.from_json((place / _PLAN).read_text("utf-8"))
     if not observation.has_values:
         text = "the folder was saved without the values of the recorded calls, so there is nothing to compare with."
         plan = plan.with_findings([Finding("no values", "", text)])
-    returned = {item["path"]: torch.empty(0, dtype=getattr(torch, item["dtype"])) for item in data["outputs"]}
-    structure = data["structure"]
-    joined = tuple(data["joined_outputs"])
+    returned = {item.path: torch.empty(0, dtype=_dtype_of(item.dtype)) for item in graph.outputs}
+    structure = graph.structure
     contract = Contract(
-        path=inside(folder, data["file"]),
-        inputs={item["name"]: item["path"] for item in data["inputs"]},
-        outputs={item["name"]: item["path"] for item in data["outputs"]},
-        output_axes={item["path"]: tuple(item["axes"]) for item in data["outputs"]},
-        opset=data["opset"],
-        model_name=data["model"],
-        method=data["method"],
+        path=file,
+        inputs={item.name: item.path for item in graph.inputs},
+        outputs={item.name: item.path for item in graph.outputs},
+        output_axes={item.path: item.axes for item in graph.outputs},
+        opset=graph.opset,
+        model_name=graph.model,
+        method=graph.method,
         signature=observation.signature,
         plan=plan,
-        domain=Domain.from_json(data["domain"]),
-        defaults=MissingDefaults(data["fills"], tuple(data["unproven"])),
-        structure=flatten(load_value(structure["layout"], [returned[path] for path in structure["paths"]])),
-        joined_outputs=joined,
-        member_rows=data["member_rows"],
-        dependent=dependent_outputs(observation, joined),
-        stateful=data["stateful"],
-        rules=tuple(data["rules"]),
-        sizes=data["sizes"],
-        seconds=data["seconds"],
+        domain=Domain.from_json(graph.domain),
+        defaults=MissingDefaults(graph.fills, graph.unproven),
+        structure=flatten(load_value(structure.layout, [returned[path] for path in structure.paths])),
+        joined_outputs=graph.joined_outputs,
+        member_rows=graph.member_rows,
+        dependent=dependent_outputs(observation, graph.joined_outputs),
+        stateful=graph.stateful,
+        rules=graph.rules,
+        sizes=graph.sizes,
+        seconds=graph.seconds,
     )
-    return OnnxGraph(contract, observation, unseen=_load_unseen(data["unseen"], place / _UNSEEN, contract))
+    _require_consistent(contract)
+    unseen = _load_unseen(graph.unseen, place / _UNSEEN, contract)
+    return OnnxGraph(contract, observation, unseen=unseen, require_unchanged=functools.partial(files.recheck, file))
 
 
-def inside(folder: Path, name: str) -> Path:
-    """Returns the path of a file in a folder.
-
-    Raises:
-        DestinationError: if it is outside.
-    """
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise damaged(folder, f"{name} is outside of the folder")
-    return path
-
-
-def damaged(file: Path, cause: object) -> DestinationError:
-    """Returns the error for a folder that is not as it was written."""
-    return DestinationError(
-        "This exported model is damaged.",
-        where=str(file),
-        got=cause,
-        hint="the folder was changed or cut short: save again.",
+def _require_consistent(contract: Contract) -> None:
+    """Raises InvalidDataError where a contract contradicts its plan."""
+    plan, domain = contract.plan, contract.domain
+    for leaf in plan.leaves:
+        _dtype_of(leaf.dtype)
+    paths = {*contract.inputs.values(), *contract.defaults.values, *(item.path for item in domain.inputs)}
+    unknown = sorted(paths - plan.by_path.keys())
+    unknown += sorted(
+        {name for item in domain.inputs for size in item.sizes for name in size.variables()} - domain.ranges.keys()
     )
+    if unknown:
+        raise InvalidDataError("inputs and variables of the plan", ", ".join(unknown))
 
 
-def check_files(digests: Mapping[Path, str]) -> tuple[str, ...]:
-    """Returns a sentence for each file that was edited since it was saved, if no proof depends on it.
-
-    Args:
-        digests: SHA-256 of each file by path, as they were saved.
-
-    Raises:
-        DestinationError: if any other file is not the one that was saved.
-    """
-    edited = []
-    for path, digest in digests.items():
-        with path.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        if found == digest:
-            continue
-        if path.name not in _EDITABLE:
-            raise DestinationError(
-                "A file of an exported model is not the one that was saved.",
-                where=str(path),
-                expected=f"SHA-256 {digest}",
-                got=found,
-                hint="copy the folder again; deliberate changes have to be saved and proven anew.",
-            )
-        edited.append(f"{path.name} was edited since the folder was saved.")
-    return tuple(edited)
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidDataError("a dtype", name)
+    return dtype
 
 
 def _dump_unseen(graph: OnnxGraph, place: Path) -> list[dict[str, Any]]:
@@ -185,16 +217,16 @@ def _dump_unseen(graph: OnnxGraph, place: Path) -> list[dict[str, Any]]:
     return described
 
 
-def _load_unseen(described: list[dict[str, Any]], place: Path, contract: Contract) -> tuple[Call, ...]:
+def _load_unseen(described: Sequence[_Unseen], place: Path, contract: Contract) -> tuple[Call, ...]:
     if not described:
         return ()
     calls = Observation.load(place).calls
     return tuple(
         replace(
-            Call({}, contract.signature) if item["call"] is None else calls[item["call"]],
-            label=item["label"],
-            sizes=item["sizes"],
-            error=item["error"],
+            Call({}, contract.signature) if item.call is None else calls[item.call],
+            label=item.label,
+            sizes=item.sizes,
+            error=item.error,
         )
         for item in described
     )

@@ -6,7 +6,7 @@ and loads it, and `OnnxGraph` runs from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError, UnregisteredClassError
+from exportkit.files import Stamp, stamp_of
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.missing import MissingDefaults, dependent_outputs, fill_missing
@@ -128,6 +129,7 @@ class OnnxGraph:
         observation: The recorded calls that it serves.
         traced: The program that it was translated from; None if the graph was loaded from a folder.
         unseen: Calls at sizes that were never run, with what the model returned; None to run the model for them.
+        require_unchanged: Raises an error if the files are not those that were checked when they were loaded.
     """
 
     def __init__(
@@ -136,9 +138,12 @@ class OnnxGraph:
         observation: Observation,
         traced: TracedProgram | None = None,
         unseen: tuple[Call, ...] | None = None,
+        require_unchanged: Callable[[], None] | None = None,
     ) -> None:
         self.contract, self.observation, self.traced, self.unseen = contract, observation, traced, unseen
+        self._require_unchanged = require_unchanged
         self._session: Session | None = None
+        self._opened: tuple[Stamp, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -148,15 +153,33 @@ class OnnxGraph:
     @property
     def size(self) -> int:
         """Bytes on disk, weights included."""
-        data = self.path.with_name(self.path.name + ".data")
-        return self.path.stat().st_size + (data.stat().st_size if data.exists() else 0)
+        return sum(file.stat().st_size for file in self._files())
+
+    def _files(self) -> list[Path]:
+        return [file for file in (self.path, self.path.with_name(self.path.name + ".data")) if file.exists()]
+
+    def _stamps(self) -> tuple[Stamp, ...]:
+        return tuple(map(stamp_of, self._files()))
 
     @property
     def session(self) -> Session:
-        """The onnxruntime session, made when it is first used."""
+        """The onnxruntime session, made when it is first used.
+
+        Raises:
+            DestinationError: if the files were loaded from a folder, and are not those that were checked then.
+        """
         if self._session is None:
-            self._session = Session(self.path)
+            self._opened = self._stamps()
+            session = Session(self.path)
+            if self._require_unchanged is not None:  # asked afterwards, so that a change meanwhile shows, too
+                self._require_unchanged()
+            self._session = session
         return self._session
+
+    def close_if_changed(self) -> None:
+        """Closes the session if its files were written or replaced since it was opened; it opens again when used."""
+        if self._session is not None and self._stamps() != self._opened:
+            self._session = None
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Tensors) -> Any:
         """Returns what the model returns, computed by onnxruntime.

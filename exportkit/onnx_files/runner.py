@@ -41,7 +41,8 @@ class OnnxRunner:
         split: Why there are several graphs, and which calls each serves.
         attempts: What was tried to export the model, in order.
         exported: The export that the graphs come from; None if they were loaded from a folder.
-        digests: SHA-256 of each file by path, if the graphs were loaded from a folder.
+        check_files: Checks the files of the folder that the graphs were loaded from, and returns what a proof should
+            mention; None if they were not loaded from a folder.
 
     Attributes:
         module_state: The state that the last call left, or None before the first one.
@@ -56,10 +57,10 @@ class OnnxRunner:
         split: Split | None = None,
         attempts: tuple[Attempt, ...] = (),
         exported: ExportedModel | None = None,
-        digests: Mapping[Path, str] | None = None,
+        check_files: Callable[[], tuple[str, ...]] | None = None,
     ) -> None:
         self.graphs, self.parts, self.edges = dict(graphs), dict(parts or {}), dict(edges or {})
-        self.split, self.attempts, self.exported, self.digests = split, attempts, exported, dict(digests or {})
+        self.split, self.attempts, self.exported, self.check_files = split, attempts, exported, check_files
         self.module_state: Any = None
 
     def __repr__(self) -> str:
@@ -118,7 +119,7 @@ class OnnxRunner:
         """The onnxruntime session, made when it is first used; that of the first of several graphs."""
         return self.graph.session
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns, computed by onnxruntime.
 
         Arguments are given as to the model: nested values, caches, by position or by name. Optional inputs may be left
@@ -181,6 +182,20 @@ class OnnxRunner:
             RuntimeFailure: if onnxruntime refuses it.
         """
         return flatten(self.run(*call.args_kwargs())).tensors()
+
+    def move(self, folder: Path) -> None:
+        """Notes that the files of all graphs were moved to a folder."""
+        for graph in self.graphs.values():
+            graph.contract = replace(graph.contract, path=folder / graph.path.name)
+        for part in self.parts.values():
+            part.move(folder)
+
+    def reopen_changed(self) -> None:
+        """Closes the sessions whose files were written or replaced since they were opened, so that they open again."""
+        for graph in self.graphs.values():
+            graph.close_if_changed()
+        for part in self.parts.values():
+            part.reopen_changed()
 
     def feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for these arguments, by name of its input."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from exportkit.errors import PlanError
+from exportkit.json_data import Positive, read
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Expression:
 
     terms: tuple[tuple[str, int], ...] = ()
     constant: int = 0
-    divisor: int = 1
+    divisor: Positive = 1
     shift: int = 0
     cap: int | None = None
 
@@ -108,9 +109,13 @@ class Expression:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Expression:
-        """Returns the expression that `to_json` wrote."""
-        fields = {name: value for name, value in data.items() if name != "terms"}
-        return cls(terms=tuple((name, factor) for name, factor in data.get("terms", ())), **fields)
+        """Returns the expression that `to_json` wrote.
+
+        Raises:
+            InvalidDataError: if the data is not an expression.
+        """
+        expression: Expression = read(cls, data)
+        return expression
 
 
 def _sum(parts: list[str]) -> str:

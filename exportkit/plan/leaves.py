@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from exportkit.errors import PlanError
+from exportkit.json_data import Size
 from exportkit.plan.expression import Expression
 
 AxisKey = tuple[str, int]  # (path of a leaf, one of its axes)
-Sizes = tuple[int | None, ...]  # the sizes of one axis in all calls; None where the leaf is absent
+Sizes = tuple[Size | None, ...]  # the sizes of one axis in all calls; None where the leaf is absent
 Role = Literal["batch", "sequence", "past", "other"]
 
 
@@ -123,8 +124,8 @@ class PlannedLeaf(_RecordedShapes):
     argument: str
     dtype: str
     sizes: tuple[Expression, ...]
-    shapes: tuple[tuple[int, ...] | None, ...]
-    growing: int | None = None
+    shapes: tuple[tuple[Size, ...] | None, ...]
+    growing: Size | None = None
     restored: bool = False
 
     @property
@@ -151,8 +152,8 @@ class Variable:
     role: Role
     seen: Sizes
     evidence: str
-    minimum: int = 0
-    maximum: int | None = None
+    minimum: Size = 0
+    maximum: Size | None = None
     follows: str | None = None
 
     def filled_length(self, sizes: Mapping[str, int]) -> int | None:

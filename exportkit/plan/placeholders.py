@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from exportkit.json_data import Positive, Size
+
 Blocks = list[tuple[int, int]]  # token and length of each run of placeholders, in order
 
 
@@ -29,8 +31,8 @@ class Placeholder:
     tokens: str
     value: int
     rows: str
-    factor: int = 1
-    per: int = 1
+    factor: Positive = 1
+    per: Positive = 1
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Grids:
 
     path: str
     rows: str
-    examples: tuple[tuple[int, ...], ...]
+    examples: tuple[tuple[Size, ...], ...]
 
     def taken(self, images: int) -> list[tuple[int, ...]]:
         """Returns the grids of that many images."""

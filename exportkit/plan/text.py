@@ -7,12 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exportkit.errors import PlanError
-from exportkit.plan.expression import Expression
+from exportkit.json_data import InvalidDataError, parse_json, read
 from exportkit.plan.leaves import Constant, Finding, PlannedLeaf, Variable, listed
 from exportkit.plan.placeholders import Grids, Marker, Placeholder
 
 _FORMAT = "exportkit-plan"
 _VERSION = 1
+_LISTS = {
+    "leaves": PlannedLeaf,
+    "variables": Variable,
+    "constants": Constant,
+    "findings": Finding,
+    "placeholders": Placeholder,
+    "grids": Grids,
+    "markers": Marker,
+}
 _HEADER = "import torch\n\nDYNAMIC = torch.export.Dim.DYNAMIC\n"
 
 
@@ -124,7 +133,7 @@ def _code(value: Any, leaves: Mapping[str, PlannedLeaf], is_named: bool) -> str:
 def dump_plan(fields: Mapping[str, Any]) -> str:
     """Returns JSON text for the fields of a plan."""
     data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
-    for name in ("variables", "leaves", "constants", "findings", "placeholders", "grids", "markers"):
+    for name in _LISTS:
         data[name] = [dict(vars(item)) for item in fields[name]]
     for leaf in data["leaves"]:
         leaf["sizes"] = [size.to_json() for size in leaf["sizes"]]
@@ -146,36 +155,60 @@ def load_plan(text: str) -> dict[str, Any]:
         PlanError: if the text is not such a plan.
     """
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise PlanError("Not a plan: the text is not valid JSON.", got=str(error)) from error
     if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
         found = f"{data.get('format')} {data.get('version')}" if isinstance(data, dict) else type(data).__name__
         raise PlanError("Not a plan that this version reads.", expected=f"{_FORMAT} {_VERSION}", got=found)
     try:
-        return {
-            "leaves": tuple(_load_leaf(item) for item in data["leaves"]),
-            "variables": tuple(Variable(**(item | {"seen": tuple(item["seen"])})) for item in data["variables"]),
-            "constants": tuple(Constant(**item) for item in data["constants"]),
-            "findings": tuple(Finding(**item) for item in data["findings"]),
-            "placeholders": tuple(Placeholder(**item) for item in data["placeholders"]),
-            "joined": tuple(data["joined"]),
-            "unused": tuple(data["unused"]),
-            "passed_through": dict(data["echoes"]),
-            "structure": {name: _untagged(value) for name, value in data["structure"].items()},
-            "grids": tuple(
-                Grids(**(item | {"examples": tuple(map(tuple, item["examples"]))})) for item in data["grids"]
-            ),
-            "markers": tuple(Marker(**item) for item in data["markers"]),
-        }
-    except (KeyError, TypeError, AttributeError) as error:
+        plan: dict[str, Any] = {name: read(tuple[kind, ...], data[name]) for name, kind in _LISTS.items()}  # type: ignore[valid-type]
+        plan |= {name: read(tuple[str, ...], data[name]) for name in ("joined", "unused")}
+        plan["passed_through"] = read(Mapping[str, str], data["echoes"])
+        plan["structure"] = {name: _untagged(value) for name, value in data["structure"].items()}
+        _require_consistent(plan)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise PlanError("This plan is damaged.", got=f"{type(error).__name__}: {error}") from error
+    return plan
 
 
-def _load_leaf(item: Mapping[str, Any]) -> PlannedLeaf:
-    shapes = tuple(None if shape is None else tuple(shape) for shape in item["shapes"])
-    sizes = tuple(Expression.from_json(size) for size in item["sizes"])
-    return PlannedLeaf(**{**item, "shapes": shapes, "sizes": sizes})
+def _require_consistent(plan: Mapping[str, Any]) -> None:
+    """Raises InvalidDataError where parts of a plan contradict each other, such as a size of an unknown variable."""
+    leaves: dict[str, PlannedLeaf] = {leaf.path: leaf for leaf in plan["leaves"]}
+    variables: dict[str, Variable] = {variable.name: variable for variable in plan["variables"]}
+    if len(leaves) < len(plan["leaves"]) or len(variables) < len(plan["variables"]):
+        raise InvalidDataError("each input and each variable once", ", ".join([*leaves, *variables]))
+    seen = {len(leaf.shapes) for leaf in leaves.values()} | {len(variable.seen) for variable in variables.values()}
+    if len(seen) > 1:
+        raise InvalidDataError("sizes for the same number of calls everywhere", sorted(seen))
+    for path, leaf in leaves.items():
+        ranks = {len(shape) for shape in leaf.shapes if shape is not None} | {len(leaf.sizes)}
+        if len(ranks) > 1 or (leaf.growing is not None and leaf.growing >= len(leaf.sizes)):
+            raise InvalidDataError("shapes of one rank", sorted(ranks), path)
+        unknown = {name for size in leaf.sizes for name in size.variables()} - variables.keys()
+        if unknown:
+            raise InvalidDataError(f"sizes over {', '.join(variables)}", ", ".join(sorted(unknown)), path)
+        if any(size.is_static and size.constant < 0 for size in leaf.sizes):
+            raise InvalidDataError("sizes of at least 0", ", ".join(map(str, leaf.sizes)), path)
+    for name, variable in variables.items():
+        if variable.follows is not None and variable.follows not in variables:
+            raise InvalidDataError(f"one of {', '.join(variables)}", variable.follows, name)
+    mentioned = [path for item in plan["placeholders"] for path in (item.tokens, item.rows)]
+    mentioned += [path for item in plan["grids"] for path in (item.path, item.rows) if item.examples]
+    mentioned += [path for item in plan["markers"] for path in (item.path, item.tokens)]
+    scalar = [path for path in mentioned if path not in leaves or not leaves[path].sizes]
+    if scalar or not all(grid.examples for grid in plan["grids"]):
+        raise InvalidDataError("inputs of the plan that have axes, and examples of grids", ", ".join(scalar) or "none")
+    _require_leaves(plan["structure"], leaves)
+
+
+def _require_leaves(value: Any, leaves: Mapping[str, PlannedLeaf]) -> None:
+    """Raises InvalidDataError if a structure holds anything but containers, paths of inputs, and None."""
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            _require_leaves(item, leaves)
+    elif value is not None and value not in leaves:
+        raise InvalidDataError("a path of an input, or null", value)
 
 
 def _tagged(value: Any) -> Any:

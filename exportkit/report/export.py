@@ -6,7 +6,6 @@ again.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import UndefinedError
-
-from exportkit.errors import ExportkitError
-from exportkit.folder.folder import REPORT_JSON, read_manifest
-from exportkit.folder.manifest import damaged, inside
+from exportkit.folder.checked import CheckedFiles, SavedFile, inside
+from exportkit.folder.folder import REPORT_JSON, read_manifest, reading
+from exportkit.json_data import parse_json, read
 from exportkit.plan.plan import Plan
 from exportkit.plan.text import alike_leaves, seen_shapes
 from exportkit.programs.kinds import Split
@@ -150,9 +147,10 @@ def export_page(folder: Path) -> str:
         DestinationError: if the folder holds no exported model, or one of its files is missing or damaged.
     """
     manifest = read_manifest(folder)
-    try:
+    with reading(folder):
+        edited = CheckedFiles(folder, read(Mapping[str, SavedFile], manifest["files"])).check(_is_read)
         proven = folder / REPORT_JSON
-        proof = json.loads(proven.read_text("utf-8")) if proven.exists() else None
+        proof = parse_json(proven.read_bytes()) if proven.exists() else None
         programs = list(_all_programs(folder, manifest, proof))
         pictures = {p.id: (input_pictures(p.plan), variable_pictures(p.plan)) for p in programs}
         main = programs[0]
@@ -166,14 +164,17 @@ def export_page(folder: Path) -> str:
             pictures=pictures,
             steps=_steps(programs, manifest, proof),
             sections=_sections(programs),
-            notes=_notes(programs, Split.from_json(manifest["split"]).text if "split" in manifest else None),
+            notes=[
+                *_notes(programs, Split.from_json(manifest["split"]).text if "split" in manifest else None),
+                *[("", note) for note in edited],
+            ],
             attempts=manifest.get("attempts", []),
             timings=_timings(programs),
         )
-    except ExportkitError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, OSError, UndefinedError) as error:
-        raise damaged(folder, f"{type(error).__name__}: {error}") from error
+
+
+def _is_read(file: Path) -> bool:
+    return file.suffix == ".json"
 
 
 def _all_programs(folder: Path, manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> Iterator[Program]:
@@ -194,7 +195,7 @@ def _programs(
         name,
         data,
         Plan.from_json((home / "plan.json").read_text("utf-8")),
-        json.loads((home / "calls" / "observation.json").read_text("utf-8")),
+        parse_json((home / "calls" / "observation.json").read_bytes()),
         proof,
         sum(manifest["files"].get(data["file"] + end, {}).get("bytes", 0) for end in ("", ".data")),
     )

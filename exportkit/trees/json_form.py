@@ -88,7 +88,7 @@ def load_value(data: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
         return build(Nested(spec, tuple(nodes)), iter(reader.leaves))
     except ExportkitError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # the data may be anything, and classes of others are built from it
         raise TreeError(
             "The layout of a value is damaged.",
             got=f"{type(error).__name__}: {error}",
@@ -273,7 +273,7 @@ class _Reader:
         kind = next(iter(data), "nothing")
         value = data[kind]
         if kind == "tensor":
-            return self._leaf(None if self._tensors is None else self._tensors[value], inside=False)
+            return self._leaf(None if self._tensors is None else self._tensors[_position(value)], inside=False)
         if kind == "tuple":
             return tuple([self.load(item, inside) for item in value])
         if kind == "dict":
@@ -335,6 +335,12 @@ class _Reader:
             ) from error
 
 
+def _position(value: Any) -> int:
+    if type(value) is not int or value < 0:  # True and -1 are positions in a list, too
+        raise TypeError(f"{value!r} is not the number of a tensor")
+    return value
+
+
 def _load_leaf(kind: str, value: Any, data: Any, inside: bool) -> Any:
     if kind == "enum":
         return find_class(value, lambda cls: issubclass(cls, enum.Enum), "an enum").__members__[data["name"]]
@@ -385,7 +391,7 @@ def find_class(name: str, accepted: Callable[[Any], bool] | None = None, expecte
     if found is None and module.partition(".")[0] in _IMPORTED:
         try:
             found = importlib.import_module(module)
-        except ImportError as error:
+        except Exception as error:  # whatever a module raises that cannot be imported here
             cause = error
     if found is None:
         raise TreeError(

@@ -19,9 +19,11 @@ from exportkit.calls import storage
 from exportkit.calls.call import Signature
 from exportkit.calls.observation import Failure
 from exportkit.errors import DestinationError, ObservationError, TreeError, UnregisteredClassError
+from exportkit.files import TEMPORARY
 from exportkit.trees import flatten, register_flattening_functions
 from exportkit.trees.json_form import Placeholder
 from tests.models import Scale, Total, random_cache, random_ids, tiny_llama
+from tests.sealed import accept_tensors, change_json
 
 DTYPES = sorted(storage.DTYPES)
 
@@ -62,10 +64,7 @@ def _saved(tmp_path, *values, **options):
 
 
 def _changed(directory, change):
-    file = directory / "observation.json"
-    data = json.loads(file.read_text())
-    change(data)
-    file.write_text(json.dumps(data))
+    change_json(directory / "observation.json", change)
 
 
 def _assert_same_trees(expected, got):
@@ -238,7 +237,7 @@ def test_files_are_readable_for_all_who_may_read_the_directory(tmp_path):
 def test_observation_says_what_wrote_it(tmp_path):
     data = json.loads((_saved(tmp_path, torch.ones(1)) / "observation.json").read_text())
 
-    assert (data["format"], data["version"]) == ("exportkit-observation", 2)
+    assert (data["format"], data["version"]) == ("exportkit-observation", 3)
     assert data["written_by"]["torch"] == torch.__version__
     assert set(data["written_by"]) == {"python", "exportkit", "torch", "transformers", "safetensors"}
 
@@ -313,7 +312,7 @@ def test_damaged_observation_and_leftovers_of_a_save_can_be_written_over(tmp_pat
     directory = _saved(tmp_path, torch.ones(1))
     file = directory / "observation.json"
     file.write_text(file.read_text()[:200])
-    (directory / ".saving-left").mkdir()
+    (directory / f"{TEMPORARY}left").mkdir()
     _saved(tmp_path, torch.ones(1))
 
     assert len(Observation.load(directory).calls) == 1
@@ -459,7 +458,7 @@ def test_another_version_is_named(tmp_path, data, got):
     assert str(raised.value) == (
         "Not an observation that this version reads.\n"
         f"  where: {tmp_path / 'observation.json'}\n"
-        "  expected: exportkit-observation 2\n"
+        "  expected: exportkit-observation 3\n"
         f"  got: {got}"
     )
 
@@ -475,12 +474,21 @@ def test_another_version_says_what_wrote_it(tmp_path):
     ("change", "got"),
     [
         (lambda data: data.pop("calls"), "KeyError: 'calls'"),
-        (lambda data: data["signature"].pop("names"), "KeyError: 'names'"),
-        (lambda data: data["calls"][0].update(arguments=3), "AttributeError: 'int' object has no attribute 'items'"),
-        (lambda data: data["failures"].append({"reason": "?"}), "TypeError: "),
-        (lambda data: _leaf(data).update(dtype="number"), "KeyError: 'number'"),
-        (lambda data: _leaf(data).update(shape="2x3"), "TypeError: "),
-        (lambda data: data["calls"].append(None), "TypeError: 'NoneType' object is not subscriptable"),
+        (lambda data: data["signature"].pop("names"), "InvalidDataError: expected a value for names, got none"),
+        (lambda data: data["calls"][0].update(arguments=3), "InvalidDataError: [0].arguments: expected a dict, got 3"),
+        (
+            lambda data: data["failures"].append({"reason": "?"}),
+            "InvalidDataError: [0]: expected the names error, arguments, got reason",
+        ),
+        (
+            lambda data: _leaf(data).update(dtype="number"),
+            "InvalidDataError: calls[0].arguments.x: expected a dtype that can be written, got number",
+        ),
+        (
+            lambda data: _leaf(data).update(shape="2x3"),
+            "InvalidDataError: [0].arguments.x.leaves[0].shape: expected a list, got 2x3",
+        ),
+        (lambda data: data["calls"].append(None), "InvalidDataError: [1]: expected a dict, got None"),
     ],
 )
 def test_damaged_json_is_named(tmp_path, change, got):
@@ -528,9 +536,10 @@ def test_values_that_were_cut_short_are_named(tmp_path, length):
 
 
 def _rewritten(directory, tensors):
-    """Replaces the tensors of a save, and keeps its stamp."""
+    """Replaces the tensors of a save, and keeps its stamp and a digest that fits."""
     stamp = json.loads((directory / "observation.json").read_text())["stamp"]
     save_file(tensors, directory / "tensors.safetensors", metadata={"stamp": stamp})
+    accept_tensors(directory)
 
 
 def test_value_that_is_missing_is_named(tmp_path):

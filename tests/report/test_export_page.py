@@ -10,6 +10,7 @@ import exportkit
 from exportkit.errors import DestinationError
 from exportkit.report.export import export_page
 from tests.report.pages import check_page
+from tests.sealed import accept_files, change_json
 
 HOSTILE = "<script>alert('x')</script>&\""
 
@@ -53,9 +54,13 @@ def copied(folder, tmp_path):
 
 
 def edited(folder, name, change):
-    data = json.loads((folder / name).read_text())
-    change(data)
-    (folder / name).write_text(json.dumps(data))
+    if name in ("manifest.json", "calls/observation.json"):
+        change_json(folder / name, change)
+    else:
+        data = json.loads((folder / name).read_text())
+        change(data)
+        (folder / name).write_text(json.dumps(data))
+    accept_files(folder)
     return folder
 
 
@@ -148,7 +153,7 @@ class TestExportPage:
 
         def rename(data):
             data["findings"].append({"kind": "x", "where": "", "text": HOSTILE})
-            data["leaves"][0]["path"] = HOSTILE
+            data["structure"]["data"]["dict"][0][1] = data["leaves"][0]["path"] = HOSTILE
             data["variables"][0]["evidence"] = HOSTILE
 
         edited(copied, "plan.json", rename)
@@ -197,7 +202,7 @@ class TestExportPage:
 
     def test_a_missing_file_is_an_error(self, copied):
         (copied / "plan.json").unlink()
-        with pytest.raises(DestinationError, match=r"damaged(.|\n)*plan.json"):
+        with pytest.raises(DestinationError, match=r"missing(.|\n)*plan.json"):
             export_page(copied)
 
     def test_exported_report_proves_and_writes_only_the_page(self, exported, tmp_path):
