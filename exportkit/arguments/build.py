@@ -16,6 +16,8 @@ from exportkit.plan.placeholders import Blocks, Marker, needed_tokens, place_blo
 from exportkit.plan.plan import Plan
 from exportkit.trees import join
 
+_COMPUTED = 2  # bytes of the smallest floating-point dtype that torch computes with
+_STEP = 8  # the first copy of repeated values is at most this part smaller than the last one
 _MASK_VALUES = 2  # integers or booleans with at most this many different values are a mask
 
 
@@ -86,7 +88,7 @@ def largest_tensors(observation: Observation) -> dict[str, torch.Tensor]:
 def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = ()) -> torch.Tensor:
     """Returns a tensor of ``shape`` made of the values of ``tensor``.
 
-    Longer axes repeat the recorded values; masks (integers or booleans with at most two values) are stretched, so that
+    Longer axes repeat the recorded values, slightly smaller at first; masks (integers or booleans with at most two values) are stretched, so that
     padding stays where it was, on the left or on the right. Repeated rows are rolled along another axis, so that rows
     differ and an export that mixes them up is detected.
 
@@ -108,12 +110,29 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
         if is_mask:
             result = result.index_select(axis, _stretched(result, axis, size))
             continue
-        result = result.index_select(axis, torch.arange(size, device=tensor.device) % have)
+        result = _repeated(result, axis, size)
         along = range(1, tensor.ndim) if tensor.is_floating_point() else sorted({*dynamic} - {0})
         if size > have and axis == 0 and along:
             chunks = result.split(have)
             result = torch.cat([chunk.roll(turn, dims=along[-1]) for turn, chunk in enumerate(chunks)])
     return result.contiguous()
+
+
+def _repeated(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    """The values along an axis, again and again.
+
+    In floating-point tensors, each copy is a little larger than the one before, whole numbers excepted: equal values
+    would leave open which of them top-k takes, and hide a graph that reads only the sizes that it was traced with.
+    """
+    have = tensor.shape[axis]
+    index = torch.arange(size, device=tensor.device)
+    result = tensor.index_select(axis, index % have)
+    if size <= have or not tensor.is_floating_point() or tensor.itemsize < _COMPUTED:
+        return result
+    copies = -(-size // have)
+    smaller = (copies - 1 - index // have) / (_STEP * copies)
+    factor = (1 - smaller).to(tensor.dtype).reshape([-1 if other == axis else 1 for other in range(tensor.ndim)])
+    return torch.where(result == result.trunc(), result, result * factor)
 
 
 def padded(mask: torch.Tensor) -> torch.Tensor:

@@ -155,11 +155,11 @@ def rename_inputs(contract: Contract, renamed: Mapping[str, str]) -> Contract:
 
 
 def _without_model(runner: OnnxRunner, with_unseen: bool) -> OnnxRunner:
-    """The graphs as `load_folder` finds them again."""
+    """The graphs as `load_folder` finds them again, apart from the model that the proof may measure."""
     graphs = {}
     for name, graph in runner.graphs.items():
         unseen = tuple(unseen_calls(graph.traced)) if with_unseen and graph.traced is not None else ()
-        graphs[name] = OnnxGraph(graph.contract, graph.observation, unseen=unseen)
+        graphs[name] = OnnxGraph(graph.contract, graph.observation, unseen=unseen, eager=graph.eager)
     parts = {name: _without_model(part, with_unseen) for name, part in runner.parts.items()}
     return OnnxRunner(graphs, parts, runner.edges, split=runner.split, attempts=runner.attempts)
 

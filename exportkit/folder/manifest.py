@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Edge
 from exportkit.folder.checked import CheckedFiles, inside
 from exportkit.json_data import InvalidDataError, Positive, Size
-from exportkit.onnx_files.graph import Contract, OnnxGraph
+from exportkit.onnx_files.graph import Contract, Measured, OnnxGraph
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import MissingDefaults, dependent_outputs
@@ -27,7 +28,7 @@ from exportkit.programs.domain import Domain
 from exportkit.trees import flatten
 from exportkit.trees.json_form import dump_tree, load_value
 
-_CALLS, _UNSEEN, _PLAN = "calls", "unseen", "plan.json"
+_CALLS, _UNSEEN, _PLAN, _MEASURED = "calls", "unseen", "plan.json", "measured.safetensors"
 _MOST_BYTES = 2**28  # of the calls at unseen sizes that are kept
 _TOO_LARGE = "its tensors are too large to keep"
 
@@ -63,6 +64,12 @@ class _Unseen:
 
 
 @dataclass(frozen=True)
+class _Measured:
+    ties: Mapping[str, str]
+    leeway: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class GraphData:
     """What the manifest says about a graph: its schema, from which it is read."""
 
@@ -79,6 +86,7 @@ class GraphData:
     rules: tuple[str, ...]
     findings: tuple[str, ...]
     unseen: tuple[_Unseen, ...]
+    measured: Mapping[str, _Measured]
     joined_outputs: tuple[str, ...]
     member_rows: Mapping[str, Size]
     stateful: bool
@@ -124,6 +132,7 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
         "rules": list(contract.rules),
         "findings": [finding.text for finding in contract.plan.findings],
         "unseen": _dump_unseen(graph, place / _UNSEEN) if values else [],
+        "measured": _dump_measured(graph.measured, place / _MEASURED) if values else {},
         "joined_outputs": list(contract.joined_outputs),
         "member_rows": dict(contract.member_rows),
         "stateful": contract.stateful,
@@ -173,7 +182,13 @@ def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph
     )
     _require_consistent(contract)
     unseen = _load_unseen(graph.unseen, place / _UNSEEN, contract)
-    return OnnxGraph(contract, observation, unseen=unseen, require_unchanged=functools.partial(files.recheck, file))
+    return OnnxGraph(
+        contract,
+        observation,
+        unseen=unseen,
+        require_unchanged=functools.partial(files.recheck, file),
+        measured=_load_measured(graph.measured, place / _MEASURED),
+    )
 
 
 def _require_consistent(contract: Contract) -> None:
@@ -230,6 +245,33 @@ def _load_unseen(described: Sequence[_Unseen], place: Path, contract: Contract) 
         )
         for item in described
     )
+
+
+def _dump_measured(measured: Mapping[str, Measured], file: Path) -> dict[str, Any]:
+    """Writes what a proof measured with the model, and returns where each tensor is, by call, field and path."""
+    tensors: dict[str, torch.Tensor] = {}
+    described: dict[str, Any] = {}
+    for call, found in measured.items():
+        described[call] = {"ties": {}, "leeway": {}}
+        for name, by_path in (("ties", found.ties), ("leeway", found.leeway)):
+            for path, tensor in by_path.items():
+                key = described[call][name][path] = str(len(tensors))
+                tensors[key] = tensor.detach().cpu().contiguous()
+    if tensors:
+        save_file(tensors, file)
+    return described
+
+
+def _load_measured(described: Mapping[str, _Measured], file: Path) -> dict[str, Measured]:
+    names = {key for item in described.values() for keys in (item.ties, item.leeway) for key in keys.values()}
+    tensors = load_file(file) if names else {}
+    if names - tensors.keys():
+        raise InvalidDataError(f"the tensors of {file.name}", ", ".join(sorted(names - tensors.keys())))
+
+    def by_path(keys: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        return {path: tensors[key] for path, key in keys.items()}
+
+    return {call: Measured(by_path(item.ties), by_path(item.leeway)) for call, item in described.items()}
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -17,7 +17,8 @@ import torch
 
 from exportkit.errors import InvalidRequestError
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, TraceData
-from exportkit.running.compare import TF32_UNIT, Distance, misshapen, ratio, unit_of, visible_tail
+from exportkit.running.compare import TF32_UNIT, Distance, misshapen, ratio, unit_of
+from exportkit.running.masks import kept_positions, visible_tail
 
 Pair = tuple[ModuleCall, ModuleCall]
 _Shapes = tuple[tuple[int, ...], ...]
@@ -280,11 +281,12 @@ class Padding:
     equally right.
 
     Args:
-        mask: Attention mask ``(batch, length)`` of zeros and ones, or None.
+        mask: Attention mask ``(batch, length)``, or None.
     """
 
     def __init__(self, mask: torch.Tensor | None) -> None:
-        self._mask = None if mask is None or bool(mask.all()) else mask.bool().cpu()
+        kept = None if mask is None else kept_positions(mask)
+        self._mask = None if kept is None or bool(kept.all()) else kept
         self._found: dict[tuple[int, ...], torch.Tensor | None] = {}
 
     @classmethod

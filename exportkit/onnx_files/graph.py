@@ -6,7 +6,7 @@ and loads it, and `OnnxGraph` runs from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from exportkit.probing.simplify import as_simplified, value_at, with_split_lists
 from exportkit.programs.audit import domain_of
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
+from exportkit.running.eager import EagerRunner
 from exportkit.running.program import tensor_placeholders
 from exportkit.running.session import Session, SessionRunner
 from exportkit.trees import Tree, flatten, join, set_stored_length
@@ -121,6 +122,28 @@ class Contract:
         )
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a call whose outputs are sensitive to rounding, or arbitrary in parts; see `proof.leeway`.
+
+    Attributes:
+        ties: Outputs of the model, by path, that differ if it chooses among equal values as ONNX does.
+        leeway: How far each element of an output may be off, by path.
+    """
+
+    ties: Tensors = field(default_factory=dict)
+    leeway: Tensors = field(default_factory=dict)
+
+    def of(self, paths: Collection[str]) -> Measured:
+        """Returns what is known of some outputs."""
+        ties = {path: tensor for path, tensor in self.ties.items() if path in paths}
+        return Measured(ties, {path: tensor for path, tensor in self.leeway.items() if path in paths})
+
+    def updated(self, other: Measured) -> Measured:
+        """Returns what is known together, where the other one counts for outputs that both know."""
+        return Measured({**self.ties, **other.ties}, {**self.leeway, **other.leeway})
+
+
 class OnnxGraph:
     """A graph that takes the arguments of the model and returns what the model returns.
 
@@ -130,6 +153,8 @@ class OnnxGraph:
         traced: The program that it was translated from; None if the graph was loaded from a folder.
         unseen: Calls at sizes that were never run, with what the model returned; None to run the model for them.
         require_unchanged: Raises an error if the files are not those that were checked when they were loaded.
+        eager: The model, if it is at hand for measurements; by default that of the program.
+        measured: What was measured for calls whose outputs are sensitive to rounding, by the name of the call.
     """
 
     def __init__(
@@ -139,8 +164,12 @@ class OnnxGraph:
         traced: TracedProgram | None = None,
         unseen: tuple[Call, ...] | None = None,
         require_unchanged: Callable[[], None] | None = None,
+        eager: EagerRunner | None = None,
+        measured: dict[str, Measured] | None = None,
     ) -> None:
         self.contract, self.observation, self.traced, self.unseen = contract, observation, traced, unseen
+        self.eager = EagerRunner(traced.model, traced.method) if eager is None and traced is not None else eager
+        self.measured: dict[str, Measured] = {} if measured is None else measured
         self._require_unchanged = require_unchanged
         self._session: Session | None = None
         self._opened: tuple[Stamp, ...] = ()

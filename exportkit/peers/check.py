@@ -24,7 +24,8 @@ from exportkit.onnx_files.translate import input_names
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import fill_missing
 from exportkit.probing.planning import plan_calls
-from exportkit.running.compare import compare_tensors, find_mask, visible_by_shape
+from exportkit.running.compare import compare_tensors
+from exportkit.running.masks import find_mask, visible_by_shape
 from exportkit.running.session import Session
 from exportkit.trees import string_type
 

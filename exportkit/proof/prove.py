@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.errors import ExportkitError
-from exportkit.onnx_files.graph import OnnxGraph
+from exportkit.onnx_files.graph import Measured, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.simplify import as_simplified
@@ -22,12 +23,16 @@ from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
 from exportkit.proof.calls import Tensors, assembled_calls, stepwise_outputs, unseen_calls
+from exportkit.proof.leeway import measurements
 from exportkit.proof.report import Divergence, Report, Row
-from exportkit.running.compare import Difference, compare_outputs, find_mask, visible_positions, visible_tail
+from exportkit.running.bounds import rounding_bound
+from exportkit.running.compare import Difference, compare_outputs
 from exportkit.running.runner import Runner, compare_runs
 from exportkit.trees import flatten
 
 _ENOUGH_UNSEEN = 3
+# A folder is proven without the model, on machines and with kernels that round differently from those that saved it.
+_ELSEWHERE = 4.0
 STEPWISE = "equals the model token by token; with several tokens at once, the model forgets its state"
 
 
@@ -158,7 +163,7 @@ def _row(
     if outcome.error is not None:
         raise outcome.error
     wrong = outcome.wrong
-    where = f"{wrong[0].path or 'output'}: {wrong[0].reason}" if wrong else ""
+    where = f"{wrong[0].path or 'output'}: {wrong[0].reason}" if wrong else _left_out(outcome.differences)
     outputs = {difference.path: difference.absolute for difference in outcome.differences}
     return replace(
         row,
@@ -172,8 +177,19 @@ def _row(
     )
 
 
-def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
-    """Returns one difference for each output leaf, without positions that the call's attention mask hides.
+def _left_out(differences: Sequence[Difference]) -> str:
+    """How many elements could not be compared, of the output that has most of them."""
+    most = max(differences, key=lambda difference: difference.left_out, default=None)
+    if most is None or not most.left_out:
+        return ""
+    return f"{most.path or 'output'}: {most.left_out} elements are arbitrary in the model, and were not compared"
+
+
+def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Tensors) -> tuple[Difference, ...]:
+    """Returns one difference for each output leaf.
+
+    Where rounding in well-conditioned code does not explain a difference, the model is asked what else moves its
+    result, if it is at hand; what was found then is kept in ``graph.measured``.
 
     Args:
         graph: The graph.
@@ -181,20 +197,25 @@ def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Ten
         expected: What the model returned, by path.
         got: What the graph returned, by path.
     """
-    contract, mask = graph.contract, find_mask(call.tensors())
-    plan, axes = contract.plan, contract.output_axes
-    sizes = plan.by_path[mask[0]].sizes if mask and mask[0] in plan.by_path else ()
-    names, past = tuple(map(str, sizes)), plan.with_role("past")
-    # a mask that covers all tokens, those in the cache included, and not those of an encoder, hides parts of caches
-    caches = contract.structure.growing if sizes and past is not None and past.name in sizes[-1].variables() else {}
-    expected = as_simplified(expected, contract.joined_outputs, ())
-    got = as_simplified(got, contract.joined_outputs, ())
+    joined = graph.contract.joined_outputs
+    expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
+    bound = rounding_bound if graph.eager is not None else functools.partial(rounding_bound, times=_ELSEWHERE)
 
-    def visible(path: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        if mask is None or not names:
-            return None
-        if path in caches:  # also where a window has cut it, so that its length has no name
-            return visible_tail(mask[1], caches[path].axis, tuple(tensor.shape))
-        return visible_positions(mask[1], names, axes.get(path, ()), tuple(tensor.shape))
+    def compared(measured: Measured) -> tuple[Difference, ...]:
+        wanted = {**expected, **measured.ties}
+        return tuple(compare_outputs(wanted, got, exactly=True, bound=bound, leeway=measured.leeway))
 
-    return compare_outputs(expected, got, visible, exactly=True)
+    name = call.label or str(call.index)
+    if graph.eager is None:
+        return compared(graph.measured.get(name, Measured()))
+    found = compared(Measured())
+    wrong = {difference.path for difference in found if difference.reason is not None}
+    if expected.keys() != got.keys() or any(math.isnan(difference.absolute) for difference in found):
+        return found  # outputs, shapes or dtypes differ, which nothing explains
+    for measured in measurements(graph, call, expected) if wrong else ():
+        explaining = measured.of(wrong)
+        found = compared(explaining)
+        if all(difference.reason is None for difference in found):
+            graph.measured[name] = graph.measured.get(name, Measured()).updated(explaining)
+            break
+    return found

@@ -1,31 +1,23 @@
 """Compares tensors and outputs: the one place that decides what is compared, what counts as equal, and how far it is.
 
 There are two measures. A `Difference` is about elements: the largest and the worst one, and whether all of them are
-within a tolerance. A `Distance` is about whole tensors, relative to the scale of the first one, so that it means the
+within a bound. A `Distance` is about whole tensors, relative to the scale of the first one, so that it means the
 same at every layer and for every dtype. Both follow one rule for special values: NaN equals NaN, an infinity equals
-the same infinity, and nothing else equals either. Positions that an attention mask hides are left out, because what
-a model computes at padding is arbitrary.
+the same infinity, and nothing else equals either.
+
+Bounds follow the numbers, see `exportkit.running.bounds`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-# Relative and absolute tolerance by dtype, for one model on two sets of kernels, which add up in different orders and
-# fuse different operations. Integers and booleans have none.
-_TOLERANCES = {torch.float64: (1e-6, 1e-8), torch.float16: (1e-2, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
-_DEFAULT = (1e-3, 1e-4)
-# The same for two pieces of eager code that run the same kernels: the defaults of torch.testing.assert_close.
-_SAME_KERNELS = {
-    torch.float16: (1e-3, 1e-5), torch.complex32: (1e-3, 1e-5),
-    torch.bfloat16: (1.6e-2, 1e-5),
-    torch.float64: (1e-7, 1e-7), torch.complex128: (1e-7, 1e-7),
-}  # fmt: skip
-_SAME_KERNELS_DEFAULT = (1.3e-6, 1e-5)
+from exportkit.running.bounds import Bound, magnitudes, usual_bound
+
 # Elements that are measured at a time: what is computed from them stays in the caches of a processor.
 _CHUNK = 1 << 16
 # Unsigned dtypes that torch stores but does not compute with.
@@ -39,7 +31,6 @@ _SAME_ELEMENTS = 32.0
 TF32_UNIT = 2.0**-11
 
 Tensors = Mapping[str, torch.Tensor]
-Visible = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,8 @@ class Difference:
         reason: Why they count as different, or None where they agree.
         absolute: Largest absolute difference; NaN where there is nothing to compare.
         relative: Largest difference relative to the expected value.
-        index: Where the largest difference is, or the one that exceeds the tolerance most.
+        index: Where the largest difference is, or the one that exceeds the bound most.
+        left_out: Number of elements that say nothing, because the model's own result is arbitrary there.
     """
 
     path: str
@@ -59,6 +51,7 @@ class Difference:
     absolute: float = 0.0
     relative: float = 0.0
     index: tuple[int, ...] = ()
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,39 +80,28 @@ class Distance:
     problem: str | None = None
 
 
-def tolerances(dtype: torch.dtype, same_kernels: bool = False) -> tuple[float, float]:
-    """Returns the relative and the absolute tolerance for values of a dtype; integers and booleans have none.
-
-    Args:
-        dtype: The dtype.
-        same_kernels: Whether both results come from eager PyTorch, so that less may differ.
-    """
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return 0.0, 0.0
-    if same_kernels:
-        return _SAME_KERNELS.get(dtype, _SAME_KERNELS_DEFAULT)
-    return _TOLERANCES.get(dtype, _DEFAULT)
-
-
 def compare_tensors(
     path: str,
     expected: torch.Tensor,
     got: torch.Tensor,
     visible: torch.Tensor | None = None,
-    tolerance: tuple[float, float] | None = None,
+    *,
+    bound: Bound = usual_bound,
+    leeway: torch.Tensor | None = None,
     offset: float = 0.0,
 ) -> Difference:
     """Returns how far ``got`` is from ``expected``.
 
-    Shapes and dtypes must be equal, and every element within the tolerance: ``|expected - got| <= absolute +
-    relative * |expected|``.
+    Shapes and dtypes must be equal, and every element within the bound.
 
     Args:
         path: Path of the output leaf.
         expected: What the model returned.
         got: What is compared with it.
-        visible: Booleans that broadcast to the shape; values elsewhere are arbitrary and not compared.
-        tolerance: Relative and absolute tolerance; by default that of the dtype.
+        visible: Booleans that broadcast to the shape; values elsewhere are not compared.
+        bound: How far each element may be off.
+        leeway: How far each element was measured to move, ready to broadcast. It widens the bound; elements that
+            move farther than `usual_bound` say nothing, and a tensor that has only such elements is not equal.
         offset: Is added to the expected value where the difference is divided by it.
     """
     if expected.shape != got.shape:
@@ -130,47 +112,56 @@ def compare_tensors(
     a, b = _numbers(expected), _numbers(got)
     if a.shape == b.shape and torch.equal(a, b):
         return Difference(path, None)
-    apart = _apart(a, b, visible)
-    scale = (a.abs() if a.is_complex() else a).to(apart.dtype).abs().nan_to_num(nan=0.0, posinf=0.0)
-    share = (apart / (scale + offset)).where(apart > 0, 0.0).max().item()
-    rtol, atol = tolerance or tolerances(expected.dtype)
-    excess = apart - (atol + rtol * scale)
-    largest = _position(apart)
-    if not bool((excess > 0).any()):
-        return Difference(path, None, apart[largest].item(), share, largest)
-    worst = _position(excess)
+    apart = elements_apart(a, b, visible)
+    share = (apart / (magnitudes(a) + offset)).where(apart > 0, 0.0).max().item()
+    allowed, left_out, reason = bound(a).expand(a.shape), 0, None
+    if leeway is not None:
+        unknown = (leeway > usual_bound(a)).expand(a.shape)
+        left_out = int(unknown.sum())
+        if left_out == a.numel() and bool((apart > allowed).any()):
+            reason = "nothing of it can be compared: what the model itself returns there is arbitrary"
+        allowed = torch.maximum(allowed, leeway)
+    wrong, largest = apart > allowed, _position(apart)
+    if not bool(wrong.any()):
+        return Difference(path, reason, apart[largest].item(), share, largest, left_out)
+    worst = _position(torch.where(wrong, apart - allowed, -1.0))
     reason = f"{a[worst].item():.6g} became {b[worst].item():.6g} at {list(worst)}"
-    return Difference(path, reason, apart[largest].item(), share, worst)
+    return Difference(path, reason, apart[largest].item(), share, worst, left_out)
 
 
 def compare_outputs(
-    expected: Tensors, got: Tensors, visible: Visible | None = None, exactly: bool = False
+    expected: Tensors,
+    got: Tensors,
+    exactly: bool = False,
+    bound: Bound = usual_bound,
+    leeway: Tensors | None = None,
 ) -> Iterator[Difference]:
     """Yields a difference for each output, in order.
 
     Args:
         expected: What the model returned, by path.
         got: What is compared with it, by path.
-        visible: Says which elements of an output are compared, by its path and the expected tensor; all by default.
         exactly: Whether an output that only ``got`` has is a difference too.
+        bound: How far each element may be off.
+        leeway: How far the elements of some outputs were measured to move, by path; see `compare_tensors`.
     """
     for path, tensor in expected.items():
         if path not in got:
             yield Difference(path, "only the model returns it")
         else:
-            yield compare_tensors(path, tensor, got[path], None if visible is None else visible(path, tensor))
+            yield compare_tensors(path, tensor, got[path], bound=bound, leeway=(leeway or {}).get(path))
     for path in got if exactly else ():
         if path not in expected:
             yield Difference(path, "only the graph returns it")
 
 
 def close(expected: torch.Tensor, got: torch.Tensor) -> bool:
-    """Returns whether two tensors have the same shape and dtype, and values within the tolerance of that dtype."""
+    """Returns whether two tensors have the same shape and dtype, and values within the usual bound."""
     return compare_tensors("", expected, got).reason is None
 
 
 def outputs_close(expected: Tensors, got: Tensors) -> bool:
-    """Returns whether each expected output is in ``got``, within tolerance; what else is in there does not matter."""
+    """Returns whether each expected output is in ``got``, within the usual bound; ``got`` may hold more."""
     return all(difference.reason is None for difference in compare_outputs(expected, got))
 
 
@@ -219,7 +210,7 @@ def position_of_largest(
     a, b = _numbers(first), _numbers(second)
     if a.shape != b.shape or a.numel() == 0 or a.ndim == 0:
         return None
-    apart = _apart(a, b, visible)
+    apart = elements_apart(a, b, visible)
     position = _position(apart)
     return position if apart[position].item() > 0 else None
 
@@ -240,58 +231,6 @@ def is_reordered(first: torch.Tensor, second: torch.Tensor, visible: torch.Tenso
     if abs(lengths[0] - lengths[1]) > 2 * limit * max(lengths):  # other elements; sorting them would take long
         return False
     return distance(a.sort().values, b.sort().values).rms <= limit
-
-
-def find_mask(tensors: Tensors) -> tuple[str, torch.Tensor] | None:
-    """Returns path and value of the attention mask among the inputs of a call: rank 2, and of that name."""
-    for path, tensor in tensors.items():
-        if path.rpartition(".")[2] == "attention_mask" and tensor.ndim == 2:
-            return path, tensor
-    return None
-
-
-def visible_positions(
-    mask: torch.Tensor | None, mask_axes: tuple[str | int, ...], axes: tuple[str | int, ...], shape: tuple[int, ...]
-) -> torch.Tensor | None:
-    """Returns which positions of an output an attention mask leaves visible, ready to broadcast; None for all.
-
-    Args:
-        mask: Attention mask ``(batch, length)``, or None.
-        mask_axes: Names of its axes, such as ``("batch", "past_sequence + sequence")``.
-        axes: Names of the output's axes.
-        shape: Shape of the output.
-    """
-    if mask is None or mask.ndim != 2 or bool(mask.all()) or not axes or axes[0] != mask_axes[0]:
-        return None
-    if len(shape) != len(axes) or shape[0] != mask.shape[0]:
-        return None
-    length = set(str(mask_axes[1]).split(" + "))
-    for axis, name in enumerate(axes[1:], start=1):
-        # an axis of the mask's own length, or of its last part: the new tokens of "past + new"
-        if isinstance(name, str) and length >= set(name.split(" + ")) and 0 < shape[axis] <= mask.shape[1]:
-            return visible_tail(mask, axis, shape)
-    return None
-
-
-def visible_by_shape(mask: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Returns what `visible_positions` does for an output whose axes have no names, going by sizes alone.
-
-    The length is looked for where outputs of language models have it: axis 2 of caches ``(batch, heads, length, dim)``,
-    axis 1 of anything else.
-    """
-    if mask is None or bool(mask.all()) or len(shape) < 2 or shape[0] != mask.shape[0]:
-        return None
-    axis = 2 if len(shape) == 4 else 1
-    return visible_tail(mask, axis, shape) if 1 < shape[axis] <= mask.shape[1] else None
-
-
-def visible_tail(mask: torch.Tensor, axis: int, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Returns the last columns of the mask, as many as the axis is long, ready to broadcast; None if it is longer."""
-    size = shape[axis]
-    if size > mask.shape[1] or shape[0] != mask.shape[0]:
-        return None
-    tail = mask[:, mask.shape[1] - size :].bool()
-    return tail.reshape(len(tail), *([1] * (axis - 1)), size, *([1] * (len(shape) - axis - 1)))
 
 
 def ratio(part: float, whole: float) -> float:
@@ -332,8 +271,8 @@ def _elements(tensor: torch.Tensor, visible: torch.Tensor | None) -> torch.Tenso
     return tensor if visible is None else tensor[visible.expand(tensor.shape)]
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
-    """The distance of each pair of elements: 0 where they are equal or hidden, infinite where only one is special."""
+def elements_apart(a: torch.Tensor, b: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the distance of each pair of elements: 0 where equal or hidden, infinite where only one is special."""
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     same = (a == b) | (a.isnan() & b.isnan())
     if visible is not None:
@@ -371,9 +310,9 @@ def _of_floats(a: torch.Tensor, b: torch.Tensor) -> Distance:
 
 def _of_unusual(a: torch.Tensor, b: torch.Tensor) -> Distance:
     """The distance of tensors with NaN, infinities, or values whose squares overflow."""
-    exact = not bool(_apart(a, b).any())
+    exact = not bool(elements_apart(a, b).any())
     a, b = _lowest_made_infinite(a), _lowest_made_infinite(b)
-    apart = _apart(a, b)
+    apart = elements_apart(a, b)
     largest = apart.max().item()
     if largest == 0.0:
         return Distance(exact=exact)

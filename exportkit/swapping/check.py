@@ -10,7 +10,8 @@ import torch
 
 from exportkit.errors import InvalidTypeError, PatchError
 from exportkit.overrides import ClassOf, replaced
-from exportkit.running.compare import compare_tensors, tolerances
+from exportkit.running.bounds import fixed_bound, same_kernels_tolerance
+from exportkit.running.compare import compare_tensors
 from exportkit.swapping.mapping import is_rebuilt, rebuilt, require_same_forward
 from exportkit.trees import Tree, flatten
 
@@ -119,9 +120,9 @@ def _difference(name: str, path: str, expected: Any, got: Any, rtol: float | Non
                 f"The replacement of {name} returns another value.", where=path, expected=expected, got=got
             )
         return 0.0
-    usual = tolerances(expected.dtype, same_kernels=True)
-    tolerance = usual[0] if rtol is None else rtol, usual[1] if atol is None else atol
-    found = compare_tensors(path, expected, got, tolerance=tolerance)
+    usual = same_kernels_tolerance(expected.dtype)
+    relative, absolute = usual[0] if rtol is None else rtol, usual[1] if atol is None else atol
+    found = compare_tensors(path, expected, got, bound=fixed_bound(relative, absolute))
     reason = found.reason
     if expected.device != got.device or expected.layout != got.layout:
         reason = f"{got.layout} on {got.device} instead of {expected.layout} on {expected.device}"

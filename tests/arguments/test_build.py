@@ -131,6 +131,16 @@ def test_repeated_rows_differ():
     assert not torch.equal(made[1], made[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_repeated_values_differ_slightly_and_the_largest_come_last(dtype):
+    tensor = torch.tensor([[0.5, -1.5, 2.25, 0.0, -torch.inf, 3.0]], dtype=dtype).expand(2, 6)
+    made = resize(tensor, (2, 15))[0]
+    assert made[:3].abs().lt(made[6:9].abs()).all()
+    assert made[6:9].abs().lt(made[12:15].abs()).all()
+    assert torch.allclose(made[:3], tensor[0, :3], rtol=0.15)
+    assert made[3:6].tolist() == made[9:12].tolist() == [0.0, -torch.inf, 3.0]
+
+
 def test_integers_are_rolled_along_axes_that_vary_only():
     grid = torch.tensor([[1, 4, 6]])
     assert resize(grid, (2, 3), dynamic=(0,)).tolist() == [[1, 4, 6], [1, 4, 6]]

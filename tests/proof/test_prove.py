@@ -96,21 +96,28 @@ def test_sizes_that_the_model_itself_refuses_are_no_proof_and_no_failure(onnx_mo
     assert any("too many rows" in row.where for row in report.rows)
 
 
-def test_the_models_own_padding_is_no_difference(tmp_path):
-    class Masked(torch.nn.Module):
-        """Computes anything where the mask is 0."""
+class Masked(torch.nn.Module):
+    """Computes something of its own at hidden positions, from what is there or not."""
 
-        def forward(self, x, attention_mask):
-            noise = torch.arange(x.shape[1]).float()[None, :, None] * 0 + self.noise
-            return torch.where(attention_mask[..., None] == 1, x * 2, noise)
+    def __init__(self, from_padding):
+        super().__init__()
+        self.noise, self.from_padding = torch.tensor(1.0), from_padding
 
-    model = Masked()
-    model.noise = torch.tensor(1.0)
+    def forward(self, x, attention_mask):
+        hidden = x * self.noise if self.from_padding else torch.zeros_like(x) + self.noise
+        return torch.where(attention_mask[..., None] == 1, x * 2, hidden)
+
+
+@pytest.mark.parametrize("from_padding", [True, False])
+def test_padding_is_no_difference_where_it_depends_on_what_the_mask_hides(from_padding, tmp_path):
+    model = Masked(from_padding)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
     calls = [(torch.randn(2, 5, 6), mask), (torch.randn(2, 4, 6), mask[:, :4])]
     onnx_model = exported(model, calls, tmp_path / "model.onnx")
     model.noise = torch.tensor(5.0)
-    assert onnx_model.verify().ok
+    report = onnx_model.verify()
+    assert report.ok is from_padding, str(report)
+    assert any("elements are arbitrary in the model" in row.where for row in report.rows) is from_padding
 
 
 def row(kind="recorded", status="proven", **changes):

@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from exportkit.running.compare import (
-    compare_outputs,
-    compare_tensors,
-    find_mask,
-    outputs_close,
-    visible_by_shape,
-    visible_positions,
-)
+from exportkit.running.bounds import fixed_bound
+from exportkit.running.compare import compare_outputs, compare_tensors, outputs_close
+from exportkit.running.masks import find_mask, visible_by_shape, visible_positions
 
 NAN, INF = float("nan"), float("inf")
 
@@ -53,9 +48,9 @@ def test_different_and_where(expected, got, reason):
 def test_a_tolerance_can_be_given():
     a, b = torch.tensor([2.0]), torch.tensor([3.0])
 
-    assert compare_tensors("x", a, b, tolerance=(0.0, 1.0)).reason is None
-    assert compare_tensors("x", a, b, tolerance=(0.5, 0.0)).reason is None
-    assert compare_tensors("x", a, b, tolerance=(0.4, 0.0)).reason == "2 became 3 at [0]"
+    assert compare_tensors("x", a, b, bound=fixed_bound(0.0, 1.0)).reason is None
+    assert compare_tensors("x", a, b, bound=fixed_bound(0.5, 0.0)).reason is None
+    assert compare_tensors("x", a, b, bound=fixed_bound(0.4, 0.0)).reason == "2 became 3 at [0]"
 
 
 def test_the_largest_differences_are_measured():
@@ -120,5 +115,6 @@ def test_without_names_the_length_is_looked_for_by_size():
 
 
 def test_the_mask_is_found_by_its_name():
-    assert find_mask({"x": torch.ones(2, 3), "attention_mask": MASK}) == ("attention_mask", MASK)
+    path, kept = find_mask({"x": torch.ones(2, 3), "attention_mask": MASK})
+    assert (path, kept.tolist()) == ("attention_mask", MASK.bool().tolist())
     assert find_mask({"attention_mask": torch.ones(2, 1, 3, 3)}) is None

@@ -1,0 +1,134 @@
+"""Runs operators of torch with rounding errors that vary from run to run, and with the tie rule of ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat import require
+from exportkit._torch_compat.graph import schema_of
+
+# Operators that return numbers they were given, or none: they do not round. Operators whose results are integers or
+# booleans, views, and operators without a floating-point operand are recognized without a list.
+_EXACT = {
+    "_to_copy", "_unsafe_view", "abs", "amax", "amin", "bernoulli", "block_diag", "cat", "ceil", "clamp", "clamp_max",
+    "clamp_min", "clone", "complex", "constant_pad_nd", "copy", "diag_embed", "diagonal_scatter", "embedding",
+    "empty_like", "exponential", "fill", "flip", "floor", "full_like", "gather", "hardtanh", "im2col", "index",
+    "index_copy", "index_fill", "index_put", "index_select", "isfinite", "kthvalue", "lift_fresh", "masked_fill",
+    "masked_scatter", "masked_select", "max", "max_pool1d", "max_pool2d", "max_pool2d_with_indices", "max_pool3d",
+    "max_pool3d_with_indices", "maximum", "median", "min", "minimum", "mode", "nan_to_num", "neg", "normal",
+    "ones_like", "pixel_shuffle", "pixel_unshuffle", "rand_like", "randn_like", "random", "reflection_pad1d",
+    "reflection_pad2d", "reflection_pad3d", "relu", "repeat", "replication_pad1d", "replication_pad2d",
+    "replication_pad3d", "resize", "roll", "round", "scatter", "select_scatter", "sgn", "sign", "slice_scatter",
+    "sort", "split_with_sizes", "split_with_sizes_copy", "stack", "take", "threshold", "topk", "tril", "triu",
+    "trunc", "unbind_copy", "uniform", "where", "zero", "zeros_like",
+}  # fmt: skip
+# Whole numbers up to this size are left alone: counts, positions, masks and one-hot vectors are exact.
+_MOST_EXACT = 2.0**20
+
+
+class _RoundingVaried:
+    """What is done with each operator; a mixin for ``TorchDispatchMode``, which is imported where it is used."""
+
+    seed: int
+    generators: dict[torch.device, torch.Generator]
+    constant: Collection[int]
+    errors: float
+    chooses = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Returns what an operator returns, with other rounding errors."""
+        kwargs = kwargs or {}
+        schema = schema_of(func)
+        name = schema.name.removeprefix("aten::").removesuffix("_")
+        if name in ("topk", "sort"):
+            self.chooses = True
+            return _first_of_equals(name, func, args, kwargs)
+        floats = any(isinstance(arg, torch.Tensor) and _is_rounded(arg) for arg in _flat((args, kwargs)))
+        if not self.errors or not floats or name in _EXACT:
+            return func(*args, **kwargs)
+        written = [argument.alias_info is not None for argument in schema.arguments]
+        if torch.Tag.pointwise not in func.tags:  # it adds up: how exactly depends on its operands
+            args = tuple(a if fixed else self._varied(a) for a, fixed in zip(args, written, strict=False))
+        result = func(*args, **kwargs)
+        values = result if isinstance(result, tuple | list) else (result,)
+        returned = schema.returns
+        if len(returned) != len(values):
+            return result
+        found = []
+        for value, info in zip(values, returned, strict=True):
+            alias = info.alias_info
+            if alias is None:
+                found.append(self._varied(value, weights=True))
+                continue
+            if alias.is_write and isinstance(value, torch.Tensor) and _is_rounded(value):
+                value.copy_(self._varied(value, weights=True))
+            found.append(value)
+        return type(result)(found) if isinstance(result, tuple | list) else found[0]
+
+    def _varied(self, value: Any, weights: bool = False) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(self._varied(part, weights) for part in value)
+        if not isinstance(value, torch.Tensor) or not _is_rounded(value) or not value.numel():
+            return value
+        if not weights and value.untyped_storage().data_ptr() in self.constant:
+            return value
+        if value.is_complex():
+            return torch.view_as_complex(self._varied(torch.view_as_real(value), weights))
+        if value.device not in self.generators:
+            self.generators[value.device] = torch.Generator(value.device).manual_seed(self.seed)
+        wide = value if value.itemsize >= 4 else value.to(torch.float32)
+        noise = torch.rand(value.shape, generator=self.generators[value.device], device=value.device, dtype=wide.dtype)
+        errors = noise.sub_(0.5).mul_(2 * self.errors * torch.finfo(value.dtype).eps).mul_(wide)
+        exact = (wide == wide.trunc()) & (wide.abs() <= _MOST_EXACT)
+        return torch.where(exact | ~errors.isfinite(), value, (wide + errors).to(value.dtype))
+
+
+def _is_rounded(value: torch.Tensor) -> bool:
+    return (value.is_floating_point() and value.itemsize > 1) or value.is_complex()
+
+
+def _flat(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = value.values()
+    if isinstance(value, torch.Tensor) or not hasattr(value, "__iter__") or isinstance(value, str):
+        yield value
+    else:
+        for part in value:
+            yield from _flat(part)
+
+
+def _first_of_equals(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of ``topk`` or ``sort`` that has the first of equal elements first."""
+    given = {argument.name: value for argument, value in zip(schema_of(func).arguments, args, strict=False)} | kwargs
+    if "out" in given or "values" in given or given["self"].ndim == 0:
+        return func(*args, **kwargs)
+    axis, descending = given.get("dim", -1), given.get("largest", True) if name == "topk" else given.get("descending")
+    if not isinstance(axis, int):
+        return func(*args, **kwargs)
+    ordered = torch.sort(given["self"], dim=axis, descending=bool(descending), stable=True)
+    if name == "sort":
+        return tuple(ordered)
+    return tuple(part.narrow(axis, 0, given["k"]).contiguous() for part in ordered)
+
+
+def rounding_varied(seed: int, constant: Collection[int] = (), errors: float = 1.0) -> Any:
+    """Returns a context manager in which every operator rounds differently, and takes the first of equal elements.
+
+    An operator returns its result with a random relative error of up to one unit in the last place. If it adds up, its
+    operands get such an error too, so that cancellation shows. ``topk`` and ``sort`` choose among equal elements as
+    ONNX does: https://onnx.ai/onnx/operators/onnx__TopK.html. Seen in torch 2.13.
+
+    Args:
+        seed: For the random numbers; those that the model draws are not affected.
+        constant: Addresses of storages, such as those of weights, that get no error of their own.
+        errors: How large the errors are, in units in the last place; 0 for the tie rule alone.
+    """
+    from torch.utils import _python_dispatch
+
+    base = require(_python_dispatch, "TorchDispatchMode", "torch 2.13")
+    mode = type("RoundingVaried", (_RoundingVaried, base), {})()
+    mode.seed, mode.generators, mode.constant, mode.errors = seed, {}, frozenset(constant), errors
+    return mode

@@ -1,0 +1,164 @@
+"""Measures how far the results of a model move when nothing that matters changes: rounding, ties, padding.
+
+A proof first compares with `rounding_bound`, which costs nothing and is enough for most models. Only where that fails,
+the model runs again, and what it shows widens the bound of single elements:
+
+- Rounding: every operator rounds differently. Errors that a model amplifies, cancellation, and decisions that hang on
+  a last bit (``argmax``, ``round``, a comparison) show as results that move.
+- Ties: operators that choose among equal elements follow the rule of ONNX.
+- Padding: what the mask hides gets other values. Positions that it hides are arbitrary only if they move then while
+  all others stay; a mask that the model reads in another way hides nothing.
+
+docs/proof.rst has the measurements behind the constants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.rounding import rounding_varied
+from exportkit.calls.call import Call
+from exportkit.onnx_files.graph import Measured, OnnxGraph
+from exportkit.probing.simplify import as_simplified
+from exportkit.running.bounds import local_scale, rounding_bound, usual_bound
+from exportkit.running.compare import compare_tensors, elements_apart
+from exportkit.running.masks import find_masks, visible_positions, visible_tail
+
+Tensors = Mapping[str, torch.Tensor]
+Visible = Callable[[str, tuple[int, ...]], torch.Tensor | None]
+
+# Runs that round differently, at most. A decision that hangs on a last bit goes either way in half of them.
+_RUNS = 4
+# How many times what they moved a result may be off.
+_TIMES = 8.0
+
+
+def measurements(graph: OnnxGraph, call: Call, expected: Tensors) -> Iterator[Measured]:
+    """Yields what may be compared with the outputs of a graph, more lenient with each further run of the model.
+
+    Args:
+        graph: The graph, with the model at hand.
+        call: The call.
+        expected: What the model returned for it, by path.
+    """
+    run, joined = graph.eager, graph.contract.joined_outputs
+    if run is None:
+        return
+    weights = [*run.model.parameters(), *run.model.buffers()]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in weights}
+
+    def outputs(call: Call, seed: int = 0, errors: float = 0.0) -> tuple[Tensors, bool]:
+        with rounding_varied(seed, storages, errors) as rounding:
+            return as_simplified(run(call), joined, ()), rounding.chooses
+
+    with contextlib.suppress(Exception):  # whatever the model raises for values that it was not made for
+        base, chooses = outputs(call)
+        ties: dict[str, torch.Tensor] = {}
+        if chooses:
+            plain = as_simplified(run(call), joined, ())
+            ties = {p: t for p, t in base.items() if _same(expected[p], plain[p]) and not _same(plain[p], t)}
+            if ties:
+                yield Measured(ties)
+        found: dict[str, torch.Tensor] = {}
+        for mask, visible in _maskings(graph, call):
+            changed = _with_other_padding(call, mask, visible)
+            if changed is not None:
+                found |= _arbitrary(base, outputs(changed)[0], visible)
+        if found:
+            yield Measured(ties, found)
+        moved: dict[str, torch.Tensor] = {}
+        for seed in range(_RUNS):
+            moved = _moved(base, outputs(call, seed, 1.0)[0], moved)
+            yield Measured(ties, {path: _allowed(base[path], apart, found.get(path)) for path, apart in moved.items()})
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and not bool(elements_apart(first, second).any())
+
+
+def _moved(base: Tensors, varied: Tensors, before: Tensors) -> dict[str, torch.Tensor]:
+    """How far each element of the outputs moved at most."""
+    found = {}
+    for path, tensor in base.items():
+        other = varied.get(path)
+        if other is not None and other.shape == tensor.shape and other.dtype == tensor.dtype:
+            apart = elements_apart(tensor, other)
+            found[path] = torch.maximum(apart, before[path]) if path in before else apart
+    return found
+
+
+def _allowed(base: torch.Tensor, moved: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
+    """How far elements may be off that moved so far. Integers may only be what they were in a run."""
+    if base.is_floating_point() or base.is_complex():
+        # One run moves one element by little, and another one by more, as chance has it: the elements around it count,
+        # without those that moved because a decision was made differently.
+        around = local_scale(torch.minimum(moved, usual_bound(base) / _TIMES))
+        moved = _TIMES * torch.maximum(around, moved)
+    return moved if found is None else torch.maximum(moved, found)
+
+
+def _arbitrary(base: Tensors, changed: Tensors, visible: Visible) -> dict[str, torch.Tensor]:
+    """Infinity for the positions of outputs that a mask hides and that move with other padding, if no others do."""
+    found = {}
+    for path, tensor in base.items():
+        kept = visible(path, tuple(tensor.shape))
+        if kept is None or path not in changed or compare_tensors(path, tensor, changed[path], kept).reason is not None:
+            continue
+        moved = elements_apart(tensor, changed[path]) > rounding_bound(tensor)
+        axes = [axis for axis, size in enumerate(kept.shape) if size == 1]
+        hidden = ~kept & (moved.any(axes, keepdim=True) if axes else moved)
+        found[path] = torch.where(hidden, torch.inf, 0.0).to(torch.float64)
+    return found
+
+
+def _maskings(graph: OnnxGraph, call: Call) -> Iterator[tuple[str, Visible]]:
+    """Yields the path of each mask that hides something, and a function for what it leaves visible of a tensor."""
+    contract, plan = graph.contract, graph.contract.plan
+    past = plan.with_role("past")
+    axes = dict(contract.output_axes)
+    for leaf in plan.leaves:
+        axes[leaf.path] = tuple(map(str, leaf.sizes)) if leaf.growing is None else ()
+    for path, mask in find_masks(call.tensors()):
+        if path not in plan.by_path or bool(mask.all()):
+            continue
+        sizes = plan.by_path[path].sizes
+        names = tuple(map(str, sizes))
+        # a mask that covers all tokens, those in the cache included, and not those of an encoder, hides parts of caches
+        caches = contract.structure.growing if past is not None and past.name in sizes[-1].variables() else {}
+
+        def visible(
+            path: str,
+            shape: tuple[int, ...],
+            mask: torch.Tensor = mask,
+            names: tuple[str, ...] = names,
+            caches: Mapping[str, Any] = caches,
+        ) -> torch.Tensor | None:
+            if path in caches:  # also where a window has cut it, so that its length has no name
+                return visible_tail(mask, caches[path].axis, shape)
+            return visible_positions(mask, names, axes.get(path, ()), shape)
+
+        yield path, visible
+
+
+def _with_other_padding(call: Call, mask: str, visible: Visible) -> Call | None:
+    """The call with other values where a mask hides its inputs; None if it has none there."""
+    changed = {}
+    for path, tensor in call.tensors().items():
+        kept = None if path == mask else visible(path, tuple(tensor.shape))
+        if kept is not None and tensor.numel():
+            changed[path] = torch.where(kept.to(tensor.device), tensor, _others(tensor))
+    return call.with_tensors(changed) if changed else None
+
+
+def _others(tensor: torch.Tensor) -> torch.Tensor:
+    """Values that differ from those of a tensor everywhere, and are among them or close by."""
+    if tensor.dtype is torch.bool:
+        return ~tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.where(tensor == 0, 1.0, -tensor).to(tensor.dtype)
+    values = tensor.unique()
+    return values.roll(1)[torch.searchsorted(values, tensor)] if len(values) > 1 else tensor + 1
