@@ -69,3 +69,8 @@ def depends_on_values(condition: Any) -> bool:
     if not isinstance(condition, torch.SymBool):
         return isinstance(condition, torch.Tensor)
     return bool(require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))
+
+
+def symbolic_square_root() -> Any:
+    """Returns what a traced program calls for the square root of a size. Seen in torch 2.13."""
+    return require(torch, "_sym_sqrt", "torch 2.13")

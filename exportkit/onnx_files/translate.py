@@ -12,6 +12,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,10 @@ import torch
 
 from exportkit._torch_compat.graph import exact_no_ops, quiet_onnx_export, with_graph_module
 from exportkit._torch_compat.symbolic_shapes import input_axes
-from exportkit._torch_compat.transformers import exporter_translations
+from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError
 from exportkit.onnx_files.decompositions import translatable
+from exportkit.onnx_files.findings import operator_findings
 from exportkit.onnx_files.graph import Contract
 from exportkit.overrides import replaced_attributes
 from exportkit.programs.program import TracedProgram, without_gradients
@@ -52,16 +54,15 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None) -> Co
     Raises:
         ExportError: if an operator cannot be translated.
     """
+    extra = exporter_translations() if LIBRARY_PATCHES.name in traced.rules else None
     try:
-        program = _translated(traced, opset)
+        program = onnx_program(traced.program, opset, extra)
     except Exception as error:
         raise ExportError(
             "The program could not be translated to ONNX.",
             got=_summary(error),
             hint="the full message of torch.onnx is the cause of this exception (__cause__).",
         ) from error
-    if program is None:
-        raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
     written = int(program.model.opset_imports.get("") or 0)
     if opset is not None and written != opset:
         raise ExportError(
@@ -78,32 +79,49 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None) -> Co
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     program.save(path, external_data=True)
+    traced = replace(traced, plan=traced.plan.with_findings(operator_findings(traced.program, program)))
     return Contract.of(traced, path, inputs, outputs, axes, written)
 
 
-def _translated(traced: TracedProgram, opset: int | None) -> torch.onnx.ONNXProgram | None:
-    """The program in ONNX; if it was traced with transformers' patches, with transformers' translations."""
-    extra = exporter_translations() if LIBRARY_PATCHES.name in traced.rules else None
+def onnx_program(
+    program: torch.export.ExportedProgram, opset: int | None = None, extra: ExporterTranslations | None = None
+) -> torch.onnx.ONNXProgram:
+    """Returns a program in ONNX, with exportkit's forms of operators where those of torch.onnx compute other numbers.
+
+    Args:
+        program: As torch.export.export returns it.
+        opset: ONNX opset; by default torch's own choice.
+        extra: The translations of transformers, for a program that was traced with its patches.
+
+    Raises:
+        ExportError: if torch.onnx returns nothing.
+    """
+    from exportkit.onnx_files.forms import FORMS  # onnxscript takes half a second to import
+
+    forms = dict(FORMS)
     with (
         quiet_onnx_export(),
         registered_caches(),
-        without_gradients(traced.program.parameters()),
+        without_gradients(program.parameters()),
         operators_at_any_length(),
         contextlib.ExitStack() as stack,
     ):
         for constant, exact in exact_no_ops():  # otherwise the epsilon of a norm may be left out
             stack.enter_context(replaced_attributes(constant, exact))
-        source = translatable(traced.program)
-        if extra is None:
-            return torch.onnx.export(source, (), verbose=False, opset_version=opset)
-        stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
-        source = with_graph_module(source, copy.deepcopy(source.graph_module))
-        extra.fix_nodes(source.graph_module)
-        program = torch.onnx.export(
-            source, (), verbose=False, opset_version=opset, custom_translation_table=extra.table
+        source = translatable(program)
+        if extra is not None:
+            stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
+            source = with_graph_module(source, copy.deepcopy(source.graph_module))
+            extra.fix_nodes(source.graph_module)
+            forms.update(extra.table)
+        translated = torch.onnx.export(
+            source, (), verbose=False, opset_version=opset, custom_translation_table=forms
         )
-        extra.fix_program(program)
-        return program
+        if translated is None:
+            raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
+        if extra is not None:
+            extra.fix_program(translated)
+        return translated
 
 
 def _summary(error: Exception) -> str:

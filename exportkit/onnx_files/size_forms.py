@@ -1,0 +1,133 @@
+"""Arithmetic on sizes in ONNX, as Python computes it: ``-(-n // 2)``, ``round(n / 2)``, ``1 / n``, ``n ** 0.5``.
+
+Python's floats have double precision. torch.onnx computes with single precision, in which ``int(100 * 0.29)`` is 29
+instead of 28, and rounds quotients toward zero. Here numbers are computed in double precision as long as they stay
+numbers; operators on tensors get them in single precision, as they always do.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir
+import torch
+from onnxscript import opset18 as op
+
+from exportkit._torch_compat.symbolic_shapes import symbolic_square_root
+
+aten = torch.ops.aten
+
+_DOUBLE, _SINGLE, _INT = onnx_ir.DataType.DOUBLE, onnx_ir.DataType.FLOAT, onnx_ir.DataType.INT64
+# Where a number in single precision keeps the same one in double precision.
+_EXACT = "exportkit.exact"
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, onnx_ir.Value) and value.dtype == _SINGLE)
+
+
+def _exact(value: Any) -> Any:
+    """The number in double precision."""
+    if isinstance(value, bool | int | float):
+        return op.Constant(value=onnx_ir.tensor(float(value), dtype=_DOUBLE))
+    return value.meta.get(_EXACT) or op.Cast(value, to=_DOUBLE)
+
+
+def _float(exact: Any) -> Any:
+    """A number in single precision that remembers the exact one."""
+    value = op.Cast(exact, to=_SINGLE)
+    value.meta[_EXACT] = exact
+    return value
+
+
+def _binary(write: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The form of an operator on two numbers: of integers if both are."""
+
+    def form(x: Any, y: Any) -> Any:
+        if _is_float(x) or _is_float(y):
+            return _float(write(_exact(x), _exact(y)))
+        return write(x, y)
+
+    return form
+
+
+def _unary(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def form(x: Any) -> Any:
+        return _float(write(_exact(x))) if _is_float(x) else write(x)
+
+    return form
+
+
+def _to_int(write: Callable[[Any], Any]) -> Callable[..., Any]:
+    def form(x: Any, _digits: Any = None) -> Any:
+        return op.Cast(write(_exact(x)), to=_INT) if _is_float(x) else op.Identity(x)
+
+    return form
+
+
+def _truediv(x: Any, y: Any) -> Any:
+    return _float(op.Div(_exact(x), _exact(y)))
+
+
+def _sqrt(x: Any) -> Any:
+    return _float(op.Sqrt(_exact(x)))
+
+
+def _floordiv(x: Any, y: Any) -> Any:
+    if _is_float(x) or _is_float(y):
+        return _float(op.Floor(op.Div(_exact(x), _exact(y))))
+    return op.Div(op.Sub(x, op.Mod(x, y)), y)  # Mod has the sign of the divisor, as in Python
+
+
+def _sym_float(x: Any) -> Any:
+    return _float(_exact(x))
+
+
+def _arange_to(end: Any, dtype: int | None = None, **options: Any) -> Any:
+    return _arange(0, end, 1, dtype, **options)
+
+
+def _arange_between(start: Any, end: Any, dtype: int | None = None, **options: Any) -> Any:
+    return _arange(start, end, 1, dtype, **options)
+
+
+def _arange(start: Any, end: Any, step: Any = 1, dtype: int | None = None, **_options: Any) -> Any:
+    """Counts the elements in double precision, as torch does: a rounded step may make one more."""
+    floats = any(map(_is_float, (start, end, step)))
+    kind = onnx_ir.DataType(dtype) if dtype not in (-1, None) else _SINGLE if floats else _INT
+    if not floats:
+        return op.Cast(op.Range(*(_whole(value) for value in (start, end, step))), to=kind)
+    first, by = _exact(start), _exact(step)
+    count = op.Cast(op.Ceil(op.Div(op.Sub(_exact(end), first), by)), to=_INT)
+    if not kind.is_floating_point():
+        first, by = (op.Cast(op.Cast(value, to=_INT), to=_DOUBLE) for value in (first, by))
+    places = op.Cast(op.Range(_whole(0), count, _whole(1)), to=_DOUBLE)
+    return op.Cast(op.Add(first, op.Mul(places, by)), to=kind)
+
+
+def _whole(value: Any) -> Any:
+    return op.Constant(value_int=value) if isinstance(value, int) else value
+
+
+SIZE_FORMS: dict[Any, Callable[..., Any]] = {
+    operator.add: _binary(op.Add),
+    operator.sub: _binary(op.Sub),
+    operator.mul: _binary(op.Mul),
+    operator.pow: _binary(op.Pow),
+    operator.neg: _unary(op.Neg),
+    operator.truediv: _truediv,
+    operator.floordiv: _floordiv,
+    torch.sym_float: _sym_float,
+    symbolic_square_root(): _sqrt,
+    math.floor: _to_int(op.Floor),
+    math.ceil: _to_int(op.Ceil),
+    builtins.round: _to_int(op.Round),
+    math.trunc: _to_int(lambda x: op.Cast(x, to=_INT)),
+    aten.arange.default: _arange_to,
+    aten.arange.start: _arange_between,
+    aten.arange.start_step: _arange,
+}
