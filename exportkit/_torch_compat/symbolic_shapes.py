@@ -62,11 +62,22 @@ def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
     return found
 
 
+def traced_expression(value: Any) -> Any:
+    """Returns the sympy expression of a number that was traced symbolically; None for any other value.
+
+    Seen in torch 2.13.
+    """
+    return value.node.expr if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else None
+
+
 def depends_on_values(condition: Any) -> bool:
-    """Returns whether a traced condition depends on values of tensors, not on sizes alone. Seen in torch 2.13."""
+    """Returns whether a traced condition or number depends on values of tensors, not on sizes alone.
+
+    Seen in torch 2.13.
+    """
     from torch.fx.experimental import symbolic_shapes
 
-    if not isinstance(condition, torch.SymBool):
+    if not isinstance(condition, torch.SymInt | torch.SymFloat | torch.SymBool):
         return isinstance(condition, torch.Tensor)
     return bool(require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))
 

@@ -12,7 +12,7 @@ from exportkit._torch_compat.pytree import registered_node
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.plan.leaves import CallTable, Constant, Leaf
-from exportkit.trees import Growth, Tree, flatten, join, joined, opens_in_order
+from exportkit.trees import Growth, Tree, check_unchanged, fingerprint, flatten, join, joined, opens_in_order
 
 _MOST_FURTHER_CALLS = 100  # with shapes that no stored call had; more of them would tell nothing new
 
@@ -83,11 +83,18 @@ def _shapes_in(call: Call, merged: Mapping[str, Tree], paths: list[str]) -> Iter
 
 
 def constants_of(observation: Observation) -> tuple[Constant, ...]:
-    """Returns the inputs that are not tensors, as the merged call has them."""
+    """Returns the inputs that are not tensors, as the merged call has them.
+
+    Raises:
+        PlanError: if an object among them was changed after it was recorded.
+    """
+    for call in observation.calls:
+        for name, tree in call.arguments.items():
+            check_unchanged(name, tree)
     found = []
     for name, tree in observation.merged_arguments.items():
         for path, value in tree.constants().items():
-            found.append(Constant(join(name, path), name, value))
+            found.append(Constant(join(name, path), name, value, fingerprint(value)))
     return tuple(found)
 
 

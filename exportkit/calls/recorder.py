@@ -19,7 +19,7 @@ from exportkit._torch_compat.tracing import is_capturing, is_tracing
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Failure, Observation, SeenShapes
 from exportkit.calls.snapshot import Copying, Memory, Share, Snapshot, shapes_of
-from exportkit.trees import join, string_type
+from exportkit.trees import join, note_values, string_type
 from exportkit.trees.flatten import Flattened, flattened, flattened_call
 from exportkit.trees.structure import Structure, joined_parts
 from exportkit.trees.tree import lazy_tree
@@ -202,6 +202,7 @@ class Recorder:
 
     def _begun(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
         copying = Copying(flattened_call(args, kwargs))
+        note_values(copying.structure)
         large, share = copying.large(), self._room_for(copying)
         return None if share is None else _Begun(index, copying.snapshot(), large, share)
 
@@ -231,6 +232,7 @@ class Recorder:
 
     def _stored_call(self, begun: _Begun, result: Any, latency: float) -> _Stored | None:
         copying = Copying(flattened(result), begun.large)
+        note_values(copying.structure)
         if self._room_for(copying) is not None:
             return _Stored(begun.inputs, copying.snapshot(), latency)
         if self._counts_shapes:

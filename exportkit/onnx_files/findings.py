@@ -10,9 +10,7 @@ from exportkit._torch_compat.graph import schema_of
 from exportkit.plan.leaves import Finding
 
 
-def operator_findings(
-    program: torch.export.ExportedProgram, translated: torch.onnx.ONNXProgram
-) -> list[Finding]:
+def operator_findings(program: torch.export.ExportedProgram, translated: torch.onnx.ONNXProgram) -> list[Finding]:
     """Returns a finding for each kind of operator that onnxruntime computes differently for some values.
 
     Args:

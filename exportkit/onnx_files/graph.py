@@ -15,19 +15,19 @@ import torch
 
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
-from exportkit.errors import ArgumentError, UnregisteredClassError
+from exportkit.errors import ArgumentError
 from exportkit.files import Stamp, stamp_of
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.missing import MissingDefaults, dependent_outputs, fill_missing
-from exportkit.probing.simplify import as_simplified, value_at, with_split_lists
+from exportkit.probing.simplify import as_simplified, first_step, value_at, with_split_lists
 from exportkit.programs.audit import domain_of
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import tensor_placeholders
 from exportkit.running.session import Session, SessionRunner
-from exportkit.trees import Tree, flatten, join, set_stored_length
+from exportkit.trees import Tree, check_opened, flatten, joined, set_stored_length
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -262,20 +262,15 @@ class OnnxGraph:
                 f"The model has no input {unknown!r}.", expected=", ".join(signature.names), got=unknown
             )
         found: dict[str, torch.Tensor] = {}
-        for name, value in signature.bind(args, kwargs).items():
+        values = signature.bind(args, kwargs)
+        for name, value in values.items():
             tree = flatten(value)
-            for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-                full = join(name, path)
-                if isinstance(leaf, torch.Tensor):
-                    found[full] = leaf
-                elif isinstance(leaf, bool | int | float | str):
-                    domain.require_constant(full, leaf)
-                elif hasattr(leaf, "__dict__") and any(isinstance(v, torch.Tensor) for v in vars(leaf).values()):
-                    text = f"An object of class {type(leaf).__name__} holds tensors that cannot be reached."
-                    raise UnregisteredClassError(text, where=full)
+            check_opened(name, tree)
+            found |= zip(joined(name, tree.tensor_paths), tree.tensors().values(), strict=True)
         given = as_simplified({**found, **(made or {})}, plan.joined, plan.unused)
         given = {path: t for path, t in given.items() if path in plan.by_path or t.numel()}  # an empty cache is none
         domain.require_tensors(given)
+        domain.values.require(values, {first_step(path) for path in made or ()})
         return given
 
     def feeds(self, given: Tensors) -> dict[str, torch.Tensor]:

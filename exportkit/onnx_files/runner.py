@@ -155,7 +155,7 @@ class OnnxRunner:
             return self.graph.call(args, kwargs, self.graph.given(args, own, made))
         trees = {name: flatten(value) for name, value in self.contract.signature.bind(args, own).items()}
         shapes = shapes_of(trees) | {path: tuple(tensor.shape) for path, tensor in made.items()}
-        kind = self.split.landmarks.kind(shapes, constants_of(trees))
+        kind = self.split.landmarks.kind(shapes, constants_of(trees, self.contract.signature))
         reasons = []
         for name in sorted(self.graphs, key=lambda name: self.split is not None and self.split.kinds[name] != kind):
             graph = self.graphs[name]

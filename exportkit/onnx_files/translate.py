@@ -114,9 +114,7 @@ def onnx_program(
             source = with_graph_module(source, copy.deepcopy(source.graph_module))
             extra.fix_nodes(source.graph_module)
             forms.update(extra.table)
-        translated = torch.onnx.export(
-            source, (), verbose=False, opset_version=opset, custom_translation_table=forms
-        )
+        translated = torch.onnx.export(source, (), verbose=False, opset_version=opset, custom_translation_table=forms)
         if translated is None:
             raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
         if extra is not None:

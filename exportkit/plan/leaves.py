@@ -169,11 +169,19 @@ class Variable:
 
 @dataclass(frozen=True)
 class Constant:
-    """A Python value among the inputs: it becomes part of the graph and cannot change later."""
+    """A Python value among the inputs: it becomes part of the graph and cannot change later.
+
+    Attributes:
+        path: Its path.
+        argument: The parameter that it belongs to.
+        value: The value; its repr, if the plan was read from JSON and that cannot hold the value.
+        fingerprint: Data by which it is compared with other values, so that ``True`` is not ``1``.
+    """
 
     path: str
     argument: str
     value: Any
+    fingerprint: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

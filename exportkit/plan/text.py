@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from exportkit.errors import PlanError
@@ -163,6 +164,7 @@ def load_plan(text: str) -> dict[str, Any]:
         raise PlanError("Not a plan that this version reads.", expected=f"{_FORMAT} {_VERSION}", got=found)
     try:
         plan: dict[str, Any] = {name: read(tuple[kind, ...], data[name]) for name, kind in _LISTS.items()}  # type: ignore[valid-type]
+        plan["constants"] = tuple(replace(c, fingerprint=_as_tuples(c.fingerprint)) for c in plan["constants"])
         plan |= {name: read(tuple[str, ...], data[name]) for name in ("joined", "unused")}
         plan["passed_through"] = read(Mapping[str, str], data["echoes"])
         plan["structure"] = {name: _untagged(value) for name, value in data["structure"].items()}
@@ -209,6 +211,10 @@ def _require_leaves(value: Any, leaves: Mapping[str, PlannedLeaf]) -> None:
             _require_leaves(item, leaves)
     elif value is not None and value not in leaves:
         raise InvalidDataError("a path of an input, or null", value)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _tagged(value: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from exportkit._torch_compat.graph import schema_of
@@ -23,6 +23,7 @@ from exportkit.plan.sizes import solve_sizes, unseen_sizes
 from exportkit.programs.domain import Domain, SizeCondition
 from exportkit.programs.failure import Place, is_model_code
 from exportkit.programs.program import TracedProgram
+from exportkit.programs.python_values import PythonValues
 from exportkit.programs.subject import STATE
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders
@@ -179,7 +180,10 @@ def domain_of(traced: TracedProgram) -> Domain:
             text, file = program.named(guard.left), guard.file.rpartition("site-packages/")[2]
             place = f"{file}:{guard.line}" if file else ""
             found.setdefault(text, SizeCondition(text, place, is_model_code(guard.file)))
-    return Domain.of_plan(traced.plan, traced.limits, tuple(found.values()))
+    domain = Domain.of_plan(traced.plan, traced.limits, tuple(found.values()))
+    observation = traced.observation
+    values = PythonValues.of(observation.signature, observation.merged_arguments, observation.calls, traced.plan.joined)
+    return replace(domain, values=values)
 
 
 def audit_sizes(traced: TracedProgram) -> Audit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from exportkit.errors import ArgumentError
 from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
+from exportkit.programs.python_values import PythonValues
+from exportkit.trees.json_form import dump_constant, load_value
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Domain:
         guards: Conditions that torch recorded during the trace, those of the model's own code first. torch.export
             assumes that every size is 2 or more.
         constants: Python values that are part of the graph, by path.
+        values: What is asked of the Python values of a call.
     """
 
     inputs: tuple[DomainInput, ...]
@@ -63,6 +66,7 @@ class Domain:
     limits: tuple[SizeCondition, ...]
     guards: tuple[SizeCondition, ...]
     constants: Mapping[str, Any]
+    values: PythonValues = field(default_factory=lambda: PythonValues({}, {}))
 
     @classmethod
     def of_plan(
@@ -140,26 +144,15 @@ class Domain:
                         got=have,
                     )
 
-    def require_constant(self, path: str, value: Any) -> None:
-        """Raises ArgumentError if the graph was exported with another value of a constant."""
-        if path in self.constants and self.constants[path] != value:
-            raise ArgumentError(
-                "The graph was exported with another value of this constant.",
-                where=path,
-                expected=repr(self.constants[path]),
-                got=repr(value),
-                hint="a constant is part of the graph: observe the model with this value, and export again.",
-            )
-
     def to_json(self) -> dict[str, Any]:
-        """Returns the domain as JSON data; a constant that JSON cannot hold becomes its repr."""
-        plain = (bool, int, float, str, type(None))
+        """Returns the domain as JSON data."""
         return {
             "inputs": [{**vars(item), "sizes": [size.to_json() for size in item.sizes]} for item in self.inputs],
             "ranges": {name: list(limits) for name, limits in self.ranges.items()},
             "limits": [dict(vars(condition)) for condition in self.limits],
             "guards": [dict(vars(condition)) for condition in self.guards],
-            "constants": {p: v if isinstance(v, plain) else repr(v) for p, v in self.constants.items()},
+            "constants": {path: dump_constant(value) for path, value in self.constants.items()},
+            "values": self.values.to_json(),
         }
 
     @classmethod
@@ -173,7 +166,8 @@ class Domain:
             {name: (least, most) for name, (least, most) in data["ranges"].items()},
             tuple(SizeCondition(**item) for item in data["limits"]),
             tuple(SizeCondition(**item) for item in data["guards"]),
-            dict(data["constants"]),
+            {path: load_value(value) for path, value in data["constants"].items()},
+            PythonValues.from_json(data["values"]),
         )
 
     def __str__(self) -> str:

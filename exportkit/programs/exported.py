@@ -126,8 +126,11 @@ class ExportedModel:
 
     def baked_constants(self) -> dict[str, Any]:
         """Returns the Python values that are part of all graphs, by path."""
-        found = [{constant.path: constant.value for constant in t.plan.constants} for t in self.programs.values()]
-        return {path: v for path, v in found[0].items() if all(path in c and c[path] == v for c in found)}
+        found = [{constant.path: constant for constant in t.plan.constants} for t in self.programs.values()]
+        shared = [
+            c for path, c in found[0].items() if all(path in f and f[path].fingerprint == c.fingerprint for f in found)
+        ]
+        return {constant.path: constant.value for constant in shared}
 
 
 def export_calls(model: torch.nn.Module, observation: Observation, plan_of: PlanOf, prove: Prove) -> ExportedModel:

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from exportkit.calls.call import Call
+from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
-from exportkit.trees import Tree, is_cache_class, join
+from exportkit.trees import Fingerprint, Tree, constants_in, fingerprint, is_cache_class, join
+from exportkit.trees.constants import from_json
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -30,7 +31,7 @@ class Kind:
 
     given: frozenset[tuple[str, int]]
     single: frozenset[int]
-    constants: frozenset[tuple[str, Any]]
+    constants: frozenset[tuple[str, Fingerprint]]
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,12 @@ class Landmarks:
             common = {path: None for path in common if path in shapes}
         return cls(next((path for path in common if path not in growing), None), growing)
 
-    def kind(self, shapes: Shapes, constants: Mapping[str, Any]) -> Kind:
+    def kind(self, shapes: Shapes, constants: Mapping[str, Fingerprint]) -> Kind:
         """Returns the kind of a call.
 
         Args:
             shapes: Shapes of the tensors that it gives, by path.
-            constants: Its other inputs by path.
+            constants: Its other inputs by path, as `constants_of` returns them.
         """
         given = {
             (re.sub(r"\[\d+\]", "[]", path), len(shape))
@@ -71,8 +72,7 @@ class Landmarks:
         }
         first = shapes.get(self.first or "", ())
         single = {axis for axis, size in enumerate(first) if axis and size == 1}
-        plain = [(path, value) for path, value in constants.items() if isinstance(value, bool | int | float | str)]
-        return Kind(frozenset(given), frozenset(single), frozenset(plain))
+        return Kind(frozenset(given), frozenset(single), frozenset(constants.items()))
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,9 @@ class Split:
         """Returns the split that `to_json` described."""
         kinds = {
             name: Kind(
-                frozenset(map(tuple, kind["given"])), frozenset(kind["single"]), frozenset(kind["constants"].items())
+                frozenset(map(tuple, kind["given"])),
+                frozenset(kind["single"]),
+                frozenset((path, from_json(value)) for path, value in kind["constants"].items()),
             )
             for name, kind in data["kinds"].items()
         }
@@ -147,7 +149,7 @@ def kinds_of(observation: Observation, landmarks: Landmarks) -> dict[Kind, list[
     """Returns the recorded calls by their kind, in the order of their first calls."""
     kinds: dict[Kind, list[Call]] = {}
     for call in observation.calls:
-        kinds.setdefault(landmarks.kind(call.shapes(), constants_of(call.arguments)), []).append(call)
+        kinds.setdefault(landmarks.kind(call.shapes(), constants_of(call.arguments, call.signature)), []).append(call)
     return kinds
 
 
@@ -161,12 +163,19 @@ def clusters_of(observation: Observation, landmarks: Landmarks) -> list[Cluster]
     ]
 
 
-def constants_of(arguments: Mapping[str, Tree]) -> dict[str, Any]:
-    """Returns the Python values among arguments by path, without those inside caches, which count calls."""
-    found: dict[str, Any] = {}
+def constants_of(arguments: Mapping[str, Tree], signature: Signature) -> dict[str, Fingerprint]:
+    """Returns the Python values among arguments by path, without those inside caches, which count calls.
+
+    Args:
+        arguments: The arguments that a call gives.
+        signature: Its parameters: what is left out has its default.
+    """
+    found: dict[str, Fingerprint] = {}
+    for name, default in signature.defaults.items():
+        if name not in arguments:
+            found |= constants_in(fingerprint(default), name)
     for name, tree in arguments.items():
-        if not is_cache_class(tree.cls):
-            found |= {join(name, path): value for path, value in tree.constants().items()}
+        found |= constants_in(fingerprint(tree.build()), name)
     return found
 
 

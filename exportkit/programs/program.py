@@ -16,11 +16,13 @@ import torch
 
 from exportkit._torch_compat.graph import trace_module
 from exportkit._torch_compat.pytree import tree_leaves
+from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression
 from exportkit.arguments.build import build_call
 from exportkit.arguments.table import nested_spec
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
+from exportkit.errors import ExportError
 from exportkit.overrides import replaced_attributes
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import size_in
@@ -32,7 +34,7 @@ from exportkit.programs.repro import TraceRequest
 from exportkit.programs.subject import FlatSignature, WithState
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import STRICT, Rewrite, adapted_call, applied
-from exportkit.trees import Tree, flatten, join, registered_caches, set_stored_length
+from exportkit.trees import Tree, fingerprint, flatten, join, registered_caches, set_stored_length, text_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class TracedProgram:
         sizes: Sizes of the variables during the trace.
         defaults: Values for missing inputs.
         outputs: Structure of what the model returns.
+        numbers: Python numbers among the outputs that follow from sizes, by path: sympy expressions in torch's symbols.
         joined_outputs: Paths of lists with a tensor for each image or the like, which the graph returns as one tensor.
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
         limits: Upper limits on sizes that the audit found.
@@ -90,6 +93,7 @@ class TracedProgram:
     sizes: Mapping[str, int]
     defaults: MissingDefaults
     outputs: Tree
+    numbers: Mapping[str, Any]
     joined_outputs: tuple[str, ...] = ()
     member_rows: Mapping[str, int] = field(default_factory=dict)
     limits: tuple[SizeCondition, ...] = ()
@@ -125,7 +129,8 @@ def trace(
 ) -> TracedProgram:
     """Returns the program that torch.export traces for an example, with the plan's variables as dynamic axes.
 
-    The program returns what the model returns; if there are Python constants in it, a tuple of its tensors.
+    The program returns what the model returns; if there are Python values in it, a tuple of its tensors, and of the
+    numbers that depend on values of tensors, as tensors.
 
     Args:
         model: The model.
@@ -141,6 +146,7 @@ def trace(
     flat, outputs = FlatSignature.of(example.call), example.outputs
     kwargs = {name: parameter.tree.map(_clone).build() for name, parameter in flat.parameters.items()}
     tensors_only = any(leaf is not None for leaf in outputs.constants().values())
+    traced_outputs: list[Tree] = []
     target = getattr(model, method)
     past = plan.with_role("past")
 
@@ -164,6 +170,10 @@ def trace(
         inputs = {id(tensor) for tensor in tensors.values()}
         if any(id(leaf) in inputs for leaf in tree.leaves):  # an input of a graph cannot be its output
             tree = tree.map(lambda leaf: leaf.clone() if id(leaf) in inputs else leaf)
+        if tensors_only:
+            if not torch.compiler.is_dynamo_compiling():  # with Dynamo, nothing leaves the function but its result
+                traced_outputs.append(tree)
+            tree = tree.map(_number_as_tensor)
         return tuple(tree.tensors().values()) if tensors_only else tree.build()
 
     kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in flat.parameters]
@@ -186,7 +196,9 @@ def trace(
             again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
             request = TraceRequest(model, method, plan, example.call, names, again)
             raise failure("torch.export could not trace the model.", error, request) from error
-        returned = tuple(outputs.tensors()) if tensors_only else _output_order(outputs.build())
+        returned, numbers = _output_order(outputs.build()), {}
+        if tensors_only:
+            returned, numbers = _followed(outputs, traced_outputs[-1] if traced_outputs else None)
     return TracedProgram(
         program,
         order,
@@ -199,6 +211,7 @@ def trace(
         example.sizes,
         example.defaults,
         outputs,
+        numbers,
         example.joined_outputs,
         example.member_rows,
     )
@@ -233,6 +246,58 @@ def _output_order(outputs: Any) -> tuple[str, ...]:
         paths.setdefault(id(tensor), []).append(path)
     leaves = tree_leaves(outputs)
     return tuple(paths[id(leaf)].pop(0) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _number_as_tensor(leaf: Any) -> Any:
+    """A number that depends on values of tensors as a tensor; Dynamo does not say which do, so there every number."""
+    if torch.compiler.is_dynamo_compiling():
+        is_wanted = isinstance(leaf, bool | int | float)
+    else:
+        is_wanted = not isinstance(leaf, torch.Tensor) and depends_on_values(leaf)
+    if not is_wanted:
+        return leaf
+    if isinstance(leaf, bool | torch.SymBool):
+        return torch.scalar_tensor(leaf, dtype=torch.bool)
+    is_whole = isinstance(leaf, int | torch.SymInt)
+    return torch.scalar_tensor(leaf, dtype=torch.int64 if is_whole else torch.float64)
+
+
+def _followed(outputs: Tree, traced: Tree | None) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Paths of the outputs that a program returns as tensors, and expressions for numbers that follow from sizes.
+
+    Args:
+        outputs: What the model returned in eager mode.
+        traced: What it returned as it was traced; None with Dynamo.
+
+    Raises:
+        ExportError: if a Python value among the outputs depends on the inputs in a way that a program cannot follow.
+    """
+    leaves = dict(zip(outputs.paths, outputs.leaves, strict=True))
+    if traced is None:
+        return tuple(path for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor | bool | int | float)), {}
+    tensors, numbers = [], {}
+    if traced.paths != outputs.paths:
+        raise _not_followed("the outputs", ", ".join(outputs.paths), ", ".join(traced.paths))
+    for path, leaf in zip(traced.paths, traced.leaves, strict=True):
+        if (isinstance(leaf, torch.Tensor) and isinstance(leaves[path], torch.Tensor)) or (
+            not isinstance(leaf, torch.Tensor) and depends_on_values(leaf)
+        ):
+            tensors.append(path)
+        elif traced_expression(leaf) is not None:
+            numbers[path] = traced_expression(leaf)
+        elif fingerprint(leaf) != fingerprint(leaves[path]):
+            raise _not_followed(path, text_of(fingerprint(leaves[path])), text_of(fingerprint(leaf)))
+    return tuple(tensors), numbers
+
+
+def _not_followed(where: str, expected: str, got: str) -> ExportError:
+    return ExportError(
+        "What the model returns depends on its inputs in a way that a graph cannot follow.",
+        where=where,
+        expected=f"{expected}, as in eager mode",
+        got=f"{got} in the trace",
+        hint="return tensors, or numbers computed from sizes or with .item(); not strings, objects or lists made of them.",
+    )
 
 
 @contextlib.contextmanager

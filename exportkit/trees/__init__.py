@@ -9,15 +9,21 @@ from exportkit.trees.caches import (
     set_stored_length,
     stored_length,
 )
-from exportkit.trees.flatten import check_opened, flatten, with_list
+from exportkit.trees.constants import check_opened, check_unchanged, constants_in, note_values, text_of
+from exportkit.trees.fingerprint import Fingerprint, fingerprint
+from exportkit.trees.flatten import flatten, with_list
 from exportkit.trees.registry import opens_in_order, register_flattening_functions, registered_caches
 from exportkit.trees.structure import join, joined
 from exportkit.trees.tree import Tree, string_type
 
 __all__ = [
+    "Fingerprint",
     "Growth",
     "Tree",
     "check_opened",
+    "check_unchanged",
+    "constants_in",
+    "fingerprint",
     "flatten",
     "is_cache_class",
     "join",
@@ -25,11 +31,13 @@ __all__ = [
     "make_dynamic_cache",
     "make_encoder_decoder_cache",
     "make_static_cache",
+    "note_values",
     "opens_in_order",
     "register_flattening_functions",
     "registered_caches",
     "set_stored_length",
     "stored_length",
     "string_type",
+    "text_of",
     "with_list",
 ]

@@ -34,7 +34,6 @@ from exportkit.trees.structure import (
     Structure,
     Table,
     containers,
-    join,
 )
 from exportkit.trees.tree import HeldTensors, Tree
 
@@ -281,25 +280,6 @@ def with_list(tree: Tree, members: Sequence[torch.Tensor], others: list[torch.Te
         return spec.unflatten(leaves)
 
     return flatten(changed(tree.build()))
-
-
-def check_opened(name: str, tree: Tree) -> None:
-    """Raises UnregisteredClassError if a leaf of argument ``name`` is an object that holds tensors."""
-    for path, leaf in tree.constants().items():
-        if leaf is None or isinstance(leaf, torch.nn.Module | type):
-            continue
-        state: Any = object.__getstate__(leaf)
-        plain, slots = state if isinstance(state, tuple) else (state, None)
-        held = sorted([key for key, value in ((plain or {}) | (slots or {})).items() if holds_tensor(value)])
-        if held:
-            raise UnregisteredClassError(
-                f"An object of class {type(leaf).__name__} holds tensors that cannot be inputs or outputs of a graph.",
-                where=join(name, path),
-                expected="a class registered with torch's pytree",
-                got=f"{type(leaf).__module__}.{type(leaf).__qualname__} with tensors in {', '.join(held)}",
-                hint="torch.utils._pytree.register_pytree_node(cls, flatten, unflatten), before the model runs; "
-                "for a dataclass torch.export.register_dataclass(cls).",
-            )
 
 
 def holds_tensor(value: Any) -> bool:

@@ -15,7 +15,6 @@ import numbers
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -24,6 +23,8 @@ import torch
 from exportkit._torch_compat.pytree import context_writer, registered_node
 from exportkit.errors import ExportkitError, TreeError
 from exportkit.trees.caches import is_cache_part
+from exportkit.trees.constants import from_json
+from exportkit.trees.fingerprint import Placeholder, fingerprint
 from exportkit.trees.flatten import flatten
 from exportkit.trees.structure import LENGTH, TENSOR, Container, Nested, Object, Registered, Table, build, containers
 from exportkit.trees.tree import Tree
@@ -35,22 +36,6 @@ _COLLECTIONS = (OrderedDict, defaultdict, deque)
 _DEFAULTS = (bool, int, float, str, list, tuple, dict, set)
 # Packages whose modules are imported when a class of theirs is needed; any other must be loaded already.
 _IMPORTED = ("torch", "transformers", "exportkit")
-
-
-@dataclass(frozen=True)
-class Placeholder:
-    """Stands for a value that could not be written, and does nothing.
-
-    Attributes:
-        cls: Class of the value.
-        text: Its repr.
-    """
-
-    cls: str
-    text: str
-
-    def __repr__(self) -> str:
-        return f"<not restored: {self.text}, of {self.cls}>"
 
 
 def dump_tree(tree: Tree) -> Any:
@@ -217,13 +202,15 @@ def _dump_leaf(value: Any) -> Any:
 
 
 def _dump_placeholder(value: Any) -> Any:
+    described = {"fingerprint": fingerprint(value)}
     if isinstance(value, Placeholder):
-        return {"placeholder": value.cls, "text": value.text}
+        return {"placeholder": value.cls, "text": value.text, **described}
     try:
         text = repr(value)
     except Exception:  # a broken repr must not stop the writing: the name of the class is enough
         text = object.__repr__(value)
-    return {"placeholder": f"{type(value).__module__}.{type(value).__qualname__}", "text": text[:_LONGEST_TEXT]}
+    cls = f"{type(value).__module__}.{type(value).__qualname__}"
+    return {"placeholder": cls, "text": text[:_LONGEST_TEXT], **described}
 
 
 def _exact(value: Any, what: str) -> Any:
@@ -358,7 +345,7 @@ def _load_leaf(kind: str, value: Any, data: Any, inside: bool) -> Any:
     if kind == "type":
         return find_class(value, *(_CACHE_CLASSES if inside else ()))
     if kind == "placeholder":
-        return Placeholder(value, data["text"])
+        return Placeholder(value, data["text"], from_json(data.get("fingerprint")))
     raise KeyError(kind)
 
 

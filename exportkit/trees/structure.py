@@ -165,6 +165,7 @@ class Closed:
     """An object that cannot be opened; kept by reference, and closed even if its class is registered later."""
 
     value: Any
+    noted: Any = field(default=None, compare=False)  # its fingerprint when it was recorded
 
 
 @dataclass(slots=True, unsafe_hash=True)

@@ -9,6 +9,8 @@ import exportkit
 from exportkit.errors import ArgumentError
 from exportkit.plan.expression import Expression
 from exportkit.programs.domain import Domain, DomainInput, SizeCondition
+from exportkit.programs.python_values import PythonValues
+from exportkit.trees.fingerprint import NONE, TENSOR, fingerprint
 
 BATCH = Expression.of("batch")
 DOMAIN = Domain(
@@ -20,6 +22,7 @@ DOMAIN = Domain(
     limits=(SizeCondition("batch <= 8", "model.py:3", True),),
     guards=(SizeCondition("Mod(batch, 2) == 0", "model.py:4", True), SizeCondition("batch >= 2")),
     constants={"mode": "add"},
+    values=PythonValues({"x": (TENSOR,), "bias": (TENSOR,), "mode": (fingerprint("add"),)}, {"bias": NONE}),
 )
 
 
@@ -58,14 +61,14 @@ def test_tensors_that_do_not_fit_are_refused(given, message):
 def test_what_fits_is_accepted():
     DOMAIN.require_tensors({"x": torch.ones(9, 6)})
     DOMAIN.require_ranges({"x": (8, 6)})
-    DOMAIN.require_constant("mode", "add")
+    DOMAIN.values.require({"x": torch.ones(9, 6), "mode": "add"})
 
 
 def test_sizes_out_of_range_and_other_constants_are_refused():
     with pytest.raises(ArgumentError, match=r"batch at least 0 and at most 8"):
         DOMAIN.require_ranges({"x": (9, 6)})
     with pytest.raises(ArgumentError, match="another value of this constant"):
-        DOMAIN.require_constant("mode", "double")
+        DOMAIN.values.require({"x": torch.ones(9, 6), "mode": "double"})
 
 
 def test_an_export_has_a_domain():

@@ -1,0 +1,248 @@
+"""Constants, which are compared by their fingerprints: what differs and where, in words; and what holds no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+from exportkit.errors import PlanError, UnregisteredClassError
+from exportkit.trees.fingerprint import NONE, TENSOR, Fingerprint, fingerprint
+from exportkit.trees.structure import Closed, Nested, Registered, Structure, join, path_of
+from exportkit.trees.tree import Tree
+
+# Where the parts of a fingerprint are, by its kind.
+_PARTS = {
+    "list": 1, "tuple": 1, "size": 1, "set": 1, "frozenset": 1, "deque": 2, "fields": 2,
+    "dict": 1, "mapping": 3,
+    "registered": 3, "object": 2, "nn": 2,
+}  # fmt: skip
+_KEYED, _NAMED = ("dict", "mapping"), ("registered", "object", "nn")
+_BRACKETS = {"list": "[]", "tuple": "()", "size": "()", "set": "{}", "frozenset": "{}", "deque": "[]", "dict": "{}"}
+_LONGEST = 200
+
+
+class Mismatch(NamedTuple):
+    """Where two values differ, and what each of them is there."""
+
+    path: str
+    expected: str
+    got: str
+
+
+def parts_of(value: Fingerprint) -> dict[Any, Fingerprint] | None:
+    """Returns what a container or an object holds, by key, name or position; None for any other value."""
+    kind = value[0]
+    if kind not in _PARTS:
+        return None
+    parts = value[_PARTS[kind]]
+    if kind in _NAMED:
+        return {name or "content": part for name, part in parts}
+    if kind in _KEYED:
+        return {key[1] if key[0] in ("str", "int") else text_of(key): part for key, part in parts}
+    return dict(enumerate(parts))
+
+
+def difference(
+    expected: Fingerprint, got: Fingerprint, path: str = "", lists: Collection[str] = (), recorded: bool = False
+) -> Mismatch | None:
+    """Returns the first difference between two values, or None if there is none.
+
+    Tensors are equal to each other and to None, in a container too: which of them may be absent, and what their values
+    are, is not decided here.
+
+    Args:
+        expected: Fingerprint of the value that is taken for right.
+        got: Fingerprint of the other one.
+        path: Path of both.
+        lists: Paths of lists that may hold any number of tensors.
+        recorded: Also accept containers without some tensors of the other one, and None instead of a container with
+            tensors: for calls that were both recorded.
+    """
+    if expected == got:
+        return None
+    mismatch = Mismatch(path, text_of(expected), text_of(got))
+    for one, other in ((expected, got), (got, expected)):
+        if one == NONE and (_only_tensors(other) or (recorded and has_tensors(other))):
+            return None
+    mine, others = parts_of(expected), parts_of(got)
+    if mine is None or others is None or _head(expected) != _head(got):
+        return mismatch
+    for step in {**mine, **others}:
+        inner = path_of((step,), path)
+        if step in mine and step in others:
+            found = difference(mine[step], others[step], inner, lists, recorded)
+            if found is not None:
+                return found
+            continue
+        part, is_extra = (others[step], True) if step in others else (mine[step], False)
+        is_open = is_extra or recorded or path in lists or expected[0] == "registered"
+        is_field = part == NONE and expected[0] == "registered"
+        if not is_field and not (is_open and _only_tensors(part)):
+            text = text_of(part)
+            return Mismatch(inner, *(("nothing", text) if is_extra else (text, "nothing")))
+    return None if has_tensors(expected) or has_tensors(got) else mismatch
+
+
+def constants_in(value: Fingerprint, path: str) -> dict[str, Fingerprint]:
+    """Returns the parts of a value that hold no tensors, as large as they are, by path; without None.
+
+    Args:
+        value: Fingerprint of the value.
+        path: Its path.
+    """
+    if value in (NONE, TENSOR) or value[0] == "cache":
+        return {}
+    if not has_tensors(value):
+        return {path: value}
+    found: dict[str, Fingerprint] = {}
+    for step, part in (parts_of(value) or {}).items():
+        found |= constants_in(part, path_of((step,), path))
+    return found
+
+
+def has_tensors(value: Fingerprint) -> bool:
+    """Returns whether a value is a tensor or a cache, or holds one that can be an input of a graph."""
+    if value == TENSOR or value[0] == "cache":
+        return True
+    if value[0] in ("object", "nn"):
+        return False
+    return any(map(has_tensors, (parts_of(value) or {}).values()))
+
+
+def tensor_inside(value: Fingerprint, path: str = "") -> str | None:
+    """Returns the path of a tensor in an object that is not opened, where it can be no input of a graph.
+
+    Tensors that a function or a module is bound to are not meant.
+
+    Args:
+        value: Fingerprint of the value.
+        path: Its path.
+    """
+    if value[0] == "tensor":
+        return path if len(value) > 1 else None
+    for step, part in (parts_of(value) or {}).items() if value[0] != "nn" else ():
+        found = tensor_inside(part, path_of((step,), path))
+        if found is not None:
+            return found
+    return None
+
+
+def text_of(value: Fingerprint) -> str:
+    """Returns a value in a few words, from its fingerprint."""
+    return _text(value)[:_LONGEST]
+
+
+def _text(value: Fingerprint) -> str:
+    kind, *rest = value
+    parts = parts_of(value)
+    if kind == "nn":
+        return f"module {_name(rest[0])}"
+    if kind == "object" and parts is not None and "0" in parts:  # by what it is made with
+        return f"{_name(rest[0])}{_text(parts['1'])}"
+    if kind in ("registered", "object", "fields") and parts is not None:
+        inner = ", ".join(f"{step}={_text(part)}" if kind in _NAMED else _text(part) for step, part in parts.items())
+        return f"{_name(rest[0])}({inner})"
+    if parts is not None:
+        opening, closing = tuple(_BRACKETS.get(kind, "{}"))
+        texts = [f"{step!r}: {_text(part)}" if kind in _KEYED else _text(part) for step, part in parts.items()]
+        return f"{opening}{', '.join(texts)}{',' if kind == 'tuple' and len(texts) == 1 else ''}{closing}"
+    match kind:
+        case "none":
+            return "None"
+        case "bool" | "int" | "str":
+            return repr(rest[0])
+        case "float" | "device":
+            return str(rest[0])
+        case "complex":
+            return f"{rest[0]}+{rest[1]}j"
+        case "bytes":
+            return repr(bytes.fromhex(rest[0]))
+        case "torch":
+            return f"torch.{rest[0]}"
+        case "tensor":
+            return "a tensor"
+        case "enum":
+            return f"{_name(rest[0])}.{rest[1]}"
+        case "slice":
+            return f"slice({', '.join(map(_text, rest))})"
+        case "range":
+            return f"range({', '.join(map(str, rest))})"
+        case "method" | "partial":
+            return f"{kind} of {', '.join(_text(part) for part in rest if isinstance(part, tuple))}"
+    return f"{kind} {_name(rest[0])}" if rest and isinstance(rest[0], str) else kind
+
+
+def _name(name: str) -> str:
+    """A class or function without its module."""
+    return name.partition(":")[2].partition(" ")[0] or name
+
+
+def _only_tensors(value: Fingerprint) -> bool:
+    """Whether a value holds tensors, and besides them None at most."""
+    return has_tensors(value) and not constants_in(value, "")
+
+
+def _head(value: Fingerprint) -> Fingerprint:
+    position = _PARTS[value[0]]
+    return value[:position] + value[position + 1 :]
+
+
+def note_values(structure: Structure) -> None:
+    """Notes what the objects in a structure are like now, as they can change later.
+
+    Args:
+        structure: The structure of recorded arguments or outputs.
+    """
+    for _, leaf in _closed(structure.root):
+        leaf.noted = fingerprint(leaf.value)
+
+
+def check_opened(name: str, tree: Tree) -> None:
+    """Raises UnregisteredClassError if a leaf of argument ``name`` is an object that holds tensors."""
+    for path, leaf in tree.constants().items():
+        inside = tensor_inside(fingerprint(leaf))
+        if inside is not None:
+            raise UnregisteredClassError(
+                f"An object of class {type(leaf).__name__} holds tensors that cannot be inputs or outputs of a graph.",
+                where=join(name, path),
+                expected="a class registered with torch's pytree",
+                got=f"{type(leaf).__module__}.{type(leaf).__qualname__} with tensors in {inside}",
+                hint="torch.utils._pytree.register_pytree_node(cls, flatten, unflatten), before the model runs; "
+                "for a dataclass torch.export.register_dataclass(cls).",
+            )
+
+
+def check_unchanged(name: str, tree: Tree) -> None:
+    """Raises PlanError if an object in argument ``name`` was changed after the call was recorded."""
+    for path, leaf in _closed(tree.structure):
+        now = fingerprint(leaf.value)
+        if leaf.noted is not None and leaf.noted != now:
+            found = difference(leaf.noted, now, join(name, path)) or Mismatch(name, text_of(leaf.noted), text_of(now))
+            raise PlanError(
+                "An argument of a recorded call was changed since.",
+                where=found.path,
+                expected=f"{found.expected}, as recorded",
+                got=found.got,
+                hint="observe the model again, and leave the object as it is until the model is exported.",
+            )
+
+
+def _closed(node: Any, path: str = "") -> Iterator[tuple[str, Closed]]:
+    """Yields the objects that are not opened, outside of caches, with their paths."""
+    if type(node) is Closed:
+        yield path, node
+    elif type(node) is Nested:
+        for steps, item in zip(node.spec.paths(), node.items, strict=True) if _holds_closed(node) else ():
+            yield from _closed(item, path_of(steps, path))
+    elif type(node) is Registered:
+        for steps, item in zip(node.children.spec.paths(), node.items, strict=True):
+            yield from _closed(item, path_of((node.names[steps[0]], *steps[1:]), path))
+
+
+def _holds_closed(node: Nested) -> bool:
+    return any(type(item) in (Closed, Nested, Registered) for item in node.items)
+
+
+def from_json(data: Any) -> Fingerprint:
+    """Returns the fingerprint that JSON data hold, in which tuples are lists."""
+    return tuple(map(from_json, data)) if isinstance(data, list) else data
