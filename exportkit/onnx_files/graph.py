@@ -19,7 +19,7 @@ from exportkit.errors import ArgumentError
 from exportkit.files import Stamp, stamp_of
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
-from exportkit.probing.missing import MissingDefaults, dependent_outputs, fill_missing
+from exportkit.probing.missing import MissingDefaults, dependent_outputs, fill_missing, hidden_past
 from exportkit.probing.simplify import as_simplified, first_step, value_at, with_split_lists
 from exportkit.programs.audit import domain_of
 from exportkit.programs.domain import Domain
@@ -144,6 +144,19 @@ class Measured:
         return Measured({**self.ties, **other.ties}, {**self.leeway, **other.leeway})
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a call gives to a graph.
+
+    Attributes:
+        tensors: The tensors by path.
+        past: Number of cached tokens, if it is needed and the tensors do not show it.
+    """
+
+    tensors: Tensors
+    past: int | None = None
+
+
 class OnnxGraph:
     """A graph that takes the arguments of the model and returns what the model returns.
 
@@ -210,13 +223,13 @@ class OnnxGraph:
         if self._session is not None and self._stamps() != self._opened:
             self._session = None
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Tensors) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Given) -> Any:
         """Returns what the model returns, computed by onnxruntime.
 
         Args:
             args: Positional arguments of the model.
             kwargs: Named arguments of the model.
-            given: The tensors of the call by path, as `given` returns them.
+            given: What the call gives, as `given` returns it.
 
         Raises:
             RuntimeFailure: if onnxruntime refuses the call.
@@ -226,7 +239,7 @@ class OnnxGraph:
         runner = SessionRunner(self.session, contract.inputs, contract.outputs)
         returned: dict[str, torch.Tensor | None] = {**runner.run(complete)}
         for path, source in contract.dependent.items():
-            if source not in given and path in returned:
+            if source not in given.tensors and path in returned:
                 returned[path] = None
         outputs = self.structured(returned)
         if plan.passed_through and isinstance(outputs, MutableMapping):  # as they were given, or as a part made them
@@ -234,7 +247,7 @@ class OnnxGraph:
             arguments = contract.signature.bind(args, {k: v for k, v in kwargs.items() if k in known})
             for name, path in plan.passed_through.items():
                 value = value_at(arguments, path)
-                if value is not None or not any(leaf.startswith(path) for leaf in given):
+                if value is not None or not any(leaf.startswith(path) for leaf in given.tensors):
                     outputs[name] = value
         past, new = plan.with_role("past"), plan.with_role("sequence")
         if past is not None and new is not None:  # the counters of caches: cached tokens and new ones
@@ -243,8 +256,8 @@ class OnnxGraph:
                 set_stored_length(value, sizes[past.name] + sizes[new.name])
         return outputs
 
-    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensors | None = None) -> Tensors:
-        """Returns the tensors of a call by path.
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensors | None = None) -> Given:
+        """Returns what a call gives to the graph.
 
         Args:
             args: Positional arguments of the model.
@@ -271,14 +284,14 @@ class OnnxGraph:
         given = {path: t for path, t in given.items() if path in plan.by_path or t.numel()}  # an empty cache is none
         domain.require_tensors(given)
         domain.values.require(values, {first_step(path) for path in made or ()})
-        return given
+        return Given(given, hidden_past(plan, given, values.values()))
 
-    def feeds(self, given: Tensors) -> dict[str, torch.Tensor]:
+    def feeds(self, given: Given) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for a call, by name of its input."""
         complete = self._complete(given)
         return {name: complete[path] for name, path in self.contract.inputs.items()}
 
-    def program_feeds(self, given: Tensors) -> dict[str, torch.Tensor]:
+    def program_feeds(self, given: Given) -> dict[str, torch.Tensor]:
         """Returns the tensors that the traced program gets for a call, by name of the node for its input."""
         if self.traced is None:
             return {}
@@ -286,9 +299,10 @@ class OnnxGraph:
         names = zip(tensor_placeholders(self.traced.program), self.traced.input_paths, strict=True)
         return {name: complete[path] for name, path in names}
 
-    def _complete(self, given: Tensors) -> Tensors:
+    def _complete(self, given: Given) -> Tensors:
         """The tensors of a call with defaults for missing inputs, by path."""
-        return {**given, **fill_missing(self.contract.plan, given, self.contract.defaults.values)}
+        plan, defaults = self.contract.plan, self.contract.defaults.values
+        return {**given.tensors, **fill_missing(plan, given.tensors, defaults, given.past)}
 
     def structured(self, tensors: Mapping[str, torch.Tensor | None]) -> Any:
         """Returns tensors by path as the nested value that the model returns; None stands for one that is absent."""

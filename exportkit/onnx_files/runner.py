@@ -12,7 +12,7 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.calls.parts import Edge
 from exportkit.errors import ArgumentError, ExportError
-from exportkit.onnx_files.graph import Contract, OnnxGraph
+from exportkit.onnx_files.graph import Contract, Given, OnnxGraph
 from exportkit.onnx_files.translate import translate
 from exportkit.plan.sizes import solve_sizes
 from exportkit.programs.domain import Domain
@@ -181,7 +181,8 @@ class OnnxRunner:
             ArgumentError: if the call does not fit the graph, or any of several graphs.
             RuntimeFailure: if onnxruntime refuses it.
         """
-        return flatten(self.run(*call.args_kwargs())).tensors()
+        args, kwargs = call.args_kwargs() if call.index is None else call.signature.unbind(call.copies(), call.named)
+        return flatten(self.run(args, kwargs)).tensors()
 
     def move(self, folder: Path) -> None:
         """Notes that the files of all graphs were moved to a folder."""
@@ -205,7 +206,7 @@ class OnnxRunner:
         """Returns the tensors that the traced program gets for these arguments, by name of the node for its input."""
         return self.graph.program_feeds(self._given(args, kwargs))
 
-    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
         own, made = self._fed_by_parts(args, kwargs)
         return self.graph.given(args, own, made)
 

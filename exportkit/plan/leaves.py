@@ -133,6 +133,10 @@ class PlannedLeaf(_RecordedShapes):
         """Whether it may be left out: some recorded calls lack it."""
         return self.restored or None in self.shapes
 
+    def variables(self) -> frozenset[str]:
+        """Returns the names of the variables that its sizes depend on."""
+        return frozenset().union(*map(Expression.variables, self.sizes))
+
 
 @dataclass(frozen=True)
 class Variable:

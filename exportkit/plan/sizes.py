@@ -193,6 +193,24 @@ def size_in(plan: Plan, name: str, shapes: Mapping[str, tuple[Any, ...]]) -> Any
     return None
 
 
+def is_hidden(plan: Plan, name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns whether the given inputs only show that a variable is at least as large as the windows of caches.
+
+    Args:
+        plan: The plan.
+        name: The variable.
+        shapes: Shapes of the inputs that are given, by path.
+    """
+    found = False
+    for leaf in plan.leaves:
+        for size, value in zip(leaf.sizes, shapes.get(leaf.path, ()), strict=False):
+            if name in size.variables() and size.divisor == 1:
+                if size.cap is None or value < size.cap:
+                    return False
+                found = True
+    return found
+
+
 def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
     """Returns combinations of sizes that were neither recorded nor exported with.
 

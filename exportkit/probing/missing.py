@@ -8,23 +8,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
+from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.sizes import is_hidden, solve_sizes
 from exportkit.probing.simplify import as_simplified
-from exportkit.running.eager import run_eager
-from exportkit.running.runner import compare_runs, recorded
-from exportkit.trees import flatten, join
+from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors, unit_of
+from exportkit.running.eager import EagerRunner, run_eager
+from exportkit.running.runner import Compare, Runner, compare_runs, recorded
+from exportkit.trees import flatten, is_cache_class, join, stored_length
 
 _MOST_TRIALS = 64
 _FEW_TOKENS = 2
+_POSITIONS = ("position_ids", "cache_position")
+_WIDEST = 4.0  # exponent of 10 of the largest values that are tried
+_ROUNDINGS = 16.0  # what one rounding error of each input changes in the outputs, times this, counts as equal
 _LOWEST = -1e30  # minus infinity of states that hold a logarithm: the largest exponent of no tokens
 
 
@@ -41,8 +48,21 @@ class MissingDefaults:
     unproven: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Absences:
+    """The sets of inputs that may be left out together, by path.
+
+    Attributes:
+        allowed: The sets.
+        refused: Sets that recorded calls left out, and that no defaults stand for, each with the reason.
+    """
+
+    allowed: frozenset[frozenset[str]] = frozenset([frozenset()])
+    refused: Mapping[frozenset[str], str] = field(default_factory=dict)
+
+
 def fill_missing(
-    plan: Plan, given: Mapping[str, torch.Tensor], defaults: Mapping[str, float]
+    plan: Plan, given: Mapping[str, torch.Tensor], defaults: Mapping[str, float], cached: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Returns tensors for the inputs of a plan that are not given, by path.
 
@@ -50,8 +70,12 @@ def fill_missing(
         plan: The plan.
         given: The inputs that are given.
         defaults: Value by path of inputs that are not empty; 0 if there is none.
+        cached: Number of cached tokens, if the inputs that are given do not show it.
     """
     sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in given.items()})
+    past = plan.with_role("past")
+    if past is not None and cached is not None:
+        sizes[past.name] = cached
     shapes = plan.shapes(sizes)
     device = next((tensor.device for tensor in given.values()), torch.device("cpu"))
     missing = {}
@@ -62,13 +86,52 @@ def fill_missing(
     return missing
 
 
-def completed_call(plan: Plan, observation: Observation, call: Call, defaults: Mapping[str, float]) -> Call:
-    """Returns a recorded call with defaults for its missing inputs, and with what the model returned without them."""
-    given = call.tensors()
+def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[Any]) -> int | None:
+    """Returns the number of cached tokens if missing inputs need it, and full windows of caches do not show it.
+
+    Then the counters of the caches say it, which the model goes by too; for caches without a counter, the positions of
+    the new tokens do.
+
+    Args:
+        plan: The plan.
+        given: The inputs that are given, by path.
+        values: The arguments.
+
+    Raises:
+        ArgumentError: if neither says it.
+    """
     past = plan.with_role("past")
-    cached = None if past is None else solve_sizes(plan, call.shapes())[past.name]
+    needing = [] if past is None else [leaf.path for leaf in plan.leaves if past.name in leaf.variables()]
+    missing = [path for path in needing if path not in given]
+    if past is None or not missing:
+        return None
+    shapes = {path: tuple(tensor.shape) for path, tensor in given.items()}
+    if not is_hidden(plan, past.name, shapes):
+        return None
+    counted = max(map(stored_length, values), default=0)
+    windows = [size.cap or 0 for path in needing if path in given for size in plan.by_path[path].sizes]
+    positions = next((given[path] for path in given if path.rpartition(".")[2] in _POSITIONS), None)
+    new = plan.with_role("sequence")
+    if counted < max(windows) and positions is not None and positions.numel():
+        counted = int(positions.max()) + 1 - (1 if new is None else solve_sizes(plan, shapes)[new.name])
+    if counted < max(windows):
+        raise ArgumentError(
+            "The windows of the caches are full, so they do not show how many tokens came before.",
+            where=", ".join(missing),
+            expected=f"{', '.join(missing)}, or a cache that counts its tokens",
+            got=", ".join(given),
+            hint="give the inputs that were left out.",
+        )
+    return counted
+
+
+def completed_call(plan: Plan, observation: Observation, call: Call, defaults: Mapping[str, float]) -> Call:
+    """Returns a call with defaults for its missing inputs, and with what the model returned without them."""
+    given = call.tensors()
+    past, hidden = plan.with_role("past"), hidden_past(plan, given, call.values().values())
+    cached = hidden if past is None or hidden is not None else solve_sizes(plan, call.shapes())[past.name]
     merged = Call(observation.merged_arguments, call.signature, cached_tokens=cached)
-    completed = merged.with_tensors({**given, **fill_missing(plan, given, defaults)})
+    completed = merged.with_tensors({**given, **fill_missing(plan, given, defaults, hidden)})
     return replace(completed, outputs=call.outputs)
 
 
@@ -87,7 +150,7 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
             numbers.append(number)
     if not calls:
         return MissingDefaults(ones)
-    tried = [*calls, *_cut_calls(plan, calls, model, method)]
+    tried = [*calls, *_other_calls(plan, calls, model, method)]
     best: dict[str, float] = {}
     fewest = list(range(len(tried)))
 
@@ -96,8 +159,9 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
         # A graph leaves outputs that exist only because of the defaults out again: more outputs are not a difference.
         return flatten(run_leniently(plan, model, method, completed)[0]).tensors()
 
+    compare = beyond_rounding(EagerRunner(model, method))
     for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
-        outcomes = compare_runs(recorded, functools.partial(run, values), tried)
+        outcomes = compare_runs(recorded, functools.partial(run, values), tried, compare)
         wrong = [position for position, outcome in enumerate(outcomes) if not outcome.agrees]
         if len(wrong) < len(fewest):
             best, fewest = values, wrong
@@ -137,20 +201,115 @@ def run_leniently(plan: Plan, model: torch.nn.Module, method: str, call: Call) -
     return run_eager(model, method, fewer), fewer
 
 
-def _cut_calls(plan: Plan, calls: Sequence[Call], model: torch.nn.Module, method: str) -> list[Call]:
-    """Those of the calls that have many tokens, cut to few: a long call may hide what it began with."""
+def absent_patterns(plan: Plan, observation: Observation) -> dict[frozenset[str], list[int]]:
+    """Returns the sets of inputs that recorded calls left out together, by path, and the numbers of these calls.
+
+    An input that no call gave, and that was restored, was left out by all of them; with it, they return the same.
+    """
+    optional = frozenset(leaf.path for leaf in plan.leaves if leaf.is_optional)
+    restored = frozenset(leaf.path for leaf in plan.leaves if leaf.restored)
+    found: dict[frozenset[str], list[int]] = {}
+    for number, shapes in enumerate(
+        [*map(Call.shapes, observation.calls), *(seen.inputs for seen in observation.further)]
+    ):
+        absent = optional.difference(shapes)
+        for pattern in {absent, absent | restored}:
+            found.setdefault(pattern, []).append(number)
+    return found
+
+
+def call_without(plan: Plan, observation: Observation, sizes: Mapping[str, int], absent: frozenset[str]) -> Call:
+    """Returns a call that leaves inputs out, in the form in which recorded calls left them out.
+
+    Args:
+        plan: The plan.
+        observation: The calls.
+        sizes: Sizes of the variables; those that only the inputs left out have become 0.
+        absent: Paths of the inputs.
+
+    Raises:
+        ArgumentError: if there is no such call.
+    """
+    own: set[str | None] = set()
+    shown: set[str | None] = set()
+    for leaf in plan.leaves:
+        (own if leaf.path in absent else shown).update(size.variable for size in leaf.sizes)
+    sizes = plan.completed({name: 0 if name in own - shown else size for name, size in sizes.items()})
+    call = build_call(plan, observation, sizes)
+    arguments = {}
+    for name, tree in call.with_tensors(dict.fromkeys(absent)).arguments.items():
+        paths = {leaf.path for leaf in plan.leaves if leaf.argument == name}
+        if paths.isdisjoint(absent):
+            arguments[name] = tree
+            continue
+        forms = [made for made in observation.calls if paths.difference(made.shapes()) == paths & absent]
+        form = next((made.arguments.get(name) for made in forms), tree)
+        if form is not None and name not in observation.restored:
+            arguments[name] = form.with_leaves(tree.tensors())
+    return replace(call.with_arguments(arguments), sizes=sizes)
+
+
+def with_wide_values(call: Call) -> Call:
+    """Returns the call with random floating-point numbers of all magnitudes, those in caches left as they are."""
+    changed = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tree in call.arguments.items():
+        for path, tensor in tree.tensors().items():
+            if tensor.is_floating_point() and not is_cache_class(tree.cls):
+                most = min(_WIDEST, math.log10(torch.finfo(tensor.dtype).max) - 1)
+                exponents = torch.rand(tensor.shape, generator=generator) * (most + 1) - 1
+                values = torch.randn(tensor.shape, generator=generator) * 10**exponents
+                changed[join(name, path)] = values.to(tensor)
+    return call.with_tensors(changed)
+
+
+def beyond_rounding(model: Runner) -> Compare:
+    """Returns a comparison in which a difference counts if it exceeds what rounding errors of the inputs make.
+
+    Args:
+        model: Is run again with inputs that are one rounding error off, where something differs.
+    """
+
+    def compare(call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
+        changed: Mapping[str, torch.Tensor] | None = None
+        for difference in compare_outputs(expected, got):
+            path, counts = difference.path, difference.reason is not None
+            if counts and difference.absolute < math.inf:
+                changed = model(_rounded(call)) if changed is None else changed
+                noise = compare_tensors(path, expected[path], changed[path])
+                counts = difference.absolute > _ROUNDINGS * noise.absolute
+            yield difference if counts else replace(difference, reason=None)
+
+    return compare
+
+
+def _rounded(call: Call) -> Call:
+    """The call with each floating-point input changed by one rounding error, up or down."""
+    generator = torch.Generator().manual_seed(0)
+    changed = {}
+    for path, tensor in call.tensors().items():
+        if tensor.is_floating_point():
+            signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+            changed[path] = tensor * (1 + 2 * unit_of(tensor.dtype) * signs.to(tensor))
+    return call.with_tensors(changed)
+
+
+def _other_calls(plan: Plan, calls: Sequence[Call], model: torch.nn.Module, method: str) -> list[Call]:
+    """The calls cut to few tokens, as a long call may hide what it began with, and with values of all magnitudes."""
     new = plan.with_role("sequence")
-    found = []
+    changed = []
     for call in calls:
         tensors, sizes = call.tensors(), solve_sizes(plan, call.shapes())
-        if new is None or sizes[new.name] <= _FEW_TOKENS:
-            continue
-        for path, shape in plan.shapes({**sizes, new.name: _FEW_TOKENS}).items():
-            for axis, size in enumerate(shape if path in tensors else ()):
-                tensors[path] = tensors[path].narrow(axis, 0, min(size, tensors[path].shape[axis]))
-        cut = call.with_tensors(tensors)
-        with contextlib.suppress(Exception):  # a model that raises for so few tokens has no answer to compare with
-            found.append(replace(cut, outputs=flatten(run_eager(model, method, cut))))
+        if new is not None and sizes[new.name] > _FEW_TOKENS:
+            for path, shape in plan.shapes({**sizes, new.name: _FEW_TOKENS}).items():
+                for axis, size in enumerate(shape if path in tensors else ()):
+                    tensors[path] = tensors[path].narrow(axis, 0, min(size, tensors[path].shape[axis]))
+            changed.append(call.with_tensors(tensors))
+        changed.append(with_wide_values(call))
+    found = []
+    for call in changed:
+        with contextlib.suppress(Exception):  # a model that raises for such a call has no answer to compare with
+            found.append(replace(call, outputs=flatten(run_eager(model, method, call))))
     return found
 
 

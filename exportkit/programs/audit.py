@@ -20,6 +20,7 @@ from exportkit.overrides import replaced_classes
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
+from exportkit.probing.missing import absent_patterns
 from exportkit.programs.domain import Domain, SizeCondition
 from exportkit.programs.failure import Place, is_model_code
 from exportkit.programs.program import TracedProgram
@@ -180,7 +181,7 @@ def domain_of(traced: TracedProgram) -> Domain:
             text, file = program.named(guard.left), guard.file.rpartition("site-packages/")[2]
             place = f"{file}:{guard.line}" if file else ""
             found.setdefault(text, SizeCondition(text, place, is_model_code(guard.file)))
-    domain = Domain.of_plan(traced.plan, traced.limits, tuple(found.values()))
+    domain = Domain.of_plan(traced.plan, traced.limits, tuple(found.values()), traced.absences.allowed)
     observation = traced.observation
     values = PythonValues.of(observation.signature, observation.merged_arguments, observation.calls, traced.plan.joined)
     return replace(domain, values=values)
@@ -321,10 +322,12 @@ def _branch(guard: ShapeGuard, promise: _Promise, program: _Program) -> Finding:
 def findings_of(traced: TracedProgram) -> list[Finding]:
     """Returns the findings on rewrites in force, on missing inputs, and on the mode and the state of the model."""
     findings = rule_findings(traced)
-    if traced.defaults.unproven:
-        calls = ", ".join(map(str, traced.defaults.unproven))
-        text = f"calls {calls} lack inputs, and no default gives the same result; the graph does not serve them."
-        findings.append(Finding("missing input", f"calls {calls}", text))
+    recorded = absent_patterns(traced.plan, traced.observation)
+    for pattern, reason in traced.absences.refused.items():
+        names = ", ".join(sorted(pattern))
+        calls = ", ".join(map(str, recorded[pattern]))
+        text = f"calls {calls} leave out {names}, and no default stands for that ({reason}); the graph refuses them."
+        findings.append(Finding("missing input", names, text))
     if traced.model.training:
         text = "the model is in training mode: dropout and batch statistics differ between calls; call model.eval()."
         findings.append(Finding("training mode", "", text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from exportkit.errors import ArgumentError
 from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
+from exportkit.probing.simplify import first_step
 from exportkit.programs.python_values import PythonValues
 from exportkit.trees.json_form import dump_constant, load_value
 
@@ -59,6 +61,8 @@ class Domain:
             assumes that every size is 2 or more.
         constants: Python values that are part of the graph, by path.
         values: What is asked of the Python values of a call.
+        absent: The sets of inputs that may be left out together, by path: those that recorded calls left out, and
+            those for which the model was seen to return what the graph returns.
     """
 
     inputs: tuple[DomainInput, ...]
@@ -66,11 +70,16 @@ class Domain:
     limits: tuple[SizeCondition, ...]
     guards: tuple[SizeCondition, ...]
     constants: Mapping[str, Any]
+    absent: frozenset[frozenset[str]] = frozenset([frozenset()])
     values: PythonValues = field(default_factory=lambda: PythonValues({}, {}))
 
     @classmethod
     def of_plan(
-        cls, plan: Plan, limits: tuple[SizeCondition, ...] = (), guards: tuple[SizeCondition, ...] = ()
+        cls,
+        plan: Plan,
+        limits: tuple[SizeCondition, ...] = (),
+        guards: tuple[SizeCondition, ...] = (),
+        absent: frozenset[frozenset[str]] = frozenset([frozenset()]),
     ) -> Domain:
         """Returns the domain of a graph that was exported for a plan.
 
@@ -78,6 +87,7 @@ class Domain:
             plan: The plan.
             limits: Upper limits on sizes that the audit found.
             guards: Conditions that torch recorded during the trace.
+            absent: The sets of inputs that may be left out together.
         """
         return cls(
             tuple(DomainInput(leaf.path, leaf.dtype, leaf.sizes, leaf.is_optional) for leaf in plan.leaves),
@@ -85,6 +95,7 @@ class Domain:
             limits,
             guards,
             {constant.path: constant.value for constant in plan.constants},
+            absent,
         )
 
     def require_tensors(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -123,6 +134,30 @@ class Domain:
                 got=", ".join(given) or "no tensor",
                 hint="every recorded call gave it; an input is optional if a recorded call left it out.",
             )
+        absent = self._optional.difference(given)
+        if absent not in self.absent:
+            sets = [self.names(paths) or "none" for paths in sorted(self.absent, key=sorted)]
+            raise ArgumentError(
+                "These inputs may not be left out together: no recorded call did, and the graph is not proven for it.",
+                where=self.names(absent) or "all inputs given",
+                expected=f"left out: {'; or '.join(sets)}",
+                got=f"left out: {self.names(absent) or 'none'}",
+                hint="observe the model with a call that leaves out the same inputs, then export again.",
+            )
+
+    @functools.cached_property
+    def _optional(self) -> frozenset[str]:
+        return frozenset([item.path for item in self.inputs if item.optional])
+
+    def names(self, paths: frozenset[str]) -> str:
+        """Returns the names of inputs: arguments of which all inputs are meant, otherwise the paths themselves."""
+        found: dict[str, None] = {}
+        for item in self.inputs:
+            if item.path in paths:
+                name = first_step(item.path)
+                whole = all(other.path in paths for other in self.inputs if first_step(other.path) == name)
+                found[name if whole else item.path] = None
+        return ", ".join(found)
 
     def require_ranges(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises ArgumentError if the size of a variable is out of its range.
@@ -153,6 +188,7 @@ class Domain:
             "guards": [dict(vars(condition)) for condition in self.guards],
             "constants": {path: dump_constant(value) for path, value in self.constants.items()},
             "values": self.values.to_json(),
+            "absent": sorted(map(sorted, self.absent)),
         }
 
     @classmethod
@@ -167,6 +203,7 @@ class Domain:
             tuple(SizeCondition(**item) for item in data["limits"]),
             tuple(SizeCondition(**item) for item in data["guards"]),
             {path: load_value(value) for path, value in data["constants"].items()},
+            frozenset(map(frozenset, data["absent"])),
             PythonValues.from_json(data["values"]),
         )
 
@@ -185,6 +222,9 @@ class Domain:
         others = sum(not condition.own for condition in self.guards)
         if others:
             lines.append(f"guards of torch's own code: {others}")
+        if self._optional:
+            sets = [self.names(paths) for paths in sorted(self.absent, key=sorted) if paths]
+            lines.append(f"may be left out: {'; or '.join(sets) or 'nothing'}")
         return "\n".join([*lines, *(f"constant: {path} = {value!r}" for path, value in self.constants.items())])
 
 

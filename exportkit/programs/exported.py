@@ -24,7 +24,7 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.missing import completed_call
 from exportkit.probing.planning import BoundPlan, one_size
 from exportkit.probing.simplify import as_simplified
-from exportkit.programs.audit import domain_of
+from exportkit.programs.audit import domain_of, findings_of
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of, kinds_of
@@ -153,6 +153,8 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
     def wrong_on_a_kind(traced: TracedProgram) -> str:
         if len(kinds) < 2:
             return ""
+        if traced.absences.refused:
+            return next(finding.text for finding in findings_of(traced) if finding.kind == "missing input")
         plan, defaults = traced.plan, traced.defaults.values
         for first, *_ in kinds.values():
             call = completed_call(plan, traced.observation, traced.observation.calls[first.index or 0], defaults)

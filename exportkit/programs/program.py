@@ -26,7 +26,7 @@ from exportkit.errors import ExportError
 from exportkit.overrides import replaced_attributes
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import size_in
-from exportkit.probing.missing import MissingDefaults
+from exportkit.probing.missing import Absences, MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.programs.domain import SizeCondition
 from exportkit.programs.failure import failure
@@ -79,6 +79,7 @@ class TracedProgram:
         joined_outputs: Paths of lists with a tensor for each image or the like, which the graph returns as one tensor.
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
         limits: Upper limits on sizes that the audit found.
+        absences: The sets of inputs that may be left out together.
         seconds: Duration of each stage, in seconds.
     """
 
@@ -97,6 +98,7 @@ class TracedProgram:
     joined_outputs: tuple[str, ...] = ()
     member_rows: Mapping[str, int] = field(default_factory=dict)
     limits: tuple[SizeCondition, ...] = ()
+    absences: Absences = field(default_factory=Absences)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:

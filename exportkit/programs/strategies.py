@@ -19,6 +19,7 @@ from exportkit.plan.sizes import choose_sizes
 from exportkit.probing.missing import find_missing_defaults
 from exportkit.probing.planning import BoundPlan
 from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
+from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import audit_effects, audit_sizes, findings_of, fixed_branches, rule_findings
 from exportkit.programs.kinds import Split
 from exportkit.programs.program import Example, TracedProgram, trace
@@ -290,6 +291,7 @@ class Search:
             return
         self.error = None
         traced = replace(traced, plan=found, limits=audit.limits, seconds=self._seconds)
+        traced = replace(traced, absences=find_absences(traced))
         if self.result is None or len(fixed_branches(traced.plan)) < len(fixed_branches(self.result.plan)):
             self.result = traced
             self.attempts.append(Attempt(name, "succeeded"))

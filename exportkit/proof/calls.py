@@ -18,14 +18,25 @@ from exportkit.calls.call import Call
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import unseen_sizes
-from exportkit.probing.missing import run_leniently
+from exportkit.plan.sizes import solve_sizes, unseen_sizes
+from exportkit.probing.missing import absent_patterns, call_without, run_leniently
 from exportkit.probing.simplify import as_simplified
+from exportkit.programs.audit import domain_of
 from exportkit.programs.program import TracedProgram
+from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, flatten, join
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+def as_made(plan: Plan, call: Call) -> Call:
+    """Returns a recorded call as the caller made it, without inputs that were restored afterwards."""
+    restored = {leaf.argument for leaf in plan.leaves if leaf.restored}
+    if restored.isdisjoint(call.arguments):
+        return call
+    kept = {name: tree for name, tree in call.arguments.items() if name not in restored}
+    return replace(call, arguments=kept)
 
 
 def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
@@ -60,6 +71,50 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
             break
         else:
             yield replace(blank, error=_raised(errors[0]))
+    yield from _absent_calls(traced)
+    yield from _repeated_calls(traced)
+
+
+def _absent_calls(traced: TracedProgram) -> Iterator[Call]:
+    """Yields a call for each set of inputs that may be left out, although no recorded call left them out together."""
+    plan, observation = traced.plan, traced.observation
+    domain = domain_of(traced)
+    for pattern in sorted(domain.absent.difference(absent_patterns(plan, observation), [frozenset()]), key=sorted):
+        call = call_without(plan, observation, traced.sizes, pattern)
+        call = replace(call, label=f"without {domain.names(pattern)}")
+        started = time.perf_counter()
+        outputs = flatten(run_eager(traced.model, traced.method, call))
+        yield replace(call, outputs=outputs, latency=time.perf_counter() - started)
+
+
+def _repeated_calls(traced: TracedProgram) -> Iterator[Call]:
+    """Yields recorded calls that are made twice in a row, with both results, if the model does not return the same.
+
+    No graph returns both: the model uses random numbers, or keeps something from one call to the next.
+    """
+    for call in (traced.observation.calls[0], *traced.observation.calls[1:][-1:]):
+        try:
+            results = _made_twice(traced, call)
+        except Exception:  # the model need not accept the call again
+            continue
+        if not outputs_close(*(result.tensors() for result in results)):
+            sizes = solve_sizes(traced.plan, call.shapes())
+            for number, outputs in enumerate(results, start=1):
+                label = f"{call.index}, made twice, result {number}: random numbers, or a state that the model keeps"
+                yield replace(call, outputs=outputs, label=label, index=None, sizes=sizes)
+
+
+def _made_twice(traced: TracedProgram, call: Call) -> list[Tree]:
+    results: list[Tree] = []
+
+    def twice(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
+        for seed, given in enumerate((values, call.copies())):
+            torch.manual_seed(seed)
+            tree = flatten(run(given))
+            results.append(tree.with_leaves({path: tensor.clone() for path, tensor in tree.tensors().items()}))
+
+    run_eager(traced.model, traced.method, call, twice)
+    return results
 
 
 def _raised(error: Exception) -> str:

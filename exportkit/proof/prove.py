@@ -22,7 +22,7 @@ from exportkit.programs.exported import ExportedModel
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
-from exportkit.proof.calls import Tensors, assembled_calls, stepwise_outputs, unseen_calls
+from exportkit.proof.calls import Tensors, as_made, assembled_calls, stepwise_outputs, unseen_calls
 from exportkit.proof.leeway import measurements
 from exportkit.proof.report import Divergence, Report, Row
 from exportkit.running.bounds import rounding_bound
@@ -85,7 +85,8 @@ def prove(runner: OnnxRunner, unseen: bool = True, notes: Sequence[str] = (), lo
         for number, call in zip(runner.split.calls[name], calls, strict=False):
             sizes = solve_sizes(graph.contract.plan, call.shapes())
             row = Row("recorded", f"{number} ({name})", sizes, "proven")
-            numbered.append((number, _row(graph, row, call, call.outputs.tensors(), runner.run_call)))
+            made = as_made(graph.contract.plan, call)
+            numbered.append((number, _row(graph, row, made, call.outputs.tensors(), runner.run_call)))
     rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
     return Report(tuple(rows), 0, (runner.split.text, *notes), {**reports, **parts}, attempts)
 
@@ -112,7 +113,7 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
             tell(f"recorded call {call.index}")
             sizes = solve_sizes(graph.contract.plan, call.shapes())
             row = Row("recorded", str(call.index), sizes, "proven")
-            rows.append(_row(graph, row, call, call.outputs.tensors(), None, locate))
+            rows.append(_row(graph, row, as_made(graph.contract.plan, call), call.outputs.tensors(), None, locate))
         further: list[Row] = []
         others: Iterable[Call] = graph.unseen or ()
         if graph.unseen is None and graph.traced is not None:

@@ -133,3 +133,37 @@ def test_past_a_window_the_mask_is_over_all_tokens_that_were_stored(tmp_path):
     with torch.no_grad():
         expected = model(**kwargs, logits_to_keep=1).logits
     torch.testing.assert_close(onnx_model(**kwargs).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("prompt", [4, 9])
+def test_calls_over_a_full_window_are_proven_as_they_were_made(prompt, tmp_path):
+    torch.manual_seed(0)
+    model, observer = tiny_mistral(sliding_window=6), exportkit.InputObserver()
+    ids = torch.randint(3, 60, (2, prompt))
+    with observer(model, store_n_calls=5):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    for call in observer.observation.calls:
+        assert "attention_mask" not in call.arguments
+        args, kwargs = call.signature.unbind(call.copies(), call.named)
+        expected = call.outputs.tensors()["logits"]
+        torch.testing.assert_close(onnx_model(*args, **kwargs).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_without_a_mask_or_a_count_a_full_window_is_refused(tmp_path):
+    torch.manual_seed(0)
+    model, observer = tiny_mistral(sliding_window=6), exportkit.InputObserver()
+    ids = torch.randint(3, 60, (2, 9))
+    with observer(model):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    args, kwargs = observer.observation.calls[2].args_kwargs()
+    expected = model(*args, **kwargs).logits
+    args, kwargs = observer.observation.calls[2].args_kwargs()
+    for layer in kwargs["past_key_values"].layers:
+        layer.cumulative_length = 0
+    torch.testing.assert_close(onnx_model(*args, **kwargs).logits, expected, rtol=1e-3, atol=1e-4)  # from the positions
+    del kwargs["position_ids"]
+    with pytest.raises(exportkit.errors.ArgumentError):
+        onnx_model(*args, **kwargs)

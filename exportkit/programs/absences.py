@@ -1,0 +1,114 @@
+"""Which optional inputs may be left out together: what recorded calls left out, and what the model confirms.
+
+A graph takes all inputs, so defaults stand for those that a call leaves out. Whether the defaults are right depends on
+which inputs are left out together, on the other values and on the sizes: one recorded call shows little of that. So
+each combination is tried at the sizes of the trace, which no recorded call has, with recorded values and with values of
+all magnitudes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+import torch
+
+from exportkit.errors import ExportkitError
+from exportkit.probing.missing import (
+    Absences,
+    absent_patterns,
+    beyond_rounding,
+    call_without,
+    completed_call,
+    with_wide_values,
+)
+from exportkit.probing.simplify import as_simplified
+from exportkit.programs.program import TracedProgram
+from exportkit.running.eager import EagerRunner
+from exportkit.running.masks import find_mask
+from exportkit.running.program import ProgramRunner
+from exportkit.running.runner import Runner, compare_runs
+
+Pattern = frozenset[str]
+
+_FEW_GROUPS = 4  # up to this many groups of inputs, all combinations are tried
+_MOST_PATTERNS = 24
+
+
+def find_absences(traced: TracedProgram) -> Absences:
+    """Returns the sets of inputs that may be left out together.
+
+    Args:
+        traced: The program, which takes all inputs.
+    """
+    recorded = absent_patterns(traced.plan, traced.observation)
+    wrong = {*traced.defaults.unproven}
+    allowed, refused = {Pattern()}, dict[Pattern, str]()
+    for pattern in [*recorded, *_further(recorded)]:
+        if not pattern:
+            continue
+        if wrong & {*recorded.get(pattern, ())}:
+            refused[pattern] = "no default gives the recorded result"
+            continue
+        outcomes = list(_tried(traced, pattern))
+        if pattern not in recorded:
+            if outcomes and not any(outcomes):
+                allowed.add(pattern)
+        elif any(outcomes):
+            refused[pattern] = next(filter(None, outcomes))
+        else:
+            allowed.add(pattern)
+    return Absences(frozenset(allowed), refused)
+
+
+def _further(recorded: Collection[Pattern]) -> Iterator[Pattern]:
+    """Yields combinations of inputs that were left out, but never together; inputs of one group always were."""
+    groups: dict[tuple[bool, ...], set[str]] = {}
+    for path in sorted(frozenset().union(*recorded)):
+        groups.setdefault(tuple(path in pattern for pattern in recorded), set()).add(path)
+    members = [frozenset(group) for group in groups.values()]
+    if len(members) <= _FEW_GROUPS:
+        sets = [c for count in range(1, len(members) + 1) for c in itertools.combinations(members, count)]
+    else:
+        sets = [(member,) for member in members] + list(itertools.combinations(recorded, 2))
+    found = dict.fromkeys(Pattern().union(*combination) for combination in sets)
+    yield from itertools.islice((pattern for pattern in found if pattern not in recorded), _MOST_PATTERNS)
+
+
+def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
+    """Yields for each call without these inputs how the result with defaults differs; empty if it does not.
+
+    The program is asked first, then the model itself with the defaults: at these sizes, a model may treat several
+    tokens on a filled state in its own way, with and without the inputs.
+    """
+    plan, observation = traced.plan, traced.observation
+
+    def simplified(runner: Runner) -> Runner:
+        return lambda call: as_simplified(runner(call), traced.joined_outputs, ())
+
+    def completed(runner: Runner) -> Runner:
+        return lambda call: runner(completed_call(plan, observation, call, traced.defaults.values))
+
+    model = simplified(EagerRunner(traced.model, traced.method))
+    program = simplified(ProgramRunner(traced.program, traced.input_paths, traced.output_paths))
+    try:
+        call = call_without(plan, observation, traced.sizes, pattern)
+    except ExportkitError:
+        return
+    mask = find_mask(call.tensors())
+    if mask is not None:  # what it hides is arbitrary
+        call = replace(call.with_tensors({mask[0]: torch.ones_like(mask[1])}), sizes=call.sizes)
+    for given in (call, with_wide_values(call)):
+        found = ""
+        for runner in (program, model):
+            outcome = next(iter(compare_runs(model, completed(runner), [given], beyond_rounding(model))), None)
+            if outcome is None:
+                break
+            if outcome.agrees:
+                yield ""
+                break
+            reason = str(outcome.error) if outcome.error is not None else outcome.wrong[0].reason
+            found = found or f"{outcome.wrong[0].path if outcome.wrong else 'error'}: {reason}"
+        else:
+            yield found

@@ -1,0 +1,106 @@
+"""Which optional inputs may be left out together."""
+
+import pytest
+import torch
+
+import exportkit
+from exportkit import InputObserver
+from exportkit.errors import ArgumentError
+
+
+def exported(model, *calls):
+    torch.manual_seed(0)
+    observer = InputObserver()
+    with observer(model, store_n_calls=len(calls)):
+        for call in calls:
+            model(**call)
+    return exportkit.export(model, observer)
+
+
+def x(*shape):
+    return torch.randn(*shape)
+
+
+class Both(torch.nn.Module):
+    """Adds two inputs; if both are absent, the rest counts ``factor`` times."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x, y=None, z=None):
+        if y is None and z is None:
+            x = x * self.factor
+        x = x if y is None else x + y
+        return x if z is None else x - z
+
+
+class Limited(torch.nn.Module):
+    def forward(self, x, y=None):
+        return x.clamp(max=100) if y is None else x + y
+
+
+class Causal(torch.nn.Module):
+    def forward(self, x, mask=None):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask, is_causal=mask is None)
+
+
+SINGLE_ABSENCES = (
+    {"x": x(2, 5), "y": x(2, 5), "z": x(2, 5)},
+    {"x": x(3, 7), "z": x(3, 7)},
+    {"x": x(4, 6), "y": x(4, 6)},
+)
+
+
+def test_inputs_that_were_never_left_out_together_may_be_if_the_model_agrees_with_the_program():
+    absent = exported(Both(1), *SINGLE_ABSENCES).domain.absent
+    assert absent == {frozenset(), frozenset("y"), frozenset("z"), frozenset("yz")}
+
+
+def test_a_combination_for_which_the_model_does_something_else_is_refused(tmp_path):
+    onnx_model = exported(Both(2), *SINGLE_ABSENCES).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.domain.absent == {frozenset(), frozenset("y"), frozenset("z")}
+    assert "may be left out: y; or z" in str(onnx_model.domain)
+    with pytest.raises(ArgumentError, match="may not be left out together"):
+        onnx_model(x(2, 4))
+    assert onnx_model.verify().ok
+
+
+def test_a_combination_that_was_not_recorded_is_proven(tmp_path):
+    report = exported(Both(1), *SINGLE_ABSENCES).to_onnx(tmp_path / "model.onnx").verify()
+    assert {row.label: row.status for row in report.rows}["without y, z"] == "proven"
+
+
+def test_the_combinations_are_saved_and_enforced_after_loading(tmp_path):
+    exported(Both(2), *SINGLE_ABSENCES).save(tmp_path)
+    loaded = exportkit.load(tmp_path)
+    assert loaded.domain.absent == {frozenset(), frozenset("y"), frozenset("z")}
+    assert loaded.verify().ok
+    with pytest.raises(ArgumentError, match="may not be left out together"):
+        loaded(x(2, 4))
+
+
+def test_a_default_that_is_right_for_the_recorded_values_only_is_not_used(tmp_path):
+    model = exported(Limited(), {"x": x(2, 5), "y": x(2, 5)}, {"x": x(3, 7)})
+    assert list(model.programs) == ["with_y", "without_y"]
+    onnx_model = model.to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    assert onnx_model(torch.full((2, 3), 1000.0)).max() == 100
+
+
+def test_a_default_that_is_right_for_one_token_only_is_not_used(tmp_path):
+    calls = [{"x": x(2, s, 4), "mask": torch.rand(2, s, s) > 0.2} for s in (5, 7)]
+    onnx_model = exported(Causal(), *calls, {"x": x(3, 1, 4)}).to_onnx(tmp_path / "model.onnx")
+    given = x(2, 6, 4)
+    torch.testing.assert_close(onnx_model(given), Causal()(given), rtol=1e-3, atol=1e-4)
+
+
+def test_a_recorded_call_that_no_default_serves_is_refused_and_reported():
+    torch.manual_seed(0)
+    model, observer = Limited(), InputObserver()
+    with observer(model):
+        model(x(2, 5), x(2, 5))
+        model(x(3, 7))
+    planned = exportkit.export(model, observer.plan())
+    assert planned.domain.absent == {frozenset()}
+    assert [finding.where for finding in planned.plan.findings if finding.kind == "missing input"] == ["y"]
