@@ -98,7 +98,9 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
         return
     mask = find_mask(call.tensors())
     if mask is not None:  # what it hides is arbitrary
-        call = replace(call.with_tensors({mask[0]: torch.ones_like(mask[1])}), sizes=call.sizes)
+        path, kept = mask
+        given = call.tensors()[path]
+        call = replace(call.with_tensors({path: torch.full_like(given, given[kept][0])}), sizes=call.sizes)
     for given in (call, with_wide_values(call)):
         found = ""
         for runner in (program, model):

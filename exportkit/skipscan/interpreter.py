@@ -50,9 +50,7 @@ _MOST_CALLS = 200  # followed for one test: helpers that call helpers multiply
 _MOST_ELEMENTS = 20  # iterations of a loop
 
 _EVERYTHING = External("builtins.BaseException")
-_CATCHES_UNITTEST = {"unittest.SkipTest", "builtins.Exception", _EVERYTHING.name}
-_CATCHES_PYTEST = {"pytest.skip.Exception", _EVERYTHING.name}
-_CATCHES_IMPORT = {"builtins.ImportError", "builtins.ModuleNotFoundError", *_CATCHES_UNITTEST}
+_CATCHES_IMPORT = {"builtins.ImportError", "builtins.ModuleNotFoundError", "builtins.Exception", _EVERYTHING.name}
 _SWALLOWS = ("pytest.raises", "contextlib.suppress", "assertRaises", "assertRaisesRegex")
 
 
@@ -207,7 +205,7 @@ class Interpreter(Expressions):
         try:
             return self.execute(node.body, scope)
         except Skipped as skipped:
-            if _catches(swallowed, skipped):
+            if skipped.is_caught_by(swallowed):
                 return _NEXT
             raise
 
@@ -220,7 +218,7 @@ class Interpreter(Expressions):
         try:
             outcome = self.execute(node.body[:missing], scope)
         except Skipped as skipped:
-            handler = next((handler for handler, names in handlers if _catches(names, skipped)), None)
+            handler = next((handler for handler, names in handlers if skipped.is_caught_by(names)), None)
             if handler is None:
                 raise
             return self.execute(handler.body, scope)
@@ -229,7 +227,9 @@ class Interpreter(Expressions):
             return _LEAVE if handler is None else self.execute(handler.body, scope)
         if outcome & _NEXT:
             outcome = outcome - _NEXT | self.execute([*node.orelse, *node.finalbody], scope)
-        for handler, _ in () if all(map(_cannot_raise, node.body)) else handlers:
+        imports = (ast.Import, ast.ImportFrom, ast.Pass)  # they succeeded
+        constants = [s for s in node.body if isinstance(s, ast.Assign) and isinstance(s.value, ast.Constant)]
+        for handler, _ in handlers if any(not isinstance(s, imports) and s not in constants for s in node.body) else ():
             condition = f"{ast.unparse(handler.type) if handler.type else 'an exception'} is raised"
             outcome |= self._perhaps(handler.body, condition, scope) - _NEXT
         return outcome
@@ -306,8 +306,8 @@ class Interpreter(Expressions):
         finally:
             self._depth -= 1
         returned = [*scope.returned, *([None] if exits & _NEXT else [])]
-        last = returned[-1] if returned else UNKNOWN
-        if all(isinstance(value, Function) for value in returned) and returned:  # what all of them are marked with
+        last: Any = returned[-1] if returned else UNKNOWN
+        if returned and all(isinstance(value, Function) for value in returned):  # what all of them are marked with
             marks = [mark for mark in last.marks if all(mark in value.marks for value in returned)]
             return replace(last, marks=tuple(marks))
         return last if all(is_same(value, last) for value in returned) else UNKNOWN
@@ -339,12 +339,12 @@ class Interpreter(Expressions):
             return self.run(function, args, keywords)
         if isinstance(function, Bound):
             return self.run(function.function, (function.receiver, *args), keywords)
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        call = ExternalCall(name, args, keywords, node, scope.file)
-        receiver = self.evaluate(node.func.value, scope) if isinstance(node.func, ast.Attribute) else None
-        if name == "skipTest" and isinstance(receiver, Instance):
+        if not isinstance(node.func, ast.Attribute):
+            return UNKNOWN
+        call = ExternalCall(node.func.attr, args, keywords, node, scope.file)
+        if call.name == "skipTest" and isinstance(self.evaluate(node.func.value, scope), Instance):
             raise Skipped(_skip_of(call), by_unittest=True)
-        return call if name == "subTest" or name in _SWALLOWS else UNKNOWN
+        return call if call.name == "subTest" or call.name in _SWALLOWS else UNKNOWN
 
     def _call_external(self, call: ExternalCall, scope: Scope) -> Any:
         name = call.name
@@ -353,7 +353,11 @@ class Interpreter(Expressions):
                 return UNKNOWN  # an error in pytest
             raise Skipped(_skip_of(call), by_unittest=False)
         if name == "pytest.importorskip":
-            return self._import_or_skip(call)
+            module = call.argument(0, "modname")
+            if isinstance(module, str) and not self.is_importable(module):
+                reason = call.keywords.get("reason") or f"could not import {module!r}: No module named {module!r}"
+                raise Skipped(Skip(str(reason), call.file, call.node.lineno), by_unittest=False)
+            return UNKNOWN
         if name == "builtins.type" and len(call.args) == 1 and isinstance(call.args[0], Instance):
             return call.args[0].cls
         if name == "builtins.super":
@@ -364,14 +368,6 @@ class Interpreter(Expressions):
         if name.startswith(("pytest.", "unittest.", "contextlib.")) or name == "functools.wraps" or name in EXITS:
             return call
         return call_external(name, call.args, call.keywords)
-
-    def _import_or_skip(self, call: ExternalCall) -> Any:
-        module = call.argument(0, "modname")
-        reason = call.keywords.get("reason") or f"could not import {module!r}: No module named {str(module)!r}"
-        skip = Skip(str(reason), call.file, call.node.lineno)
-        if isinstance(module, str) and not self.is_importable(module):
-            raise Skipped(skip, by_unittest=False)
-        return UNKNOWN
 
     def decorate(self, decorator: Any, function: Function) -> Function:
         """Returns a function with what a decorator adds to it, or the wrapper that it puts in its place."""
@@ -398,16 +394,6 @@ def _negated(condition: str) -> str:
     return condition[4:] if is_negation else f"not ({condition})"
 
 
-def _cannot_raise(node: ast.stmt) -> bool:
-    """Returns whether a statement is an import, which succeeded, or binds a constant."""
-    is_import = isinstance(node, ast.Import | ast.ImportFrom | ast.Pass)
-    return is_import or (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
-
-
 def _exception_names(value: Any) -> set[str]:
     values = value if isinstance(value, list | tuple) else (value,)
     return {part.name for part in values if isinstance(part, External)}
-
-
-def _catches(names: set[str], skipped: Skipped) -> bool:
-    return bool(names & (_CATCHES_UNITTEST if skipped.by_unittest else _CATCHES_PYTEST))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,7 @@ class Module:
     file: str
     source: str
     scope: Scope
-    skip: Skip | None = None
-    conditional: tuple[Skip, ...] = ()
+    skips: list[Skip] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
 
@@ -58,7 +58,6 @@ class Suite(Interpreter):
         super().__init__()
         self.root, self.layout = root, layout
         self.modules: dict[Path, Module | None] = {}
-        self.by_file: dict[str, Module] = {}
         self.problems: list[str] = []
         self._inside = root.joinpath(*Path(layout.folder).parts[:1])
         self._found: dict[tuple[str, int, Path], Path | None] = {}
@@ -85,21 +84,25 @@ class Suite(Interpreter):
             except (OSError, SyntaxError, ValueError) as error:
                 self.problems.append(f"{file}: {type(error).__name__}: {error}")
                 return None
-            module = self.modules[path] = self.by_file[file] = Module(file, source, Scope("module", file))
+            module = self.modules[path] = Module(file, source, Scope("module", file))
             module.lines = source.splitlines()
-            self._execute_module(module, tree.body)
+            for statement in tree.body:  # also after a skip: the rest of the file has the tests that are skipped
+                module.skips += self._skips_in(file, statement.lineno, partial(self.execute, [statement], module.scope))
         return self.modules[path]
 
-    def _execute_module(self, module: Module, statements: list[ast.stmt]) -> None:
+    def _skips_in(self, file: str, line: int, follow: Callable[[], object]) -> tuple[Skip, ...]:
+        """Returns the skips on the way: the conditional ones, then the one that is certain and ends it, if any."""
         outside, self.conditional = self.conditional, []
-        for statement in statements:
-            try:
-                self.execute([statement], module.scope)
-            except Skipped as skipped:  # the rest of the file has the tests that are skipped
-                module.skip = module.skip or skipped.skip
-            except RecursionError:
-                self.problems.append(f"{module.file}, line {statement.lineno}: too deeply nested")
-        module.conditional, self.conditional = tuple(self.conditional), outside
+        try:
+            follow()
+            return tuple(self.conditional)
+        except Skipped as skipped:
+            return (*self.conditional, skipped.skip)
+        except RecursionError:
+            self.problems.append(f"{file}, line {line}: too deeply nested")
+            return tuple(self.conditional)
+        finally:
+            self.conditional = outside
 
     def find_module(self, name: str, level: int, file: str) -> Path | None:
         """Returns the file of a module of the suite, as an import statement in ``file`` finds it."""
@@ -122,13 +125,17 @@ class Suite(Interpreter):
 
     def look_up(self, imported: Imported) -> Any:
         """Returns what an import statement binds: a part of the suite, or the full name of something else."""
-        if imported in self._looking_up:  # modules that import a name from each other
+        return self._once(imported, partial(self._look_up, imported))
+
+    def _once(self, key: Any, find: Callable[[], Any]) -> Any:
+        """Returns what is found; UNKNOWN while it is being looked for, as modules may import from each other."""
+        if key in self._looking_up:
             return UNKNOWN
-        self._looking_up.add(imported)
+        self._looking_up.add(key)
         try:
-            return self._look_up(imported)
+            return find()
         finally:
-            self._looking_up.discard(imported)
+            self._looking_up.discard(key)
 
     def _look_up(self, imported: Imported) -> Any:
         path = self.find_module(imported.module, imported.level, imported.file)
@@ -151,19 +158,16 @@ class Suite(Interpreter):
 
     def star_imported(self, name: str, scope: Scope) -> Any:
         """Returns what a star import binds to a name, or UNKNOWN."""
-        key = (name, scope.file)
-        if key in self._looking_up or name.startswith("_"):  # modules that import everything from each other
-            return UNKNOWN
-        self._looking_up.add(key)
-        try:
-            for star in scope.module.names.get("*", ()):
-                path = self.find_module(star.module, star.level, star.file)
-                module = self.module(path) if path is not None else None
-                value = UNKNOWN if module is None else self.member_of(module.scope, name)
-                if value is not UNKNOWN:
-                    return value
-        finally:
-            self._looking_up.discard(key)
+        is_private = name.startswith("_")
+        return UNKNOWN if is_private else self._once((name, scope.file), partial(self._star_imported, name, scope))
+
+    def _star_imported(self, name: str, scope: Scope) -> Any:
+        for star in scope.module.names.get("*", ()):
+            path = self.find_module(star.module, star.level, star.file)
+            module = self.module(path) if path is not None else None
+            value = UNKNOWN if module is None else self.member_of(module.scope, name)
+            if value is not UNKNOWN:
+                return value
         return UNKNOWN
 
     # Classes
@@ -220,7 +224,8 @@ class Suite(Interpreter):
 
     def _text(self, node: ast.expr | ast.stmt, scope: Scope) -> str:
         """Returns the source of a function or class without its decorators."""
-        return "\n".join(self.by_file[scope.file].lines[node.lineno - 1 : node.end_lineno])
+        module = self.modules[self.root / scope.file]
+        return "" if module is None else "\n".join(module.lines[node.lineno - 1 : node.end_lineno])
 
     # Decorators
 
@@ -279,17 +284,8 @@ class Suite(Interpreter):
         """Returns the skips in a call of a function: the conditional ones, then the one that is certain, if any."""
         if not self._is_relevant(function):
             return ()
-        outside, self.conditional = self.conditional, []
-        try:
-            self.run(function, () if receiver is None else (receiver,), values)
-            return tuple(self.conditional)
-        except Skipped as skipped:
-            return (*self.conditional, skipped.skip)
-        except RecursionError:
-            self.problems.append(f"{function.scope.file}, line {function.node.lineno}: too deeply nested")
-            return tuple(self.conditional)
-        finally:
-            self.conditional = outside
+        follow = partial(self.run, function, () if receiver is None else (receiver,), values)
+        return self._skips_in(function.scope.file, function.node.lineno, follow)
 
     def read_what_may_skip(self) -> None:
         """Reads the imported modules that mention a skip, and finds all functions whose body may skip or call one."""

@@ -166,6 +166,11 @@ class Skipped(Exception):
         super().__init__(skip.reason)
         self.skip, self.by_unittest = skip, by_unittest
 
+    def is_caught_by(self, names: set[str]) -> bool:
+        """Returns whether ``except`` with one of these classes catches it."""
+        own = {"unittest.SkipTest", "builtins.Exception"} if self.by_unittest else {"pytest.skip.Exception"}
+        return not names.isdisjoint({*own, "builtins.BaseException"})
+
 
 def known(value: Any) -> bool:
     """Returns whether a value is a constant, down to the elements of a container."""

@@ -12,7 +12,7 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -91,7 +91,7 @@ def flattened(value: Any, keep_values: bool = True) -> Flattened:
     if isinstance(value, torch.Tensor):  # as many results are
         return Flattened(_ONE_TENSOR, [value], [])
     flattener = _Flattener(keep_values)
-    root = flattener.nested(value)
+    root = flattener.opened(flattener.nested(value))
     return Flattened(Structure(root, tuple(flattener.marks)), flattener.tensors, flattener.runs)
 
 
@@ -108,14 +108,14 @@ def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any], keep_values: b
         return flattened((args, kwargs), keep_values)
     flattener = _Flattener(keep_values)
     spec = _spec_of(None, (len(args), tuple(kwargs)))
-    root = Nested(spec, flattener.items(leaves, spec))
+    root = flattener.opened(flattener.begin(Nested(spec), leaves, spec))
     return Flattened(Structure(root, tuple(flattener.marks)), flattener.tensors, flattener.runs)
 
 
 def flattened_cache(cache: Any) -> tuple[list[torch.Tensor], Object]:
     """Returns the tensors of a cache in the order of their paths, layer by layer, and its structure."""
     flattener = _Flattener(keep_values=True, by_layer=True)
-    structure = flattener.object(cache)
+    structure: Object = flattener.opened(flattener.object(cache))
     return flattener.tensors, structure
 
 
@@ -150,47 +150,66 @@ def _spec_of(kind: Any, contents: Any) -> optree.PyTreeSpec:
 
 
 class _Flattener:
-    """Opens one value, and notes what it finds. This runs in every recorded call, hence the short cuts."""
+    """Opens one value, and notes what it finds. This runs in every recorded call, hence the short cuts.
 
-    __slots__ = ("by_layer", "keep_values", "marks", "runs", "tensors")
+    Values are opened depth first, with the levels that are not finished on a stack, so that deep nesting is no deep
+    recursion.
+    """
+
+    __slots__ = ("by_layer", "keep_values", "levels", "marks", "runs", "tensors")
 
     def __init__(self, keep_values: bool, by_layer: bool = False) -> None:
         self.keep_values, self.by_layer = keep_values, by_layer
         self.tensors: list[torch.Tensor] = []
         self.runs: list[range] = []
         self.marks: list[Any] = []
+        # The node that gets the items, its values, their owner if they are inside a cache, and the positions to come.
+        self.levels: list[tuple[Any, list[Any], Any, Iterator[int]]] = []
+
+    def begin(self, node: Any, values: list[Any], mark: Any, owner: Any = None) -> Any:
+        """Returns a node whose items `opened` makes of these values."""
+        self.marks.append(mark)
+        self.levels.append((node, values, owner, iter(range(len(values)))))
+        return node
+
+    def opened(self, root: Any) -> Any:
+        """Returns the node, after it got its items, and all nodes in it got theirs."""
+        marks, tensors, levels = self.marks, self.tensors, self.levels
+        while levels:
+            node, values, owner, positions = levels[-1]
+            for index in positions:
+                value = values[index]
+                if type(value) in ATOMS:
+                    continue
+                marks.append(index)
+                if isinstance(value, torch.Tensor):
+                    tensors.append(value)
+                    values[index] = TENSOR
+                    continue
+                values[index] = self.leaf(value) if owner is None else self.inside(value, owner)
+                if levels[-1][1] is not values:  # it has values of its own, which come first
+                    break
+            else:
+                node.items = tuple(values)
+                levels.pop()
+        return root
 
     def nested(self, value: Any) -> Nested:
-        """Opens plain containers, and what is found in them."""
+        """Begins plain containers."""
         kind: Any = type(value)
         if kind is dict and len(value) <= _SHORT and set(map(type, value)) == {str}:
             leaves = list(value.values())
             if not _hold_containers(leaves):
                 spec = _spec_of(dict, tuple(value))
-                return Nested(spec, self.items(leaves, spec))
+                return self.begin(Nested(spec), leaves, spec)  # type: ignore[no-any-return]
         elif (kind is list or kind is tuple) and len(value) <= _SHORT and not _hold_containers(value):
             spec = _spec_of(kind, len(value))
-            return Nested(spec, self.items(list(value), spec))
+            return self.begin(Nested(spec), list(value), spec)  # type: ignore[no-any-return]
         leaves, spec = containers(value)
-        return Nested(spec, self.items(leaves, spec))
-
-    def items(self, values: list[Any], mark: Any, owner: Any = None) -> tuple[Any, ...]:
-        """Opens values; those that have an owner are inside a cache."""
-        marks, tensors = self.marks, self.tensors
-        marks.append(mark)
-        for index, value in enumerate(values):
-            if type(value) in ATOMS:
-                continue
-            marks.append(index)
-            if isinstance(value, torch.Tensor):
-                tensors.append(value)
-                values[index] = TENSOR
-            else:
-                values[index] = self.leaf(value) if owner is None else self.inside(value, owner)
-        return tuple(values)
+        return self.begin(Nested(spec), leaves, spec)  # type: ignore[no-any-return]
 
     def leaf(self, value: Any) -> Any:
-        """Opens what is found in plain containers: caches, and classes registered with torch's pytree."""
+        """Begins what is found in plain containers: caches, and classes registered with torch's pytree."""
         if is_cache_class(type(value)):
             return self.object(value)
         opened = open_registered(value)
@@ -200,17 +219,17 @@ class _Flattener:
         self.marks += (type(value), names)
         return Registered(type(value), node, context, names, self.nested(children))
 
-    def object(self, value: Any) -> Object:
-        """Opens a cache or a layer of one."""
+    def object(self, value: Any) -> Any:
+        """Begins a cache or a layer of one."""
         cls, state = type(value), vars(value)
         if not _DERIVED.isdisjoint(state):
             state = {name: attribute for name, attribute in state.items() if name not in _DERIVED}
         names = tuple(state)
         self.marks.append(cls)
-        return Object(cls, names, self.items(list(state.values()), names, value))
+        return self.begin(Object(cls, names), list(state.values()), names, value)
 
     def inside(self, value: Any, owner: Any) -> Any:
-        """Opens what is found inside a cache: containers and layers, but no class that is registered with torch."""
+        """Begins what is found inside a cache: containers and layers, but no class that is registered with torch."""
         cls: Any = type(value)
         if is_cache_part(cls):
             return self.object(value)
@@ -222,7 +241,7 @@ class _Flattener:
             values = list(value.values() if isinstance(value, dict) else value)
             self.marks.append(cls)
             mark = tuple(value) if isinstance(value, dict) else len(values)
-            return Container.of(value, self.items(values, mark, value))
+            return self.begin(Container.of(value), values, mark, value)
         if isinstance(value, torch.SymInt):
             return LENGTH
         if isinstance(value, types.MethodType) and value.__self__ is owner:

@@ -49,7 +49,7 @@ class Nested:
 
     inside: ClassVar = False
     spec: optree.PyTreeSpec
-    items: tuple[Any, ...]
+    items: tuple[Any, ...] = ()
 
     def around(self, items: Sequence[Any]) -> Any:
         """Returns the containers around the given items."""
@@ -84,7 +84,7 @@ class Object:
     inside: ClassVar = True
     cls: type
     names: tuple[str, ...]
-    items: tuple[Any, ...]
+    items: tuple[Any, ...] = ()
 
     def around(self, items: Sequence[Any]) -> Any:
         """Returns the object around the given items. No ``update`` runs, and it behaves as the flattened one did."""
@@ -141,7 +141,7 @@ class Container:
     extra: Any = None  # what makes the missing values of a defaultdict, or the greatest length of a deque
 
     @classmethod
-    def of(cls, value: Any, items: Iterable[Any]) -> Container:
+    def of(cls, value: Any, items: Iterable[Any] = ()) -> Container:
         """Returns the node of a list, tuple, dict or deque that holds these items."""
         keys = tuple(value) if isinstance(value, dict) else None
         extra = getattr(value, "default_factory" if isinstance(value, dict) else "maxlen", None)
@@ -243,45 +243,60 @@ class Leaves:
 
     def add(self, root: Any, start: str = "") -> Leaves:
         """Adds the leaves of a node at the path ``start``, depth first; inside a cache, only tensors are leaves."""
-        waiting: list[tuple[Any, str, bool, Growth | None]] = [(root, start, False, None)]
-        while waiting:
-            node, path, inside, growth = waiting.pop()
-            kind, found = type(node), []
-            if node is TENSOR:
-                self.paths.append(path)
-                self.numbers.append(self.next)
-                self.next += 1
-                if growth is not None:
-                    self.growing.append({path: growth})
-            elif kind is Nested:
-                for steps, leaf in zip(node.spec.paths(), node.items, strict=True):
-                    found.append((leaf, path_of(steps, path), False, None))
-            elif kind is Object:
-                state = dict(zip(node.names, node.items, strict=True))
-                for name, value in state.items():
-                    growth = growth_of(name, node.cls, state) if name in GROWING else None
-                    found.append((value, f"{path}.{name}" if path else name, True, growth))
-            elif kind is Table:
-                columns = dict(zip(node.names, node.columns, strict=True))
-                tensors = tuple([name for name, column in columns.items() if column is TENSOR])
-                windows = columns.get("sliding_window", (None,) * node.height)
-                paths, numbers, growing = _table_leaves(path, self.next, node.cls, node.names, tensors, windows)
-                self.paths += paths
-                self.numbers += numbers
-                self.growing.append(growing)
-                self.next += len(numbers)
-            elif kind is Container:
-                for key, value in zip(node.keys or range(len(node.items)), node.items, strict=True):
-                    found.append((value, f"{path}[{key!r}]", True, growth))
-            elif kind is Registered:
-                for steps, leaf in zip(node.children.spec.paths(), node.items, strict=True):
-                    found.append((leaf, path_of((node.names[steps[0]], *steps[1:]), path), False, None))
-            elif not inside:
-                self.paths.append(path)
-                self.numbers.append(None)
-                self.constants[path] = node.value if kind is Closed else node
-            waiting += reversed(found)
+        levels: list[Iterator[tuple[Any, str, bool, Growth | None]]] = [iter([(root, start, False, None)])]
+        while levels:
+            for node, path, inside, growth in levels[-1]:
+                if node is TENSOR:
+                    self.paths.append(path)
+                    self.numbers.append(self.next)
+                    self.next += 1
+                    if growth is not None:
+                        self.growing.append({path: growth})
+                elif type(node) is Table:
+                    self._add_table(node, path)
+                elif type(node) in _NODES:
+                    levels.append(iter(_steps(node, path, growth)))
+                    break  # what is in it comes first
+                elif not inside:
+                    self.paths.append(path)
+                    self.numbers.append(None)
+                    self.constants[path] = node.value if type(node) is Closed else node
+            else:
+                levels.pop()
         return self
+
+    def _add_table(self, node: Table, path: str) -> None:
+        columns = dict(zip(node.names, node.columns, strict=True))
+        tensors = tuple([name for name, column in columns.items() if column is TENSOR])
+        windows = columns.get("sliding_window", (None,) * node.height)
+        paths, numbers, growing = _table_leaves(path, self.next, node.cls, node.names, tensors, windows)
+        self.paths += paths
+        self.numbers += numbers
+        self.growing.append(growing)
+        self.next += len(numbers)
+
+
+def _steps(node: Any, path: str, growth: Growth | None) -> list[tuple[Any, str, bool, Growth | None]]:
+    """The items of a node with their paths, whether they are inside a cache, and how they grow."""
+    if type(node) is Nested:
+        paths = [path_of(steps, path) for steps in node.spec.paths()]
+    elif type(node) is Registered:
+        paths = [path_of((node.names[steps[0]], *steps[1:]), path) for steps in node.children.spec.paths()]
+    elif type(node) is Container:
+        paths = [f"{path}[{key!r}]" for key in node.keys or range(len(node.items))]
+    else:
+        state = dict(zip(node.names, node.items, strict=True))
+        return [
+            (
+                value,
+                f"{path}.{name}" if path else name,
+                True,
+                growth_of(name, node.cls, state) if name in GROWING else None,
+            )
+            for name, value in state.items()
+        ]
+    growth = growth if node.inside else None
+    return [(item, inner, node.inside, growth) for item, inner in zip(node.items, paths, strict=True)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -325,22 +340,26 @@ def build(root: Any, leaves: Iterator[Any]) -> Any:
         root: The root of the structure.
         leaves: Its leaves in the order of their paths, constants outside of caches included.
     """
-    # Depth first, without recursion: each node stands on the stack again, with the number of its items, behind them.
-    waiting: list[tuple[Any, bool, int | None]] = [(root, False, None)]
-    built: list[Any] = []
-    while waiting:
-        node, inside, count = waiting.pop()
-        if count is not None:
-            items = built[len(built) - count :]
-            del built[len(built) - count :]
-            built.append(node.around(items))
-        elif node is not TENSOR and type(node) in _NODES:
-            items = list(node.items)
-            waiting.append((node, inside, len(items)))
-            waiting += [(item, node.inside, None) for item in reversed(items)]
+    # Items that are being built, the positions to come, and the node of the items with its own place among items.
+    levels: list[tuple[list[Any], Iterator[int], Any]] = [([root], iter(range(1)), None)]
+    while True:
+        items, positions, node = levels[-1]
+        for index in positions:
+            item = items[index]
+            if item is TENSOR:
+                items[index] = next(leaves)
+            elif type(item) in _NODES:
+                found = list(item.items)
+                levels.append((found, iter(range(len(found))), (item, items, index)))
+                break
+            elif node is None or not node[0].inside:
+                items[index] = next(leaves)
         else:
-            built.append(node if inside and node is not TENSOR else next(leaves))
-    return built[0]
+            levels.pop()
+            if node is None:
+                return items[0]
+            built, parent, place = node
+            parent[place] = built.around(items)
 
 
 def containers(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:

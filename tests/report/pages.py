@@ -46,8 +46,8 @@ def check_page(text):
     """Returns the parsed page, after checks that apply to all pages."""
     page = Page(text)
     assert text.startswith("<!doctype html>")
-    outline = [tag for tag, _ in page.tags if tag in ("html", "head", "body", "main", "h1")]
-    assert outline == ["html", "head", "body", "h1", "main"]
+    structure = [tag for tag, _ in page.tags if tag in ("html", "head", "body", "main", "h1")]
+    assert structure == ["html", "head", "body", "h1", "main"]
     assert not re.search(r"https?://|@import|url\(", text)
     loading = [(tag, values) for tag, values in page.tags if "src" in values or tag in ("link", "iframe", "object")]
     assert loading == [("link", {"rel": "icon", "href": "data:,"})]
