@@ -20,6 +20,8 @@ from exportkit.errors import DestinationError, ExportkitError, InvalidTypeError
 TEMPORARY = ".exportkit-saving-"
 _CHUNK = 2**20  # bytes that are read at once; they stay in the cache of the processor until they are hashed
 
+_unfinished: dict[Path, Path] = {}  # temporary folders that are being written to, and what to remove of them
+
 Stamp = tuple[int, ...]
 
 
@@ -108,7 +110,11 @@ def replacing(target: Path, noun: str, last: str = "", clear: Callable[[], None]
         with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=target, ignore_cleanup_errors=True) as name:
             temporary = Path(name)
             with _locked(temporary):
-                yield temporary
+                _unfinished[temporary] = target if is_new else temporary
+                try:
+                    yield temporary
+                finally:
+                    del _unfinished[temporary]
                 if clear is not None:
                     clear()
                 for left in abandoned_folders(target):
@@ -123,9 +129,15 @@ def replacing(target: Path, noun: str, last: str = "", clear: Callable[[], None]
             shutil.rmtree(target, ignore_errors=True)
         if isinstance(error, OSError) and not isinstance(error, ExportkitError):
             raise DestinationError(
-                f"{noun.capitalize()} cannot be written here.", where=str(target), got=error
+                f"{noun[:1].upper()}{noun[1:]} cannot be written here.", where=str(target), got=error
             ) from error
         raise
+
+
+def remove_unfinished() -> None:
+    """Removes what is being written, for a process that is about to end."""
+    for path in _unfinished.values():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def abandoned_folders(target: Path) -> list[Path]:

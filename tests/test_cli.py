@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -19,6 +21,30 @@ from exportkit.proof.report import Row
 from tests import models
 
 COMMANDS = ["demo", "export", "verify", "report", "trace", "compare", "scan-skips"]
+
+
+SENDS_CTRL_C = """
+import importlib.abc, os, signal, sys
+class Sender(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Sender())
+from exportkit import __main__ as started
+if len(sys.argv) > 2:
+    started.main()
+"""
+WRITES = """
+from pathlib import Path
+from exportkit.files import replacing
+signal.signal(signal.SIGINT, started._interrupt)
+folder = Path(sys.argv[1])
+(folder / "old").mkdir()
+with replacing(folder / "new", "a thing") as new, replacing(folder / "old", "a thing") as old:
+    (new / "file").write_text("half")
+    (old / "file").write_text("half")
+    os.kill(os.getpid(), signal.SIGINT)
+"""
 
 
 def run(*arguments):
@@ -81,6 +107,24 @@ class TestHelp:
         result = run(command, "--help")
         assert result.exit_code == 0
         assert re.search(rf"Example: +exportkit {command} ", result.stdout)
+
+
+class TestInterrupt:
+    """Ctrl-C, sent when a module is about to be imported."""
+
+    @pytest.mark.parametrize("module", ["typer", "exportkit.commands.export", "torch", "torch.nn", "transformers"])
+    def test_it_exits_with_130_and_says_nothing(self, module, tmp_path):
+        script = SENDS_CTRL_C.replace("MODULE", repr(module))
+        command = [sys.executable, "-c", script, "verify", str(tmp_path / "nowhere")]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+    def test_nothing_unfinished_is_left(self, tmp_path):
+        script = SENDS_CTRL_C.replace("MODULE", "'never'") + WRITES
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stderr) == (130, "")
+        assert [path.name for path in tmp_path.rglob("*")] == ["old"]
 
 
 @pytest.mark.runtime

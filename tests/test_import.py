@@ -51,6 +51,7 @@ ROOMS = [
     "examples",
     "commands",
     "cli",
+    "__main__",
 ]
 
 PRIVATE = re.compile(r"(torch|transformers|onnx|onnxscript)\.(\w+\.)*_[a-z]")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from exportkit.api.onnx_model import OnnxModel
-from exportkit.files import check_file, replacing
+from exportkit.files import as_path, check_file, replacing
 from exportkit.onnx_files.runner import write_graphs
 from exportkit.programs.exported import ExportedModel
 
@@ -65,8 +65,8 @@ class Exported(ExportedModel):
         if self.split is None:
             return self.traced.request().repro(directory)
         for name, traced in self.programs.items():
-            traced.request().repro(Path(directory) / name)
-        return Path(directory)
+            traced.request().repro(as_path(directory) / name)
+        return as_path(directory)
 
     def save(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from exportkit.errors import UnknownInputError
+from exportkit.errors import ArgumentError, UnknownInputError
 from exportkit.trees import Tree, flatten, join, joined, set_stored_length
 
 NOTHING = flatten(None)  # the outputs of a call that was not made
@@ -82,6 +82,29 @@ class Signature:
         if self.var_keyword is not None and extra:
             values[self.var_keyword] = extra
         return {name: values[name] for name in self.names if name in values}
+
+    def require_fit(self, args: tuple[Any, ...], kwargs: Iterable[str]) -> None:
+        """Raises ArgumentError if more arguments are given by position than there are, or one of them twice.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Names of the others.
+        """
+        positions = self._positions()
+        if len(args) > len(positions) and self.var_positional is None:
+            raise ArgumentError(
+                "More arguments were given by position than the model takes.",
+                expected=f"at most {len(positions)}: {', '.join(positions)}",
+                got=len(args),
+            )
+        twice = [name for name in positions[: len(args)] if name in kwargs and name not in self.positional_only]
+        if twice:
+            raise ArgumentError(
+                "An argument was given twice.",
+                where=", ".join(twice),
+                expected="each argument by position or by name",
+                got="both",
+            )
 
     def unbind(
         self, values: Mapping[str, Any], named: Iterable[str] | None = None

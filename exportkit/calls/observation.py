@@ -171,7 +171,8 @@ class Observation:
             if not trees:
                 continue
             tree = max(trees, key=_fullness)
-            if tree.constants() != {"": None} or self.signature.defaults.get(name, ...) is not None:
+            is_none = tree.paths == ("",) and tree.constants().get("", tree) is None
+            if not is_none or self.signature.defaults.get(name, ...) is not None:
                 best[name] = tree
         for name, tree in best.items():
             check_opened(name, tree)

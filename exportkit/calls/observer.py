@@ -26,6 +26,12 @@ class Observer:
     """
 
     def __init__(self, value_if_missing: Mapping[str | int, Any] | None = None) -> None:
+        if not isinstance(value_if_missing, Mapping | None):
+            raise InvalidTypeError(
+                "value_if_missing has a value for each argument that some calls lack.",
+                expected="a dict of values by name or position",
+                got=repr(value_if_missing),
+            )
         self.value_if_missing = dict(value_if_missing or {})
         self._recorder: Recorder | None = None
         self._removed: set[str] = set()
@@ -63,8 +69,9 @@ class Observer:
             InvalidTypeError: if ``model`` is not a ``torch.nn.Module``, or ``value_if_missing`` has a key that is
                 neither a name nor a position.
             UnknownMethodError: if the model has no such method.
-            InvalidRequestError: if the method is a module inside the model, or not the method that was recorded before,
-                or if ``shapes`` is neither "all" nor "stored".
+            InvalidRequestError: if the method is a module inside the model, a method that Python looks up on the class
+                (``__call__``), or not the method that was recorded before; if ``shapes`` is neither "all" nor "stored";
+                or if ``store_n_calls`` or ``max_bytes`` is negative.
             UnknownInputError: if ``value_if_missing`` names an input that the method does not have.
         """
         if shapes not in ("all", "stored"):
@@ -74,6 +81,9 @@ class Observer:
                 expected="'all' or 'stored'",
                 got=repr(shapes),
             )
+        _require_count(store_n_calls, "store_n_calls")
+        if max_bytes is not None:
+            _require_count(max_bytes, "max_bytes")
         signature = self._check(model, method_name)
         if self._recorder is None:
             self._recorder = Recorder(signature, method_name, type(model).__name__)
@@ -108,6 +118,15 @@ class Observer:
                 expected="torch.nn.Module",
                 got=type(model).__name__,
                 hint="to observe a pipeline, observe its model: `with observer(pipe.model):`.",
+            )
+        if not isinstance(method_name, str):
+            raise InvalidTypeError("A method is named by a string.", where="method_name", got=repr(method_name))
+        if method_name.startswith("__"):
+            raise InvalidRequestError(
+                f"{method_name} cannot be observed: Python looks it up on the class, not on the model.",
+                where="method_name",
+                got=repr(method_name),
+                hint="observe forward, which a call of the model runs: method_name='forward'.",
             )
         method = getattr(model, method_name, None)
         if isinstance(method, torch.nn.Module):
@@ -168,6 +187,10 @@ class Observer:
         if self._recorder is None or self.is_empty():
             raise ObservationError("No input was captured, so there is nothing to remove.")
         signature = self._recorder.signature
+        if not isinstance(names_or_positions, Iterable) or isinstance(names_or_positions, str):
+            raise InvalidTypeError(
+                "Inputs are removed by a list of their names or positions.", got=repr(names_or_positions)
+            )
         names = {signature.name_of(key) for key in names_or_positions}
         variadic = names & {signature.var_positional, signature.var_keyword}
         if variadic:
@@ -176,6 +199,11 @@ class Observer:
                 hint="remove inputs that the signature names one by one.",
             )
         self._removed |= names
+
+
+def _require_count(value: object, name: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidRequestError("This is not a number to keep.", where=name, expected="0 or more", got=repr(value))
 
 
 def _report(problems: tuple[str, ...], limits: tuple[str, ...]) -> None:

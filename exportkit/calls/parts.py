@@ -184,7 +184,7 @@ def _candidates(model: torch.nn.Module, method_name: str) -> Iterator[tuple[torc
 
 
 def _named(model: torch.nn.Module, wanted: Sequence[str]) -> Iterator[tuple[torch.nn.Module, str]]:
-    if isinstance(wanted, str) or not all(isinstance(path, str) for path in wanted):
+    if not isinstance(wanted, list | tuple | set) or not all(isinstance(path, str) for path in wanted):
         raise InvalidTypeError(
             "Parts are named by their paths in the model.",
             where="parts",

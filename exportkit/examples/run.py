@@ -273,6 +273,7 @@ def _load_model(folder: Path, model_class: Any) -> Any:
             folder,
             local_files_only=True,
             dtype=torch.float32,
+            use_safetensors=True,  # never a pickle (*.bin), which can run code when it is read
             ignore_mismatched_sizes=True,  # _check_weights reports them, with their sizes
             output_loading_info=True,
         )

@@ -49,15 +49,15 @@ class CheckedFiles:
         """
         edited = []
         for path, saved in self._files.items():
-            try:
-                self._check(path, saved, wanted is None or wanted(path))
-            except _ChangedFileError:
-                if path.name not in _EDITABLE:
-                    raise
+            changed = self._change(path, saved, wanted is None or wanted(path))
+            if changed is not None and path.name not in _EDITABLE:
+                raise changed
+            if changed is not None:
                 edited.append(f"{path.name} was edited since the folder was saved.")
         return tuple(edited)
 
-    def _check(self, path: Path, saved: SavedFile, content: bool) -> None:
+    def _change(self, path: Path, saved: SavedFile, content: bool) -> DestinationError | None:
+        """The error for a file that was changed; None if it is the one that was saved."""
         try:
             stamp = stamp_of(path)  # before it is read, so that a change meanwhile shows later
             got = f"{path.stat().st_size} bytes"
@@ -73,7 +73,7 @@ class CheckedFiles:
             ) from error
         expected = f"XXH3 {saved.xxh3_128}" if got.startswith("XXH3") else f"{saved.bytes} bytes"
         if got != expected:
-            raise _ChangedFileError(
+            return DestinationError(
                 "A file of an exported model is not the one that was saved.",
                 where=str(path),
                 expected=expected,
@@ -82,6 +82,7 @@ class CheckedFiles:
             )
         if content:
             self._stamps[path] = stamp
+        return None
 
     def require(self, *files: Path) -> None:
         """Raises DestinationError if the manifest does not list one of these files, so that it cannot be checked."""
@@ -97,11 +98,9 @@ class CheckedFiles:
         """
         for path in (graph, graph.with_name(graph.name + WEIGHTS)):
             if path in self._stamps and (not path.exists() or stamp_of(path) != self._stamps[path]):
-                self._check(path, self._files[path], content=True)
-
-
-class _ChangedFileError(DestinationError):
-    """A file is not the one that was saved."""
+                changed = self._change(path, self._files[path], content=True)
+                if changed is not None:
+                    raise changed
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -18,6 +18,7 @@ import torch
 
 from exportkit._torch_compat.modules import uncompiled
 from exportkit.errors import DestinationError, InvalidRequestError, InvalidTypeError
+from exportkit.files import as_path
 from exportkit.module_traces.comparison import Comparison, compare_traces
 from exportkit.module_traces.files import INDEX, TENSORS, check_destination
 from exportkit.module_traces.instrument import instrumented
@@ -72,7 +73,7 @@ class Trace(TraceData):
         Raises:
             DestinationError: if the directory holds other files, or cannot be written.
         """
-        target = Path(directory)
+        target = as_path(directory)
         if target.exists() and target.resolve() == self.folder.resolve():
             return
         check_destination(target)

@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from exportkit.errors import DestinationError, TraceError
+from exportkit.files import as_path
 from exportkit.module_traces.files import FORMAT, HEADER_LENGTH, INDEX, TENSORS, VERSION
 from exportkit.module_traces.measure import measure, reassemble
 
@@ -120,7 +121,7 @@ class TraceData:
     """
 
     def __init__(self, folder: str | os.PathLike[str], problems: Collection[str] = ()) -> None:
-        self.folder = Path(folder)
+        self.folder = as_path(folder)
         self._problems = problems
         self._index: _Index | None = None
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from exportkit.calls.call import Call
@@ -150,6 +151,7 @@ class OnnxRunner:
             ArgumentError: if the arguments do not fit the graph, or any of several graphs.
             RuntimeFailure: if onnxruntime refuses them.
         """
+        self._require_fit(args, kwargs)
         own, made = self._fed_by_parts(args, kwargs)
         if self.split is None:
             return self.graph.call(args, kwargs, self.graph.given(args, own, made))
@@ -173,6 +175,21 @@ class OnnxRunner:
             got=f"\n{' ' * 7}".join(reasons),
             hint="observe a call like this one too, then export again.",
         )
+
+    def _require_fit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises ArgumentError for arguments that the model could not be called with, and for arrays of numpy."""
+        signature = self.contract.signature
+        signature.require_fit(args, kwargs)
+        for name, value in signature.bind(args, kwargs).items():
+            is_input = any(name in graph.contract.plan.by_path for graph in self.graphs.values())
+            if is_input and isinstance(value, np.ndarray):
+                raise ArgumentError(
+                    "An input is an array of numpy.",
+                    where=name,
+                    expected="a torch.Tensor",
+                    got=f"numpy.ndarray {value.dtype} {value.shape}",
+                    hint=f"torch.from_numpy({name}).",
+                )
 
     def run_call(self, call: Call, /) -> dict[str, torch.Tensor]:
         """Returns the output tensors by path for copies of the tensors of a call.

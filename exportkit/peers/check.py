@@ -29,12 +29,33 @@ from exportkit.running.masks import find_mask, visible_by_shape
 from exportkit.running.session import Session
 from exportkit.trees import string_type
 
+_PLAIN = (bool, int, float, str)
+
 
 class ObservedInput:
     """One recorded call: ``flat_list`` holds its own tensors, ``aligned_flat_list`` has None where it lacks one."""
 
     def __init__(self, call: Call, paths: tuple[str, ...]) -> None:
         self._call, self._paths = call, paths
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """What this call was given by position."""
+        return self._given()[0]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """What this call was given by name, without None, and without what is in ``cst_kwargs``."""
+        given = self._given()[1].items()
+        return {name: value for name, value in given if value is not None and not isinstance(value, _PLAIN)}
+
+    @property
+    def cst_kwargs(self) -> dict[str, int | float | str | bool]:
+        """The numbers, strings and booleans that this call was given by name."""
+        return {name: value for name, value in self._given()[1].items() if isinstance(value, _PLAIN)}
+
+    def _given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._call.signature.unbind(self._call.values(), self._call.named)
 
     @property
     def flat_list(self) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from exportkit.arguments.build import build_call
 from exportkit.arguments.table import call_table, growth_of, shapes_of, structure_of
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
-from exportkit.errors import InvalidRequestError, PlanError, UnknownInputError
+from exportkit.errors import InvalidRequestError, InvalidTypeError, PlanError, UnknownInputError
 from exportkit.plan.infer import infer_plan
 from exportkit.plan.leaves import Leaf
 from exportkit.plan.plan import Plan
@@ -40,7 +40,12 @@ def recorded_dynamic_shapes(
     """
     observation.require_calls()
     _check_consistent(observation)
-    structure = _without_caught_nones(structure_of(observation), observation)
+    structure, catch_all = structure_of(observation), observation.signature.var_keyword
+    if catch_all is not None and catch_all in structure:
+        caught = structure.pop(catch_all)
+        kept = _without_caught_flags(observation.merged_arguments, observation)
+        if catch_all in kept:
+            structure[catch_all] = {key: caught[key] for key in kept[catch_all].build()}
     axes = dynamic_axes(observation, batch_hints)
     namer = _namer(observation, dim_names)
 
@@ -69,17 +74,6 @@ def _marked(value: Any, spec_of: Callable[[str], dict[int, Any]]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def _without_caught_nones(structure: Mapping[str, Any], observation: Observation) -> dict[str, Any]:
-    """The structure without the Python values that ``**kwargs`` caught: see `_without_caught_constants`."""
-    kept = dict(structure)
-    catch_all = observation.signature.var_keyword
-    if catch_all in kept:
-        extra = {key: value for key, value in kept.pop(catch_all).items() if value is not None}
-        if extra:
-            kept[catch_all] = extra
-    return kept
-
-
 def recorded_arguments(
     observation: Observation, which: Any = None, flat: bool = False, as_args_kwargs: bool = False
 ) -> Any:
@@ -92,7 +86,7 @@ def recorded_arguments(
     axes, growth = dynamic_axes(observation, None), growth_of(observation)
     last = {path: tensor for call in observation.calls for path, tensor in call.tensors().items()}
     completed = {}
-    for name, tree in _without_caught_constants(observation.merged_arguments, observation).items():
+    for name, tree in _without_caught_flags(observation.merged_arguments, observation).items():
         have = given.get(name)
         own = {} if have is None else have.tensors()
         complete = have is not None and len(own) >= len(tree.tensors()) and have.leaves != (None,)
@@ -132,7 +126,7 @@ def exportable_arguments(plan: Plan, observation: Observation, flat: bool = Fals
     """Returns arguments whose variable sizes are distinct and greater than 1, in the form of `recorded_arguments`."""
     observation.require_calls()
     call = build_call(plan, observation, choose_sizes(plan))
-    kept = Call(_without_caught_constants(call.arguments, observation), call.signature)
+    kept = Call(_without_caught_flags(call.arguments, observation), call.signature)
     return _shaped(kept, _any_named(observation), flat, as_args_kwargs)
 
 
@@ -225,16 +219,18 @@ def _check_given(observation: Observation, args: tuple[Any, ...], kwargs: Mappin
         )
 
 
-def _without_caught_constants(trees: Mapping[str, Tree], observation: Observation) -> dict[str, Tree]:
-    """The arguments without those Python values that ``**kwargs`` caught.
+def _without_caught_flags(trees: Mapping[str, Tree], observation: Observation) -> dict[str, Tree]:
+    """The arguments without the flags (booleans and None) that ``**kwargs`` caught, such as ``return_dict=True``.
 
-    torch.export accepts no such argument, in whatever form its dynamic shapes are written (seen in torch 2.13).
-    `exportkit.export` does not need this: it bakes them in.
+    ``generate`` passes such flags to every model, and torch.export accepts no Python value there, in whatever form its
+    dynamic shapes are written (seen in torch 2.13). Other values are kept, so that torch.export raises an error:
+    without them, it would take the model's own defaults, and nobody would notice. `exportkit.export` needs none of
+    this, as it makes all of them part of the graph.
     """
     kept = dict(trees)
     catch_all = observation.signature.var_keyword
     if catch_all in kept:
-        extra = {key: value for key, value in kept.pop(catch_all).build().items() if flatten(value).tensors()}
+        extra = {key: value for key, value in kept.pop(catch_all).build().items() if not isinstance(value, bool | None)}
         if extra:
             kept[catch_all] = flatten(extra)
     return kept
@@ -268,10 +264,14 @@ def _check_collisions(trees: Mapping[str, Tree], observation: Observation) -> No
             )
 
 
-def _hinted(observation: Observation, hints: BatchHints) -> Callable[[Leaf], bool]:
+def _hinted(observation: Observation, hints: Any) -> Callable[[Leaf], bool]:
     """A test whether the user named a leaf's input, by name or position; elements of *args have positions too."""
     if not hints or isinstance(hints, bool):
         return lambda _leaf: bool(hints)
+    if not isinstance(hints, Iterable) or isinstance(hints, str):
+        raise InvalidTypeError(
+            "set_batch_dimension_for names inputs.", expected="True, or a set of names or positions", got=repr(hints)
+        )
     signature = observation.signature
     known = {leaf for call in observation.calls for leaf in call.shapes()}
     roots: set[str] = set()
@@ -324,6 +324,10 @@ def _namer(observation: Observation, dim_names: DimNames) -> Callable[[str, int]
             return _fallback(path, axis) if size.is_static else str(size)
 
         return from_plan
+    if not isinstance(dim_names, Mapping) or not all(isinstance(axes, Mapping) for axes in dim_names.values()):
+        raise InvalidTypeError(
+            "dim_names names axes.", expected="True, or a dict of names by input and axis", got=repr(dim_names)
+        )
     names = {observation.signature.name_of(key): axes for key, axes in dim_names.items()}
     arguments = {leaf.path: leaf.argument for leaf in table.leaves}
     return lambda path, axis: names.get(arguments[path], {}).get(axis) or _fallback(path, axis)

@@ -178,7 +178,7 @@ class Plan:
             PlanError: if there is no such variable, or the name is taken.
         """
         self.variable(old)
-        if not new.isidentifier():
+        if not isinstance(new, str) or not new.isidentifier():
             raise PlanError(f"{new!r} is not a name for a variable.", expected="a name such as 'batch'", got=repr(new))
         if any(variable.name == new for variable in self.variables):
             hint = f"plan.tie({new!r}, {old!r}) makes them one."
@@ -274,7 +274,8 @@ class Plan:
             PlanError: if a recorded size is outside.
         """
         seen = known(self.variable(name).seen)
-        if minimum < 0 or (maximum is not None and maximum < minimum):
+        is_whole = all(isinstance(limit, int) for limit in (minimum, maximum) if limit is not None)
+        if not is_whole or minimum < 0 or (maximum is not None and maximum < minimum):
             raise PlanError(
                 "This is not a range.", where=name, expected="0 <= minimum <= maximum", got=(minimum, maximum)
             )

@@ -157,7 +157,7 @@ def load_plan(text: str) -> dict[str, Any]:
     """
     try:
         data = parse_json(text)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise PlanError("Not a plan: the text is not valid JSON.", got=str(error)) from error
     if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
         found = f"{data.get('format')} {data.get('version')}" if isinstance(data, dict) else type(data).__name__

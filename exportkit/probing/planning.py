@@ -169,6 +169,7 @@ def findings_of_inputs(plan: Plan, observation: Observation) -> list[Finding]:
     missing = ", ".join([name for name in observation.signature.plain() if name not in given])
     if missing:
         found.append(Finding("never given", missing, f"given in no call, so no input of the graph: {missing}."))
+    found += _changing_inputs(plan, observation)
     for path in plan.joined:
         text = f"{path} is one input: its tensors, as many as are given, one after the other."
         found.append(Finding("joined", path, text))
@@ -176,6 +177,28 @@ def findings_of_inputs(plan: Plan, observation: Observation) -> list[Finding]:
     if unused:
         found.append(Finding("never read", unused, f"given, but never read, so no input of the graph: {unused}."))
     return [*found, *one_size(plan)]
+
+
+def _changing_inputs(plan: Plan, observation: Observation) -> list[Finding]:
+    """Returns findings: inputs whose dtype changes between calls, and those that the graph is exported without."""
+    dtypes: dict[str, dict[str, int]] = {}  # of each leaf, the first call with each
+    for number, call in enumerate(observation.calls):
+        for path, tensor in call.tensors().items():
+            dtypes.setdefault(path, {}).setdefault(str(tensor.dtype).removeprefix("torch."), number)
+    found, others = [], []
+    for path, calls in dtypes.items():
+        leaf = plan.by_path.get(path)
+        if leaf is None and path not in plan.unused:
+            others.append(f"{path} (call {min(calls.values())})")
+        elif leaf is not None and len(calls) > 1:
+            listed = ", ".join(f"{dtype} in call {number}" for dtype, number in calls.items())
+            text = f"{path} is {listed}; the graph takes {leaf.dtype} only."
+            found.append(Finding("dtype", path, text))
+    if others:
+        where = ", ".join(others)
+        text = f"not among the inputs of the call with the most tensors, so no input of the graph: {where}."
+        found.append(Finding("other inputs", where, text))
+    return found
 
 
 def one_size(plan: Plan) -> list[Finding]:

@@ -23,6 +23,7 @@ import torch
 from exportkit._torch_compat.transformers import attention_implementation
 from exportkit.calls.call import Call
 from exportkit.errors import DestinationError
+from exportkit.files import as_path
 from exportkit.plan.plan import Plan
 from exportkit.trees import join
 from exportkit.trees.json_form import dump_tree
@@ -65,7 +66,7 @@ class TraceRequest:
             TreeError: if an input is of a class that cannot be found by its name.
         """
         text = _script(self)
-        path = Path(directory) / "repro.py"
+        path = as_path(directory) / "repro.py"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from exportkit._torch_compat.modules import buffer_table, parameter_table
 from exportkit._torch_compat.transformers import compute_buffers
 from exportkit.errors import DestinationError, InvalidRequestError
+from exportkit.files import as_path
 
 
 def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None) -> torch.nn.Module:
@@ -48,7 +49,7 @@ def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None)
             where=str(weights),
             hint="leave out weights=, or create the model under `with torch.device('meta'):`.",
         )
-    with _opened(Path(weights)) as files:
+    with _opened(as_path(weights)) as files:
         return _filled(model, files)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exportkit.errors import DestinationError
+from exportkit.files import as_path
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -38,7 +39,7 @@ def write_page(path: str | os.PathLike[str], text: str) -> Path:
     Raises:
         DestinationError: if it cannot be written.
     """
-    target = Path(path)
+    target = as_path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")

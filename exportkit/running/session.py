@@ -93,7 +93,7 @@ class Session:
 
         Raises:
             InvalidRequestError: if an input is missing.
-            InvalidTypeError: if onnxruntime has no counterpart of a dtype.
+            InvalidTypeError: if onnxruntime has no counterpart of a dtype, or a tensor has no values or is sparse.
             RuntimeFailure: if onnxruntime refuses the call.
         """
         values = {}
@@ -101,6 +101,12 @@ class Session:
             if name not in feeds:
                 raise InvalidRequestError(
                     "An input of the ONNX model is missing.", where=name, got=", ".join(feeds) or "no tensor"
+                )
+            if feeds[name].is_meta or feeds[name].layout is not torch.strided:
+                raise InvalidTypeError(
+                    "onnxruntime takes dense tensors that have values.",
+                    where=name,
+                    got="a tensor on the meta device" if feeds[name].is_meta else str(feeds[name].layout),
                 )
             tensor = feeds[name].detach().cpu().contiguous()
             if tensor.dtype is torch.bfloat16:

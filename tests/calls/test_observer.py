@@ -331,6 +331,37 @@ def test_module_inside_the_model_is_no_method():
     assert "with observer(model.linear):" in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["__call__", "__init__"])
+def test_method_that_python_looks_up_on_the_class_is_refused(name):
+    with pytest.raises(InvalidRequestError) as raised, InputObserver()(Add(), method_name=name):
+        pass
+    assert str(raised.value) == (
+        f"{name} cannot be observed: Python looks it up on the class, not on the model.\n"
+        "  where: method_name\n"
+        f"  got: '{name}'\n"
+        "  hint: observe forward, which a call of the model runs: method_name='forward'."
+    )
+
+
+@pytest.mark.parametrize("options", [{"store_n_calls": -1}, {"store_n_calls": "3"}, {"max_bytes": 2.5}])
+def test_number_to_keep_that_is_none_is_named(options):
+    (name,) = options
+    with pytest.raises(InvalidRequestError, match=rf"not a number to keep.\n  where: {name}\n  expected: 0 or more"):
+        InputObserver()(Add(), **options).__enter__()
+
+
+@pytest.mark.parametrize("parts", [5, True, "encoder", [5]])
+def test_parts_that_are_no_list_of_paths_are_named(parts):
+    with pytest.raises(InvalidTypeError, match=r"Parts are named by their paths in the model"):
+        InputObserver()(Add(), parts=parts).__enter__()
+
+
+@pytest.mark.parametrize("make", [lambda: InputObserver(5), lambda: InputObserver()(Add(), method_name=5).__enter__()])
+def test_options_of_a_wrong_type_are_named(make):
+    with pytest.raises(InvalidTypeError):
+        make()
+
+
 def test_refused_request_leaves_the_model_alone():
     model, observer = OptionalAdd(), InputObserver(value_if_missing={"z": torch.ones(1)})
     with pytest.raises(UnknownInputError), observer(model):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from exportkit import InputObserver, make_dynamic_cache, register_flattening_functions, string_type
+from exportkit.errors import InvalidTypeError
 from tests.models import (
     Add,
     IdsDecoder,
@@ -311,3 +312,64 @@ def test_writing_to_inferred_arguments_leaves_the_recording_alone(size):
 
     assert observer.infer_arguments()[0].eq(1).all()
     assert observer.observation.calls[0].tensors().popitem()[1].eq(1).all()
+
+
+# Python values in **kwargs
+
+
+class Caught(torch.nn.Module):
+    """Multiplies by a number that is given by name, and that the signature does not mention."""
+
+    def forward(self, x, **kwargs):
+        return x * kwargs.get("factor", 1)
+
+
+@pytest.mark.parametrize("exportable", [False, True])
+def test_number_in_variadic_keywords_is_among_the_arguments(exportable):
+    observer = calls(Caught(), ((ones(2),), {"factor": 3}), ((ones(3),), {"factor": 3}))
+    args, kwargs = observer.infer_arguments(as_args_kwargs=True, exportable=exportable)
+
+    assert Caught()(*args, **kwargs)[0] == 3
+    assert observer.infer_dynamic_shapes() == {"x": {0: D}, "kwargs": {"factor": None}}
+
+
+def test_number_in_variadic_keywords_is_not_lost_in_silence_by_torch_export():
+    observer = calls(Caught(), ((ones(2),), {"factor": 3}), ((ones(3),), {"factor": 3}))
+    args, kwargs = observer.infer_arguments(as_args_kwargs=True)
+
+    with pytest.raises(Exception, match="tree_name"):
+        torch.export.export(Caught(), args, kwargs, dynamic_shapes=observer.infer_dynamic_shapes())
+
+
+def test_flags_in_variadic_keywords_are_left_out():
+    observer = calls(Caught(), ((ones(2),), {"return_dict": True}), ((ones(3),), {"return_dict": True}))
+
+    assert text(observer.infer_arguments()) == "dict(x:T1s2)"
+    assert observer.infer_dynamic_shapes() == {"x": {0: D}}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda o: o.infer_dynamic_shapes(set_batch_dimension_for=5), "set_batch_dimension_for names inputs"),
+        (lambda o: o.infer_dynamic_shapes(set_batch_dimension_for="x"), "set_batch_dimension_for names inputs"),
+        (lambda o: o.infer_dynamic_shapes(dim_names=5), "dim_names names axes"),
+        (lambda o: o.infer_dynamic_shapes(dim_names={"x": "rows"}), "dim_names names axes"),
+        (lambda o: o.remove_inputs(5), "Inputs are removed by a list"),
+        (lambda o: o.remove_inputs("x"), "Inputs are removed by a list"),
+    ],
+)
+def test_wrong_types_are_named(call, message):
+    observer = calls(OptionalAdd(), ((ones(2),), {}))
+
+    with pytest.raises(InvalidTypeError, match=message):
+        call(observer)
+
+
+def test_arrays_of_numpy_among_the_arguments_are_constants():
+    import numpy as np
+
+    observer = calls(Caught(), ((ones(2),), {"factor": np.ones(2)}), ((ones(2),), {"factor": np.ones(2)}))
+
+    assert observer.infer_arguments()["factor"].tolist() == [1, 1]
+    assert "kwargs.factor=array([1., 1.]) is baked into the graph." in str(observer.plan())

@@ -38,6 +38,17 @@ def test_one_line_describes_the_call_with_its_constants():
     assert observer.info.inputs[0].str_obs() == "call 0: dict(x:T1s2,factor:int,negate:bool)"
 
 
+def test_arguments_are_those_that_were_given():
+    observer = calls(OptionalAdd(), ((ones(2),), {"y": ones(2)}), ((ones(3),), {"y": None}))
+    first, second = observer.info.inputs
+    (scaled,) = calls(Scale(), ((ones(2), 3), {"negate": True})).info.inputs
+
+    assert [arg.tolist() for arg in first.args] == [[1, 1]]
+    assert {name: value.tolist() for name, value in first.kwargs.items()} == {"y": [1, 1]}
+    assert (len(second.args), second.kwargs) == (1, {})
+    assert (scaled.args[1], scaled.kwargs, scaled.cst_kwargs) == (3, {}, {"negate": True})
+
+
 def test_outputs_come_flat_and_with_none():
     class Several(torch.nn.Module):
         def forward(self, x):

@@ -198,3 +198,31 @@ def test_an_input_that_all_rows_share_does_not_hide_the_batch():
     table = torch.rand(1, 6)
     plan = planned(Shared(), (torch.arange(5)[None], table), (torch.arange(4)[None], table))
     assert sizes_of(plan) == {"ids": ("batch", "sequence"), "table": ("1", "6")}
+
+
+class Doubles(torch.nn.Module):
+    """Takes any dtype, and a dict with any keys."""
+
+    def forward(self, x, data=None):
+        return x * 2 if data is None else x * 2 + sum(data.values())
+
+
+def test_a_dtype_that_changes_between_calls_is_said():
+    model, observer = Doubles(), InputObserver()
+    with observer(model):
+        model(torch.ones(2))
+        model(torch.ones(3, dtype=torch.float16))
+
+    texts = [finding.text for finding in observer.plan().findings]
+    assert "x is float32 in call 0, float16 in call 1; the graph takes float32 only." in texts
+
+
+def test_keys_that_only_other_calls_have_are_said():
+    model, observer = Doubles(), InputObserver()
+    with observer(model):
+        model(torch.ones(2), {"a": torch.ones(2)})
+        model(torch.ones(3), {"b": torch.ones(3)})
+
+    assert [finding.where for finding in observer.plan().findings if finding.kind == "other inputs"] == [
+        "data.b (call 1)"
+    ]
