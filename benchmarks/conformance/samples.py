@@ -97,8 +97,12 @@ def samples_of(operator: Any, dtype: torch.dtype, count: int) -> list[Sample]:
 def value_sets(tensors: Tensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensors]]:
     """Yields the edge values for tensors of a dtype, each with its name; other tensors keep their values."""
     for name, pattern in _patterns(dtype).items():
-        yield name, tuple(
-            _filled(tensor, pattern, start) if tensor.dtype == dtype else tensor for start, tensor in enumerate(tensors)
+        yield (
+            name,
+            tuple(
+                _filled(tensor, pattern, start) if tensor.dtype == dtype else tensor
+                for start, tensor in enumerate(tensors)
+            ),
         )
 
 

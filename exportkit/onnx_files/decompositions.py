@@ -16,13 +16,14 @@ from typing import Any, cast
 import torch
 
 from exportkit._torch_compat.graph import is_assertion, schema_of, with_graph_module
+from exportkit.onnx_files.exact import EXACT, is_plain_cross_entropy, with_zeros_for_masked_rows
 
 aten = torch.ops.aten
 
 
 def translatable(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program without run-time assertions and without operators that torch.onnx cannot translate."""
-    return decomposed(with_complex_as_pairs(with_constants(without_assertions(program))))
+    return decomposed(with_zeros_for_masked_rows(with_complex_as_pairs(with_constants(without_assertions(program)))))
 
 
 # Run-time assertions, which ONNX has no form for.
@@ -207,6 +208,10 @@ def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
 def _is_known(node: torch.fx.Node) -> bool:
     """Whether torch.onnx translates this use: attention over heads, pools to a single output."""
     first, *others = cast(tuple[Any, ...], node.args)
+    if node.target is aten.cross_entropy_loss.default:
+        return is_plain_cross_entropy(first, *others)
+    if node.target is aten.scatter_reduce.two:
+        return bool(others[3] != "mean")
     if node.target is aten.scaled_dot_product_attention.default:
         return bool(first.meta["val"].ndim >= _RANK)
     return node.target in _POOLS and set(others[0]) == {1}
@@ -218,7 +223,17 @@ def _masked_select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _median(values: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    return _kthvalue(values, (values.shape[dim] + 1) // 2, dim, keepdim)
+    median, index = _kthvalue(values, (values.shape[dim] + 1) // 2, dim, keepdim)
+    if not values.is_floating_point():
+        return median, index
+    unknown = values.isnan()  # a median with NaN is the first one of them
+    has_unknown = unknown.any(dim, keepdim)
+    first = unknown.to(torch.float32).argmax(dim, keepdim)
+    return torch.where(has_unknown, math.nan, median), torch.where(has_unknown, first, index)
+
+
+def _median_of_all(values: torch.Tensor) -> torch.Tensor:
+    return _median(values.flatten(), 0)[0]
 
 
 def _kthvalue(values: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,9 +315,11 @@ _POOLS = {
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.masked_select.default: _masked_select,
     aten.median.dim: _median,
+    aten.median.default: _median_of_all,
     aten.kthvalue.default: _kthvalue,
     aten.cumprod.default: _cumprod,
     aten.cdist.default: _cdist,
     aten.scaled_dot_product_attention.default: _attention,
     **_POOLS,
+    **EXACT,
 }

@@ -1,4 +1,4 @@
-"""Operators whose values in onnxruntime are not always torch's: a finding for each that an exported program contains."""
+"""Operators whose values in onnxruntime are not always torch's: a finding for each that a program contains."""
 
 from __future__ import annotations
 

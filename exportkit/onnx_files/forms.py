@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir
 import torch
 from onnxscript import opset18 as op
+from onnxscript.function_libs.torch_lib.ops import core, linalg
 
 from exportkit.onnx_files.size_forms import SIZE_FORMS
 
@@ -188,6 +189,68 @@ def _sign(x: Any) -> Any:
     return op.Where(op.IsNaN(x), _number(0, x), sign) if x.dtype.is_floating_point() else sign
 
 
+def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: int = -1) -> Any:
+    if not math.isinf(ord):
+        return linalg.aten_linalg_vector_norm(x, ord, dim, keepdim, dtype=dtype)
+    size = op.Abs(x)
+    size.dtype, size.shape = x.dtype, x.shape
+    found = _amax(size, dim, keepdim) if ord > 0 else _amin(size, dim, keepdim)
+    return found if dtype in (-1, None) else op.Cast(found, to=dtype)
+
+
+# Powers of integers, which onnxruntime computes in double precision.
+
+
+def _pow(x: Any, exponent: Any) -> Any:
+    if not (x.dtype.is_integer() and exponent.dtype.is_integer()):
+        return core.aten_pow(x, exponent)
+    return _int_pow(x, exponent, x.dtype)
+
+
+def _pow_to_number(x: Any, exponent: float) -> Any:
+    if x.dtype.is_floating_point() or isinstance(exponent, float):
+        return core.aten_pow_tensor_scalar(x, exponent)
+    return _product(x, exponent, x.dtype)
+
+
+def _number_to_pow(x: float, exponent: Any) -> Any:
+    if isinstance(x, float) or not exponent.dtype.is_integer():
+        return core.aten_pow_scalar(x, exponent)
+    return _int_pow(_number(x, exponent), exponent, exponent.dtype)
+
+
+def _product(x: Any, exponent: int, dtype: Any) -> Any:
+    """The power of integers by squaring, in the order of the bits of the exponent."""
+    result = op.Constant(value=onnx_ir.tensor(1, dtype=dtype))
+    if exponent == 0:
+        return op.Expand(result, op.Shape(x))
+    found = None
+    while exponent:
+        if exponent & 1:
+            found = x if found is None else op.Mul(found, x)
+        exponent >>= 1
+        x = op.Mul(x, x) if exponent else x
+    return op.Identity(found)
+
+
+def _int_pow(x: Any, exponent: Any, dtype: Any) -> Any:
+    """The same with exponents that are not known: 64 and more overflow, whatever the number."""
+    one = op.Constant(value=onnx_ir.tensor(1, dtype=dtype))
+    two = op.Constant(value=onnx_ir.tensor(2, dtype=dtype))
+    zero = op.Constant(value=onnx_ir.tensor(0, dtype=dtype))
+    is_negative = op.Less(exponent, zero)
+    result, rest = one, op.Max(exponent, zero)
+    factor = x
+    for _ in range(6):
+        is_odd = op.Equal(op.Mod(rest, two), one)
+        result = op.Where(is_odd, op.Mul(result, factor), result)
+        rest, factor = op.Div(rest, two), op.Mul(factor, factor)
+    # 1 / x**n is 0 unless x is 1 or -1
+    sign = op.Where(op.Equal(op.Mod(exponent, two), zero), one, x)
+    unit = op.Where(op.Equal(op.Abs(x), one), sign, zero)
+    return op.Where(is_negative, unit, result)
+
+
 # Axes of any size: the mean of nothing is 0 in onnxruntime, and it refuses to remove an axis whose size is not 1.
 
 
@@ -253,6 +316,10 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.argmax.default: _argmax,
     aten.argmin.default: _argmin,
     aten.sign.default: _sign,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.pow.Tensor_Tensor: _pow,
+    aten.pow.Tensor_Scalar: _pow_to_number,
+    aten.pow.Scalar: _number_to_pow,
     aten.mean.default: _mean_of_all,
     aten.mean.dim: _mean,
     aten.squeeze.default: _squeeze,

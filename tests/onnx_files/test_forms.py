@@ -8,6 +8,7 @@ import torch
 
 from exportkit.onnx_files.translate import onnx_program
 
+functional = torch.nn.functional
 NAN, INF = math.nan, math.inf
 
 
@@ -49,6 +50,9 @@ SMALL = floats(1e-7, -1e-7, 3e-8, 1e-20, 1e-3, 0.4, -0.4, 0.0, 88.0, -88.0, INF,
 FAR = floats(-114.0, 114.0, -89.0, 30.0, -30.0, 1e-7, 0.0, INF, -INF, NAN, 1e4, -1e4)
 ODD = floats(1e8, -1e8, -1.0, 1.0, 0.35, -0.35, 7.3, INF, NAN, 0.0)
 
+UNKNOWN = torch.tensor([[1.0, NAN, 3.0], [4.0, 5.0, 6.0], [NAN, -1.0, 2.0], [INF, NAN, -INF]])
+SCORES = torch.tensor([[0.3, -1.0, 2.0, 0.1], [1.5, 0.2, -0.7, 3.0], [0.0, 0.4, 0.9, -2.0]])
+
 CASES = {
     "floor division of integers": (lambda x: torch.div(x, 3, rounding_mode="floor"), LARGE),
     "floor division by a negative integer": (lambda x: torch.div(x, -3, rounding_mode="floor"), LARGE),
@@ -60,15 +64,80 @@ CASES = {
     "remainder of integers": (lambda x: x % -3, LARGE),
     "log1p": (torch.log1p, SMALL.clamp(min=-0.5)),
     "expm1": (torch.expm1, SMALL),
-    "log of a sigmoid": (torch.nn.functional.logsigmoid, FAR),
+    "log of a sigmoid": (functional.logsigmoid, FAR),
     "log of a sum of exponentials": (torch.logaddexp, FAR, FAR.flip(0)),
     "log of a sum, same values": (torch.logaddexp, FAR, FAR),
     "log of a sum of powers of two": (torch.logaddexp2, FAR, FAR.flip(0)),
     "binary cross entropy": (
-        lambda x, y: torch.nn.functional.binary_cross_entropy_with_logits(x, y, reduction="none"),
+        lambda x, y: functional.binary_cross_entropy_with_logits(x, y, reduction="none"),
         floats(-114.0, 114.0, 5.0, -5.0),
         floats(1.0, 0.0, 0.5, 0.0),
     ),
+    "largest and smallest": (lambda x: (x.amax(1), x.amin((0, 1)), x.amax(), x.max(), x.min()), UNKNOWN),
+    "largest and smallest with their places": (lambda x: (*x.max(1), *x.min(1, keepdim=True)), UNKNOWN),
+    "places": (lambda x: (x.argmax(1), x.argmin(1), x.argmax(), x.argmin(), x.argmax(keepdim=True)), UNKNOWN),
+    "median": (lambda x: (*x.median(1), x.median()), UNKNOWN),
+    "norms": (lambda x: (x.norm(INF, dim=1), x.norm(-INF, dim=0), x.norm(dim=1), x.norm(1)), UNKNOWN),
+    "sign": (lambda x: (x.sign(), torch.sgn(x)), UNKNOWN),
+    "powers of integers": (
+        lambda x, y: (x**y, x**20, 3 ** y.clamp(max=39)),
+        ints(3, 7, -3, 2, 10),
+        ints(35, 20, 35, 63, 18),
+    ),
+    "inverse powers of integers": (lambda x, y: x**y, ints(1, -1, -1, 5), ints(-2, -3, -2, -1)),
+    "booleans where a mask is set": (lambda x: (x > 0).masked_fill(x > 2, False), UNKNOWN),
+    "one of two booleans": (lambda x: torch.where(x > 1, x > 0, x < 0), UNKNOWN),
+    "means of what is scattered": (
+        lambda x, y: torch.ones(3, 3).scatter_reduce(1, y, x, "mean", include_self=False),
+        torch.arange(9.0).reshape(3, 3),
+        ints(0, 0, 1, 2, 2, 2, 0, 1, 1).reshape(3, 3),
+    ),
+    "means of what is scattered, and of what was there": (
+        lambda x, y: torch.ones(3, 3).scatter_reduce(1, y, x, "mean"),
+        torch.arange(9.0).reshape(3, 3),
+        ints(0, 0, 1, 2, 2, 2, 0, 1, 1).reshape(3, 3),
+    ),
+    "cross entropy with label smoothing": (
+        lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1),
+        SCORES,
+        ints(0, 2, -100),
+    ),
+    "cross entropy with weights and label smoothing": (
+        lambda x, y: functional.cross_entropy(x, y, floats(1, 2, 3, 4), label_smoothing=0.1, reduction="none"),
+        SCORES,
+        ints(0, 2, 3),
+    ),
+    "cross entropy with probabilities": (
+        functional.cross_entropy,
+        SCORES,
+        SCORES.flip(0).softmax(1),
+    ),
+    "cross entropy without a batch": (
+        lambda x: functional.cross_entropy(x[0], ints(1)[0], label_smoothing=0.1),
+        SCORES,
+    ),
+}
+
+# Sizes: the functions of a tensor whose first axis has any size, at several of them.
+SIZES = {
+    "mean of nothing": (lambda x: (x.mean(0), x.mean(), x.mean((0, 1), keepdim=True)), (3, 5, 0)),
+    "axis that is not removed": (lambda x: (x.squeeze(0), x.squeeze(), x.squeeze((0, 1))), (3, 5)),
+    "range with a fractional step": (lambda x: torch.arange(0, 1, 1 / x.shape[0]), (7, 100, 49)),
+    "range down": (lambda x: torch.arange(x.shape[0], -1, -2), (7, 10)),
+    "rounded up by two negations": (lambda x: x[: -(-x.shape[0] // 2)] * (-x.shape[0] // 3), (7, 10, 100)),
+    "remainder of a negative size": (lambda x: x + (-x.shape[0]) % 3, (7, 10)),
+    "rounded to even": (lambda x: x[: round(x.shape[0] / 2)], (5, 7, 10)),
+    "share that is rounded down": (lambda x: x[: math.floor(x.shape[0] * 0.29)], (7, 100)),
+    "square roots": (lambda x: (x / x.shape[0] ** 0.5, x * torch.sym_sqrt(x.shape[0])), (7, 100)),
+    "nearest pixels": (
+        lambda x: functional.interpolate(x[None, None], scale_factor=1.7, mode="nearest-exact"),
+        (5, 11),
+    ),
+    "nearest pixels of a size": (
+        lambda x: functional.interpolate(x[None, None], (13, 5), mode="nearest-exact"),
+        (5, 11),
+    ),
+    "parts of a static axis": (lambda x: (*x.split(2, 1), *x.tensor_split(3, 1), *x.chunk(3, 1)), (3, 5)),
 }
 
 
@@ -77,3 +146,29 @@ def test_onnxruntime_computes_what_torch_computes(name):
     function, *tensors = CASES[name]
 
     check(exported(function, *tensors), function, *tensors)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_computed_as_in_python(name):
+    function, sizes = SIZES[name]
+    session = exported(function, torch.arange(50.0).reshape(10, 5))
+
+    for size in sizes:
+        check(session, function, torch.arange(size * 5.0).reshape(size, 5), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "infinite"])
+def test_attention_is_zero_for_a_query_that_sees_no_key(kind):
+    shown = torch.tensor([False, False, True, True]).repeat(2, 1, 3, 1)
+    shown[:, :, 0] = False
+    mask = shown if kind == "boolean" else torch.zeros(shown.shape).masked_fill(~shown, -INF)
+    query = torch.randn(2, 2, 3, 8)
+
+    def attention(query, mask):
+        return functional.scaled_dot_product_attention(
+            query, query[:, :, [0, 1, 2, 0]], query[:, :, [2, 1, 0, 0]], mask
+        )
+
+    (found,) = exported(attention, query, mask).run(None, {"tensors_0": query.numpy(), "tensors_1": mask.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), attention(query, mask))
+    assert not found[:, :, 0].any()

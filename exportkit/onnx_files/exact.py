@@ -1,0 +1,115 @@
+"""Operators whose translation by torch.onnx computes other numbers than torch, in terms of operators where it does not.
+
+These are written with torch's own operators, before the translation. What needs operators of ONNX is in ``forms``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.graph import with_graph_module
+
+aten = torch.ops.aten
+
+
+# Attention. A query that may see no key gets zeros in torch; the softmax of ONNX gives it an average of all values, or
+# NaN.
+
+
+def with_zeros_for_masked_rows(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the program with zeros from attention for queries whose keys are all masked."""
+    if not any(map(_mask_of, program.graph.nodes)):
+        return program
+    module = copy.deepcopy(program.graph_module)
+    visible: dict[torch.fx.Node, torch.fx.Node] = {}  # by mask, which is usually the same in all layers
+    for node in list(module.graph.nodes):
+        mask = _mask_of(node)
+        if mask is None:
+            continue
+        with module.graph.inserting_before(node):
+            if mask not in visible:
+                visible[mask] = _any_visible(module.graph, mask)
+            attention = module.graph.call_function(node.target, node.args, node.kwargs)
+        attention.meta = dict(node.meta)
+        # the node itself becomes the choice, since the program knows its outputs by name
+        node.target, node.args, node.kwargs = aten.where.ScalarOther, (visible[mask], attention, 0.0), {}
+    module.recompile()
+    return with_graph_module(program, module)
+
+
+def _mask_of(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The mask of a node that computes attention; None if it has none, or is something else."""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return None
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    return mask if isinstance(mask, torch.fx.Node) else None
+
+
+def _any_visible(graph: torch.fx.Graph, mask: torch.fx.Node) -> torch.fx.Node:
+    shown = mask
+    if mask.meta["val"].dtype is not torch.bool:
+        shown = _call(graph, aten.ne.Scalar, mask, -math.inf)
+    return _call(graph, aten.any.dim, shown, -1, True)
+
+
+def _call(graph: torch.fx.Graph, target: Any, value: torch.fx.Node, *options: Any) -> torch.fx.Node:
+    node = graph.call_function(target, (value, *options))
+    node.meta["val"] = target(value.meta["val"], *options)
+    return node
+
+
+# Means of what is scattered, and losses with label smoothing or with probabilities as targets.
+
+
+def _cross_entropy(
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    axis = min(scores.ndim - 1, 1)
+    classes = scores.shape[axis]
+    logs = torch.log_softmax(scores, axis)
+    scale = torch.ones_like(logs[(0,) * logs.ndim].expand(classes)) if weight is None else weight
+    scaled = logs * scale.reshape([-1] + [1] * (scores.ndim - 1 - axis))
+    if target.is_floating_point():
+        losses = -(scaled * (target * (1 - label_smoothing) + label_smoothing / classes)).sum(axis)
+        return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
+    kept = target != ignore_index
+    index = torch.where(kept, target, 0)
+    picked = scaled.gather(axis, index.unsqueeze(axis)).squeeze(axis)
+    losses = -torch.where(kept, picked * (1 - label_smoothing) + scaled.sum(axis) * (label_smoothing / classes), 0.0)
+    if reduction == 0:
+        return losses
+    return losses.sum() / torch.where(kept, scale[index], 0.0).sum() if reduction == 1 else losses.sum()
+
+
+def is_plain_cross_entropy(_scores: Any, target: Any, *options: Any) -> bool:
+    """Whether torch.onnx translates a loss: classes as targets, and no label smoothing."""
+    smoothing = options[3] if len(options) > 3 else 0.0
+    return not target.meta["val"].is_floating_point() and not smoothing
+
+
+def _scatter_mean(
+    values: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:
+    if reduce != "mean":
+        return NotImplemented
+    scatter = torch.scatter_reduce
+    total = scatter(values, dim, index, source, "sum", include_self=include_self)
+    ones, added = torch.ones_like(values), torch.ones_like(source)
+    count = scatter(ones, dim, index, added, "sum", include_self=include_self)
+    return total / count if values.is_floating_point() else torch.div(total, count, rounding_mode="floor")
+
+
+EXACT: dict[Any, Callable[..., Any]] = {
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.scatter_reduce.two: _scatter_mean,
+}
