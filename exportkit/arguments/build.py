@@ -88,9 +88,9 @@ def largest_tensors(observation: Observation) -> dict[str, torch.Tensor]:
 def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = ()) -> torch.Tensor:
     """Returns a tensor of ``shape`` made of the values of ``tensor``.
 
-    Longer axes repeat the recorded values, slightly smaller at first; masks (integers or booleans with at most two values) are stretched, so that
-    padding stays where it was, on the left or on the right. Repeated rows are rolled along another axis, so that rows
-    differ and an export that mixes them up is detected.
+    Longer axes repeat the recorded values, slightly smaller at first; masks (integers or booleans with at most two
+    values) are stretched, so that padding stays where it was, on the left or on the right. Repeated rows are rolled
+    along another axis, so that rows differ and an export that mixes them up is detected.
 
     Args:
         tensor: A recorded tensor of the same rank.

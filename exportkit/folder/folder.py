@@ -35,6 +35,7 @@ from exportkit.programs.exported import ExportedModel
 from exportkit.programs.kinds import Split
 from exportkit.programs.strategies import Attempt
 from exportkit.proof.calls import unseen_calls
+from exportkit.proof.leeway import measure
 from exportkit.proof.prove import prove
 from exportkit.running.session import require_onnxruntime
 
@@ -80,6 +81,8 @@ def save_folder(
             (folder / REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
             if not report.ok:
                 warnings.warn(f"{target} was saved, and is {report.verdict()}", RuntimeWarning, stacklevel=3)
+        elif values:
+            _measure(saved)
         write_json_file(folder / MANIFEST, _FORM, _manifest(saved, folder, values))
     runner.move(target)
     return runner
@@ -162,6 +165,15 @@ def _without_model(runner: OnnxRunner, with_unseen: bool) -> OnnxRunner:
         graphs[name] = OnnxGraph(graph.contract, graph.observation, unseen=unseen, eager=graph.eager)
     parts = {name: _without_model(part, with_unseen) for name, part in runner.parts.items()}
     return OnnxRunner(graphs, parts, runner.edges, split=runner.split, attempts=runner.attempts)
+
+
+def _measure(runner: OnnxRunner) -> None:
+    """Measures with the model what a later proof without it may need."""
+    for graph in runner.graphs.values():
+        if graph.observation.has_values:
+            measure(graph)
+    for part in runner.parts.values():
+        _measure(part)
 
 
 def _manifest(runner: OnnxRunner, folder: Path, values: bool) -> dict[str, Any]:

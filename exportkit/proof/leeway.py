@@ -37,13 +37,32 @@ _RUNS = 4
 _TIMES = 8.0
 
 
-def measurements(graph: OnnxGraph, call: Call, expected: Tensors) -> Iterator[Measured]:
+def measure(graph: OnnxGraph) -> None:
+    """Measures ties and padding in all calls of a graph that is saved without a proof, and keeps that in the graph.
+
+    Args:
+        graph: The graph, with the model at hand.
+    """
+    for call in (*graph.observation.calls, *(graph.unseen or ())):
+        if call.is_made:
+            expected = as_simplified(call.outputs.tensors(), graph.contract.joined_outputs, ())
+            for measured in measurements(graph, call, expected, runs=0):
+                graph.measured[name_of(call)] = measured
+
+
+def name_of(call: Call) -> str:
+    """Returns the name under which a graph keeps what was measured for a call."""
+    return call.label or str(call.index)
+
+
+def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int = _RUNS) -> Iterator[Measured]:
     """Yields what may be compared with the outputs of a graph, more lenient with each further run of the model.
 
     Args:
         graph: The graph, with the model at hand.
         call: The call.
         expected: What the model returned for it, by path.
+        runs: How many runs may round differently.
     """
     run, joined = graph.eager, graph.contract.joined_outputs
     if run is None:
@@ -51,28 +70,29 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors) -> Iterator[Me
     weights = [*run.model.parameters(), *run.model.buffers()]
     storages = {tensor.untyped_storage().data_ptr() for tensor in weights}
 
-    def outputs(call: Call, seed: int = 0, errors: float = 0.0) -> tuple[Tensors, bool]:
+    def outputs(seed: int, errors: float) -> tuple[Tensors, bool]:
         with rounding_varied(seed, storages, errors) as rounding:
             return as_simplified(run(call), joined, ()), rounding.chooses
 
     with contextlib.suppress(Exception):  # whatever the model raises for values that it was not made for
-        base, chooses = outputs(call)
+        returned = as_simplified(call.outputs.tensors(), joined, ())
+        found: dict[str, torch.Tensor] = {}
+        for mask, visible in _maskings(graph, call):
+            changed = _with_other_padding(call, mask, visible)
+            if changed is not None:
+                found |= _arbitrary(returned, as_simplified(run(changed), joined, ()), visible)
+        if found:
+            yield Measured({}, found)
+        base, chooses = outputs(0, 0.0)
         ties: dict[str, torch.Tensor] = {}
         if chooses:
             plain = as_simplified(run(call), joined, ())
             ties = {p: t for p, t in base.items() if _same(expected[p], plain[p]) and not _same(plain[p], t)}
             if ties:
-                yield Measured(ties)
-        found: dict[str, torch.Tensor] = {}
-        for mask, visible in _maskings(graph, call):
-            changed = _with_other_padding(call, mask, visible)
-            if changed is not None:
-                found |= _arbitrary(base, outputs(changed)[0], visible)
-        if found:
-            yield Measured(ties, found)
+                yield Measured(ties, found)
         moved: dict[str, torch.Tensor] = {}
-        for seed in range(_RUNS):
-            moved = _moved(base, outputs(call, seed, 1.0)[0], moved)
+        for seed in range(runs):
+            moved = _moved(base, outputs(seed, 1.0)[0], moved)
             yield Measured(ties, {path: _allowed(base[path], apart, found.get(path)) for path, apart in moved.items()})
 
 

@@ -23,7 +23,7 @@ from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
 from exportkit.proof.calls import Tensors, as_made, assembled_calls, stepwise_outputs, unseen_calls
-from exportkit.proof.leeway import measurements
+from exportkit.proof.leeway import measurements, name_of
 from exportkit.proof.report import Divergence, Report, Row
 from exportkit.running.bounds import rounding_bound
 from exportkit.running.compare import Difference, compare_outputs
@@ -206,7 +206,7 @@ def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Ten
         wanted = {**expected, **measured.ties}
         return tuple(compare_outputs(wanted, got, exactly=True, bound=bound, leeway=measured.leeway))
 
-    name = call.label or str(call.index)
+    name = name_of(call)
     if graph.eager is None:
         return compared(graph.measured.get(name, Measured()))
     found = compared(Measured())

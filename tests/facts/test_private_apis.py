@@ -9,6 +9,7 @@ from exportkit._torch_compat import require
 from exportkit._torch_compat.memory import StorageRef, memory_state, scientific_text
 from exportkit._torch_compat.modules import paths_of_modules, put_hooks_in_trace, take_hooks_in_trace
 from exportkit._torch_compat.pytree import deregister_node, key_name, register_node, registered_node, tree_leaves
+from exportkit._torch_compat.rounding import rounding_varied
 from exportkit._torch_compat.symbolic_shapes import input_axes, shape_guards, source_names
 from exportkit._torch_compat.tracing import apart_from_modes, in_backward, is_tracing, watched_symbols
 from exportkit._torch_compat.transformers import (
@@ -259,3 +260,42 @@ def test_tensors_are_printed_in_scientific_notation_and_the_options_stay():
     x = torch.tensor([1000.5])
     assert scientific_text(x) == "tensor([1.0005e+03])"
     assert repr(x) == "tensor([1000.5000])"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_operators_can_round_differently(dtype):
+    x, weight = torch.randn(40, 40).to(dtype), torch.randn(40, 40).to(dtype)
+    with rounding_varied(0, {weight.untyped_storage().data_ptr()}):
+        product, total = x @ weight, x.clone().add_(x)
+    far = (product - x @ weight).abs().max() / (x @ weight).abs().max()
+
+    assert 0 < far.item() < 8 * torch.finfo(dtype).eps
+    assert not torch.equal(total, x + x)
+    assert torch.allclose(total, x + x, rtol=4 * torch.finfo(dtype).eps)
+
+
+def test_what_is_exact_stays_exact_where_operators_round_differently():
+    x, ids = torch.randn(5, 7), torch.arange(7)
+    with rounding_varied(0) as rounding, torch.no_grad():
+        moved = torch.cat([x.t().reshape(7, 5), x.t()], 1)[ids].clone()
+        counts = (torch.ones(5, 7) * 3).sum(1)
+        masks = torch.zeros(2, 2).masked_fill(torch.eye(2) == 1, -torch.inf) + 0
+
+    assert torch.equal(moved, torch.cat([x.t().reshape(7, 5), x.t()], 1))
+    assert counts.tolist() == [21.0] * 5
+    assert masks.tolist() == [[-torch.inf, 0.0], [0.0, -torch.inf]]
+    assert not rounding.chooses
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_ties_can_be_broken_as_onnx_does(largest):
+    x = torch.tensor([[2.0, 1, 2, 1, 2, 1, 1, 2]])
+    expected = [0, 2, 4] if largest else [1, 3, 5]
+    with rounding_varied(0, errors=0.0) as rounding:
+        values, indices = x.topk(3, largest=largest)
+        ordered = x.argsort(descending=largest)
+
+    assert indices.tolist() == [expected]
+    assert values.tolist() == [[2.0] * 3 if largest else [1.0] * 3]
+    assert ordered[0, :3].tolist() == expected
+    assert rounding.chooses

@@ -35,13 +35,12 @@ def inputs(scale=1.0):
 
 
 def masked(mask, hidden=0):
-    return [
-        (torch.randn(2, 5, 6), mask.new_ones(2, 5).masked_fill(torch.arange(5) < torch.tensor([[2], [0]]), hidden)),
-        (
-            torch.randn(3, 7, 6),
-            mask.new_ones(3, 7).masked_fill(torch.arange(7) < torch.tensor([[3], [0], [1]]), hidden),
-        ),
-    ]
+    calls = []
+    for length, padding in ((5, [[2], [0]]), (7, [[3], [0], [1]])):
+        is_hidden = torch.arange(length) < torch.tensor(padding)
+        kept = mask.new_ones(is_hidden.shape) if hidden == 0 else mask.new_zeros(is_hidden.shape)
+        calls.append((torch.randn(*is_hidden.shape, 6), kept.masked_fill(is_hidden, hidden)))
+    return calls
 
 
 SMOOTH = {
@@ -187,7 +186,8 @@ def test_a_result_that_is_rounding_alone_is_not_proven(tmp_path):
     assert any("nothing of it can be compared" in problem or "became" in problem for problem in report.problems())
 
 
-def test_what_was_measured_is_saved_with_the_folder(tmp_path):
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_was_measured_is_saved_with_the_folder(verify, tmp_path):
     class TopK(torch.nn.Module):
         def forward(self, x):
             return x.round().topk(3).indices
@@ -196,7 +196,7 @@ def test_what_was_measured_is_saved_with_the_folder(tmp_path):
     with observer(model):
         for rows in (2, 3):
             model(torch.randint(0, 3, (rows, 40)).float())
-    saved = exportkit.export(model, observer).save(tmp_path / "folder")
+    saved = exportkit.export(model, observer).save(tmp_path / "folder", verify=verify)
 
     assert saved.verify().ok
     assert load(tmp_path / "folder").verify().ok
