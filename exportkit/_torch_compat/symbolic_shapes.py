@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -85,3 +87,31 @@ def depends_on_values(condition: Any) -> bool:
 def symbolic_square_root() -> Any:
     """Returns what a traced program calls for the square root of a size. Seen in torch 2.13."""
     return require(torch, "_sym_sqrt", "torch 2.13")
+
+
+def as_python(expression: Any, names: Mapping[Any, str]) -> str:
+    """Returns a traced expression as Python code, in which functions of ``math`` go by their own names.
+
+    Args:
+        expression: An expression or a relation of sympy.
+        names: Code for each symbol.
+
+    Example:
+        >>> import sympy
+        >>> s = sympy.Symbol("s0", integer=True)
+        >>> as_python(sympy.Le(s * 2, 8), {s: "batch"})
+        '2 * batch <= 8'
+    """
+    from torch.utils._sympy import printers
+
+    class Printer(require(printers, "PythonPrinter", "torch 2.13")):  # type: ignore[misc]
+        def _print_Symbol(self, symbol: Any) -> str:
+            return f"({names[symbol]})"
+
+        def _print_ToFloat(self, value: Any) -> str:
+            return f"float({self._print(value.args[0])})"
+
+        def _helper_sqrt(self, value: Any) -> str:
+            return f"sqrt({self._print(value)})"
+
+    return ast.unparse(ast.parse(Printer().doprint(expression).replace("math.", ""), mode="eval"))

@@ -125,3 +125,23 @@ def constant_in_trace(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def operators_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[Any, ...]]]:
+    """Returns what a function returns, and the operators that ran, each with its arguments.
+
+    Of tensors, the shape and the dtype are noted. Seen in torch 2.13.
+    """
+    from torch.utils import _python_dispatch, _pytree
+
+    log: list[tuple[Any, ...]] = []
+    leaves_of = require(_pytree, "tree_leaves", "torch 2.13")
+
+    class Log(require(_python_dispatch, "TorchDispatchMode", "torch 2.13")):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            noted = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves_of((args, kwargs))]
+            log.append((str(func), *noted))
+            return func(*args, **(kwargs or {}))
+
+    with Log():
+        return run(), log

@@ -45,7 +45,7 @@ class _Input:
 class _Output:
     name: str
     path: str
-    dtype: str
+    dtype: str | None
     axes: tuple[Size | str, ...]
 
 
@@ -123,7 +123,7 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
             for name, path in contract.inputs.items()
         ],
         "outputs": [
-            {"name": n, "path": path, "dtype": _dtype(returned[path]), "axes": list(contract.output_axes[path])}
+            {"name": n, "path": path, "dtype": _dtype(returned.get(path)), "axes": list(contract.output_axes[path])}
             for n, path in contract.outputs.items()
         ],
         "structure": {"layout": dump_tree(contract.structure), "paths": list(returned)},
@@ -157,7 +157,8 @@ def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph
     if not observation.has_values:
         text = "the folder was saved without the values of the recorded calls, so there is nothing to compare with."
         plan = plan.with_findings([Finding("no values", "", text)])
-    returned = {item.path: torch.empty(0, dtype=_dtype_of(item.dtype)) for item in graph.outputs}
+    dtypes = {item.path: item.dtype for item in graph.outputs if item.dtype is not None}
+    returned = {path: torch.empty(0, dtype=_dtype_of(dtype)) for path, dtype in dtypes.items()}
     structure = graph.structure
     contract = Contract(
         path=file,
@@ -274,5 +275,6 @@ def _load_measured(described: Mapping[str, _Measured], file: Path) -> dict[str, 
     return {call: Measured(by_path(item.ties), by_path(item.leeway)) for call, item in described.items()}
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _dtype(tensor: torch.Tensor | None) -> str | None:
+    """The dtype of an output; None for one that is a Python number in the model."""
+    return None if tensor is None else str(tensor.dtype).removeprefix("torch.")

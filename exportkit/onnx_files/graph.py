@@ -6,6 +6,7 @@ and loads it, and `OnnxGraph` runs from it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
 from exportkit.files import Stamp, stamp_of
+from exportkit.plan.formula import evaluate
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.missing import MissingDefaults, dependent_outputs, fill_missing, hidden_past
@@ -77,6 +79,12 @@ class Contract:
     rules: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @functools.cached_property
+    def numbers(self) -> tuple[str, ...]:
+        """Paths of the outputs that are tensors in the graph, and Python numbers in the model."""
+        constants = self.structure.constants()
+        return tuple([path for path in self.outputs.values() if path in constants])
 
     @classmethod
     def of(
@@ -241,7 +249,9 @@ class OnnxGraph:
         for path, source in contract.dependent.items():
             if source not in given.tensors and path in returned:
                 returned[path] = None
-        outputs = self.structured(returned)
+        sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in complete.items()})
+        numbers = {path: evaluate(text, sizes) for path, text in contract.domain.returned.items()}
+        outputs = self.structured({**returned, **self._numbers(returned, numbers)})
         if plan.passed_through and isinstance(outputs, MutableMapping):  # as they were given, or as a part made them
             known = {*contract.signature.plain()}
             arguments = contract.signature.bind(args, {k: v for k, v in kwargs.items() if k in known})
@@ -251,7 +261,6 @@ class OnnxGraph:
                     outputs[name] = value
         past, new = plan.with_role("past"), plan.with_role("sequence")
         if past is not None and new is not None:  # the counters of caches: cached tokens and new ones
-            sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in complete.items()})
             for value in outputs.values() if isinstance(outputs, Mapping) else [outputs]:
                 set_stored_length(value, sizes[past.name] + sizes[new.name])
         return outputs
@@ -304,6 +313,13 @@ class OnnxGraph:
         plan, defaults = self.contract.plan, self.contract.defaults.values
         return {**given.tensors, **fill_missing(plan, given.tensors, defaults, given.past)}
 
-    def structured(self, tensors: Mapping[str, torch.Tensor | None]) -> Any:
-        """Returns tensors by path as the nested value that the model returns; None stands for one that is absent."""
+    def _numbers(self, returned: Mapping[str, torch.Tensor | None], numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs that are Python numbers in the model, by path: those that the graph returns, and further ones."""
+        found = {path: returned.get(path) for path in self.contract.numbers}
+        given = {path: tensor.item() for path, tensor in found.items() if tensor is not None}
+        kinds = self.contract.structure.constants()
+        return {path: type(kinds[path])(value) for path, value in {**given, **numbers}.items()}
+
+    def structured(self, tensors: Mapping[str, Any]) -> Any:
+        """Returns outputs by path as the nested value that the model returns; None stands for one that is absent."""
         return with_split_lists(self.contract.structure.with_leaves(tensors), self.contract.member_rows).build()

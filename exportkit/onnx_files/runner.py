@@ -24,6 +24,7 @@ from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import TRANSLATION_PER_TRACE, stage
 from exportkit.programs.strategies import Attempt, after_failed_translation
 from exportkit.programs.subject import RESULT, STATE
+from exportkit.running.runner import Returned
 from exportkit.running.session import Session
 from exportkit.trees import flatten, join
 
@@ -191,7 +192,7 @@ class OnnxRunner:
                     hint=f"torch.from_numpy({name}).",
                 )
 
-    def run_call(self, call: Call, /) -> dict[str, torch.Tensor]:
+    def run_call(self, call: Call, /) -> Returned:
         """Returns the output tensors by path for copies of the tensors of a call.
 
         Raises:
@@ -199,7 +200,7 @@ class OnnxRunner:
             RuntimeFailure: if onnxruntime refuses it.
         """
         args, kwargs = call.args_kwargs() if call.index is None else call.signature.unbind(call.copies(), call.named)
-        return flatten(self.run(args, kwargs)).tensors()
+        return Returned.of(self.run(args, kwargs))
 
     def move(self, folder: Path) -> None:
         """Notes that the files of all graphs were moved to a folder."""

@@ -99,8 +99,9 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
     mask = find_mask(call.tensors())
     if mask is not None:  # what it hides is arbitrary
         path, kept = mask
-        given = call.tensors()[path]
-        call = replace(call.with_tensors({path: torch.full_like(given, given[kept][0])}), sizes=call.sizes)
+        values = call.tensors()[path]
+        keep = values[kept][0].item()
+        call = replace(call.with_tensors({path: torch.full_like(values, keep)}), sizes=call.sizes)
     for given in (call, with_wide_values(call)):
         found = ""
         for runner in (program, model):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from exportkit._torch_compat.graph import schema_of
-from exportkit._torch_compat.symbolic_shapes import ShapeGuard, input_axes, shape_guards
+from exportkit._torch_compat.symbolic_shapes import ShapeGuard, as_python, input_axes, shape_guards
 from exportkit.arguments.build import build_call
 from exportkit.errors import ExportError, UnregisteredClassError
 from exportkit.overrides import replaced_classes
@@ -24,7 +24,6 @@ from exportkit.probing.missing import absent_patterns
 from exportkit.programs.domain import Domain, SizeCondition
 from exportkit.programs.failure import Place, is_model_code
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.python_values import PythonValues
 from exportkit.programs.subject import STATE
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders
@@ -182,9 +181,11 @@ def domain_of(traced: TracedProgram) -> Domain:
             place = f"{file}:{guard.line}" if file else ""
             found.setdefault(text, SizeCondition(text, place, is_model_code(guard.file)))
     domain = Domain.of_plan(traced.plan, traced.limits, tuple(found.values()), traced.absences.allowed)
-    observation = traced.observation
-    values = PythonValues.of(observation.signature, observation.merged_arguments, observation.calls, traced.plan.joined)
-    return replace(domain, values=values)
+    returned = {}
+    for path, number in traced.numbers.items():
+        names = {s: str(traced.plan.by_path[p].sizes[axis]) for s, (p, axis) in program.homes.items()}
+        returned[path] = as_python(number, names)
+    return replace(domain, values=traced.values, returned=returned)
 
 
 def audit_sizes(traced: TracedProgram) -> Audit:

@@ -63,6 +63,7 @@ class Domain:
         values: What is asked of the Python values of a call.
         absent: The sets of inputs that may be left out together, by path: those that recorded calls left out, and
             those for which the model was seen to return what the graph returns.
+        returned: Numbers among the outputs that follow from sizes: expressions over the variables of the plan, by path.
     """
 
     inputs: tuple[DomainInput, ...]
@@ -72,6 +73,7 @@ class Domain:
     constants: Mapping[str, Any]
     absent: frozenset[frozenset[str]] = frozenset([frozenset()])
     values: PythonValues = field(default_factory=lambda: PythonValues({}, {}))
+    returned: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_plan(
@@ -189,6 +191,7 @@ class Domain:
             "constants": {path: dump_constant(value) for path, value in self.constants.items()},
             "values": self.values.to_json(),
             "absent": sorted(map(sorted, self.absent)),
+            "returned": dict(self.returned),
         }
 
     @classmethod
@@ -205,6 +208,7 @@ class Domain:
             {path: load_value(value) for path, value in data["constants"].items()},
             frozenset(map(frozenset, data["absent"])),
             PythonValues.from_json(data["values"]),
+            dict(data["returned"]),
         )
 
     def __str__(self) -> str:
@@ -225,7 +229,8 @@ class Domain:
         if self._optional:
             sets = [self.names(paths) for paths in sorted(self.absent, key=sorted) if paths]
             lines.append(f"may be left out: {'; or '.join(sets) or 'nothing'}")
-        return "\n".join([*lines, *(f"constant: {path} = {value!r}" for path, value in self.constants.items())])
+        lines += [f"constant: {path} = {value!r}" for path, value in self.constants.items()]
+        return "\n".join([*lines, *(f"returns: {path or 'output'} = {text}" for path, text in self.returned.items())])
 
 
 def _placed(condition: SizeCondition) -> str:

@@ -30,6 +30,7 @@ from exportkit.probing.missing import Absences, MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.programs.domain import SizeCondition
 from exportkit.programs.failure import failure
+from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.subject import FlatSignature, WithState
 from exportkit.rewrites.lists import operators_at_any_length
@@ -75,6 +76,7 @@ class TracedProgram:
         sizes: Sizes of the variables during the trace.
         defaults: Values for missing inputs.
         outputs: Structure of what the model returns.
+        values: What is asked of the Python values of a call.
         numbers: Python numbers among the outputs that follow from sizes, by path: sympy expressions in torch's symbols.
         joined_outputs: Paths of lists with a tensor for each image or the like, which the graph returns as one tensor.
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
@@ -94,6 +96,7 @@ class TracedProgram:
     sizes: Mapping[str, int]
     defaults: MissingDefaults
     outputs: Tree
+    values: PythonValues
     numbers: Mapping[str, Any]
     joined_outputs: tuple[str, ...] = ()
     member_rows: Mapping[str, int] = field(default_factory=dict)
@@ -213,6 +216,7 @@ def trace(
         example.sizes,
         example.defaults,
         outputs,
+        PythonValues.of(observation.signature, observation.merged_arguments, observation.calls, plan.joined),
         numbers,
         example.joined_outputs,
         example.member_rows,
@@ -281,9 +285,9 @@ def _followed(outputs: Tree, traced: Tree | None) -> tuple[tuple[str, ...], dict
     if traced.paths != outputs.paths:
         raise _not_followed("the outputs", ", ".join(outputs.paths), ", ".join(traced.paths))
     for path, leaf in zip(traced.paths, traced.leaves, strict=True):
-        if (isinstance(leaf, torch.Tensor) and isinstance(leaves[path], torch.Tensor)) or (
-            not isinstance(leaf, torch.Tensor) and depends_on_values(leaf)
-        ):
+        if isinstance(leaf, torch.Tensor) != isinstance(leaves[path], torch.Tensor):
+            raise _not_followed(path, text_of(fingerprint(leaves[path])), text_of(fingerprint(leaf)))
+        if isinstance(leaf, torch.Tensor) or depends_on_values(leaf):
             tensors.append(path)
         elif traced_expression(leaf) is not None:
             numbers[path] = traced_expression(leaf)
@@ -298,7 +302,7 @@ def _not_followed(where: str, expected: str, got: str) -> ExportError:
         where=where,
         expected=f"{expected}, as in eager mode",
         got=f"{got} in the trace",
-        hint="return tensors, or numbers computed from sizes or with .item(); not strings, objects or lists made of them.",
+        hint="return tensors, or numbers that are computed from sizes or with .item().",
     )
 
 

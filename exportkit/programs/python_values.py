@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from exportkit.calls.call import Call, Signature
 from exportkit.errors import ArgumentError
 from exportkit.trees import Fingerprint, Tree, fingerprint, text_of
 from exportkit.trees.constants import Mismatch, difference, from_json, has_tensors
+from exportkit.trees.fingerprint import NOTHING
+from exportkit.trees.structure import path_of
 
 _NO_ARGUMENTS: Fingerprint = ("tuple", ())
-_NO_KEYWORDS: Fingerprint = ("dict", ())
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,22 @@ class PythonValues:
     leaves out has the default of the model's method.
 
     Attributes:
-        forms: By parameter, the fingerprints that are allowed: as it was when the graph was traced, and as it was in
-            recorded calls that differ from that only in which tensors they give.
-        defaults: Fingerprints of the defaults by parameter; of ``*args`` and ``**kwargs``, of no arguments.
+        forms: By path of the argument, the fingerprints that are allowed: as it was when the graph was traced, and as
+            it was in recorded calls that differ from that only in which tensors they give. Arguments in ``**kwargs``
+            are on their own.
+        defaults: Fingerprints of what the model takes for an argument that is left out.
+        catch_all: Name of ``**kwargs``, if there is one.
         lists: Paths of lists that may hold any number of tensors.
     """
 
     forms: Mapping[str, tuple[Fingerprint, ...]]
     defaults: Mapping[str, Fingerprint]
+    catch_all: str | None = None
     lists: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, signature: Signature, traced: Mapping[str, Tree], calls: Collection[Call], lists: Collection[str] = ()
+        cls, signature: Signature, traced: Mapping[str, Tree], calls: Iterable[Call], lists: Collection[str] = ()
     ) -> PythonValues:
         """Returns the values for a graph.
 
@@ -46,21 +50,26 @@ class PythonValues:
             calls: The recorded calls.
             lists: Paths of lists that are one tensor in the graph.
         """
-        defaults = {name: fingerprint(value) for name, value in signature.defaults.items()}
+
+        def described(arguments: Mapping[str, Tree]) -> dict[str, Fingerprint]:
+            values = {name: tree.build() for name, tree in arguments.items()}
+            return {path: fingerprint(value) for path, value in _by_path(values, signature.var_keyword).items()}
+
+        recorded, first = [described(call.arguments) for call in calls], described(traced)
+        plain = [name for name in signature.names if name != signature.var_keyword]
+        paths = dict.fromkeys((*plain, *first, *(path for given in recorded for path in given)))
+        defaults = {path: NOTHING for path in paths if path not in plain}
+        defaults |= {name: fingerprint(value) for name, value in signature.defaults.items()}
         if signature.var_positional is not None:
             defaults[signature.var_positional] = _NO_ARGUMENTS
-        if signature.var_keyword is not None:
-            defaults[signature.var_keyword] = _NO_KEYWORDS
-            lists = (*lists, signature.var_keyword)  # which of its tensors may be absent is decided by path
-        recorded = [{name: fingerprint(tree.build()) for name, tree in call.arguments.items()} for call in calls]
         forms = {}
-        for name in signature.names:
-            found = [given.get(name, defaults.get(name)) for given in recorded]
-            first = fingerprint(traced[name].build()) if name in traced else defaults.get(name)
-            if first is not None:
-                fitting = [f for f in found if f is not None and difference(first, f, name, lists, True) is None]
-                forms[name] = tuple(dict.fromkeys((first, *fitting)))
-        return cls(forms, defaults, tuple(lists))
+        for path in paths:
+            form = first.get(path, defaults.get(path))
+            if form is not None:
+                seen = [given.get(path, defaults.get(path, form)) for given in recorded]
+                fitting = [other for other in seen if difference(form, other, path, lists, recorded=True) is None]
+                forms[path] = tuple(dict.fromkeys((form, *fitting)))
+        return cls(forms, defaults, signature.var_keyword, tuple(lists))
 
     def require(self, values: Mapping[str, Any], made: Collection[str] = ()) -> None:
         """Raises ArgumentError if a call has a Python value that the graph was not exported with.
@@ -69,44 +78,63 @@ class PythonValues:
             values: The arguments that the call gives, by parameter.
             made: Parameters that the call leaves out, because the outputs of parts are given for them.
         """
-        for name, value in values.items():
-            found = self._mismatch(name, fingerprint(value))
+        given = _by_path(values, self.catch_all)
+        for path, value in given.items():
+            found = self._mismatch(path, fingerprint(value))
             if found is not None:
                 raise _unlike(found)
-        for name, found in self._left_out.items():
-            if name not in values and name not in made:
-                raise _left_out(name, found, name in self.defaults)
+        missing = {path: found for path, found in self._left_out.items() if path not in given and path not in made}
+        if missing:
+            raise _are_missing(missing)
+
+    def required(self) -> list[str]:
+        """Returns the paths of constants that a call has to give although the model has a default for them."""
+        return [path for path in self._left_out if path in self.defaults]
+
+    def without(self, paths: Collection[str]) -> PythonValues:
+        """Returns the values in which the constants of these paths may be left out."""
+        forms = {path: (*forms, self.defaults[path]) if path in paths else forms for path, forms in self.forms.items()}
+        return replace(self, forms=forms)
 
     @functools.cached_property
     def _left_out(self) -> dict[str, Mismatch]:
-        """The parameters that a call has to give, as their defaults are not what the graph was exported with."""
+        """The arguments that a call has to give, as it would have another value without them."""
         found = {}
-        for name, (form, *_) in self.forms.items():
-            if name in self.defaults:
-                mismatch = self._mismatch(name, self.defaults[name])
-            else:
-                mismatch = None if has_tensors(form) else Mismatch(name, text_of(form), "nothing")
+        for path, (form, *_) in self.forms.items():
+            if path in self.defaults:
+                mismatch = self._mismatch(path, self.defaults[path])
+            else:  # whether a tensor may be absent is not decided here
+                mismatch = None if has_tensors(form) else Mismatch(path, text_of(form), "nothing")
             if mismatch is not None:
-                found[name] = mismatch
+                found[path] = mismatch
         return found
 
-    def _mismatch(self, name: str, value: Fingerprint) -> Mismatch | None:
-        forms = self.forms.get(name, ())
+    def _mismatch(self, path: str, value: Fingerprint) -> Mismatch | None:
+        forms = self.forms.get(path, (NOTHING,))
         if value in forms:
             return None
-        found = [difference(form, value, name, self.lists) for form in forms]
-        return next(iter(found), Mismatch(name, "nothing", text_of(value))) if None not in found else None
+        found = [difference(form, value, path, self.lists) for form in forms]
+        return found[0] if None not in found else None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the values as JSON data."""
-        return {"forms": dict(self.forms), "defaults": dict(self.defaults), "lists": list(self.lists)}
+        data = {"forms": dict(self.forms), "defaults": dict(self.defaults)}
+        return {**data, "catch_all": self.catch_all, "lists": list(self.lists)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PythonValues:
         """Returns the values that `to_json` described."""
         forms = {name: tuple(map(from_json, found)) for name, found in data["forms"].items()}
         defaults = {name: from_json(found) for name, found in data["defaults"].items()}
-        return cls(forms, defaults, tuple(data["lists"]))
+        return cls(forms, defaults, data["catch_all"], tuple(data["lists"]))
+
+
+def _by_path(values: Mapping[str, Any], catch_all: str | None) -> dict[str, Any]:
+    """The arguments by path, with those in ``**kwargs`` on their own."""
+    found = {name: value for name, value in values.items() if name != catch_all}
+    for key, value in values.get(catch_all or "", {}).items():
+        found[path_of((key,), catch_all or "")] = value
+    return found
 
 
 def _unlike(found: Mismatch) -> ArgumentError:
@@ -129,13 +157,13 @@ def _unlike(found: Mismatch) -> ArgumentError:
     return ArgumentError(what, where=found.path, expected=found.expected, got=found.got, hint=hint)
 
 
-def _left_out(name: str, found: Mismatch, has_default: bool) -> ArgumentError:
-    what = "A call has to give this constant"
-    what += ": left out, it would have another value." if has_default else "."
+def _are_missing(missing: Mapping[str, Mismatch]) -> ArgumentError:
+    is_plural = len(missing) > 1
     return ArgumentError(
-        what,
-        where=found.path,
-        expected=found.expected,
-        got=f"{found.got}, the default" if has_default and found.path == name else found.got,
-        hint=f"give {found.path}={found.expected}, with which the graph was exported.",
+        f"A call has to give {'these constants' if is_plural else 'this constant'}: "
+        f"left out, {'they' if is_plural else 'it'} would have another value.",
+        where=", ".join(missing),
+        expected=", ".join(found.expected for found in missing.values()),
+        got=", ".join(found.got for found in missing.values()),
+        hint=f"give {', '.join(f'{path}={found.expected}' for path, found in missing.items())}.",
     )

@@ -22,6 +22,7 @@ from exportkit.probing.simplify import lists_of_many, rows_of_members, with_join
 from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import audit_effects, audit_sizes, findings_of, fixed_branches, rule_findings
 from exportkit.programs.kinds import Split
+from exportkit.programs.left_out import with_constants_left_out
 from exportkit.programs.program import Example, TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.rewrites.chunk_scans import chunk_size_of
@@ -264,7 +265,8 @@ class Search:
         """Returns the program that the walk found, with all findings."""
         if self.result is None:
             raise ExportError("No strategy applies to this model.", hint="this is a bug: please report it.")
-        return replace(self.result, plan=self.result.plan.with_findings(findings_of(self.result)))
+        found = replace(self.result, values=with_constants_left_out(self.result.values, self.result))
+        return replace(found, plan=found.plan.with_findings(findings_of(found)))
 
     def _try(self, strategy: Strategy, name: str, plan: BoundPlan) -> None:
         """Traces with the rewrites of a strategy, and keeps the program if it is the first one or a better one."""
@@ -348,7 +350,8 @@ def after_failed_translation(traced: TracedProgram) -> tuple[TracedProgram, tupl
     again = search.result
     if again is None:
         return None
-    return replace(again, plan=again.plan.with_findings(rule_findings(again))), tuple(search.attempts)
+    again = replace(again, values=traced.values, plan=again.plan.with_findings(rule_findings(again)))
+    return again, tuple(search.attempts)
 
 
 def _example(

@@ -215,7 +215,8 @@ def assembled_calls(runner: OnnxRunner) -> Iterator[tuple[str, Call, dict[str, A
             made = as_simplified(renamed, plan.joined, plan.unused)
             whole = next((c for c in calls if _was_given(c.tensors(), made)), None)
             if whole is not None:
-                yield f"{whole.index} from {name} {fed}", whole, _without(whole, set(made)) | call.copies()
+                given = {n: value for n, value in call.copies().items() if call.arguments[n].tensor_paths}
+                yield f"{whole.index} from {name} {fed}", whole, _without(whole, set(made)) | given
 
 
 def _was_given(given: Tensors, made: Tensors) -> bool:

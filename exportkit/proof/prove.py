@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,10 +25,10 @@ from exportkit.programs.stages import stage
 from exportkit.proof.calls import Tensors, as_made, assembled_calls, stepwise_outputs, unseen_calls
 from exportkit.proof.leeway import measurements, name_of
 from exportkit.proof.report import Divergence, Report, Row
+from exportkit.proof.values import value_differences
 from exportkit.running.bounds import rounding_bound
 from exportkit.running.compare import Difference, compare_outputs
-from exportkit.running.runner import Runner, compare_runs
-from exportkit.trees import flatten
+from exportkit.running.runner import Returned, Runner, compare_runs
 
 _ENOUGH_UNSEEN = 3
 # A folder is proven without the model, on machines and with kernels that round differently from those that saved it.
@@ -72,7 +72,7 @@ def prove(runner: OnnxRunner, unseen: bool = True, notes: Sequence[str] = (), lo
         rows = list(report.rows)
 
         def assembled(values: Mapping[str, Any], _: Call, /) -> Tensors:
-            return flatten(runner.run((), values)).tensors()
+            return Returned.of(runner.run((), values))
 
         for label, call, values in assembled_calls(runner) if runner.graph.observation.has_values else ():
             row = Row("assembled", label, {}, "proven")
@@ -156,7 +156,11 @@ def _row(
             return None
         return functools.partial(locate, runner, call, expected, wrong, where)
 
-    compare = functools.partial(output_differences, graph)
+    def compare(call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
+        yield from output_differences(graph, call, expected, got)
+        if isinstance(got, Returned):
+            yield from value_differences(graph, call.outputs, got.tree)
+
     (outcome,) = compare_runs(lambda _: expected, got or runner.run_call, [call], compare)
     if isinstance(outcome.error, ExportkitError):
         where = " ".join(str(outcome.error).split())[:240]
@@ -174,7 +178,7 @@ def _row(
         eager_seconds=call.latency,
         onnx_seconds=outcome.seconds,
         outputs=outputs,
-        locator=locator([d.path for d in wrong], where) if wrong else None,
+        locator=locator([d.path for d in wrong if d.path in expected], where) if wrong else None,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from exportkit.calls.call import Call
 from exportkit.running.compare import Difference, Tensors, compare_outputs
+from exportkit.trees import Tree, flatten
 
 Compare = Callable[[Call, Tensors, Tensors], Iterable[Difference]]
 
@@ -51,6 +52,24 @@ class Outcome:
     def agrees(self) -> bool:
         """Whether both runners returned the same, within the tolerance."""
         return self.error is None and not self.wrong
+
+
+class Returned(dict[str, torch.Tensor]):
+    """Output tensors by path, together with the value that holds them.
+
+    Attributes:
+        tree: The value.
+    """
+
+    tree: Tree
+
+    @classmethod
+    def of(cls, value: Any) -> Returned:
+        """Returns the tensors in what a model or a graph returned."""
+        tree = flatten(value)
+        found = cls(tree.tensors())
+        found.tree = tree
+        return found
 
 
 def recorded(call: Call, /) -> dict[str, torch.Tensor]:

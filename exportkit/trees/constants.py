@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from exportkit.errors import PlanError, UnregisteredClassError
-from exportkit.trees.fingerprint import NONE, TENSOR, Fingerprint, fingerprint
+from exportkit.trees.fingerprint import NONE, NOTHING, TENSOR, Fingerprint, fingerprint
 from exportkit.trees.structure import Closed, Nested, Registered, Structure, join, path_of
 from exportkit.trees.tree import Tree
 
@@ -62,7 +62,7 @@ def difference(
         return None
     mismatch = Mismatch(path, text_of(expected), text_of(got))
     for one, other in ((expected, got), (got, expected)):
-        if one == NONE and (_only_tensors(other) or (recorded and has_tensors(other))):
+        if one in (NONE, NOTHING) and (_only_tensors(other) or (recorded and has_tensors(other))):
             return None
     mine, others = parts_of(expected), parts_of(got)
     if mine is None or others is None or _head(expected) != _head(got):
@@ -90,7 +90,7 @@ def constants_in(value: Fingerprint, path: str) -> dict[str, Fingerprint]:
         value: Fingerprint of the value.
         path: Its path.
     """
-    if value in (NONE, TENSOR) or value[0] == "cache":
+    if value in (NONE, NOTHING, TENSOR) or value[0] == "cache":
         return {}
     if not has_tensors(value):
         return {path: value}
@@ -195,6 +195,11 @@ def note_values(structure: Structure) -> None:
     """
     for _, leaf in _closed(structure.root):
         leaf.noted = fingerprint(leaf.value)
+
+
+def noted_values(tree: Tree) -> dict[str, Fingerprint]:
+    """Returns what the objects in a recorded value were like when it was recorded, by path."""
+    return {path: leaf.noted for path, leaf in _closed(tree.structure) if leaf.noted is not None}
 
 
 def check_opened(name: str, tree: Tree) -> None:

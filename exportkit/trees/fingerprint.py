@@ -30,6 +30,7 @@ from exportkit.trees.flatten import open_registered
 Fingerprint = tuple[Any, ...]
 
 NONE: Fingerprint = ("none",)
+NOTHING: Fingerprint = ("nothing",)  # of an argument that is not given, and has no default
 TENSOR: Fingerprint = ("tensor",)
 # Objects with more parts than this are compared by identity: it takes milliseconds to describe them.
 _MOST_PARTS = 20_000

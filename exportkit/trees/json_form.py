@@ -26,7 +26,18 @@ from exportkit.trees.caches import is_cache_part
 from exportkit.trees.constants import from_json
 from exportkit.trees.fingerprint import Placeholder, fingerprint
 from exportkit.trees.flatten import flatten
-from exportkit.trees.structure import LENGTH, TENSOR, Container, Nested, Object, Registered, Table, build, containers
+from exportkit.trees.structure import (
+    LENGTH,
+    TENSOR,
+    Container,
+    Nested,
+    Object,
+    Registered,
+    Table,
+    build,
+    containers,
+    unflattened,
+)
 from exportkit.trees.tree import Tree
 
 _LONGEST_TEXT = 500
@@ -313,7 +324,7 @@ class _Reader:
                 if writer is None:
                     raise TypeError("it was registered with functions that write and read its context, and is not now")
                 context = writer.load(json.loads(data["dumped"]))
-            return self._leaf(node.unflatten(items, context), inside)
+            return self._leaf(unflattened(cls, node, items, context), inside)
         except Exception as error:
             raise TreeError(
                 f"Class {name.partition(':')[2]} cannot be built from the saved data.",

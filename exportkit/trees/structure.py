@@ -74,7 +74,14 @@ class Registered:
 
     def around(self, items: Sequence[Any]) -> Any:
         """Returns the object around the given items."""
-        return self.node.unflatten(self.children.spec.unflatten(items), self.context)
+        return unflattened(self.cls, self.node, self.children.spec.unflatten(items), self.context)
+
+
+def unflattened(cls: type, node: Registration, children: Sequence[Any], context: Any) -> Any:
+    """Returns the object of a registered class; torch (2.13) itself makes a tuple of what was a torch.Size."""
+    if cls is torch.Size and not any(isinstance(child, torch.Tensor) for child in children):
+        return torch.Size(children)
+    return node.unflatten(children, context)
 
 
 @dataclass(slots=True, unsafe_hash=True)

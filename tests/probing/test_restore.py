@@ -40,18 +40,20 @@ def test_the_graph_serves_padded_batches(restored):
     ids, mask = torch.randint(3, 60, (3, 5)), torch.ones(3, 5, dtype=torch.int64)
     mask[0, :2] = 0
     positions = torch.arange(5).expand(3, 5)
-    kwargs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    expected, got = model(**kwargs, logits_to_keep=1).logits, onnx_model(**kwargs).logits
+    kwargs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+    expected, got = model(**kwargs).logits, onnx_model(**kwargs).logits
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(got, onnx_model(**{**kwargs, "attention_mask": torch.ones_like(mask)}).logits)
 
 
 def test_a_mask_that_is_left_out_is_all_ones(restored):
     model, onnx_model = restored
-    kwargs = {"input_ids": torch.randint(3, 60, (2, 5)), "position_ids": torch.arange(5).expand(2, 5)}
-    torch.testing.assert_close(
-        onnx_model(**kwargs).logits, model(**kwargs, logits_to_keep=1).logits, rtol=1e-3, atol=1e-4
-    )
+    kwargs = {
+        "input_ids": torch.randint(3, 60, (2, 5)),
+        "position_ids": torch.arange(5).expand(2, 5),
+        "logits_to_keep": 1,
+    }
+    torch.testing.assert_close(onnx_model(**kwargs).logits, model(**kwargs).logits, rtol=1e-3, atol=1e-4)
 
 
 def test_the_proof_covers_padded_calls(restored):
@@ -111,10 +113,10 @@ def test_a_model_with_a_state_gets_a_mask_over_the_new_tokens(batch, tmp_path):
     ids, mask = torch.randint(3, 60, (3, 5)), torch.ones(3, 5, dtype=torch.int64)
     mask[0, :2] = 0
     with torch.no_grad():
-        expected = model(input_ids=ids, attention_mask=mask, logits_to_keep=1).logits
-    got = onnx_model(input_ids=ids, attention_mask=mask).logits
+        expected = model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1).logits
+    got = onnx_model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1).logits
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
-    assert not torch.allclose(got, onnx_model(input_ids=ids).logits)
+    assert not torch.allclose(got, onnx_model(input_ids=ids, use_cache=True, logits_to_keep=1).logits)
 
 
 def test_past_a_window_the_mask_is_over_all_tokens_that_were_stored(tmp_path):
@@ -130,8 +132,9 @@ def test_past_a_window_the_mask_is_over_all_tokens_that_were_stored(tmp_path):
     ids, mask = torch.randint(3, 60, (3, 8)), torch.ones(3, 8, dtype=torch.int64)
     mask[0, :4] = 0
     kwargs = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(8).expand(3, 8)}
+    kwargs["logits_to_keep"] = 1
     with torch.no_grad():
-        expected = model(**kwargs, logits_to_keep=1).logits
+        expected = model(**kwargs).logits
     torch.testing.assert_close(onnx_model(**kwargs).logits, expected, rtol=1e-3, atol=1e-4)
 
 

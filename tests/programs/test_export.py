@@ -172,8 +172,9 @@ def test_variadic_tensors_and_constants_are_exported(tmp_path):
     onnx_model = exportkit.export(model, observe(model, *calls)).to_onnx(tmp_path / "model.onnx")
     args, kwargs = (torch.randn(5, 6), torch.randn(5, 6)), {"scale": torch.randn(5, 1), "on": True}
     torch.testing.assert_close(onnx_model(*args, **kwargs), model(*args, **kwargs))
-    del kwargs["on"]  # a baked constant may be left out
-    torch.testing.assert_close(onnx_model(*args, **kwargs), model(*args, **kwargs, on=True))
+    del kwargs["on"]  # the model reads it, so a call has to give it
+    with pytest.raises(ArgumentError, match="A call has to give this constant"):
+        onnx_model(*args, **kwargs)
 
 
 def test_another_value_of_a_baked_constant_is_an_error(tmp_path):

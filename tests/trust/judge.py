@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 import tempfile
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,16 +154,17 @@ def _judged(case: Case, references: list[nn.Module], graph: Any, call: Call, ver
             difference = "" if case.same(value, result) else f"expected {value}, got {result}"
         else:
             difference = next(differences(value, result, case.slack), "")
-        difference = difference or next(_changed_otherwise(arguments, own), "")
+        difference = difference or next(differences(*map(_without_caches, (arguments, own)), 1.0, "arguments"), "")
         if not difference:
             return "right", ""
         found.append(difference)
     return "silent", found[-1]
 
 
-def _changed_otherwise(expected: Any, got: Any) -> Iterator[str]:
-    """Yields where arguments differ after the calls. A cache is extended by the model, and returned by the graph."""
-    return (text for text in differences(expected, got, 1.0, "arguments") if "cache" not in text)
+def _without_caches(call: Call) -> list[Any]:
+    """The arguments, except for caches, which the model extends in place; the graph returns them instead."""
+    values = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
+    return [value for value in values if not type(value).__name__.endswith("Cache")]
 
 
 # Relative error that is allowed: far above rounding in these tiny models, and far below any mistake.
@@ -202,7 +204,11 @@ def differences(expected: Any, got: Any, slack: float = 1.0, where: str = "resul
         for index, pair in enumerate(zip(expected.layers, got.layers, strict=True)):
             for name in ("keys", "values"):
                 yield from differences(*(getattr(layer, name) for layer in pair), slack, f"{where}[{index}].{name}")
-    elif dataclasses.is_dataclass(expected) or type(expected).__eq__ is object.__eq__:
+    elif (
+        dataclasses.is_dataclass(expected)
+        or isinstance(expected, types.SimpleNamespace)
+        or type(expected).__eq__ is object.__eq__
+    ):
         names = expected.__slots__ if hasattr(expected, "__slots__") else getattr(expected, "__dict__", {})
         for name in names:
             yield from differences(getattr(expected, name), getattr(got, name), slack, f"{where}.{name}")

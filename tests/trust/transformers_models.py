@@ -35,14 +35,18 @@ def generates(*lengths, new=4, rows=2, mask=ones, **options):
 
 AS_GENERATE = {"use_cache": True, "logits_to_keep": 1}
 PROMPTS = [
+    call(input_ids=ints(rows, length), position_ids=torch.arange(length).repeat(rows, 1), **AS_GENERATE)
+    for rows, length in ((3, 9), (1, 5), (2, 2))
+]
+UNLIKE_GENERATE = [
+    call(ints(3, 9)),
+    call(input_ids=ints(3, 9), use_cache=False),
     call(input_ids=ints(3, 9), **AS_GENERATE),
-    call(input_ids=ints(1, 5), attention_mask=ones(1, 5), **AS_GENERATE),
+    call(input_ids=ints(2, 5), attention_mask=padded(2, 5), **AS_GENERATE),
 ]
 
 
-@control(
-    generates(6), serves=PROMPTS, truth=[call(ints(3, 9)), call(input_ids=ints(3, 9), use_cache=False)], slack=10.0
-)
+@control(generates(6), serves=PROMPTS, truth=UNLIKE_GENERATE, slack=10.0)
 def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -121,7 +125,7 @@ def t5():
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=2))
 
 
-@control(generates(5), serves=PROMPTS, truth=[call(ints(3, 9))], slack=10.0)
+@control(generates(5), serves=PROMPTS, truth=UNLIKE_GENERATE, slack=10.0)
 def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -1,0 +1,93 @@
+"""Finds the constants that a call may leave out although the model's default is another one.
+
+``generate`` passes ``use_cache=True`` where the default is None, and means the same. What a call leaves out has its
+default, so a graph serves such calls if the model runs the same operators on the same arguments with it, and returns
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.tracing import operators_of
+from exportkit.arguments.build import build_call
+from exportkit.calls.call import Call
+from exportkit.plan.sizes import unseen_sizes
+from exportkit.programs.kinds import Landmarks, kinds_of
+from exportkit.programs.program import TracedProgram
+from exportkit.programs.python_values import PythonValues
+from exportkit.running.compare import compare_tensors
+from exportkit.running.eager import run_eager
+from exportkit.trees import fingerprint, flatten
+from exportkit.trees.structure import path_of
+
+_MOST_UNSEEN = 2
+
+
+def with_constants_left_out(values: PythonValues, traced: TracedProgram) -> PythonValues:
+    """Returns the values in which constants may be left out that change nothing.
+
+    Args:
+        values: What is asked of the Python values of a call.
+        traced: The program, whose model is run.
+    """
+    wanted = values.required()
+    if not wanted:
+        return values
+    calls = list(_calls(traced))
+    logs = [_log(traced, call) for call in calls]
+    harmless = {path for path in wanted if _changes_nothing(traced, calls, logs, {path})}
+    if not harmless or (len(harmless) > 1 and not _changes_nothing(traced, calls, logs, harmless)):
+        return values
+    return values.without(harmless)
+
+
+def _calls(traced: TracedProgram) -> Iterator[Call]:
+    """Yields the first recorded call of each kind, the traced one, and some at sizes that were never run."""
+    observation = traced.observation
+    for first, *_ in kinds_of(observation, Landmarks.of(observation)).values():
+        yield first
+    unseen = [item.sizes for item in unseen_sizes(traced.plan, traced.sizes)]
+    for sizes in (traced.sizes, *unseen[:_MOST_UNSEEN]):
+        yield build_call(traced.plan, observation, sizes)
+
+
+def _changes_nothing(traced: TracedProgram, calls: list[Call], logs: list[Any], left_out: Collection[str]) -> bool:
+    """Whether some call can be made without these arguments, and all that can are the same."""
+    tried = False
+    for call, log in zip(calls, logs, strict=True):
+        if log is None:
+            continue
+        other = _log(traced, _without(call, left_out))
+        if other is None or other[:2] != log[:2] or not all(map(_same, other[2], log[2])):
+            return False
+        tried = True
+    return tried
+
+
+def _without(call: Call, left_out: Collection[str]) -> Call:
+    arguments = {name: tree for name, tree in call.arguments.items() if name not in left_out}
+    catch_all = call.signature.var_keyword
+    if catch_all in arguments:
+        values = arguments[catch_all].build()
+        kept = {key: value for key, value in values.items() if path_of((key,), catch_all) not in left_out}
+        arguments[catch_all] = flatten(kept)
+    return call.with_arguments(arguments)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return compare_tensors("", a, b, tolerance=(0.0, 0.0)).reason is None
+
+
+def _log(traced: TracedProgram, call: Call) -> Any:
+    """The operators that the model runs, the structure of what it returns, and the tensors in it; None if it raises."""
+    try:
+        returned, log = operators_of(lambda: run_eager(traced.model, traced.method, call))
+    except Exception:
+        return None
+    tree = flatten(returned)
+    kept = [tensor.clone() for tensor in tree.tensors().values()]
+    return log, fingerprint(tree.build()), kept
