@@ -46,6 +46,11 @@ def paths_of_modules(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]
     return paths
 
 
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Returns whether a module has hooks of its own that run before or after its forward. Seen in torch 2.13."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def put_hooks_in_trace(
     module: torch.nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> list[dict[int, Any]]:

@@ -19,7 +19,7 @@ from exportkit.probing.planning import BoundPlan, plan_calls
 from exportkit.programs.exported import ExportedModel, export_calls
 from exportkit.programs.failure import explained
 from exportkit.programs.strategies import export_program
-from exportkit.programs.subject import exported_form, with_outputs
+from exportkit.programs.subject import exported_form
 from exportkit.programs.weights import with_weights
 from exportkit.proof.prove import problems_of
 
@@ -91,11 +91,8 @@ def _planned(model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]) -> 
             "This plan does not know the calls it was made from.",
             hint="pass the observer, or a plan that observer.plan() returned.",
         )
-    method = plan.observation.method_name
-    if outputs:
-        model, observation = with_outputs(model, method, plan.observation, outputs)
-        plan, method = BoundPlan.of(plan, observation), observation.method_name
-    traced, attempts = export_program(model, method, plan)
+    model, observation = exported_form(model, plan.observation, outputs, carries_state=False)
+    traced, attempts = export_program(model, observation.method_name, BoundPlan.of(plan, observation))
     return ExportedModel({"": traced}, attempts=attempts)
 
 

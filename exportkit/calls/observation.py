@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exportkit.calls.call import Call, Signature
@@ -38,6 +38,19 @@ class SeenShapes:
 
 
 @dataclass(frozen=True)
+class Written:
+    """An argument that a method changes in place.
+
+    Attributes:
+        place: Path of the argument in what the method returns; None if it is not returned.
+        in_place: Paths in the argument of tensors whose elements change; its other leaves are replaced.
+    """
+
+    place: str | None
+    in_place: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Failure:
     """A call that raised: its error and its arguments, as text."""
 
@@ -60,6 +73,7 @@ class Observation:
         restored: Inputs that no call had and that were added afterwards.
         has_values: Whether the tensors hold the values that were seen; if not, only their shapes and dtypes were seen.
         further: Shapes of the calls that returned and are not stored, with the number of calls that had them.
+        written: Arguments that the method changes in place, by name, once the model was asked.
     """
 
     signature: Signature
@@ -72,6 +86,7 @@ class Observation:
     restored: frozenset[str] = frozenset()
     has_values: bool = True
     further: tuple[SeenShapes, ...] = ()
+    written: Mapping[str, Written] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         values = "" if self.has_values else ", shapes only"

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from exportkit.calls.call import Call
-from exportkit.calls.observation import Observation
+from exportkit.calls.observation import Observation, Written
 from exportkit.calls.parts import Edge
 from exportkit.folder.checked import CheckedFiles, inside
 from exportkit.json_data import InvalidDataError, Positive, Size
@@ -90,6 +90,8 @@ class GraphData:
     joined_outputs: tuple[str, ...]
     member_rows: Mapping[str, Size]
     stateful: bool
+    wraps: bool
+    written: Mapping[str, Written]
     sizes: Mapping[str, Size]
     seconds: Mapping[str, float]
     domain: Mapping[str, Any]
@@ -136,6 +138,8 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
         "joined_outputs": list(contract.joined_outputs),
         "member_rows": dict(contract.member_rows),
         "stateful": contract.stateful,
+        "wraps": contract.wraps,
+        "written": {name: {**vars(item)} for name, item in contract.written.items()},
         "sizes": dict(contract.sizes),
         "seconds": dict(contract.seconds),
         "domain": domain,
@@ -177,6 +181,8 @@ def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph
         member_rows=graph.member_rows,
         dependent=dependent_outputs(observation, graph.joined_outputs),
         stateful=graph.stateful,
+        wraps=graph.wraps,
+        written=graph.written,
         rules=graph.rules,
         sizes=graph.sizes,
         seconds=graph.seconds,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from exportkit.calls.call import Call, Signature
-from exportkit.calls.observation import Observation
+from exportkit.calls.observation import Observation, Written
 from exportkit.errors import ArgumentError
 from exportkit.files import Stamp, stamp_of
 from exportkit.plan.formula import evaluate
@@ -55,6 +55,8 @@ class Contract:
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
         dependent: Outputs that are only returned if an input is given, with that input, both by path.
         stateful: Whether the graph takes and returns a state that the model keeps on its modules.
+        wraps: Whether the graph returns the result of the model together with what else a call changes.
+        written: Arguments that the model changes in place, by name.
         rules: Names of the rewrites that were in force during the trace.
         sizes: Sizes of the variables during the trace.
         seconds: Duration of each stage.
@@ -76,6 +78,8 @@ class Contract:
     member_rows: Mapping[str, int] = field(default_factory=dict)
     dependent: Mapping[str, str] = field(default_factory=dict)
     stateful: bool = False
+    wraps: bool = False
+    written: Mapping[str, Written] = field(default_factory=dict)
     rules: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -124,6 +128,8 @@ class Contract:
             member_rows=traced.member_rows,
             dependent=dependent_outputs(observation, traced.joined_outputs),
             stateful=traced.stateful,
+            wraps=traced.wraps,
+            written=observation.written,
             rules=traced.rules,
             sizes=traced.sizes,
             seconds=traced.seconds,

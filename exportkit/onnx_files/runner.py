@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from exportkit.errors import ArgumentError, ExportError
 from exportkit.onnx_files.graph import Contract, Given, OnnxGraph
 from exportkit.onnx_files.translate import translate
 from exportkit.plan.sizes import solve_sizes
+from exportkit.probing.effects import write_back
+from exportkit.probing.simplify import value_at
 from exportkit.programs.domain import Domain
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.failure import explained
@@ -133,13 +135,30 @@ class OnnxRunner:
             ArgumentError: if the arguments do not fit the graph, or any of several graphs.
             RuntimeFailure: if onnxruntime refuses them.
         """
-        if not self.contract.stateful:
-            return self.run(args, kwargs)
-        if STATE not in kwargs and self._goes_on(args, kwargs):
+        contract = self.contract
+        if contract.stateful and STATE not in kwargs and self._goes_on(args, kwargs):
             kwargs[STATE] = self.module_state
         returned = self.run(args, kwargs)
-        self.module_state = returned[STATE]
-        return returned[RESULT]
+        if contract.stateful:
+            self.module_state = returned[STATE]
+        if contract.written:
+            returned = self._written_back(args, kwargs, returned)
+        return returned[RESULT] if contract.wraps else returned
+
+    def _written_back(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: Any) -> Any:
+        """What the graph returned, with arguments that the model changes in place in it: they are changed, too."""
+        values = self.contract.signature.bind(args, kwargs)
+        for name, written in self.contract.written.items():
+            given, place = values.get(name), written.place or ""
+            made = value_at(returned, place)
+            if given is None or made is None:
+                continue
+            kept = write_back(given, made, written)
+            if not place:
+                returned = kept
+            elif isinstance(returned, MutableMapping) and place in returned:
+                returned[place] = kept  # the caller finds the very object that it gave, as the model returns it
+        return returned
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns what the graph returns; a state that the model keeps on its modules is an argument and a result.
@@ -262,7 +281,11 @@ class OnnxRunner:
 
         past, batch = plan.with_role("past"), plan.with_role("batch")
         sizes, state = sizes_of(self.contract.signature.bind(args, kwargs)), sizes_of({STATE: self.module_state})
-        return (past is None or sizes[past.name] > 0) and (batch is None or sizes[batch.name] == state[batch.name])
+        has_batch = batch is not None and any(
+            batch.name in leaf.variables() for leaf in plan.leaves if leaf.argument == STATE
+        )
+        fits = batch is None or not has_batch or sizes[batch.name] == state[batch.name]
+        return fits and (past is None or sizes[past.name] > 0)
 
 
 def write_graphs(exported: ExportedModel, file_of: Callable[[str, str], Path], opset: int | None = None) -> OnnxRunner:

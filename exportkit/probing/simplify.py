@@ -145,9 +145,8 @@ def with_joined_lists(tree: Tree, parents: Iterable[str]) -> Tree:
     return tree
 
 
-def value_at(arguments: Mapping[str, Any], path: str) -> Any:
-    """Returns the value at a path in arguments by name, or None if there is none."""
-    value: Any = arguments
+def value_at(value: Any, path: str) -> Any:
+    """Returns the value at a path in a nested value, such as arguments by name, or None if there is none."""
     for step in _STEPS.finditer(path):
         key = int(step["index"]) if step["index"] else step["key"] or step["name"]
         if isinstance(value, Mapping):

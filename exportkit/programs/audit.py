@@ -20,7 +20,9 @@ from exportkit.overrides import replaced_classes
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
+from exportkit.probing.effects import changed_state
 from exportkit.probing.missing import absent_patterns
+from exportkit.probing.simplify import first_step
 from exportkit.programs.domain import Domain, SizeCondition
 from exportkit.programs.failure import Place, is_model_code
 from exportkit.programs.program import TracedProgram
@@ -332,6 +334,19 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
     if traced.model.training:
         text = "the model is in training mode: dropout and batch statistics differ between calls; call model.eval()."
         findings.append(Finding("training mode", "", text))
+    inside = [name for name, item in traced.observation.written.items() if traced.wraps and item.place == name]
+    if inside:
+        text = (
+            f"the model changes {', '.join(inside)} in place, so the graph returns the new values too; calling the "
+            "OnnxModel writes them back, other runtimes do not."
+        )
+        findings.append(Finding("changed input", ", ".join(inside), text))
+    changed = dict.fromkeys(
+        name for call in traced.observation.calls[:2] for name in changed_state(traced.model, traced.method, call)
+    )
+    if changed:
+        text = f"the model changes {', '.join(changed)} when it is called; a graph has no memory, so it does not."
+        findings.append(Finding("state", ", ".join(changed), text))
     if traced.stateful:
         text = f"the model keeps its state on its modules; the graph takes it as {STATE} and returns it."
         findings.append(Finding("module state", STATE, text))
@@ -373,7 +388,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
             continue
         path = next(paths)
         source, is_view = _source(node)
-        if source.name in inputs:
+        if source.name in inputs and first_step(inputs[source.name]) not in traced.observation.written:
             what = "a view of" if is_view else "the same as"
             text = f"output {path or 'of the model'} is {what} input {inputs[source.name]}; the graph returns a copy."
             findings.append(Finding("unchanged output", path, text))

@@ -19,6 +19,7 @@ from exportkit.plan.sizes import unseen_sizes
 from exportkit.programs.kinds import Landmarks, kinds_of
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.python_values import PythonValues
+from exportkit.running.bounds import fixed_bound
 from exportkit.running.compare import compare_tensors
 from exportkit.running.eager import run_eager
 from exportkit.trees import fingerprint, flatten
@@ -79,7 +80,7 @@ def _without(call: Call, left_out: Collection[str]) -> Call:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return compare_tensors("", a, b, tolerance=(0.0, 0.0)).reason is None
+    return compare_tensors("", a, b, bound=fixed_bound(0.0, 0.0)).reason is None
 
 
 def _log(traced: TracedProgram, call: Call) -> Any:

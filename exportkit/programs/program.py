@@ -32,7 +32,7 @@ from exportkit.programs.domain import SizeCondition
 from exportkit.programs.failure import failure
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
-from exportkit.programs.subject import FlatSignature, WithState
+from exportkit.programs.subject import FlatSignature, WithEffects
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import STRICT, Rewrite, adapted_call, applied
 from exportkit.trees import Tree, fingerprint, flatten, join, registered_caches, set_stored_length, text_of
@@ -112,7 +112,12 @@ class TracedProgram:
     @property
     def stateful(self) -> bool:
         """Whether the model keeps a state on its modules, which its graph takes and returns."""
-        return isinstance(self.model, WithState)
+        return isinstance(self.model, WithEffects) and self.model.stateful
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the graph returns the result of the model together with what else a call changes."""
+        return isinstance(self.model, WithEffects) and self.model.wraps
 
     def request(self, onnx: bool = False) -> TraceRequest:
         """Returns what torch was asked to do, to look for the cause of a failure.
@@ -201,7 +206,8 @@ def trace(
             again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
             request = TraceRequest(model, method, plan, example.call, names, again)
             raise failure("torch.export could not trace the model.", error, request) from error
-        returned, numbers = _output_order(outputs.build()), {}
+        numbers: Mapping[str, Any] = {}
+        returned = _output_order(outputs.build())
         if tensors_only:
             returned, numbers = _followed(outputs, traced_outputs[-1] if traced_outputs else None)
     return TracedProgram(
@@ -263,7 +269,7 @@ def _number_as_tensor(leaf: Any) -> Any:
     if not is_wanted:
         return leaf
     if isinstance(leaf, bool | torch.SymBool):
-        return torch.scalar_tensor(leaf, dtype=torch.bool)
+        return torch.scalar_tensor(leaf, dtype=torch.bool)  # type: ignore[arg-type]  # of a SymBool
     is_whole = isinstance(leaf, int | torch.SymInt)
     return torch.scalar_tensor(leaf, dtype=torch.int64 if is_whole else torch.float64)
 

@@ -1,31 +1,33 @@
-"""The model in the form that is exported: with the state that it keeps on its modules, and with captured outputs.
+"""The model in the form that is exported: everything that a call does is part of its result.
 
-A graph has no memory, so a state that a model keeps on its modules between calls becomes an argument and a result. What
-modules inside the model return can be added to its result. The signature is flat and explicit: torch.export (2.13)
-cannot trace tensors given through ``*args`` or ``**kwargs``, and constants need not be inputs of a graph.
+A graph has no memory, so a state that a model keeps on its modules between calls becomes an argument and a result.
+Arguments that the model changes in place become results. What modules inside the model return can be added to its
+result. The signature is flat and explicit: torch.export (2.13) cannot trace tensors given through ``*args`` or
+``**kwargs``, and constants need not be inputs of a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
+from exportkit._torch_compat.modules import has_hooks
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
+from exportkit.probing.effects import written_arguments
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
-from exportkit.trees import Tree, flatten
-from exportkit.trees.caches import is_cache_class
+from exportkit.trees import Tree, flatten, join
 
 STATE = "module_state"
 RESULT = "result"
 
 
 def exported_form(
-    model: torch.nn.Module, observation: Observation, outputs: Mapping[str, Any]
+    model: torch.nn.Module, observation: Observation, outputs: Mapping[str, Any], carries_state: bool = True
 ) -> tuple[torch.nn.Module, Observation]:
     """Returns the model in the form to export, and its calls as they would have been made to that.
 
@@ -33,14 +35,26 @@ def exported_form(
         model: The model, as the recorded calls left it.
         observation: Its calls.
         outputs: What modules inside the model return and the graph shall return too, by key.
+        carries_state: Whether a state that the model keeps on its modules becomes an argument and a result.
 
     Raises:
         InvalidRequestError: if ``outputs`` names modules that the model does not have.
     """
     if outputs:
         model, observation = with_outputs(model, observation.method_name, observation, outputs)
-    stateful = with_module_state(model, observation.method_name, observation)
-    return (model, observation) if stateful is None else stateful
+    method = observation.method_name
+    written = written_arguments(observation, model, method)
+    lost = [name for name, item in written.items() if item.place is None]
+    stateful = with_module_state(model, method, observation, lost) if carries_state else None
+    if stateful is not None:
+        model, observation = stateful
+    elif lost or (method == "forward" and has_hooks(model)):
+        model = WithEffects(model, observation, written=lost)
+        observation = replayed(replace(observation, has_values=False, method_name="forward"), model, "forward")
+    if isinstance(model, WithEffects) and model.wraps:
+        for name, item in written.items():
+            written[name] = replace(item, place=name if item.place is None else join(RESULT, item.place))
+    return model, replace(observation, written=written)
 
 
 class WithOutputs(torch.nn.Module):
@@ -100,42 +114,67 @@ def with_outputs(
     return extended, replayed(replace(observation, has_values=False, method_name="forward"), extended, "forward")
 
 
-class WithState(torch.nn.Module):
-    """A model that takes the state that it keeps on its modules as ``module_state``, and returns it with its result.
+class WithEffects(torch.nn.Module):
+    """A model whose call does nothing but return: what else it does is part of the result.
 
-    Caches that it fills in place and does not return are returned too. Its modules stay as they were.
+    It takes the state that it keeps on its modules as ``module_state`` and returns it, and it returns the arguments
+    that it changes in place. Its modules stay as they were. Its own hooks run, as they do if a caller calls the model.
 
     Args:
         model: The model.
-        method: The method to call.
+        observation: Its calls: which method, and which arguments are given by name.
         places: Submodule and attribute of each state, by the name that it has in ``module_state``.
+        written: Arguments that the model changes in place and does not return.
     """
 
-    def __init__(self, model: torch.nn.Module, method: str, places: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        observation: Observation,
+        places: Mapping[str, tuple[str, str]] | None = None,
+        written: Sequence[str] = (),
+    ) -> None:
         super().__init__()
-        self.model, self._method, self._places = model, method, places
+        self.model, self._method, self._places = model, observation.method_name, dict(places or {})
+        self._written, self._signature = tuple(written), observation.signature
+        by_position = {name for call in observation.calls for name in call.arguments if name not in call.named}
+        self._named = frozenset(observation.signature.names) - by_position
         self.training = model.training
 
+    @property
+    def stateful(self) -> bool:
+        """Whether the model keeps a state on its modules."""
+        return bool(self._places)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the result of the model is under ``result``."""
+        return bool(self._places or self._written)
+
     def forward(self, *args: Any, module_state: Mapping[str, torch.Tensor] | None = None, **kwargs: Any) -> Any:
-        """Returns the result, the new state, and the caches that were filled; no state means a first call."""
+        """Returns the result, the new state, and the arguments that were changed; no state means a first call."""
         holders = {name: self.model.get_submodule(module) for name, (module, _) in self._places.items()}
         before = {name: getattr(holder, self._places[name][1]) for name, holder in holders.items()}
+        values = self._signature.bind(args, kwargs)
+        args, kwargs = self._signature.unbind(values, self._named)
         try:
             for name, holder in holders.items():
                 setattr(holder, self._places[name][1], None if module_state is None else module_state.get(name))
-            result = getattr(self.model, self._method)(*args, **kwargs)
+            target = self.model if self._method == "forward" else getattr(self.model, self._method)
+            result = target(*args, **kwargs)
             state = {name: getattr(holder, self._places[name][1]) for name, holder in holders.items()}
         finally:
             for name, holder in holders.items():
                 setattr(holder, self._places[name][1], before[name])
-        returned = result if isinstance(result, Mapping) else {}
-        filled = {n: v for n, v in kwargs.items() if is_cache_class(type(v)) and returned.get(n) is None}
-        return {RESULT: result, STATE: state, **filled}
+        if not self.wraps:
+            return result
+        written = {name: values[name] for name in self._written if values.get(name) is not None}
+        return {RESULT: result, **({STATE: state} if state else {}), **written}
 
 
 def with_module_state(
-    model: torch.nn.Module, method: str, observation: Observation
-) -> tuple[WithState, Observation] | None:
+    model: torch.nn.Module, method: str, observation: Observation, written: Sequence[str] = ()
+) -> tuple[WithEffects, Observation] | None:
     """Returns the model and its calls with the state that it keeps on its modules, or None if it keeps none.
 
     A state is a tensor attribute of a module, neither a parameter nor a buffer, that calls replace. The calls are made
@@ -145,6 +184,7 @@ def with_module_state(
         model: The model, as the recorded calls left it.
         method: The observed method.
         observation: The calls.
+        written: Arguments that the model changes in place and does not return.
     """
     places = {
         f"{path}.{name}".replace(".", "_"): (path, name)
@@ -156,7 +196,7 @@ def with_module_state(
         places = _replaced(places, model, method, observation)
     if not places or not observation.has_values:
         return None
-    stateful = WithState(model, method, places)
+    stateful = WithEffects(model, observation, places, written)
     signature = _with_parameter(observation.signature)
     extended = replace(observation, signature=signature, method_name="forward")
     calls: list[Call] = []
@@ -202,7 +242,7 @@ def _with_parameter(signature: Signature) -> Signature:
 
 
 def _made_again(
-    model: WithState, observation: Observation, call: Call, state: Mapping[str, torch.Tensor] | None
+    model: WithEffects, observation: Observation, call: Call, state: Mapping[str, torch.Tensor] | None
 ) -> tuple[Call, Mapping[str, torch.Tensor]] | None:
     """The call with the state that it needs (none, or what the call before left), and the state that it leaves."""
     expected = {f"{RESULT}.{path}" if path else RESULT: t for path, t in call.outputs.tensors().items()}

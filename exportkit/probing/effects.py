@@ -1,0 +1,164 @@
+"""What a call does besides returning a result: arguments that it changes, and attributes of modules.
+
+A graph only returns. So arguments that a model changes are results of the graph too, and whoever runs the graph in
+place of the model writes them back into what the caller gave.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation, Written
+from exportkit.running.bounds import fixed_bound
+from exportkit.running.compare import compare_tensors
+from exportkit.running.eager import run_eager
+from exportkit.trees import Tree, flatten, is_cache_class
+from exportkit.trees.structure import path_of
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes of every module: tables of parameters, hooks and so on
+
+
+def written_arguments(observation: Observation, model: torch.nn.Module, method: str) -> dict[str, Written]:
+    """Returns the arguments that the recorded calls change in place, by name.
+
+    Args:
+        observation: The calls.
+        model: The model, which is run for each of them.
+        method: The observed method.
+    """
+    places: dict[str, set[str | None]] = defaultdict(set)
+    in_place: dict[str, set[str]] = defaultdict(set)
+
+    def noted(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
+        before = {name: flatten(value) for name, value in values.items()}
+        copies = {name: tree.map(_copied) for name, tree in before.items()}
+        result = run(values)
+        for name, tree in before.items():
+            after = flatten(values[name])
+            changed = _changed(copies[name], after)
+            if changed or after.paths != tree.paths or _constants_differ(tree, after):
+                places[name].add(_place(result, values[name]))
+                held = tree.tensors()
+                in_place[name] |= {path for path in changed if held[path] is after.tensors()[path]}
+
+    for call in observation.calls:
+        try:
+            run_eager(model, method, call, noted)
+        except Exception:  # whatever the model raises: then there is nothing to learn from this call
+            continue
+    found = {}
+    for name, where in places.items():
+        place = where.pop() if len(where) == 1 else None
+        found[name] = Written(place, tuple(sorted(in_place[name])))
+    return found
+
+
+def changed_state(model: torch.nn.Module, method: str, call: Call) -> list[str]:
+    """Returns the names of buffers and attributes of modules that a call changes; none if the model raises."""
+    changed: list[str] = []
+
+    def noted(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
+        before = {path: _held(module) for path, module in model.named_modules()}
+        run(values)
+        for path, module in model.named_modules():
+            after, earlier = _held(module), before.get(path, {})
+            names = [name for name in after if name not in earlier or not _same(earlier[name], after[name])]
+            changed.extend(f"{path}.{name}" if path else name for name in names)
+
+    try:
+        run_eager(model, method, call, noted)
+    except Exception:
+        return []
+    return changed
+
+
+def write_back(given: Any, made: Any, written: Written, path: str = "") -> Any:
+    """Returns an argument that was given, changed to what a graph made of it; a tensor of another shape is replaced.
+
+    Args:
+        given: The argument, changed in place.
+        made: The value that it has after the call.
+        written: Which of its tensors are changed themselves; other leaves are replaced.
+        path: Path of the value in the argument.
+    """
+    if isinstance(given, torch.Tensor) and isinstance(made, torch.Tensor):
+        if path not in written.in_place or given.shape != made.shape:
+            return given if _same(given, made) else made
+        with torch.no_grad():
+            given.copy_(made)
+    elif type(given) is not type(made):
+        return made
+    elif isinstance(given, dict):
+        values = {
+            key: write_back(given[key], value, written, path_of((key,), path)) if key in given else value
+            for key, value in made.items()
+        }
+        for key in [key for key in given if key not in values]:
+            del given[key]
+        for key, value in values.items():
+            given[key] = value
+    elif isinstance(given, list | tuple):
+        pairs = enumerate(zip(given, made, strict=False))
+        items = [write_back(*pair, written, path_of((index,), path)) for index, pair in pairs]
+        items += made[len(items) :]
+        if isinstance(given, list):
+            given[:] = items
+        elif len(given) != len(items) or any(map(operator.is_not, given, items)):
+            return made
+    elif is_cache_class(type(given)):
+        vars(given).clear()
+        vars(given).update(vars(made))
+    return given
+
+
+def _place(result: Any, value: Any) -> str | None:
+    """The path of a value in a result that holds the very same object; None if there is none, or it is deeper."""
+    if result is value:
+        return ""
+    if isinstance(result, Mapping):
+        return next((path_of((key,)) for key, item in result.items() if item is value), None)
+    if isinstance(result, list | tuple):
+        return next((path_of((index,)) for index, item in enumerate(result) if item is value), None)
+    return None
+
+
+def _changed(before: Tree, after: Tree) -> set[str]:
+    """Paths of tensors that both have, with other values."""
+    earlier = before.tensors()
+    return {path for path, tensor in after.tensors().items() if path in earlier and not _same(earlier[path], tensor)}
+
+
+def _constants_differ(before: Tree, after: Tree) -> bool:
+    return {path: repr(value) for path, value in before.constants().items()} != {
+        path: repr(value) for path, value in after.constants().items()
+    }
+
+
+def _held(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module holds in buffers and attributes of its own; tensors and containers as copies."""
+    held = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+    held |= dict(module.named_buffers(recurse=False))
+    return {name: _copied(value) for name, value in held.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, list | dict | set) else value
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return compare_tensors("", first, second, bound=fixed_bound(0.0, 0.0)).reason is None
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_same, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    plain = isinstance(first, bool | int | float | str | set)
+    return first is second or (plain and type(first) is type(second) and first == second)

@@ -1,0 +1,92 @@
+"""What a call changes besides what it returns: found by running the model, and written back into what a caller gave."""
+
+import pytest
+import torch
+
+from exportkit import InputObserver
+from exportkit.calls.observation import Written
+from exportkit.probing.effects import changed_state, write_back, written_arguments
+from tests.models import tiny_llama
+
+
+def observed(model, *args):
+    observer = InputObserver()
+    with observer(model), torch.no_grad():
+        model(*args)
+    return observer.observation
+
+
+class Changes(torch.nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, value):
+        return self.change(value)
+
+
+def appended(items):
+    items.append(items[0] + 1)
+    return items[0] * 2
+
+
+def keyed(batch):
+    batch["hidden"] = batch["x"] + 1
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "written"),
+    [
+        (lambda x: x + 1, torch.ones(2), None),
+        (lambda x: x.add_(0), torch.ones(2), None),
+        (lambda x: x.add_(1), torch.ones(2), Written("", ("",))),
+        (lambda x: x.add_(1) * 2, torch.ones(2), Written(None, ("",))),
+        (lambda x: (x[0] * 2, x[0].mul_(3)), [torch.ones(2)], Written(None, ("[0]",))),
+        (lambda x: {"sum": x.sum(), "same": x.mul_(3)}, torch.ones(2), Written("same", ("",))),
+        (appended, [torch.ones(2)], Written(None)),
+        (keyed, {"x": torch.ones(2)}, Written("")),
+    ],
+)
+def test_arguments_that_a_model_changes_are_found_with_their_place_in_the_result(change, value, written):
+    model = Changes(change)
+    found = written_arguments(observed(model, value), model, "forward")
+    assert found == ({} if written is None else {"value": written})
+
+
+def test_a_cache_that_is_filled_and_returned_is_an_argument_that_changes():
+    model, observer = tiny_llama(), InputObserver()
+    with observer(model):
+        model.generate(torch.randint(3, 60, (1, 4)), max_new_tokens=2, do_sample=False)
+    assert written_arguments(observer.observation, model, "forward") == {"past_key_values": Written("past_key_values")}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_tensors_are_written_to_or_replaced_as_the_model_does_it(in_place):
+    tensor = torch.zeros(2)
+    given = {"items": [tensor, torch.ones(2)], "gone": 1}
+    made = {"items": [torch.ones(2), torch.ones(2), torch.ones(3)], "new": torch.ones(1)}
+    kept = given["items"]
+    assert write_back(given, made, Written(None, ("items[0]",) if in_place else ())) is given
+    assert given["items"] is kept
+    assert (given["items"][0] is tensor) == in_place
+    assert [item.tolist() for item in kept] == [[1, 1], [1, 1], [1, 1, 1]]
+    assert list(given) == ["items", "new"]
+
+
+def test_buffers_and_attributes_that_a_call_changes_are_named():
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(()))
+            self.calls, self.seen, self.table = 0, [], torch.ones(2)
+
+        def forward(self, x):
+            self.calls += 1
+            self.total += 1
+            self.seen.append(x.shape)
+            return x * 2
+
+    model = torch.nn.Sequential(Counts())
+    call = observed(model, torch.ones(2)).calls[0]
+    assert sorted(changed_state(model, "forward", call)) == ["0.calls", "0.seen", "0.total"]
