@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -58,9 +60,7 @@ def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
                 environment = environment if isinstance(size, int) else size.node.shape_env
     found = []
     for guard in require(environment, "guards", "torch 2.13") if environment is not None else ():
-        place = guard.sloc.framework_loc
-        file, line = (place.filename, place.lineno) if hasattr(place, "filename") else ("", 0)
-        found.append(ShapeGuard(guard.expr, guard.expr.xreplace(environment.replacements), file, line))
+        found.append(ShapeGuard(guard.expr, guard.expr.xreplace(environment.replacements), *_place(guard.sloc)))
     return found
 
 
@@ -70,6 +70,21 @@ def traced_expression(value: Any) -> Any:
     Seen in torch 2.13.
     """
     return value.node.expr if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else None
+
+
+def _place(location: Any) -> tuple[str, int]:
+    """File and line of a guard. Strict tracing has the line of the model as text, its file relative to torch's folder.
+
+    Without such a text, the line is that of torch's tracing code, and the one behind it is unknown.
+    """
+    match = re.search(r"# (?P<file>[^#]+):(?P<line>\d+) in ", location.maybe_user_loc or "")
+    if match:
+        files = [folder / match["file"] for folder in Path(torch.__file__).parents]
+        return next((str(file) for file in files if file.is_file()), ""), int(match["line"])
+    place = location.framework_loc
+    if not hasattr(place, "filename") or "/torch/_dynamo/" in Path(place.filename).as_posix():
+        return "", 0
+    return place.filename, place.lineno
 
 
 def depends_on_values(condition: Any) -> bool:
@@ -87,6 +102,24 @@ def depends_on_values(condition: Any) -> bool:
 def symbolic_square_root() -> Any:
     """Returns what a traced program calls for the square root of a size. Seen in torch 2.13."""
     return require(torch, "_sym_sqrt", "torch 2.13")
+
+
+def with_values(expression: Any, values: Mapping[Any, Any]) -> Any:
+    """Returns a traced expression with other expressions in place of symbols, as far as sympy can simplify it.
+
+    torch's own ``Min`` and ``Max`` decide less than those of sympy, which take their place. Seen in torch 2.13.
+
+    Args:
+        expression: An expression or a relation of sympy.
+        values: An expression for each symbol.
+    """
+    import sympy
+    from torch.utils._sympy import functions
+
+    plain = expression
+    for name in ("Min", "Max"):
+        plain = plain.replace(require(functions, name, "torch 2.13"), getattr(sympy, name))
+    return plain.xreplace(values)
 
 
 def as_python(expression: Any, names: Mapping[Any, str]) -> str:

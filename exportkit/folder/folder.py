@@ -10,6 +10,7 @@ later ones.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -30,7 +31,7 @@ from exportkit.folder.manifest import GraphData, dump_graph, load_graph
 from exportkit.json_data import InvalidDataError, parse_json, read
 from exportkit.onnx_files.graph import Contract, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
-from exportkit.onnx_files.translate import input_names
+from exportkit.onnx_files.translate import DOMAIN_KEY, input_names
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.kinds import Split
 from exportkit.programs.strategies import Attempt
@@ -76,6 +77,7 @@ def save_folder(
         if verify:
             started = time.perf_counter()
             report = prove(saved)
+            _take_domains(runner, saved)
             exported.traced.seconds["verify"] = time.perf_counter() - started
             (folder / REPORT_TEXT).write_text(f"{report}\n", "utf-8")
             (folder / REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
@@ -165,6 +167,21 @@ def _without_model(runner: OnnxRunner, with_unseen: bool) -> OnnxRunner:
         graphs[name] = OnnxGraph(graph.contract, graph.observation, unseen=unseen, eager=graph.eager)
     parts = {name: _without_model(part, with_unseen) for name, part in runner.parts.items()}
     return OnnxRunner(graphs, parts, runner.edges, split=runner.split, attempts=runner.attempts)
+
+
+def _take_domains(runner: OnnxRunner, proven: OnnxRunner) -> None:
+    """Gives graphs the domains with which they were proven, and the findings on what these leave out."""
+    import onnx_ir
+
+    for name, graph in runner.graphs.items():
+        contract = proven.graphs[name].contract
+        if contract.domain != graph.contract.domain:
+            graph.contract = replace(graph.contract, domain=contract.domain, plan=contract.plan)
+            model = onnx_ir.load(contract.path)
+            model.metadata_props[DOMAIN_KEY] = json.dumps(contract.domain.to_json())
+            onnx_ir.save(model, contract.path)
+    for name, part in runner.parts.items():
+        _take_domains(part, proven.parts[name])
 
 
 def _measure(runner: OnnxRunner) -> None:

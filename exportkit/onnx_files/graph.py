@@ -23,7 +23,6 @@ from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.missing import MissingDefaults, dependent_outputs, fill_missing, hidden_past
 from exportkit.probing.simplify import as_simplified, first_step, value_at, with_split_lists
-from exportkit.programs.audit import domain_of
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
 from exportkit.running.eager import EagerRunner
@@ -121,7 +120,7 @@ class Contract:
             method=traced.method,
             signature=observation.signature,
             plan=traced.plan,
-            domain=domain_of(traced),
+            domain=traced.domain,
             defaults=traced.defaults,
             structure=traced.outputs,
             joined_outputs=traced.joined_outputs,
@@ -297,9 +296,10 @@ class OnnxGraph:
             found |= zip(joined(name, tree.tensor_paths), tree.tensors().values(), strict=True)
         given = as_simplified({**found, **(made or {})}, plan.joined, plan.unused)
         given = {path: t for path, t in given.items() if path in plan.by_path or t.numel()}  # an empty cache is none
-        domain.require_tensors(given)
+        past, role = hidden_past(plan, given, values.values()), plan.with_role("past")
+        domain.require(given, {} if past is None or role is None else {role.name: past})
         domain.values.require(values, {first_step(path) for path in made or ()})
-        return Given(given, hidden_past(plan, given, values.values()))
+        return Given(given, past)
 
     def feeds(self, given: Given) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for a call, by name of its input."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from exportkit.trees import registered_caches
 if TYPE_CHECKING:
     import onnx_ir
 
+DOMAIN_KEY = "exportkit.domain"  # where the metadata of a file says for which calls it may be used
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 _HALVES = {"self_attention_cache": "decoder", "cross_attention_cache": "encoder"}
 _STATES = {"keys": "key", "values": "value"}
@@ -77,6 +79,7 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None) -> Co
         path: tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ())
         for path, value in zip(outputs.values(), program.model.graph.outputs, strict=True)
     }
+    program.model.metadata_props[DOMAIN_KEY] = json.dumps(traced.domain.to_json())
     path.parent.mkdir(parents=True, exist_ok=True)
     program.save(path, external_data=True)
     traced = replace(traced, plan=traced.plan.with_findings(operator_findings(traced.program, program)))

@@ -150,6 +150,7 @@ class Variable:
         minimum: Smallest size that callers may choose.
         maximum: Largest size that callers may choose, or None.
         follows: Another variable whose size this one has unless it is 0: a cache of what the encoder returned.
+        required: Whether a user asked for its range, so that an export may not serve less.
     """
 
     name: str
@@ -159,6 +160,7 @@ class Variable:
     minimum: Size = 0
     maximum: Size | None = None
     follows: str | None = None
+    required: bool = False
 
     def filled_length(self, sizes: Mapping[str, int]) -> int | None:
         """Returns the one size that it can have apart from 0; None if it can have many.

@@ -286,8 +286,8 @@ class Plan:
                 expected=f"{min(seen)} to {max(seen)} within the range",
                 got=f"{minimum} to {'any' if maximum is None else maximum}, without {outside}",
             )
-        limited = [replace(v, minimum=minimum, maximum=maximum) if v.name == name else v for v in self.variables]
-        return replace(self, variables=tuple(limited))
+        limited = replace(self.variable(name), minimum=minimum, maximum=maximum, required=True)
+        return replace(self, variables=tuple([limited if v.name == name else v for v in self.variables]))
 
     def widened(self, whole: Plan) -> Self:
         """Returns this plan of some calls, in which every axis varies that varies among all calls.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,16 +146,33 @@ def solve_sizes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         plan: The plan.
         shapes: Shapes of the inputs that are given, by path.
     """
+    equations = [
+        (size, value)
+        for leaf in plan.leaves
+        for size, value in zip(leaf.sizes, shapes.get(leaf.path, ()), strict=False)
+    ]
+    return solve_equations(equations, [variable.name for variable in plan.variables])
+
+
+def solve_equations(equations: Iterable[tuple[Expression, int]], names: Iterable[str]) -> dict[str, int]:
+    """Returns the size of each variable; 0 for those that no equation shows.
+
+    Args:
+        equations: Expressions with their values.
+        names: The variables.
+    """
     sizes: dict[str, int] = {}
-    equations = []
-    for leaf in plan.leaves:
-        for size, value in zip(leaf.sizes, shapes.get(leaf.path, ()), strict=False):
-            # a window that is not full shows how much was cached
-            below_cap = size.divisor == 1 and size.cap is not None and value < size.cap
-            if not size.is_static and (size.is_linear or below_cap):
-                equations.append((size, value))
-    for _ in range(2):  # sums are of plain variables, so two rounds settle them
-        for size, value in equations:
+    usable: list[tuple[Expression, int]] = []
+    full: list[tuple[Expression, int]] = []
+    for size, value in equations:
+        if size.variable is not None:
+            sizes.setdefault(size.variable, value)
+        elif size.is_linear and not size.is_static:
+            usable.append((size, value))
+        elif size.divisor == 1 and size.cap is not None:  # a window that is not full shows how much was cached
+            (usable if value < size.cap else full).append((size, value))
+    for group in (usable, usable, full):  # sums are of plain variables, so two rounds settle them; a full window last
+        for size, value in group:
             unknown, rest = [], value - size.constant
             for name, factor in size.terms:
                 if name in sizes:
@@ -165,7 +182,7 @@ def solve_sizes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
             if len(unknown) == 1:
                 name, factor = unknown[0]
                 sizes[name] = max(rest // factor, 0)
-    return {variable.name: sizes.get(variable.name, 0) for variable in plan.variables}
+    return {name: sizes.get(name, 0) for name in names}
 
 
 def size_in(plan: Plan, name: str, shapes: Mapping[str, tuple[Any, ...]]) -> Any:
@@ -243,6 +260,24 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
     return found
 
 
+def settled(plan: Plan, sizes: Mapping[str, int], fit_rows: bool = False) -> dict[str, int]:
+    """Returns sizes in which variables that follow others do so, unless they are 0.
+
+    Args:
+        plan: The plan.
+        sizes: Sizes of all variables.
+        fit_rows: Limit the rows that placeholders stand for to what the tokens have room for.
+    """
+    found = dict(sizes)
+    for variable in plan.variables:
+        filled = variable.filled_length(found)
+        if filled is not None and found[variable.name]:
+            found[variable.name] = filled
+    if fit_rows:
+        _fit_rows(plan, found)
+    return plan.completed(found)
+
+
 def _fit_rows(plan: Plan, sizes: dict[str, int]) -> None:
     """Limits the rows that placeholders stand for to what the tokens have room for: none beside a single token."""
     if not plan.placeholders:
@@ -278,6 +313,11 @@ def _combinations(plan: Plan) -> list[tuple[str, dict[str, int | str]]]:
     if plan.with_role("sequence") is None:  # every recorded call had the same number of new tokens
         rows = [("longer past", rows[1][1]), ("other past", rows[2][1]), ("past of one", rows[3][1])]
     return rows
+
+
+def step_of(variable: Variable) -> int:
+    """Returns the step between sizes that are made up for a variable: a patch of images, or 1."""
+    return _seen_and_step(variable)[1]
 
 
 def _seen_and_step(variable: Variable) -> tuple[list[int], int]:

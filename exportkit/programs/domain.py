@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from exportkit.errors import ArgumentError
+from exportkit.calls.call import Call
+from exportkit.errors import ArgumentError, PlanError
+from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
 from exportkit.probing.simplify import first_step
+from exportkit.programs.call_check import SMALLEST, CallCheck, DomainInput, SmallSizes, ranged
 from exportkit.programs.python_values import PythonValues
 from exportkit.trees.json_form import dump_constant, load_value
-
-
-@dataclass(frozen=True)
-class SizeCondition:
-    """A condition on sizes under which a graph was traced, or which limits it.
-
-    Attributes:
-        text: The condition over the variables of the plan, such as ``past_sequence + sequence <= 16``.
-        place: File and line that asked for it; empty if unknown.
-        own: Whether that line belongs to the model, not to torch or another library.
-    """
-
-    text: str
-    place: str = ""
-    own: bool = False
-
-
-@dataclass(frozen=True)
-class DomainInput:
-    """An input tensor of a graph.
-
-    Attributes:
-        path: Path of the leaf.
-        dtype: Its dtype, such as ``int64``.
-        sizes: One expression over the variables for each axis.
-        optional: Whether a call may leave it out.
-    """
-
-    path: str
-    dtype: str
-    sizes: tuple[Expression, ...]
-    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,9 +28,9 @@ class Domain:
     Attributes:
         inputs: The input tensors: dtype, sizes, and whether they may be left out.
         ranges: Smallest and largest size of each variable; None where there is no largest one.
-        limits: Upper limits on sizes that the audit of the program found.
-        guards: Conditions that torch recorded during the trace, those of the model's own code first. torch.export
-            assumes that every size is 2 or more.
+        conditions: Conditions on sizes that the trace recorded, those of the model's own code first.
+        patterns: Which variables may be 0 or 1 together: tracing assumes sizes of 2 and more, so smaller ones are
+            inside only if they were recorded, or shown to give the same result.
         constants: Python values that are part of the graph, by path.
         values: What is asked of the Python values of a call.
         absent: The sets of inputs that may be left out together, by path: those that recorded calls left out, and
@@ -68,8 +40,8 @@ class Domain:
 
     inputs: tuple[DomainInput, ...]
     ranges: Mapping[str, tuple[int, int | None]]
-    limits: tuple[SizeCondition, ...]
-    guards: tuple[SizeCondition, ...]
+    conditions: tuple[SizeCondition, ...]
+    patterns: tuple[SmallSizes, ...]
     constants: Mapping[str, Any]
     absent: frozenset[frozenset[str]] = frozenset([frozenset()])
     values: PythonValues = field(default_factory=lambda: PythonValues({}, {}))
@@ -77,67 +49,38 @@ class Domain:
 
     @classmethod
     def of_plan(
-        cls,
-        plan: Plan,
-        limits: tuple[SizeCondition, ...] = (),
-        guards: tuple[SizeCondition, ...] = (),
-        absent: frozenset[frozenset[str]] = frozenset([frozenset()]),
+        cls, plan: Plan, conditions: tuple[SizeCondition, ...] = (), patterns: tuple[SmallSizes, ...] = ()
     ) -> Domain:
         """Returns the domain of a graph that was exported for a plan.
 
         Args:
             plan: The plan.
-            limits: Upper limits on sizes that the audit found.
-            guards: Conditions that torch recorded during the trace.
-            absent: The sets of inputs that may be left out together.
+            conditions: Conditions on sizes that the trace recorded.
+            patterns: Which variables may be 0 or 1 together.
         """
         return cls(
             tuple(DomainInput(leaf.path, leaf.dtype, leaf.sizes, leaf.is_optional) for leaf in plan.leaves),
             {variable.name: (variable.minimum, variable.maximum) for variable in plan.variables},
-            limits,
-            guards,
+            conditions,
+            patterns,
             {constant.path: constant.value for constant in plan.constants},
-            absent,
         )
 
-    def require_tensors(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Raises ArgumentError if a tensor is unknown or has a wrong dtype or size, or a required input is missing.
+    @cached_property
+    def check(self) -> CallCheck:
+        """What is asked of the tensors of each call."""
+        return CallCheck(self.inputs, self.ranges, self.conditions, self.patterns)
+
+    def require(self, given: Mapping[str, torch.Tensor], known: Mapping[str, int] | None = None) -> None:
+        """Raises ArgumentError if a call is outside of the domain; the message names the condition that it breaks.
 
         Args:
-            given: The tensors of a call by path.
+            given: The tensors of the call by path.
+            known: Sizes that the tensors do not show.
         """
-        inputs = {item.path: item for item in self.inputs}
-        for path, tensor in given.items():
-            if path not in inputs:
-                raise ArgumentError(
-                    "The graph has no input for this tensor.",
-                    where=path,
-                    expected=", ".join(inputs),
-                    got=tuple(tensor.shape),
-                    hint="observe a call that gives it, then export again.",
-                )
-            item = inputs[path]
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            fits = len(item.sizes) == tensor.ndim and all(
-                not size.is_static or size.constant == have for size, have in zip(item.sizes, tensor.shape, strict=True)
-            )
-            if dtype != item.dtype or not fits:
-                raise ArgumentError(
-                    "An input does not fit the graph.",
-                    where=path,
-                    expected=f"{item.dtype} ({', '.join(map(str, item.sizes))})",
-                    got=f"{dtype} {tuple(tensor.shape)}",
-                )
-        missing = next((path for path, item in inputs.items() if path not in given and not item.optional), None)
-        if missing is not None:
-            raise ArgumentError(
-                "A required input is missing.",
-                where=missing,
-                got=", ".join(given) or "no tensor",
-                hint="every recorded call gave it; an input is optional if a recorded call left it out.",
-            )
         absent = self._optional.difference(given)
         if absent not in self.absent:
+            self.check.require_inputs(given)
             sets = [self.names(paths) or "none" for paths in sorted(self.absent, key=sorted)]
             raise ArgumentError(
                 "These inputs may not be left out together: no recorded call did, and the graph is not proven for it.",
@@ -146,8 +89,9 @@ class Domain:
                 got=f"left out: {self.names(absent) or 'none'}",
                 hint="observe the model with a call that leaves out the same inputs, then export again.",
             )
+        self.check.require(given, known)
 
-    @functools.cached_property
+    @cached_property
     def _optional(self) -> frozenset[str]:
         return frozenset([item.path for item in self.inputs if item.optional])
 
@@ -161,33 +105,29 @@ class Domain:
                 found[name if whole else item.path] = None
         return ", ".join(found)
 
-    def require_ranges(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises ArgumentError if the size of a variable is out of its range.
+    def explain(self, call: Call | Mapping[str, torch.Tensor]) -> str:
+        """Returns why a call is inside or outside of the domain, condition by condition.
 
         Args:
-            shapes: Shapes of the tensors of a call by path.
+            call: A call, or its tensors by path.
         """
-        for item in self.inputs:
-            for size, have in zip(item.sizes, shapes.get(item.path, ()), strict=False):
-                if size.variable is None:
-                    continue
-                least, most = self.ranges[size.variable]
-                if have < least or (most is not None and have > most):
-                    limit = "" if most is None else f" and at most {most}"
-                    raise ArgumentError(
-                        "An input is out of range.",
-                        where=item.path,
-                        expected=f"{size.variable} at least {least}{limit}",
-                        got=have,
-                    )
+        given = call.tensors() if isinstance(call, Call) else call
+        try:
+            self.require(given)
+            verdict = "inside"
+        except ArgumentError as error:
+            verdict = f"outside: {error}"
+        sizes = self.check.solve(given)
+        lines = [f"{'yes' if holds else 'NO '}  {text}" for holds, text in self.check.explain(sizes)]
+        return "\n".join([verdict, "sizes: " + ", ".join(f"{name} {size}" for name, size in sizes.items()), *lines])
 
     def to_json(self) -> dict[str, Any]:
         """Returns the domain as JSON data."""
         return {
             "inputs": [{**vars(item), "sizes": [size.to_json() for size in item.sizes]} for item in self.inputs],
             "ranges": {name: list(limits) for name, limits in self.ranges.items()},
-            "limits": [dict(vars(condition)) for condition in self.limits],
-            "guards": [dict(vars(condition)) for condition in self.guards],
+            "conditions": [{"text": c.text, "place": c.place, "own": c.own} for c in self.conditions],
+            "patterns": [{"sizes": dict(pattern.sizes), "waived": list(pattern.waived)} for pattern in self.patterns],
             "constants": {path: dump_constant(value) for path, value in self.constants.items()},
             "values": self.values.to_json(),
             "absent": sorted(map(sorted, self.absent)),
@@ -196,20 +136,54 @@ class Domain:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Domain:
-        """Returns the domain that `to_json` described."""
-        return cls(
-            tuple(
-                DomainInput(**{**item, "sizes": tuple(Expression.from_json(size) for size in item["sizes"])})
-                for item in data["inputs"]
-            ),
-            {name: (least, most) for name, (least, most) in data["ranges"].items()},
-            tuple(SizeCondition(**item) for item in data["limits"]),
-            tuple(SizeCondition(**item) for item in data["guards"]),
-            {path: load_value(value) for path, value in data["constants"].items()},
-            frozenset(map(frozenset, data["absent"])),
-            PythonValues.from_json(data["values"]),
-            dict(data["returned"]),
-        )
+        """Returns the domain that `to_json` described.
+
+        Raises:
+            PlanError: if the data is not a domain.
+        """
+        try:
+            found = cls(
+                tuple(
+                    DomainInput(**{**item, "sizes": tuple(Expression.from_json(size) for size in item["sizes"])})
+                    for item in data["inputs"]
+                ),
+                {name: (least, most) for name, (least, most) in data["ranges"].items()},
+                tuple(SizeCondition(**item) for item in data["conditions"]),
+                tuple(SmallSizes(dict(item["sizes"]), tuple(item["waived"])) for item in data["patterns"]),
+                {path: load_value(value) for path, value in data["constants"].items()},
+                frozenset(map(frozenset, data["absent"])),
+                PythonValues.from_json(data["values"]),
+                dict(data["returned"]),
+            )
+            found.check.require_readable()
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError("This domain is damaged.", got=f"{type(error).__name__}: {error}") from error
+        return found
+
+    def limits(self) -> list[str]:
+        """Returns where the graph may be used, in words: bounds of the variables, then the model's own conditions."""
+        shown = [self._bounds(name) for name in self.ranges]
+        shown += [c.text for c in self.conditions if c.own and c.bounds() is None]
+        others = sum(not c.own and c.bounds() is None for c in self.conditions)
+        single = {item for pattern in self.patterns if len(pattern.sizes) == 1 for item in pattern.sizes.items()}
+        together = {frozenset(pattern.sizes.items()) for pattern in self.patterns}
+        for first, second in itertools.combinations(sorted(single), 2):
+            if first[1] and second[1] and first[0] != second[0] and frozenset((first, second)) not in together:
+                shown.append(f"not {first[0]} = {first[1]} with {second[0]} = {second[1]}")
+        return shown + ([f"{others} condition{'s' if others > 1 else ''} of torch's own code"] if others else [])
+
+    def _bounds(self, name: str) -> str:
+        least, most = self.ranges[name]
+        small = {pattern.sizes[name] for pattern in self.patterns if name in pattern.sizes}
+        lower = [bounds[1] for c in self.conditions if (bounds := c.bounds()) and bounds[0] == name]
+        upper = [bounds[2] for c in self.conditions if (bounds := c.bounds()) and bounds[0] == name]
+        smallest = max([SMALLEST, least, *(size for size in lower if size is not None)])
+        largest = min([size for size in (most, *upper) if size is not None], default=None)
+        for size in (1, 0):
+            if size in small and least <= size == smallest - 1:
+                smallest = size
+        apart = [f"{name} = {size}" for size in sorted(small) if least <= size < smallest]
+        return " or ".join([*apart, ranged(name, smallest, largest)])
 
     def __str__(self) -> str:
         rows = [("input", "dtype", "sizes", "")]
@@ -219,13 +193,12 @@ class Domain:
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        for name, (least, most) in self.ranges.items():
-            lines.append(f"range: {name} >= {least}" if most is None else f"range: {least} <= {name} <= {most}")
-        lines += [f"limit: {_placed(condition)}" for condition in self.limits]
-        lines += [f"guard: {_placed(condition)}" for condition in self.guards if condition.own]
-        others = sum(not condition.own for condition in self.guards)
+        lines += [f"sizes: {self._bounds(name)}" for name in self.ranges]
+        lines += [f"small sizes: {pattern}" for pattern in self.patterns]
+        lines += [f"condition: {_placed(condition)}" for condition in self.conditions if condition.own]
+        others = sum(not condition.own for condition in self.conditions)
         if others:
-            lines.append(f"guards of torch's own code: {others}")
+            lines.append(f"conditions of torch's own code: {others}")
         if self._optional:
             sets = [self.names(paths) for paths in sorted(self.absent, key=sorted) if paths]
             lines.append(f"may be left out: {'; or '.join(sets) or 'nothing'}")

@@ -24,7 +24,7 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.missing import completed_call
 from exportkit.probing.planning import BoundPlan, one_size
 from exportkit.probing.simplify import as_simplified
-from exportkit.programs.audit import domain_of, findings_of
+from exportkit.programs.audit import findings_of
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of, kinds_of
@@ -91,7 +91,7 @@ class ExportedModel:
     @functools.cached_property
     def domains(self) -> Mapping[str, Domain]:
         """Where each graph may be used, by the name of its program."""
-        return {name: domain_of(traced) for name, traced in self.programs.items()}
+        return {name: traced.domain for name, traced in self.programs.items()}
 
     @property
     def observation(self) -> Observation:
@@ -245,7 +245,8 @@ def _limited(plan: BoundPlan, cluster: Cluster, landmarks: Landmarks) -> Iterato
 def _at_least(plan: BoundPlan, name: str, minimum: int) -> BoundPlan:
     variable = plan.variable(name)
     smallest = min(size for size in variable.seen if size is not None)
-    return plan.range(name, max(variable.minimum, min(minimum, smallest)), variable.maximum)
+    limited = replace(variable, minimum=max(variable.minimum, min(minimum, smallest)))
+    return replace(plan, variables=tuple(limited if v is variable else v for v in plan.variables))
 
 
 def _serves_one(traced: TracedProgram, first: str | None) -> bool:

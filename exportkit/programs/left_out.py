@@ -8,6 +8,7 @@ the same.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from exportkit.calls.call import Call
 from exportkit.plan.sizes import unseen_sizes
 from exportkit.programs.kinds import Landmarks, kinds_of
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.python_values import PythonValues
 from exportkit.running.bounds import fixed_bound
 from exportkit.running.compare import compare_tensors
 from exportkit.running.eager import run_eager
@@ -28,22 +28,22 @@ from exportkit.trees.structure import path_of
 _MOST_UNSEEN = 2
 
 
-def with_constants_left_out(values: PythonValues, traced: TracedProgram) -> PythonValues:
-    """Returns the values in which constants may be left out that change nothing.
+def with_constants_left_out(traced: TracedProgram) -> TracedProgram:
+    """Returns the program with a domain in which constants that change nothing may be left out.
 
     Args:
-        values: What is asked of the Python values of a call.
         traced: The program, whose model is run.
     """
+    values = traced.domain.values
     wanted = values.required()
     if not wanted:
-        return values
+        return traced
     calls = list(_calls(traced))
     logs = [_log(traced, call) for call in calls]
     harmless = {path for path in wanted if _changes_nothing(traced, calls, logs, {path})}
     if not harmless or (len(harmless) > 1 and not _changes_nothing(traced, calls, logs, harmless)):
-        return values
-    return values.without(harmless)
+        return traced
+    return replace(traced, domain=replace(traced.domain, values=values.without(harmless)))
 
 
 def _calls(traced: TracedProgram) -> Iterator[Call]:

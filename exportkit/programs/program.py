@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import size_in
 from exportkit.probing.missing import Absences, MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
-from exportkit.programs.domain import SizeCondition
+from exportkit.programs.domain import Domain
 from exportkit.programs.failure import failure
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
@@ -76,11 +76,10 @@ class TracedProgram:
         sizes: Sizes of the variables during the trace.
         defaults: Values for missing inputs.
         outputs: Structure of what the model returns.
-        values: What is asked of the Python values of a call.
         numbers: Python numbers among the outputs that follow from sizes, by path: sympy expressions in torch's symbols.
+        domain: Where the program may be used.
         joined_outputs: Paths of lists with a tensor for each image or the like, which the graph returns as one tensor.
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
-        limits: Upper limits on sizes that the audit found.
         absences: The sets of inputs that may be left out together.
         seconds: Duration of each stage, in seconds.
     """
@@ -96,11 +95,10 @@ class TracedProgram:
     sizes: Mapping[str, int]
     defaults: MissingDefaults
     outputs: Tree
-    values: PythonValues
     numbers: Mapping[str, Any]
+    domain: Domain
     joined_outputs: tuple[str, ...] = ()
     member_rows: Mapping[str, int] = field(default_factory=dict)
-    limits: tuple[SizeCondition, ...] = ()
     absences: Absences = field(default_factory=Absences)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
@@ -210,6 +208,7 @@ def trace(
         returned = _output_order(outputs.build())
         if tensors_only:
             returned, numbers = _followed(outputs, traced_outputs[-1] if traced_outputs else None)
+    values = PythonValues.of(observation.signature, observation.merged_arguments, observation.calls, plan.joined)
     return TracedProgram(
         program,
         order,
@@ -222,8 +221,8 @@ def trace(
         example.sizes,
         example.defaults,
         outputs,
-        PythonValues.of(observation.signature, observation.merged_arguments, observation.calls, plan.joined),
         numbers,
+        replace(Domain.of_plan(plan), values=values),
         example.joined_outputs,
         example.member_rows,
     )

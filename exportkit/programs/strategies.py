@@ -20,9 +20,10 @@ from exportkit.probing.missing import find_missing_defaults
 from exportkit.probing.planning import BoundPlan
 from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
 from exportkit.programs.absences import find_absences
-from exportkit.programs.audit import audit_effects, audit_sizes, findings_of, fixed_branches, rule_findings
+from exportkit.programs.audit import Audit, audit_effects, audit_sizes, findings_of, rule_findings
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_constants_left_out
+from exportkit.programs.patterns import add_patterns
 from exportkit.programs.program import Example, TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.rewrites.chunk_scans import chunk_size_of
@@ -119,14 +120,14 @@ STRATEGIES = (
     ),
     Strategy(
         "lengths kept symbolic",
-        "the trace fixed a size, or the program keeps a decision by size",
-        lambda search: search.size_fixed or search.keeps_decision,
+        "the trace fixed a size, left out a recorded call, or keeps a decision by size",
+        lambda search: search.size_fixed or search.leaves_out_calls or search.keeps_decision,
         adds=(SYMBOLIC_LENGTHS,),
     ),
     Strategy(
         "strict tracing",
-        "the trace fixed a size",
-        lambda search: search.size_fixed,
+        "the trace fixed a size, or left out a recorded call",
+        lambda search: search.size_fixed or search.leaves_out_calls,
         adds=(STRICT,),
     ),
     Strategy(
@@ -195,7 +196,8 @@ class Search:
         self._raised: ExportkitError | None = None  # what is raised if nothing helps
         self._plan: BoundPlan | None = None
         self._example: Example | None = None
-        self._improved = False  # whether another program was looked for that keeps fewer decisions by size
+        self._audit: Audit | None = None  # of the result
+        self._improved = False  # whether another program was looked for that serves more
 
     @property
     def trace_failed(self) -> bool:
@@ -209,11 +211,16 @@ class Search:
         return "specialized" in message or SYMBOLIC_LENGTH in message
 
     @property
+    def leaves_out_calls(self) -> bool:
+        """Whether there is a program, and it does not serve every recorded call."""
+        return self.result is None and isinstance(self.error, ExportError) and self.error.__cause__ is None
+
+    @property
     def keeps_decision(self) -> bool:
-        """Whether the program keeps a decision by size, and another one may not."""
-        if self.result is None or self._improved or SYMBOLIC_LENGTHS.name in self.result.rules:
+        """Whether the program keeps a decision by size of the model that leaves out sizes, and another one may not."""
+        if self.result is None or self._audit is None or self._improved or SYMBOLIC_LENGTHS.name in self.result.rules:
             return False
-        return bool(fixed_branches(self.result.plan))
+        return self._audit.by_model
 
     @property
     def is_of_library(self) -> bool:
@@ -265,7 +272,8 @@ class Search:
         """Returns the program that the walk found, with all findings."""
         if self.result is None:
             raise ExportError("No strategy applies to this model.", hint="this is a bug: please report it.")
-        found = replace(self.result, values=with_constants_left_out(self.result.values, self.result))
+        with stage("domain", self._seconds):
+            found = with_constants_left_out(add_patterns(self.result))
         return replace(found, plan=found.plan.with_findings(findings_of(found)))
 
     def _try(self, strategy: Strategy, name: str, plan: BoundPlan) -> None:
@@ -288,17 +296,18 @@ class Search:
                 self.error = error
             if improving:
                 self.rules = [*strategy.adds, *self.rules] if SYMBOLIC_LENGTHS in strategy.adds else self.rules
-            elif self._raised is None or is_refused or strategy.drops:
+            elif self._raised is None or strategy.drops or (is_refused and self._raised.__cause__ is not None):
                 self._raised = error
             return
         self.error = None
-        traced = replace(traced, plan=found, limits=audit.limits, seconds=self._seconds)
-        traced = replace(traced, absences=find_absences(traced))
-        if self.result is None or len(fixed_branches(traced.plan)) < len(fixed_branches(self.result.plan)):
-            self.result = traced
+        if self._audit is None or audit.refused < self._audit.refused:
+            absences = find_absences(traced)
+            domain = replace(audit.domain, absent=absences.allowed)
+            self.result = replace(traced, plan=found, domain=domain, absences=absences, seconds=self._seconds)
+            self._audit = audit
             self.attempts.append(Attempt(name, "succeeded"))
         else:
-            self.attempts.append(Attempt(name, "not better", "it keeps as many decisions by size"))
+            self.attempts.append(Attempt(name, "not better", "it serves no more sizes"))
 
     def _make_several(self, name: str) -> None:
         """Replaces a program that fails for some recorded call, or none at all, by one for each kind of calls."""
@@ -347,11 +356,11 @@ def after_failed_translation(traced: TracedProgram) -> tuple[TracedProgram, tupl
         search.walk()
     except ExportError:
         return None
-    again = search.result
-    if again is None:
+    if search.result is None:
         return None
-    again = replace(again, values=traced.values, plan=again.plan.with_findings(rule_findings(again)))
-    return again, tuple(search.attempts)
+    again = add_patterns(search.result)
+    again = replace(again, domain=replace(again.domain, values=traced.domain.values))
+    return replace(again, plan=again.plan.with_findings(rule_findings(again))), tuple(search.attempts)
 
 
 def _example(

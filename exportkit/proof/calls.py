@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import build_call, with_integers_below
 from exportkit.calls.call import Call
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
-from exportkit.probing.missing import absent_patterns, call_without, run_leniently
+from exportkit.plan.small_sizes import at_pattern, small
+from exportkit.probing.missing import absent_patterns, call_without
 from exportkit.probing.simplify import as_simplified
-from exportkit.programs.audit import domain_of
+from exportkit.probing.sized_calls import run_sized, sized_call
+from exportkit.programs.patterns import affordable_sizes, sizes_of_calls
 from exportkit.programs.program import TracedProgram
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager
@@ -40,37 +41,29 @@ def as_made(plan: Plan, call: Call) -> Call:
 
 
 def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
-    """Yields a call for each combination of sizes that was neither recorded nor exported with.
+    """Yields calls at sizes that were neither recorded nor exported with.
 
-    Each has what the model returned in eager mode, or the error that it raised.
+    There is one for each combination of sizes that callers are likely to use, one at large sizes, and one for each
+    pattern of 0 and 1 in the domain. Each has what the model returned in eager mode, or the error that it raised; a
+    call outside of the domain is not run.
 
     Args:
         traced: The program.
     """
-    plan, observation = traced.plan, traced.observation
-    for item in unseen_sizes(plan, traced.sizes):
-        blank = Call({}, observation.signature, label=item.label, sizes=item.sizes)
-        try:
-            built = build_call(plan, observation, item.sizes)
-            call = _with_absent_states(traced, replace(built, label=item.label, sizes=item.sizes))
-        except Exception as error:
-            yield replace(blank, error=_raised(error))
-            continue
-        # If the model raises for the recorded values, integers get smaller: they may be indices.
-        limits = [] if plan.placeholders else sorted(set(item.sizes.values()), reverse=True)
-        errors: list[Exception] = []
-        for limit in (None, *limits):
-            started = time.perf_counter()
-            try:
-                given = call if limit is None else with_integers_below(call, limit)
-                returned, given = run_leniently(plan, traced.model, traced.method, given)
-            except Exception as error:
-                errors.append(error)
-                continue
-            yield replace(given, outputs=flatten(returned), latency=time.perf_counter() - started)
-            break
+    plan, domain = traced.plan, traced.domain
+    combinations = [(item.label, item.sizes) for item in unseen_sizes(plan, traced.sizes)]
+    large = affordable_sizes(traced, domain, {})
+    if large is not None:
+        combinations.append(("large sizes", large))
+    covered = [small(sizes) for sizes in (*sizes_of_calls(traced), *(sizes for _, sizes in combinations))]
+    for pattern in domain.patterns:
+        if pattern.sizes not in covered:
+            combinations.append((str(pattern), at_pattern(plan, traced.sizes, pattern.sizes)))
+    for label, sizes in combinations:
+        if domain.check.contains(sizes):
+            yield call_at(traced, sizes, label)
         else:
-            yield replace(blank, error=_raised(errors[0]))
+            yield Call({}, traced.observation.signature, label=label, sizes=sizes, error="outside of the domain")
     yield from _absent_calls(traced)
     yield from _repeated_calls(traced)
 
@@ -78,7 +71,7 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
 def _absent_calls(traced: TracedProgram) -> Iterator[Call]:
     """Yields a call for each set of inputs that may be left out, although no recorded call left them out together."""
     plan, observation = traced.plan, traced.observation
-    domain = domain_of(traced)
+    domain = traced.domain
     for pattern in sorted(domain.absent.difference(absent_patterns(plan, observation), [frozenset()]), key=sorted):
         call = call_without(plan, observation, traced.sizes, pattern)
         call = replace(call, label=f"without {domain.names(pattern)}")
@@ -117,23 +110,22 @@ def _made_twice(traced: TracedProgram, call: Call) -> list[Tree]:
     return results
 
 
-def _raised(error: Exception) -> str:
-    reason = " ".join(str(error).split())[:240]
-    return f"the model itself raises {type(error).__name__}: {reason}"
+def call_at(traced: TracedProgram, sizes: Mapping[str, int], label: str) -> Call:
+    """Returns a call at sizes that were not recorded, with what the model returned for it, or the error it raised.
 
-
-def _with_absent_states(traced: TracedProgram, call: Call) -> Call:
-    """The call with default values for states that are absent as long as the cache is empty."""
-    past = traced.plan.with_role("past")
-    if past is None or call.sizes[past.name]:
-        return call
-    first = [index for index, size in enumerate(past.seen) if size == 0]
-    values, tensors = traced.defaults.values, call.tensors()
-    filled = {}
-    for leaf in traced.plan.leaves if first else ():
-        if leaf.path in tensors and {leaf.shapes[index] for index in first} == {None}:
-            filled[leaf.path] = torch.full_like(tensors[leaf.path], values.get(leaf.path, 0))
-    return call.with_tensors(filled)
+    Args:
+        traced: The program.
+        sizes: Sizes of the variables.
+        label: What the sizes stand for.
+    """
+    plan, observation = traced.plan, traced.observation
+    try:
+        call = sized_call(plan, observation, traced.defaults, sizes)
+        return run_sized(plan, traced.model, traced.method, replace(call, label=label))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:240]
+        text = f"the model itself raises {type(error).__name__}: {reason}"
+        return Call({}, observation.signature, label=label, sizes=sizes, error=text)
 
 
 def stepwise_outputs(traced: TracedProgram, call: Call, output_axes: Mapping[str, Any]) -> Tensors | None:

@@ -13,11 +13,14 @@ from typing import Any, Protocol
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.errors import ExportkitError
+from exportkit.errors import ArgumentError, ExportkitError
 from exportkit.onnx_files.graph import Measured, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
+from exportkit.plan.leaves import Finding
 from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.small_sizes import small
 from exportkit.probing.simplify import as_simplified
+from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
@@ -120,14 +123,54 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
             others = unseen_calls(graph.traced)
         for call in others if unseen else ():
             tell(f"unseen sizes, {call.label}")
-            row = Row("unseen", call.label, call.sizes, "no call", where=call.error)
-            further.append(_unseen_row(graph, row, call, locate) if call.is_made else row)
-    findings = tuple(finding.text for finding in graph.contract.plan.findings)
-    return Report((*rows, *further), min(_ENOUGH_UNSEEN, len(further)), findings)
+            further.append(_unseen_row(graph, call, locate))
+    further = _narrowed(graph, rows, further)
+    contract = graph.contract
+    findings = tuple(finding.text for finding in contract.plan.findings)
+    inside = sum(row.status != "outside" for row in further)
+    return Report((*rows, *further), min(_ENOUGH_UNSEEN, inside), findings, limits=tuple(contract.domain.limits()))
 
 
-def _unseen_row(graph: OnnxGraph, row: Row, call: Call, locate: Locate | None) -> Row:
+def _narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[Row]) -> list[Row]:
+    """The rows at unseen sizes, without those of patterns of 0 and 1 that turned out wrong: these leave the domain.
+
+    torch runs the program as the model does at these sizes, and onnxruntime need not: the standard deviation of one
+    element is an example.
+    """
+    domain = graph.contract.domain
+    kept = [small(row.sizes) for row in recorded]
+    ordinary = [row for row in (*recorded, *unseen) if row.kind == "recorded" or not small(row.sizes)]
+    if any(row.status in ("differs", "refused") for row in ordinary):  # small sizes are not the reason
+        return [*unseen]
+    rows, findings = [], []
+    for row in unseen:
+        pattern = small(row.sizes)
+        if row.status not in ("differs", "refused") or not pattern or pattern in kept:
+            rows.append(row)
+            continue
+        text = f"the graph does not serve {SmallSizes(pattern)} in onnxruntime: {row.status}, {row.where}."
+        findings.append(Finding("limit", str(SmallSizes(pattern)), text))
+        rows.append(replace(row, status="outside", where=f"left the domain: {row.where}", locator=None))
+        domain = replace(domain, patterns=tuple(p for p in domain.patterns if dict(p.sizes) != pattern))
+    if findings:
+        plan = graph.contract.plan.with_findings(findings)
+        graph.contract = replace(graph.contract, domain=domain, plan=plan)
+    return rows
+
+
+def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None) -> Row:
     """The row of a call at unseen sizes; if it differs, several new tokens may have to be given one by one."""
+    row = Row("unseen", call.label, call.sizes, "no call", where=call.error)
+    given = call.shapes()
+    shown = {
+        name for leaf in graph.contract.plan.leaves if leaf.path in given for s in leaf.sizes for name in s.variables()
+    }
+    try:
+        graph.contract.domain.check.require_sizes(call.sizes, shown if call.is_made else None)
+    except ArgumentError as error:
+        return replace(row, status="outside", where=str(error).partition("\n")[0])
+    if not call.is_made:
+        return row
     proven = replace(row, status="proven", where="")
     found = _row(graph, proven, call, call.outputs.tensors(), None, locate)
     if found.status != "differs" or graph.traced is None:

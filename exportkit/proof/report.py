@@ -15,7 +15,7 @@ from exportkit.errors import InvalidRequestError
 _SHOWN_PROBLEMS = 3
 LOCATE_HINT = "locate() names the module, line and node where the difference begins"
 
-Status = Literal["proven", "differs", "refused", "no call"]
+Status = Literal["proven", "differs", "refused", "no call", "outside"]
 
 
 class Divergence(Protocol):
@@ -47,7 +47,7 @@ class Row:
         label: The recorded call's number, or what the sizes stand for.
         sizes: Sizes of the variables.
         status: ``proven``; ``differs``: a different result; ``refused``: onnxruntime raised; ``no call``: the model
-            itself raises for these sizes, so there is nothing to prove.
+            itself raises for these sizes, so there is nothing to prove; ``outside``: the sizes are not in the domain.
         absolute: Largest absolute difference over all outputs.
         where: Output leaf and position of the difference, or the error.
         eager_seconds: Duration of the model.
@@ -97,6 +97,7 @@ class Report:
         findings: What users should know, such as constants that are part of the graph.
         parts: Reports of the parts that feed the model and, if there are several graphs, of each graph, by name.
         attempts: The strategies that were tried to export the model, in order, each with its outcome.
+        limits: Where the graph may be used, in words.
     """
 
     rows: tuple[Row, ...]
@@ -104,6 +105,7 @@ class Report:
     findings: tuple[str, ...] = ()
     parts: Mapping[str, Report] = field(default_factory=dict)
     attempts: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -149,6 +151,7 @@ class Report:
         return {
             "ok": self.ok,
             "problems": list(self.problems()),
+            "limits": list(self.limits),
             "rows": [{key: _plain(value) for key, value in vars(row).items() if key != "locator"} for row in self.rows],
             "findings": list(self.findings),
             "attempts": list(self.attempts),
@@ -160,7 +163,7 @@ class Report:
         return "\n".join([*parts, *self.lines(), self.verdict()])
 
     def lines(self) -> list[str]:
-        """Returns the table of the calls, the findings and the attempts, without the parts and the verdict."""
+        """Returns where the graph may be used, the table of the calls, the findings and the attempts."""
         header = ("call", "sizes", "result", "max difference", "where")
         rows = [header, *(_cells(row) for row in self.rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
@@ -168,6 +171,8 @@ class Report:
         lines.insert(1, "  ".join("-" * width for width in widths))
         hints = [LOCATE_HINT] if self._to_locate() is not None else []
         tried = [f"tried: {text}" for text in self.attempts]
+        if self.limits:
+            lines = [f"{'proven' if self.ok else 'NOT PROVEN'} for {', '.join(self.limits)}", "", *lines]
         return lines + [f"note: {text}" for text in (*self.findings, *hints)] + tried
 
     def verdict(self) -> str:

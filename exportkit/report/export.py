@@ -22,7 +22,7 @@ from exportkit.programs.kinds import Split
 from exportkit.report.render import count, render, seconds, size
 
 _INDEX = re.compile(r"\[\d+\]|(?<=\.)\d+(?=\.|$)")
-_STAGES = ("plan", "arguments", "export", "onnx", "verify")
+_STAGES = ("plan", "arguments", "export", "domain", "onnx", "verify")
 _COARSEST, _FINEST = -3, -9  # powers of ten between which a difference has shades
 
 # Axes in the picture: the number of colours that the page has (--c0 to --c7), and sizes in pixels.
@@ -208,7 +208,7 @@ def _sections(programs: Sequence[Program]) -> list[tuple[str, str]]:
     found = []
     for program in programs:
         end = f" of {program.name}" if program.name else ""
-        parts = ["calls", "plan", "axes", "guards", "verification"]
+        parts = ["calls", "plan", "axes", "domain", "verification"]
         found += [(program.id + title, title.capitalize() + end) for title in parts]
     titles = {"strategies": "Strategies", "cost": "Time and memory", "findings": "Findings"}
     return [*found, *titles.items(), ("versions", "Versions and files")]

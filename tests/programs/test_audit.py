@@ -1,4 +1,4 @@
-"""What a program takes for granted about sizes is read back: less than the plan promises is an error."""
+"""What a program takes for granted about sizes is read back: it limits the domain, and recorded calls are inside."""
 
 import re
 from dataclasses import replace
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.errors import ExportError
+from exportkit.errors import ArgumentError, ExportError
 from exportkit.programs.audit import audit_sizes
 from tests.models import tiny_llama
 from tests.programs import failing
 
 # What the audit finds; other findings are the plan's own.
-KINDS = {"limit", "fixed branch", "ignored input", "unchanged output", "lost output"}
+KINDS = {"limit", "ignored input", "unchanged output", "lost output"}
 
 
 def observed(model, *calls):
@@ -48,58 +48,70 @@ def with_program(exported, program):
     return replace(exported.traced, program=program)
 
 
-def test_a_batch_of_one_and_two_only_is_an_error(linear):
+def test_a_limit_that_changes_nothing_is_dropped(linear):
     model, exported = linear
     batch = torch.export.Dim("batch", min=1, max=2)
     narrow = torch.export.export(model, (), kwargs={"input": torch.ones(2, 6)}, dynamic_shapes={"input": {0: batch}})
-    with pytest.raises(ExportError) as caught:
-        audit_sizes(with_program(exported, narrow))
-    assert golden(caught.value) == (
-        "The exported graph serves less than the plan promises: axis 0 of input (batch) is limited.\n"
-        "  where: axis 0 of input\n"
-        "  expected: 3 too, as in recorded call 1, which the model itself accepts\n"
-        "  got: the graph takes at most 2\n"
-        '  hint: change this line, or promise less: export(model, observer.plan().range("batch", ...)).'
-    )
+    assert not audit_sizes(with_program(exported, narrow)).domain.conditions
 
 
 def test_an_axis_that_became_static_unseen_is_an_error(linear):
     model, exported = linear
     static = torch.export.export(model, (), kwargs={"input": torch.ones(3, 6)})
-    with pytest.raises(ExportError, match="the graph takes only 3"):
+    with pytest.raises(ExportError) as caught:
         audit_sizes(with_program(exported, static))
+    assert golden(caught.value) == (
+        "The exported graph serves less than the plan promises: batch == 3 only.\n"
+        "  expected: batch 2 too, as in recorded call 0\n"
+        "  got: 2\n"
+        "  hint: change this line so that it does not decide by these sizes."
+    )
 
 
-def test_sizes_that_the_trace_ties_and_the_plan_does_not_are_an_error():
+def test_recorded_sizes_that_the_trace_ties_otherwise_are_an_error():
     shapes = [((2, 4, 6), (2, 9, 6)), ((2, 5, 6), (2, 10, 6))]
     calls = [{"a": torch.randn(a), "b": torch.randn(b)} for a, b in shapes]
     model = failing.Doubled()
     with pytest.raises(ExportError) as caught:
         exportkit.export(model, observed(model, *calls))
-    assert golden(caught.value) == (
-        "The exported graph serves less than the plan promises: axis 1 of b (b_axis_1) is limited.\n"
+    text = golden(caught.value)
+    assert text.startswith(
+        "The exported graph serves less than the plan promises: b_axis_1 == 2 * a_axis_1 only.\n"
         "  where: failing.py:N\n"
         "         if a.shape[1] * 2 == b.shape[1]:\n"
-        "  expected: 9 too, as in recorded call 0, which the model itself accepts\n"
-        "  got: the graph takes only 2*a_axis_1\n"
-        "  hint: change this line so that it does not decide by how these sizes are related."
+        "  expected: a_axis_1 4, b_axis_1 9 too, as in recorded call 0\n"
+        "  got: 9 and 2 * 4 = 8"
     )
+    assert text.endswith("  hint: change this line so that it does not decide by these sizes.")
 
 
-def test_a_limit_that_the_model_does_not_have_is_an_error():
+def test_a_limit_that_the_model_does_not_have_is_in_the_domain_and_a_finding(tmp_path):
     model = failing.Short()
-    with pytest.raises(ExportError) as caught:
-        exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
-    text = golden(caught.value)
-    assert "the graph takes at most 8" in text
-    assert "where: failing.py:N\n         if x.shape[1] < 9:" in text
-    assert 'observer.plan().range("x_axis_1", ...)' in text
+    exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
+    text = re.sub(r"[^( ]*failing\.py:\d+", "failing.py:N", findings(exported)["limit"])
+    assert text == "the graph serves x_axis_1 <= 8 only (failing.py:N); the model accepts more (longer, batch 5)."
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    report = onnx_model.verify()
+    assert report.ok
+    assert str(report).startswith("proven for batch >= 0, 0 <= x_axis_1 <= 8\n")
+    with pytest.raises(ArgumentError, match="x_axis_1 <= 8, got 9"):
+        onnx_model(torch.randn(2, 9, 6))
 
 
-def test_a_limit_that_the_plan_has_too_is_fine():
+def test_a_limit_within_a_range_that_a_user_asked_for_is_an_error():
+    model = failing.Short()
+    plan = observed(model, *rows((2, 5, 6), (3, 7, 6))).plan().range("x_axis_1", 1, 12)
+    with pytest.raises(ExportError, match="serves less than the plan promises: x_axis_1 <= 8 only"):
+        exportkit.export(model, plan)
+
+
+def test_a_limit_that_the_plan_has_too_is_fine(tmp_path):
     model = failing.Short()
     plan = observed(model, *rows((2, 5, 6), (3, 7, 6))).plan().range("x_axis_1", 1, 8)
-    assert not findings(exportkit.export(model, plan))
+    exported = exportkit.export(model, plan)
+    assert not findings(exported)
+    with pytest.raises(ArgumentError, match="x_axis_1 at least 1 and at most 8"):
+        exported.to_onnx(tmp_path / "model.onnx")(torch.randn(2, 40, 6))
 
 
 class Rest(torch.nn.Module):
@@ -128,7 +140,7 @@ def test_a_limit_of_the_model_itself_is_a_finding():
     model = failing.Table()
     exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
     assert findings(exported) == {
-        "limit": "axis 1 of x (x_axis_1): the graph takes at most 16; the model itself raises for more (x_axis_1 19)."
+        "limit": "the graph serves x_axis_1 <= 16 only; the model itself raises for more (x_axis_1 19)."
     }
 
 
@@ -136,29 +148,30 @@ def test_a_table_that_the_model_makes_longer_is_a_finding_and_stays_as_it_was(tm
     model = failing.Grown()
     table = model.table
     exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
-    assert findings(exported) == {
-        "limit": "axis 1 of x (x_axis_1): the graph takes at most 16; the model itself makes another table for more "
-        "(x_axis_1 19)."
-    }
+    text = re.sub(r"[^( ]*failing\.py:\d+", "failing.py:N", findings(exported)["limit"])
+    assert text == (
+        "the graph serves x_axis_1 <= 16 only (failing.py:N); "
+        "the model itself makes another table for more (x_axis_1 19)."
+    )
     assert model.table is table
     assert model.longest == 16
     assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
     assert model.table is table
 
 
-def test_a_decision_by_size_that_other_sizes_take_otherwise_is_a_finding():
+def test_a_decision_by_size_that_other_sizes_take_otherwise_is_a_condition():
     model = failing.Odd()
     exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
-    text = findings(exported)["fixed branch"]
-    assert "(return x.sum(1) if x.shape[1] % 2 else x.sum(1) * 2)" in text
-    assert "taken for Mod(x_axis_1, 2) != 0; " in text
-    assert "decides otherwise" in text
+    assert [condition.text for condition in exported.domain.conditions] == ["x_axis_1 % 2 != 0"]
+    text = findings(exported)["limit"]
+    assert text.startswith("the graph serves x_axis_1 % 2 != 0 only (")
+    assert "the model accepts more" in text
 
 
-def test_such_a_decision_is_a_finding_also_where_the_model_makes_another_table():
+def test_such_a_decision_is_a_condition_also_where_the_model_makes_another_table():
     model = failing.EvenTable()
     exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
-    assert "taken for Mod(x_axis_1, 2) != 0; " in findings(exported)["fixed branch"]
+    assert findings(exported)["limit"].startswith("the graph serves x_axis_1 % 2 != 0 only (")
     assert model.table.tolist() == [1] * 6
 
 

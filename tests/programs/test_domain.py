@@ -1,42 +1,64 @@
-"""The domain of a graph: what it refuses, how it prints, and its JSON form."""
+"""The domain of a graph: what it refuses and says, how it prints and explains, and its JSON form."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 import exportkit
-from exportkit.errors import ArgumentError
+from exportkit.errors import ArgumentError, PlanError
+from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
-from exportkit.programs.domain import Domain, DomainInput, SizeCondition
+from exportkit.programs.call_check import DomainInput, SmallSizes
+from exportkit.programs.domain import Domain
 from exportkit.programs.python_values import PythonValues
 from exportkit.trees.fingerprint import NONE, TENSOR, fingerprint
 
-BATCH = Expression.of("batch")
+ROWS, COLUMNS = Expression.of("rows"), Expression.of("columns")
 DOMAIN = Domain(
     inputs=(
-        DomainInput("x", "float32", (BATCH, Expression(constant=6))),
-        DomainInput("bias", "float32", (BATCH,), True),
+        DomainInput("x", "float32", (ROWS, COLUMNS, Expression(constant=6))),
+        DomainInput("bias", "float32", (ROWS,), True),
     ),
-    ranges={"batch": (0, 8)},
-    limits=(SizeCondition("batch <= 8", "model.py:3", True),),
-    guards=(SizeCondition("Mod(batch, 2) == 0", "model.py:4", True), SizeCondition("batch >= 2")),
+    ranges={"rows": (0, 99), "columns": (0, None)},
+    conditions=(
+        SizeCondition("rows * columns <= 4096", "model.py:3", True),
+        SizeCondition("columns % 2 == 0", "torch/nn.py:4"),
+        SizeCondition("columns <= 5000"),
+    ),
+    patterns=(SmallSizes({"rows": 1}), SmallSizes({"columns": 0}, ("columns % 2 == 0",)), SmallSizes({"columns": 1})),
     constants={"mode": "add"},
     values=PythonValues({"x": (TENSOR,), "bias": (TENSOR,), "mode": (fingerprint("add"),)}, {"bias": NONE}),
+    absent=frozenset([frozenset(), frozenset(["bias"])]),
 )
 
 
 def test_it_prints_as_a_table():
     assert str(DOMAIN) == (
         "input  dtype    sizes\n"
-        "x      float32  (batch, 6)\n"
-        "bias   float32  (batch)     optional\n"
-        "range: 0 <= batch <= 8\n"
-        "limit: batch <= 8  (model.py:3)\n"
-        "guard: Mod(batch, 2) == 0  (model.py:4)\n"
-        "guards of torch's own code: 1\n"
+        "x      float32  (rows, columns, 6)\n"
+        "bias   float32  (rows)              optional\n"
+        "sizes: 1 <= rows <= 99\n"
+        "sizes: 0 <= columns <= 5000\n"
+        "small sizes: rows = 1\n"
+        "small sizes: columns = 0\n"
+        "small sizes: columns = 1\n"
+        "condition: rows * columns <= 4096  (model.py:3)\n"
+        "conditions of torch's own code: 2\n"
+        "may be left out: bias\n"
         "constant: mode = 'add'"
     )
+
+
+def test_its_limits_are_said_in_a_line():
+    assert DOMAIN.limits() == [
+        "1 <= rows <= 99",
+        "0 <= columns <= 5000",
+        "rows * columns <= 4096",
+        "not columns = 1 with rows = 1",
+        "1 condition of torch's own code",
+    ]
 
 
 def test_it_survives_json():
@@ -44,31 +66,76 @@ def test_it_survives_json():
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conditions": [{"text": "__import__('os').system('true')"}]}, "not a condition on sizes"),
+        ({"conditions": [{"text": "depth <= 5"}]}, "a variable that the plan does not have"),
+        ({"conditions": [{"text": 5}]}, "not a condition on sizes"),
+        ({"conditions": [5]}, "damaged"),
+        ({"inputs": [{"path": "x", "dtype": "load", "sizes": []}]}, "damaged"),
+        ({"ranges": {"rows": [1]}}, "damaged"),
+        ({"patterns": [{"sizes": {"depth": 1}, "waived": []}]}, "damaged"),
+    ],
+)
+def test_damaged_or_hostile_json_is_an_error_of_exportkit(change, message):
+    with pytest.raises(PlanError, match=message):
+        Domain.from_json(json.loads(json.dumps(DOMAIN.to_json())) | change)
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({}, "A required input is missing"),
-        ({"x": torch.ones(2, 6), "y": torch.ones(2)}, "The graph has no input for this tensor"),
-        ({"x": torch.ones(2, 7)}, "An input does not fit the graph"),
-        ({"x": torch.ones(2, 6, 1)}, "An input does not fit the graph"),
-        ({"x": torch.ones(2, 6, dtype=torch.float64)}, "An input does not fit the graph"),
+        ({"x": (2, 4, 6), "y": (2,)}, "The graph has no input for this tensor"),
+        ({"x": (2, 4, 7)}, "An input does not fit the graph"),
+        ({"x": (2, 4, 6, 1)}, "An input does not fit the graph"),
+        ({"x": (2, 4, 6), "bias": (3,)}, r"rows = 2, as axis 0 of x shows"),
+        ({"x": (100, 4, 6)}, r"rows at least 0 and at most 99"),
+        ({"x": (1, 4098, 6), "bias": (1,)}, r"rows \* columns <= 4096, got 1 \* 4098 = 4098"),
+        ({"x": (64, 80, 6)}, r"rows \* columns <= 4096, got 64 \* 80 = 5120"),
+        ({"x": (2, 5, 6)}, r"columns % 2 == 0, got 5 % 2 = 1"),
+        ({"x": (1, 1, 6)}, r"was not shown to be right for rows = 1, columns = 1"),
+        ({"x": (0, 4, 6)}, r"was not shown to be right for rows = 0"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(given, message):
+def test_calls_outside_are_refused_with_the_condition_that_they_break(given, message):
     with pytest.raises(ArgumentError, match=message):
-        DOMAIN.require_tensors(given)
+        DOMAIN.require({path: torch.ones(shape) for path, shape in given.items()})
 
 
-def test_what_fits_is_accepted():
-    DOMAIN.require_tensors({"x": torch.ones(9, 6)})
-    DOMAIN.require_ranges({"x": (8, 6)})
+def test_another_dtype_is_refused():
+    with pytest.raises(ArgumentError, match="An input does not fit the graph"):
+        DOMAIN.require({"x": torch.ones(2, 4, 6, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6), (64, 64, 6), (1, 2, 6), (5, 0, 6)])
+def test_calls_inside_are_accepted(shape):
+    DOMAIN.require({"x": torch.ones(shape)})
+    DOMAIN.require({"x": torch.ones(shape), "bias": torch.ones(shape[0])})
+
+
+def test_a_condition_that_is_waived_for_small_sizes_holds_for_all_others():
+    above = (SizeCondition("columns > 3"),)
+    waiving = replace(DOMAIN, conditions=above, patterns=(SmallSizes({"columns": 0}, ("columns > 3",)),))
+    waiving.require({"x": torch.ones(2, 0, 6)})
+    with pytest.raises(ArgumentError, match="columns > 3, got 2"):
+        waiving.require({"x": torch.ones(2, 2, 6)})
+
+
+def test_constants_with_another_value_are_refused():
     DOMAIN.values.require({"x": torch.ones(9, 6), "mode": "add"})
-
-
-def test_sizes_out_of_range_and_other_constants_are_refused():
-    with pytest.raises(ArgumentError, match=r"batch at least 0 and at most 8"):
-        DOMAIN.require_ranges({"x": (9, 6)})
     with pytest.raises(ArgumentError, match="another value of this constant"):
         DOMAIN.values.require({"x": torch.ones(9, 6), "mode": "double"})
+
+
+def test_it_explains_a_call_condition_by_condition():
+    assert DOMAIN.explain({"x": torch.ones(2, 4, 6)}).startswith(
+        "inside\nsizes: rows 2, columns 4\nyes  0 <= rows <= 99: 2"
+    )
+    text = DOMAIN.explain({"x": torch.ones(64, 80, 6)})
+    assert text.startswith("outside: The graph does not serve these sizes: rows * columns <= 4096, got 64 * 80 = 5120.")
+    assert "\nNO   rows * columns <= 4096: 64 * 80 = 5120\n" in text
+    assert "\nyes  columns % 2 == 0: 80 % 2 = 0\n" in text
 
 
 def test_an_export_has_a_domain():
@@ -79,3 +146,4 @@ def test_an_export_has_a_domain():
     domain = exportkit.export(model, observer).domain
     assert domain.ranges == {"batch": (0, None)}
     assert [str(size) for size in domain.inputs[0].sizes] == ["batch", "6"]
+    assert [str(pattern) for pattern in domain.patterns] == ["batch = 0", "batch = 1"]

@@ -1,0 +1,143 @@
+"""Reads what a trace took for granted about sizes, as conditions over the variables of the plan.
+
+torch.export gives every dynamic axis a symbol. An axis whose size became a number or an expression in other symbols, a
+range that became narrower, and a guard each are a condition. What follows from the plan, and from sizes of 2 and more,
+which tracing assumes, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from exportkit._torch_compat.symbolic_shapes import ShapeGuard, as_python, input_axes, shape_guards, with_values
+from exportkit.plan.conditions import SizeCondition
+from exportkit.plan.expression import Expression
+from exportkit.programs.call_check import SMALLEST
+from exportkit.programs.failure import is_model_code
+from exportkit.programs.program import TracedProgram
+from exportkit.running.program import tensor_placeholders
+
+# A limit that means none to torch.
+_UNLIMITED = 2**31
+
+Axis = tuple[str, int]
+
+
+class TracedSizes:
+    """The axes of a program's inputs as torch traced them: ints and expressions in symbols.
+
+    Args:
+        traced: The program.
+
+    Attributes:
+        guards: The guards of the trace.
+    """
+
+    def __init__(self, traced: TracedProgram) -> None:
+        self._plan, self._program = traced.plan, traced.program
+        self.guards = shape_guards(traced.program)
+        self._axes: dict[Axis, Any] = {}
+        self._homes: dict[Any, Expression] = {}  # the plan's size of the axis that shows a symbol
+        sizes = input_axes(traced.program)
+        for node, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True):
+            for axis, size in enumerate(sizes[node]):
+                self._axes[path, axis] = size
+                planned = self._plan.by_path[path].sizes[axis]
+                if getattr(size, "is_Symbol", False) and (size not in self._homes or planned.variable is not None):
+                    self._homes[size] = planned
+        self._names = {symbol: str(size) for symbol, size in self._homes.items()}
+
+    def conditions(self) -> tuple[SizeCondition, ...]:
+        """Returns the conditions under which the program may be used, those of the model's own code first."""
+        found: dict[str, SizeCondition] = {}
+        tightest: dict[tuple[str, bool], tuple[int, str]] = {}  # of several bounds of a variable, one is enough
+        for condition in (*self._of_guards(), *self._of_axes(), *self._of_ranges()):
+            bounds = condition.bounds()
+            if bounds is None:
+                found.setdefault(condition.text, condition)
+                continue
+            name, least, most = bounds
+            largest = self._plan.variable(name).maximum
+            if most is not None and largest is not None and largest <= most:
+                continue
+            size, key = (least, (name, True)) if least is not None else (-(most or 0), (name, False))
+            if key not in tightest or size > tightest[key][0]:
+                if key in tightest:
+                    del found[tightest[key][1]]
+                text = f"{name} >= {least}" if least is not None else f"{name} <= {most}"
+                tightest[key] = size, text
+                found[text] = SizeCondition(text, condition.place, condition.own)
+        return tuple(sorted(found.values(), key=lambda condition: not condition.own))
+
+    def named(self, numbers: Mapping[str, Any]) -> dict[str, str]:
+        """Returns traced numbers, by any key, as expressions over the variables of the plan."""
+        return {key: as_python(number, self._names) for key, number in numbers.items()}
+
+    def fixed(self) -> frozenset[str]:
+        """Returns the conditions that an axis became a number or depends on others: a graph takes nothing else."""
+        return frozenset(condition.text for condition in self._of_axes())
+
+    def unenforceable(self) -> list[ShapeGuard]:
+        """Returns the guards of the model's own code that no sizes of inputs can be checked against."""
+        return [g for g in self.guards if _is_own(g) and not g.left.free_symbols <= self._homes.keys()]
+
+    def _of_guards(self) -> Iterator[SizeCondition]:
+        for guard in sorted(self.guards, key=lambda guard: not _is_own(guard)):
+            if guard.left.free_symbols <= self._homes.keys() and not self._is_implied(guard.left):
+                yield SizeCondition(as_python(guard.left, self._names), _text_of(guard), _is_own(guard))
+
+    def _of_axes(self) -> Iterator[SizeCondition]:
+        import sympy  # 0.4 s; loaded by then, as it is what torch traces with
+
+        for (path, axis), size in self._axes.items():
+            planned = self._plan.by_path[path].sizes[axis]
+            if isinstance(size, int):
+                if str(planned) != str(size):
+                    yield SizeCondition(f"{planned} == {size}", *self._place(planned))
+            elif size.free_symbols <= self._homes.keys():
+                relation = sympy.Eq(self._value(planned), self._substituted(size))
+                if self._homes.get(size) != planned and relation != True:  # noqa: E712  # sympy's true equals True
+                    yield SizeCondition(f"{planned} == {as_python(size, self._names)}", *self._place(size))
+
+    def _of_ranges(self) -> Iterator[SizeCondition]:
+        for symbol in self._homes:
+            allowed = self._program.range_constraints.get(symbol)
+            bounds = () if allowed is None else ((symbol >= allowed.lower), (symbol <= allowed.upper))
+            for relation in bounds:
+                limit: Any = getattr(relation, "rhs", None)
+                if getattr(limit, "is_Integer", False) and limit < _UNLIMITED and not self._is_implied(relation):
+                    yield SizeCondition(as_python(relation, self._names), *self._place(symbol))
+
+    def _place(self, size: Any) -> tuple[str, bool]:
+        """The first line that asked something about a traced size, one of the model's own if there is any."""
+        symbols: set[Any] = getattr(size, "free_symbols", set())
+        own = [guard for guard in self.guards if guard.asked.free_symbols & symbols and _is_own(guard)]
+        return _text_of(own[0]) if own else "", bool(own)
+
+    def _value(self, planned: Expression) -> Any:
+        """A planned size over sympy's variables, each of which is the smallest size and something more."""
+        import sympy
+
+        sizes = {}
+        for name in planned.variables():
+            least = max(self._plan.variable(name).minimum, SMALLEST)
+            sizes[name] = sympy.Symbol(name, integer=True, nonnegative=True) + least
+        whole = sympy.sympify(planned.uncapped().evaluate(sizes))
+        return whole if planned.cap is None else sympy.Min(whole, planned.cap)
+
+    def _substituted(self, expression: Any) -> Any:
+        return with_values(expression, {symbol: self._value(self._homes[symbol]) for symbol in expression.free_symbols})
+
+    def _is_implied(self, relation: Any) -> bool:
+        """Whether the plan and sizes of 2 and more leave no other way; the example that was traced is one way."""
+        return bool(self._substituted(relation) == True)  # noqa: E712  # sympy's true equals True
+
+
+def _is_own(guard: ShapeGuard) -> bool:
+    """Whether a line of the model may have asked; one that is unknown may be any line."""
+    return not guard.file or is_model_code(guard.file)
+
+
+def _text_of(guard: ShapeGuard) -> str:
+    return f"{guard.file.rpartition('site-packages/')[2]}:{guard.line}" if guard.file else ""

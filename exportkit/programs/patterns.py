@@ -1,0 +1,220 @@
+"""Finds sizes of 0 and 1 that belong to the domain of a program, by running it in torch beside the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from exportkit.calls.call import Call
+from exportkit.plan.leaves import Finding
+from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.small_sizes import (
+    Pattern,
+    at_pattern,
+    larger_sizes,
+    small,
+    small_patterns,
+    smallest_sizes,
+    varied_sizes,
+)
+from exportkit.probing.missing import completed_call
+from exportkit.probing.simplify import as_simplified
+from exportkit.probing.sized_calls import run_sized, sized_call
+from exportkit.programs.call_check import SmallSizes
+from exportkit.programs.domain import Domain
+from exportkit.programs.program import TracedProgram
+from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
+from exportkit.running.masks import find_mask, visible_by_shape
+from exportkit.running.program import ProgramRunner
+from exportkit.running.runner import compare_runs, recorded
+
+# A call at other, larger sizes is run if parameters times rows and tokens stay below this: about two seconds.
+_MOST_WORK = 2**36
+_MOST_ELEMENTS = 2**22
+_LARGEST_TRIED = 512
+
+
+class ProgramProbe:
+    """A program, run in torch, and the model that it was traced from.
+
+    Args:
+        traced: The program.
+    """
+
+    def __init__(self, traced: TracedProgram) -> None:
+        self._traced = traced
+        self._program = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)
+        self._known: dict[tuple[int, ...], str | None] = {}
+
+    def difference(self, sizes: Mapping[str, int]) -> str | None:
+        """Returns how the program departs from the model at these sizes: an empty string if it does not.
+
+        Args:
+            sizes: Sizes of all variables.
+
+        Returns:
+            The difference, or None if the model itself does not run.
+        """
+        key = tuple(sizes.values())
+        if key not in self._known:
+            self._known[key] = self._difference(sizes)
+        return self._known[key]
+
+    def _difference(self, sizes: Mapping[str, int]) -> str | None:
+        traced = self._traced
+        try:
+            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
+            made = run_sized(traced.plan, traced.model, traced.method, call)
+        except Exception:  # whatever the model raises for sizes that it does not accept
+            return None
+        return self._outcome(replace(call.with_tensors(made.tensors()), outputs=made.outputs))
+
+    def difference_in(self, call: Call) -> str:
+        """Returns how the program departs from what a recorded call returned: an empty string if it does not."""
+        traced = self._traced
+        return self._outcome(completed_call(traced.plan, traced.observation, call, traced.defaults.values))
+
+    def _outcome(self, call: Call) -> str:
+        joined, mask = self._traced.joined_outputs, find_mask(call.tensors())
+
+        def compare(_: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
+            expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
+            for difference in compare_outputs(expected, got):
+                path = difference.path
+                if difference.reason is None or mask is None or path not in got:
+                    yield difference
+                else:
+                    visible = visible_by_shape(mask[1], tuple(expected[path].shape))
+                    yield compare_tensors(path, expected[path], got[path], visible)
+
+        (outcome,) = compare_runs(recorded, self._program, [call], compare)
+        if outcome.error is not None:
+            return f"the program raises {type(outcome.error).__name__}: {' '.join(str(outcome.error).split())[:160]}"
+        return next((f"{wrong.path or 'output'}: {wrong.reason}" for wrong in outcome.wrong), "")
+
+
+def sizes_of_calls(traced: TracedProgram) -> list[dict[str, int]]:
+    """Returns the sizes of the variables in each recorded call."""
+    return [solve_sizes(traced.plan, call.shapes()) for call in traced.observation.calls]
+
+
+def recorded_patterns(traced: TracedProgram, domain: Domain, probe: ProgramProbe) -> tuple[SmallSizes, ...]:
+    """Returns the patterns of 0 and 1 in recorded calls; they belong to the domain in any case.
+
+    Args:
+        traced: The program.
+        domain: Its domain.
+        probe: The program and the model.
+    """
+    patterns: list[dict[str, int]] = []
+    for sizes in sizes_of_calls(traced):
+        pattern = small(sizes)
+        if pattern and pattern not in patterns:
+            patterns.append(pattern)
+    found = []
+    for pattern in patterns:
+        at = at_pattern(traced.plan, traced.sizes, pattern)
+        waived = _broken(domain, at) if probe.difference(at) == "" else ()
+        found.append(SmallSizes(pattern, waived))
+    return tuple(found)
+
+
+def without_harmless(traced: TracedProgram, domain: Domain, probe: ProgramProbe, fixed: Collection[str]) -> Domain:
+    """Returns the domain without conditions of torch's own code that change nothing.
+
+    torch asks about sizes to choose between ways of computing the same, such as whether a tensor is contiguous. Such a
+    condition is dropped if the program returns what the model returns at sizes that break it. One that a line of the
+    model asked for stays: its other branch may compute anything.
+
+    Args:
+        traced: The program.
+        domain: The domain.
+        probe: The program and the model.
+        fixed: Texts of conditions that stay in any case.
+    """
+    asked = [condition for condition in domain.conditions if not condition.own and condition.text not in fixed]
+    numbers = {other for c in asked for n in c.numbers() if 0 < n <= _LARGEST_TRIED for other in (n, n + 1, n + 3)}
+    starts = [traced.sizes, *(at_pattern(traced.plan, traced.sizes, p.sizes) for p in domain.patterns)]
+    crossing: dict[str, list[dict[str, int]]] = {}
+    for start in starts if asked else ():
+        for sizes in varied_sizes(traced.plan, start, sorted(numbers)):
+            broken = [condition for condition in domain.conditions if not condition.holds(sizes)]
+            if not any(c.own or c.text in fixed for c in broken) and is_affordable(traced, sizes):
+                for condition in broken:
+                    crossing.setdefault(condition.text, []).append(sizes)
+    harmless = set()
+    for text, found in crossing.items():
+        tried = [found[0], found[len(found) // 2], found[-1]]
+        outcomes = [probe.difference(sizes) for sizes in tried]
+        if "" in outcomes and not any(outcomes):
+            harmless.add(text)
+    return replace(domain, conditions=tuple(c for c in domain.conditions if c.text not in harmless))
+
+
+def add_patterns(traced: TracedProgram) -> TracedProgram:
+    """Returns the program with the patterns of 0 and 1 in its domain for which it returns what the model returns.
+
+    Args:
+        traced: The program.
+    """
+    probe, plan, domain = ProgramProbe(traced), traced.plan, traced.domain
+    found: list[SmallSizes] = []
+    known = [dict(pattern.sizes) for pattern in domain.patterns]
+    findings, failed = [], list[Pattern]()
+    for pattern in small_patterns(plan):
+        if pattern in known or any(part.items() <= pattern.items() for part in failed):
+            continue
+        at = at_pattern(plan, traced.sizes, pattern)
+        reason = probe.difference(at)
+        waived = _broken(domain, at)
+        if reason == "":
+            larger = affordable_sizes(traced, domain, pattern, waived)
+            smallest = smallest_sizes(plan, traced.sizes, pattern)
+            others = [sizes for sizes in (smallest, larger) if sizes is not None and _holds(domain, waived, sizes)]
+            reason = next((text for sizes in others if (text := probe.difference(sizes))), "")
+        if reason == "":
+            found.append(SmallSizes(pattern, waived))
+        elif reason is not None:
+            failed.append(pattern)
+            findings.append(_left_out(SmallSizes(pattern), reason))
+    extended = replace(domain, patterns=(*domain.patterns, *found))
+    return replace(traced, domain=extended, plan=plan.with_findings(findings))
+
+
+def _left_out(pattern: SmallSizes, reason: str) -> Finding:
+    text = f"the graph does not serve {pattern}: {reason}."
+    return Finding("limit", str(pattern), text)
+
+
+def _broken(domain: Domain, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple([condition.text for condition in domain.conditions if not condition.holds(sizes)])
+
+
+def affordable_sizes(
+    traced: TracedProgram, domain: Domain, pattern: Pattern, waived: Sequence[str] = ()
+) -> dict[str, int] | None:
+    """Returns the largest of other sizes with the same pattern that fulfil the conditions and take little time.
+
+    Args:
+        traced: The program.
+        domain: Its domain.
+        pattern: Variables that are 0 or 1.
+        waived: Texts of conditions that need not hold.
+    """
+    for sizes in larger_sizes(traced.plan, traced.sizes, pattern):
+        if is_affordable(traced, sizes) and _holds(domain, waived, sizes):
+            return sizes
+    return None
+
+
+def is_affordable(traced: TracedProgram, sizes: Mapping[str, int]) -> bool:
+    """Returns whether the model runs at these sizes in about two seconds."""
+    shapes = traced.plan.shapes(sizes).values()
+    tokens = max((math.prod(shape[:2]) for shape in shapes), default=1)
+    parameters = sum(parameter.numel() for parameter in traced.model.parameters())
+    return sum(map(math.prod, shapes)) <= _MOST_ELEMENTS and tokens * parameters <= _MOST_WORK
+
+
+def _holds(domain: Domain, waived: Sequence[str], sizes: Mapping[str, int]) -> bool:
+    return all(condition.text in waived or condition.holds(sizes) for condition in domain.conditions)
