@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from exportkit.errors import PlanError
 from exportkit.json_data import InvalidDataError, parse_json, read
-from exportkit.plan.leaves import Constant, Finding, PlannedLeaf, Variable, listed
+from exportkit.plan.leaves import Constant, Finding, PlannedLeaf, Variable, known, listed
 from exportkit.plan.placeholders import Grids, Marker, Placeholder
 
 _FORMAT = "exportkit-plan"
@@ -193,6 +194,9 @@ def _require_consistent(plan: Mapping[str, Any]) -> None:
         if any(size.is_static and size.constant < 0 for size in leaf.sizes):
             raise InvalidDataError("sizes of at least 0", ", ".join(map(str, leaf.sizes)), path)
     for name, variable in variables.items():
+        most = math.inf if variable.maximum is None else variable.maximum
+        if any(not variable.minimum <= size <= most for size in known(variable.seen)):
+            raise InvalidDataError(f"sizes from {variable.minimum} to {most}", listed(variable.seen), name)
         if variable.follows is not None and variable.follows not in variables:
             raise InvalidDataError(f"one of {', '.join(variables)}", variable.follows, name)
     mentioned = [path for item in plan["placeholders"] for path in (item.tokens, item.rows)]

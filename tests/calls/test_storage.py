@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
 from safetensors.torch import load_file, save_file
 
 import exportkit
@@ -18,12 +19,20 @@ from exportkit import Call, InputObserver, Observation
 from exportkit.calls import storage
 from exportkit.calls.call import Signature
 from exportkit.calls.observation import Failure
-from exportkit.errors import DestinationError, ObservationError, TreeError, UnregisteredClassError
+from exportkit.errors import (
+    DestinationError,
+    ExportkitError,
+    InvalidTypeError,
+    ObservationError,
+    TreeError,
+    UnregisteredClassError,
+)
 from exportkit.files import TEMPORARY
 from exportkit.trees import flatten, register_flattening_functions
 from exportkit.trees.json_form import Placeholder
 from tests.models import Scale, Total, random_cache, random_ids, tiny_llama
-from tests.sealed import accept_tensors, change_json
+from tests.mutations import mutated
+from tests.sealed import accept_tensors, change_json, write_json
 
 DTYPES = sorted(storage.DTYPES)
 
@@ -670,3 +679,86 @@ def test_another_process_makes_the_same_plan_and_graph(tmp_path):
     assert (tmp_path / "plan.txt").read_text() == str(exported.plan)
     assert (tmp_path / "plan.json").read_text() == exported.plan.to_json()
     assert _interface(tmp_path / "elsewhere.onnx") == _interface(tmp_path / "here.onnx")
+
+
+# Damaged and hostile files
+
+
+@pytest.mark.parametrize("name", ["observation.json", "tensors.safetensors"])
+def test_every_flipped_bit_is_found(tmp_path, name):
+    directory = _saved(tmp_path, {"a": torch.arange(3), "b": 0.5}, {"a": torch.ones(2), "b": None})
+    file = directory / name
+    content = file.read_bytes()
+    for position in range(len(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        file.write_bytes(flipped)
+        with pytest.raises(ExportkitError):
+            Observation.load(directory)
+    file.write_bytes(content)
+    Observation.load(directory)
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_whatever_the_json_says_there_is_no_other_error(tmp_path, values):
+    given_values = {"a": [torch.ones(2, 3)], "b": 0.5, "c": random_cache(2, layers=1)}
+    directory = _saved(tmp_path, given_values, {"a": [torch.ones(3, 3)], "b": None}, values=values)
+    outcomes = {"loaded": 0, "refused": 0}
+
+    @settings(max_examples=750, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+    @given(mutated(json.loads((directory / "observation.json").read_text())))
+    def load(data):
+        try:
+            write_json(directory / "observation.json", data)
+        except UnicodeEncodeError:
+            return
+        try:
+            str(Observation.load(directory).seen)
+            outcomes["loaded"] += 1
+        except ExportkitError:
+            outcomes["refused"] += 1
+
+    load()
+    assert outcomes["refused"] > outcomes["loaded"] > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([-1, 3], r"shape\[0\]: expected an integer from 0"),
+        ([10**12, 10**3], "expected less than 140737488355328 bytes"),
+        ([10**12], "values are made up, as only shapes were saved, and they would take 4000000000000 bytes"),
+        ([2**40, 2**40], "expected less than"),
+        ([10**30], "expected an integer from 0"),
+    ],
+)
+def test_shapes_that_no_machine_can_hold_are_refused_before_anything_is_made_up(tmp_path, shape, message):
+    directory = _saved(tmp_path, torch.ones(2), values=False)
+    _changed(directory, lambda data: _leaf(data).update(shape=shape))
+    with pytest.raises(ObservationError, match=message):
+        Observation.load(directory)
+
+
+@pytest.mark.parametrize("index", [-1, True, 1, "0", 10**12])
+def test_number_of_a_tensor_that_there_is_not_is_refused(tmp_path, index):
+    directory = _saved(tmp_path, torch.ones(2))
+    _changed(directory, lambda data: data["calls"][0]["arguments"]["x"].update(layout={"tensor": index}))
+    with pytest.raises(TreeError, match="The layout of a value is damaged"):
+        Observation.load(directory)
+
+
+@pytest.mark.parametrize(("name", "value"), [("args", torch.ones(1)), ("kwargs", (torch.ones(1),))])
+def test_variadic_arguments_that_are_none_are_refused(tmp_path, name, value):
+    signature = Signature(("x", "args", "kwargs"), "args", "kwargs", {}, frozenset())
+    call = Call({name: flatten(value)}, signature, frozenset(), flatten(None), 0, 0.5)
+    Observation(signature, (call,)).save(tmp_path)
+    with pytest.raises(ObservationError, match=rf"calls\[0\].arguments.{name}: expected a (tuple|dict)"):
+        Observation.load(tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, 5])
+def test_what_is_no_path_is_named(path):
+    with pytest.raises(InvalidTypeError, match="This is not a path"):
+        Observation.load(path)
+    with pytest.raises(InvalidTypeError, match="This is not a path"):
+        _observation(torch.ones(1)).save(path)

@@ -163,6 +163,14 @@ class TestLoading:
         with pytest.raises(DestinationError, match="has no weights"):
             load_checkpoint(tmp_path)
 
+    def test_a_pickle_is_never_read(self, tmp_path, monkeypatch):
+        model = models.tiny_llama()
+        (saved(model, tmp_path) / "model.safetensors").rename(tmp_path / "adapter.safetensors")
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was read"))
+        with pytest.raises(DestinationError, match="cannot be loaded as LlamaForCausalLM"):
+            load_checkpoint(tmp_path)
+
     def test_truncated_weights(self, tmp_path):
         file = saved(models.tiny_llama(), tmp_path) / "model.safetensors"
         file.write_bytes(file.read_bytes()[:1000])

@@ -1,11 +1,16 @@
 """Edits, explanations and the JSON form of a plan."""
 
-import pytest
+import json
 
-from exportkit.errors import PlanError
+import pytest
+from hypothesis import Phase, given, settings
+
+from exportkit.errors import ExportkitError, PlanError
 from exportkit.plan.infer import infer_plan
 from exportkit.plan.leaves import CallTable, Leaf
 from exportkit.plan.plan import Plan
+from exportkit.plan.sizes import choose_sizes
+from tests.mutations import mutated
 
 
 def leaf(path, *shapes, dtype="float32", growing=None):
@@ -158,3 +163,21 @@ def test_text_that_is_not_a_plan_raises(text, message):
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text)
     assert message in str(caught.value)
+
+
+def test_whatever_the_text_of_a_plan_says_there_is_no_other_error(plan):
+    outcomes = {"read": 0, "refused": 0}
+
+    @settings(max_examples=1500, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+    @given(mutated(json.loads(plan.to_json())))
+    def load(data):
+        try:
+            read = Plan.from_json(json.dumps(data))
+            str(read), read.source(), read.to_json()
+            read.shapes(choose_sizes(read))
+            outcomes["read"] += 1
+        except ExportkitError:
+            outcomes["refused"] += 1
+
+    load()
+    assert outcomes["refused"] > outcomes["read"] > 0
