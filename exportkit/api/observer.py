@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exportkit.calls.observer import Observer
 from exportkit.errors import InvalidRequestError
-from exportkit.peers.check import ObservedInfo
-from exportkit.peers.recorded import exportable_arguments, recorded_arguments, recorded_dynamic_shapes
 from exportkit.probing.planning import BoundPlan, plan_calls
+
+if TYPE_CHECKING:
+    from exportkit.peers.check import ObservedInfo
 
 
 class InputObserver(Observer):
@@ -38,6 +39,8 @@ class InputObserver(Observer):
     @property
     def info(self) -> ObservedInfo | None:
         """The recorded calls the way ``torch.onnx.InputObserver`` shows them; None before the first observation."""
+        from exportkit.peers.check import ObservedInfo
+
         return None if self._recorder is None else ObservedInfo(self.observation)
 
     def plan(self, probe: bool = True) -> BoundPlan:
@@ -72,6 +75,8 @@ class InputObserver(Observer):
             NoCallsError: before any call.
             PlanError: if the calls contradict each other.
         """
+        from exportkit.peers.recorded import recorded_dynamic_shapes
+
         return recorded_dynamic_shapes(self.observation, set_batch_dimension_for, dim_names)
 
     def infer_arguments(
@@ -99,6 +104,8 @@ class InputObserver(Observer):
             InvalidRequestError: if the first argument is neither None, an index, a tuple nor a dict.
             PlanError: if positional ``*args`` and named inputs are mixed, unless ``as_args_kwargs`` is set.
         """
+        from exportkit.peers.recorded import exportable_arguments, recorded_arguments
+
         if not exportable:
             return recorded_arguments(self.observation, index_or_args_or_kwargs, flat, as_args_kwargs)
         if index_or_args_or_kwargs is not None:

@@ -18,7 +18,7 @@ from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation, Written
 from exportkit.errors import ArgumentError
 from exportkit.files import Stamp, stamp_of
-from exportkit.plan.formula import evaluate
+from exportkit.plan.conditions import evaluate
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.missing import MissingDefaults, dependent_outputs, fill_missing, hidden_past
@@ -189,6 +189,7 @@ class OnnxGraph:
         observation: Observation,
         traced: TracedProgram | None = None,
         unseen: tuple[Call, ...] | None = None,
+        *,
         require_unchanged: Callable[[], None] | None = None,
         eager: EagerRunner | None = None,
         measured: dict[str, Measured] | None = None,

@@ -89,7 +89,8 @@ def recorded_arguments(
     for name, tree in _without_caught_flags(observation.merged_arguments, observation).items():
         have = given.get(name)
         own = {} if have is None else have.tensors()
-        complete = have is not None and len(own) >= len(tree.tensors()) and have.leaves != (None,)
+        is_none = have is None or (len(have.leaves) == 1 and have.leaves[0] is None)
+        complete = not is_none and len(own) >= len(tree.tensors())
         if have is not None and complete and name != observation.signature.var_keyword:
             completed[name] = have
             continue

@@ -6,7 +6,8 @@ import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import CodeType
 from typing import Any
 
 from exportkit.errors import PlanError
@@ -149,6 +150,35 @@ def first_broken(conditions: Sequence[SizeCondition], names: Sequence[str]) -> C
         return found
 
     return run
+
+
+def evaluate(text: str, sizes: Mapping[str, int]) -> Any:
+    """Returns the value of an expression over variables, such as a number that a model returns.
+
+    Args:
+        text: The expression, such as ``sequence // 16`` or ``batch > 1``.
+        sizes: The size of each variable.
+
+    Raises:
+        PlanError: if the text is not such an expression, or has no value for these sizes.
+
+    Example:
+        >>> evaluate("height // 16 * (width // 16)", {"height": 64, "width": 32})
+        8
+    """
+    code = _compiled(text)
+    try:
+        variables = {f"size_{name}": size for name, size in sizes.items()}
+        return eval(code, {"__builtins__": {}, **_FUNCTIONS, **variables})  # sizes and the operators above
+    except (ArithmeticError, ValueError, TypeError, NameError) as error:
+        raise PlanError("A number has no value for these sizes.", where=text, got=f"{error}; {dict(sizes)}") from error
+
+
+@lru_cache(maxsize=256)
+def _compiled(text: str) -> CodeType:
+    condition = SizeCondition(text)
+    names = {name: f"size_{name}" for name in condition.variables()}
+    return compile(ast.unparse(_Replaced(names).visit(_copied(condition.tree))), "<sizes>", "eval")
 
 
 _STEP = "    "

@@ -46,6 +46,12 @@ class Plan:
     markers: tuple[Marker, ...] = ()
 
     @cached_property
+    def depending_on_past(self) -> frozenset[str]:
+        """Paths of the leaves whose sizes depend on the number of cached tokens."""
+        past = self.with_role("past")
+        return frozenset([] if past is None else [leaf.path for leaf in self.leaves if past.name in leaf.variables()])
+
+    @cached_property
     def by_path(self) -> Mapping[str, PlannedLeaf]:
         """The leaves by path."""
         return {leaf.path: leaf for leaf in self.leaves}

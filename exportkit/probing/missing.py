@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.rounding import rounding_varied
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
@@ -22,7 +23,7 @@ from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import is_hidden, solve_sizes
 from exportkit.probing.simplify import as_simplified
-from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors, unit_of
+from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
 from exportkit.running.eager import EagerRunner, run_eager
 from exportkit.running.runner import Compare, Runner, compare_runs, recorded
 from exportkit.trees import flatten, is_cache_class, join, stored_length
@@ -31,7 +32,7 @@ _MOST_TRIALS = 64
 _FEW_TOKENS = 2
 _POSITIONS = ("position_ids", "cache_position")
 _WIDEST = 4.0  # exponent of 10 of the largest values that are tried
-_ROUNDINGS = 16.0  # what one rounding error of each input changes in the outputs, times this, counts as equal
+_ROUNDINGS = 16.0  # what a run that rounds differently changes in the outputs, times this, counts as equal
 _LOWEST = -1e30  # minus infinity of states that hold a logarithm: the largest exponent of no tokens
 
 
@@ -100,16 +101,15 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[
     Raises:
         ArgumentError: if neither says it.
     """
-    past = plan.with_role("past")
-    needing = [] if past is None else [leaf.path for leaf in plan.leaves if past.name in leaf.variables()]
-    missing = [path for path in needing if path not in given]
+    past, missing = plan.with_role("past"), plan.depending_on_past.difference(given)
     if past is None or not missing:
         return None
     shapes = {path: tuple(tensor.shape) for path, tensor in given.items()}
     if not is_hidden(plan, past.name, shapes):
         return None
     counted = max(map(stored_length, values), default=0)
-    windows = [size.cap or 0 for path in needing if path in given for size in plan.by_path[path].sizes]
+    full = plan.depending_on_past.intersection(given)
+    windows = [size.cap or 0 for path in full for size in plan.by_path[path].sizes]
     positions = next((given[path] for path in given if path.rpartition(".")[2] in _POSITIONS), None)
     new = plan.with_role("sequence")
     if counted < max(windows) and positions is not None and positions.numel():
@@ -117,8 +117,8 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[
     if counted < max(windows):
         raise ArgumentError(
             "The windows of the caches are full, so they do not show how many tokens came before.",
-            where=", ".join(missing),
-            expected=f"{', '.join(missing)}, or a cache that counts its tokens",
+            where=", ".join(sorted(missing)),
+            expected=f"{', '.join(sorted(missing))}, or a cache that counts its tokens",
             got=", ".join(given),
             hint="give the inputs that were left out.",
         )
@@ -159,7 +159,7 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
         # A graph leaves outputs that exist only because of the defaults out again: more outputs are not a difference.
         return flatten(run_leniently(plan, model, method, completed)[0]).tensors()
 
-    compare = beyond_rounding(EagerRunner(model, method))
+    compare = beyond_rounding(EagerRunner(model, method), model)
     for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
         outcomes = compare_runs(recorded, functools.partial(run, values), tried, compare)
         wrong = [position for position, outcome in enumerate(outcomes) if not outcome.agrees]
@@ -263,35 +263,28 @@ def with_wide_values(call: Call) -> Call:
     return call.with_tensors(changed)
 
 
-def beyond_rounding(model: Runner) -> Compare:
-    """Returns a comparison in which a difference counts if it exceeds what rounding errors of the inputs make.
+def beyond_rounding(run: Runner, model: torch.nn.Module) -> Compare:
+    """Returns a comparison in which a difference counts if it exceeds what rounding makes of a result.
 
     Args:
-        model: Is run again with inputs that are one rounding error off, where something differs.
+        run: Runs the model; it runs again, rounding differently, where something differs.
+        model: The model.
     """
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def compare(call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
         changed: Mapping[str, torch.Tensor] | None = None
         for difference in compare_outputs(expected, got):
             path, counts = difference.path, difference.reason is not None
             if counts and difference.absolute < math.inf:
-                changed = model(_rounded(call)) if changed is None else changed
+                if changed is None:
+                    with rounding_varied(0, weights, 1.0):
+                        changed = run(call)
                 noise = compare_tensors(path, expected[path], changed[path])
                 counts = difference.absolute > _ROUNDINGS * noise.absolute
             yield difference if counts else replace(difference, reason=None)
 
     return compare
-
-
-def _rounded(call: Call) -> Call:
-    """The call with each floating-point input changed by one rounding error, up or down."""
-    generator = torch.Generator().manual_seed(0)
-    changed = {}
-    for path, tensor in call.tensors().items():
-        if tensor.is_floating_point():
-            signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
-            changed[path] = tensor * (1 + 2 * unit_of(tensor.dtype) * signs.to(tensor))
-    return call.with_tensors(changed)
 
 
 def _other_calls(plan: Plan, calls: Sequence[Call], model: torch.nn.Module, method: str) -> list[Call]:

@@ -12,8 +12,6 @@ import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-import torch
-
 from exportkit.errors import ExportkitError
 from exportkit.probing.missing import (
     Absences,
@@ -100,12 +98,14 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
     if mask is not None:  # what it hides is arbitrary
         path, kept = mask
         values = call.tensors()[path]
-        keep = values[kept][0].item()
-        call = replace(call.with_tensors({path: torch.full_like(values, keep)}), sizes=call.sizes)
+        visible = values.new_full(values.shape, values[kept][0].item())
+        call = replace(call.with_tensors({path: visible}), sizes=call.sizes)
     for given in (call, with_wide_values(call)):
         found = ""
         for runner in (program, model):
-            outcome = next(iter(compare_runs(model, completed(runner), [given], beyond_rounding(model))), None)
+            outcome = next(
+                iter(compare_runs(model, completed(runner), [given], beyond_rounding(model, traced.model))), None
+            )
             if outcome is None:
                 break
             if outcome.agrees:

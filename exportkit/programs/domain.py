@@ -78,7 +78,7 @@ class Domain:
             given: The tensors of the call by path.
             known: Sizes that the tensors do not show.
         """
-        absent = self._optional.difference(given)
+        absent = self.optional.difference(given)
         if absent not in self.absent:
             self.check.require_inputs(given)
             sets = [self.names(paths) or "none" for paths in sorted(self.absent, key=sorted)]
@@ -92,7 +92,8 @@ class Domain:
         self.check.require(given, known)
 
     @cached_property
-    def _optional(self) -> frozenset[str]:
+    def optional(self) -> frozenset[str]:
+        """Paths of the inputs that some calls may leave out."""
         return frozenset([item.path for item in self.inputs if item.optional])
 
     def names(self, paths: frozenset[str]) -> str:
@@ -199,7 +200,7 @@ class Domain:
         others = sum(not condition.own for condition in self.conditions)
         if others:
             lines.append(f"conditions of torch's own code: {others}")
-        if self._optional:
+        if self.optional:
             sets = [self.names(paths) for paths in sorted(self.absent, key=sorted) if paths]
             lines.append(f"may be left out: {'; or '.join(sets) or 'nothing'}")
         lines += [f"constant: {path} = {value!r}" for path, value in self.constants.items()]

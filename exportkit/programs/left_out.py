@@ -7,6 +7,7 @@ the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from exportkit._torch_compat.tracing import operators_of
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
+from exportkit.errors import ArgumentError
 from exportkit.plan.sizes import unseen_sizes
 from exportkit.programs.kinds import Landmarks, kinds_of
 from exportkit.programs.program import TracedProgram
@@ -53,7 +55,8 @@ def _calls(traced: TracedProgram) -> Iterator[Call]:
         yield first
     unseen = [item.sizes for item in unseen_sizes(traced.plan, traced.sizes)]
     for sizes in (traced.sizes, *unseen[:_MOST_UNSEEN]):
-        yield build_call(traced.plan, observation, sizes)
+        with contextlib.suppress(ArgumentError):  # few tokens may have no room for their placeholders
+            yield build_call(traced.plan, observation, sizes)
 
 
 def _changes_nothing(traced: TracedProgram, calls: list[Call], logs: list[Any], left_out: Collection[str]) -> bool:

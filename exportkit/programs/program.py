@@ -204,10 +204,11 @@ def trace(
             again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
             request = TraceRequest(model, method, plan, example.call, names, again)
             raise failure("torch.export could not trace the model.", error, request) from error
-        numbers: Mapping[str, Any] = {}
-        returned = _output_order(outputs.build())
+        numbers: dict[str, Any] = {}
         if tensors_only:
             returned, numbers = _followed(outputs, traced_outputs[-1] if traced_outputs else None)
+        else:
+            returned = _output_order(outputs.build())
     values = PythonValues.of(observation.signature, observation.merged_arguments, observation.calls, plan.joined)
     return TracedProgram(
         program,
@@ -267,10 +268,13 @@ def _number_as_tensor(leaf: Any) -> Any:
         is_wanted = not isinstance(leaf, torch.Tensor) and depends_on_values(leaf)
     if not is_wanted:
         return leaf
+    dtype = torch.float64
     if isinstance(leaf, bool | torch.SymBool):
-        return torch.scalar_tensor(leaf, dtype=torch.bool)  # type: ignore[arg-type]  # of a SymBool
-    is_whole = isinstance(leaf, int | torch.SymInt)
-    return torch.scalar_tensor(leaf, dtype=torch.int64 if is_whole else torch.float64)
+        dtype = torch.bool
+    elif isinstance(leaf, int | torch.SymInt):
+        dtype = torch.int64
+    number: Any = leaf
+    return torch.scalar_tensor(number, dtype=dtype)
 
 
 def _followed(outputs: Tree, traced: Tree | None) -> tuple[tuple[str, ...], dict[str, Any]]:

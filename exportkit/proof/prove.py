@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import tempfile
@@ -19,6 +20,7 @@ from exportkit.onnx_files.runner import OnnxRunner, write_graphs
 from exportkit.plan.leaves import Finding
 from exportkit.plan.sizes import solve_sizes
 from exportkit.plan.small_sizes import small
+from exportkit.probing.missing import absent_patterns
 from exportkit.probing.simplify import as_simplified
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.exported import ExportedModel
@@ -173,14 +175,26 @@ def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None) -> Row:
         return row
     proven = replace(row, status="proven", where="")
     found = _row(graph, proven, call, call.outputs.tensors(), None, locate)
-    if found.status != "differs" or graph.traced is None:
-        return found
-    try:
-        expected = stepwise_outputs(graph.traced, call, graph.contract.output_axes)
-    except Exception:
-        return found
-    stepwise = found if expected is None else _row(graph, proven, call, expected)
-    return replace(stepwise, where=STEPWISE) if stepwise.status == "proven" else found
+    if found.status == "differs" and graph.traced is not None:
+        with contextlib.suppress(Exception):
+            expected = stepwise_outputs(graph.traced, call, graph.contract.output_axes)
+            stepwise = found if expected is None else _row(graph, proven, call, expected)
+            if stepwise.status == "proven":
+                return replace(stepwise, where=STEPWISE)
+    return found if found.status == "proven" else _without_pattern(graph, call, found)
+
+
+def _without_pattern(graph: OnnxGraph, call: Call, row: Row) -> Row:
+    """The row of a call that is wrong; inputs that no recorded call left out together may then not be left out."""
+    plan, domain = graph.contract.plan, graph.contract.domain
+    absent = domain.optional.difference(call.tensors())
+    if not absent or absent in absent_patterns(plan, graph.observation):
+        return row
+    text = f"{domain.names(absent)} may not be left out together in onnxruntime: {row.status}, {row.where}."
+    narrower = replace(domain, absent=domain.absent - {absent})
+    findings = [Finding("limit", domain.names(absent), text)]
+    graph.contract = replace(graph.contract, domain=narrower, plan=plan.with_findings(findings))
+    return replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
 
 
 def _row(

@@ -34,11 +34,9 @@ def value_differences(graph: OnnxGraph, expected: Tree, got: Tree) -> Iterator[D
     for path, noted in noted_values(expected).items():
         if path in found and noted != fingerprint(found[path]):
             yield _difference(path, text_of(noted), text_of(fingerprint(found[path])))
-    sides = []
-    for tree, leaves in ((expected, wanted), (got, found)):
-        same = {path: _TENSOR for path in (*computed, *noted_values(expected)) if path in leaves}
-        sides.append(fingerprint(tree.with_leaves(same).build()))
-    mismatch = difference(sides[0], sides[1], lists=graph.contract.joined_outputs)
+    compared = dict.fromkeys((*computed, *noted_values(expected)), _TENSOR)
+    before, after = (fingerprint(tree.with_leaves(compared).build()) for tree in (expected, got))
+    mismatch = difference(before, after, lists=graph.contract.joined_outputs, recorded=True)
     if mismatch is not None:
         yield _difference(*mismatch)
 

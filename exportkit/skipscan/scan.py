@@ -158,6 +158,7 @@ class _Container:
     decorators: list[Skip]
     set_up: list[Skip]
     set_up_method: list[Skip]
+    fixtures: list[dict[str, _Fixture]]
 
 
 class Collector:
@@ -219,7 +220,8 @@ class Collector:
         ]
         set_up += self._of_methods(path, ("setUpClass",) if is_test_case else ("setup_class",), of_class=True)
         set_up_method = self._of_methods(path, ("setUp", "asyncSetUp") if is_test_case else ("setup_method",))
-        return _Container(module, path, is_test_case, marks, decorators, set_up, set_up_method)
+        fixtures = list(self._fixtures_of(module, path))
+        return _Container(module, path, is_test_case, marks, decorators, set_up, set_up_method, fixtures)
 
     def _of_methods(self, path: tuple[Class, ...], names: tuple[str, ...], of_class: bool = False) -> list[Skip]:
         skips: list[Skip] = []
@@ -283,14 +285,14 @@ class Collector:
         wanted = [name for mark in marks if mark.name == "pytest.mark.usefixtures" for name in mark.args]
         if not container.is_test_case:
             wanted += [name for name in _requested(function, bool(container.path)) if name not in variant.values]
-        scopes = list(self._scopes(container))
-        automatic = [name for scope in reversed(scopes) for name, fixture in scope.items() if fixture.automatic]
+        scopes = reversed(container.fixtures)
+        automatic = [name for scope in scopes for name, fixture in scope.items() if fixture.automatic]
         cls = container.path[-1] if container.path else None
         done: set[str] = set()
         waiting = [*reversed(wanted), *reversed(automatic)]
         while waiting:
             name = waiting.pop()
-            fixture = next((scope[name] for scope in scopes if name in scope), None)
+            fixture = next((scope[name] for scope in container.fixtures if name in scope), None)
             if fixture is None or name in done:
                 continue
             done.add(name)
@@ -299,14 +301,14 @@ class Collector:
             receiver = Instance(cls) if fixture.is_method and cls is not None else None
             yield from self._suite.skips_of(fixture.function, receiver, {})
 
-    def _scopes(self, container: _Container) -> Iterator[dict[str, _Fixture]]:
-        """Yields the fixtures by name that a test can request, the closest definitions first."""
+    def _fixtures_of(self, module: Module, path: tuple[Class, ...]) -> Iterator[dict[str, _Fixture]]:
+        """Yields the fixtures by name that tests can request, the closest definitions first."""
         suite = self._suite
-        for cls in container.path[-1:]:
+        for cls in path[-1:]:
             for base in suite.suite_classes(cls):
                 yield self._defined_in(base.body.names, base)
-        yield self._defined_in(container.module.scope.names, None)
-        file = suite.root / container.module.file
+        yield self._defined_in(module.scope.names, None)
+        file = suite.root / module.file
         for folder in file.parents:
             if folder.is_relative_to(suite.root) and (folder / "conftest.py").is_file():
                 conftest = suite.module(folder / "conftest.py")

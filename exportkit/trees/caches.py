@@ -88,21 +88,22 @@ def set_stored_length(cache: Any, length: int) -> None:
             part is changed.
         length: Number of tokens cached so far.
     """
-    if isinstance(cache, list | tuple):
-        for item in cache:
-            set_stored_length(item, length)
-    elif is_cache_part(type(cache)):
-        for name, value in vars(cache).items():
+    waiting = [cache]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list | tuple):
+            waiting += part
+        for name, value in vars(part).items() if is_cache_part(type(part)) else ():
             if name == "cumulative_length" and isinstance(value, int):
-                cache.cumulative_length = length
-            elif name == "is_initialized" and not length and isinstance(getattr(cache, "keys", None), torch.Tensor):
+                part.cumulative_length = length
+            elif name == "is_initialized" and not length and isinstance(getattr(part, "keys", None), torch.Tensor):
                 # False as in the first call of a generation, which models ask for.
-                cache.is_initialized = value and bool(cache.keys.numel())
+                part.is_initialized = value and bool(part.keys.numel())
             elif name == "is_updated" and isinstance(value, dict):
-                layers = cache.cross_attention_cache.layers
-                cache.is_updated = {i: layers[i].get_seq_length() > 0 if i < len(layers) else False for i in value}
+                layers = part.cross_attention_cache.layers
+                part.is_updated = {i: layers[i].get_seq_length() > 0 if i < len(layers) else False for i in value}
             elif name != "cross_attention_cache":
-                set_stored_length(value, length)
+                waiting.append(value)
 
 
 def stored_length(value: Any) -> int:
@@ -111,15 +112,15 @@ def stored_length(value: Any) -> int:
     Args:
         value: A cache; for any other value the result is 0.
     """
-    if isinstance(value, list | tuple):
-        return max(map(stored_length, value), default=0)
-    if not is_cache_part(type(value)):
-        return 0
-    count = getattr(value, "cumulative_length", 0)
-    longest = count if isinstance(count, int) else 0
-    for name, item in vars(value).items():
-        if name not in ("cumulative_length", "cross_attention_cache"):
-            longest = max(longest, stored_length(item))
+    longest, waiting = 0, [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list | tuple):
+            waiting += part
+        elif is_cache_part(type(part)):
+            count = getattr(part, "cumulative_length", 0)
+            longest = max(longest, count if isinstance(count, int) else 0)
+            waiting += [item for name, item in vars(part).items() if name != "cross_attention_cache"]
     return longest
 
 

@@ -55,8 +55,8 @@ def difference(
         got: Fingerprint of the other one.
         path: Path of both.
         lists: Paths of lists that may hold any number of tensors.
-        recorded: Also accept containers without some tensors of the other one, and None instead of a container with
-            tensors: for calls that were both recorded.
+        recorded: Also accept containers without some tensors of the other one, None instead of a container with
+            tensors, and nothing instead of None: for calls that were both made.
     """
     if expected == got:
         return None
@@ -76,7 +76,7 @@ def difference(
             continue
         part, is_extra = (others[step], True) if step in others else (mine[step], False)
         is_open = is_extra or recorded or path in lists or expected[0] == "registered"
-        is_field = part == NONE and expected[0] == "registered"
+        is_field = part == NONE and (recorded or expected[0] == "registered")
         if not is_field and not (is_open and _only_tensors(part)):
             text = text_of(part)
             return Mismatch(inner, *(("nothing", text) if is_extra else (text, "nothing")))

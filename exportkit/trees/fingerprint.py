@@ -98,12 +98,6 @@ class _Describer:
         kind: Any = type(value)
         if kind in ATOMS:
             return _atom(value)
-        if isinstance(value, torch.Tensor):
-            # Inside an object, it is not an input of a graph: the same tensor with the values that it had.
-            if not self._in_object:
-                return TENSOR
-            version = version_of(value)  # torch does not count in inference mode: then it may have changed
-            return ("tensor", *_identity(value)[1:], next(_numbers) if version is None else version)
         self._parts += 1
         if self._parts > _MOST_PARTS:
             raise _TooManyParts
@@ -111,6 +105,8 @@ class _Describer:
             return ("above", len(self._open) - self._open[id(value)])
         self._open[id(value)] = len(self._open)
         try:
+            if isinstance(value, torch.Tensor):
+                return self._tensor(value)
             return self._container(value, kind) or self._leaf(value, kind)
         except _TooManyParts:
             raise
@@ -118,6 +114,13 @@ class _Describer:
             return _identity(value)
         finally:
             del self._open[id(value)]
+
+    def _tensor(self, value: torch.Tensor) -> Fingerprint:
+        """A tensor; inside an object it is not an input of a graph: the same one, with the values that it has."""
+        if not self._in_object:
+            return TENSOR
+        version = version_of(value)  # torch does not count in inference mode: then it may have changed
+        return ("tensor", *_identity(value)[1:], next(_numbers) if version is None else version)
 
     def _all(self, values: Any) -> Fingerprint:
         return tuple(map(self.described, values))

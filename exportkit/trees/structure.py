@@ -77,7 +77,7 @@ class Registered:
         return unflattened(self.cls, self.node, self.children.spec.unflatten(items), self.context)
 
 
-def unflattened(cls: type, node: Registration, children: Sequence[Any], context: Any) -> Any:
+def unflattened(cls: type, node: Registration, children: Any, context: Any) -> Any:
     """Returns the object of a registered class; torch (2.13) itself makes a tuple of what was a torch.Size."""
     if cls is torch.Size and not any(isinstance(child, torch.Tensor) for child in children):
         return torch.Size(children)
@@ -262,7 +262,7 @@ class Leaves:
                 elif type(node) is Table:
                     self._add_table(node, path)
                 elif type(node) in _NODES:
-                    levels.append(iter(_steps(node, path, growth)))
+                    levels.append(_steps(node, path, growth))
                     break  # what is in it comes first
                 elif not inside:
                     self.paths.append(path)
@@ -283,8 +283,9 @@ class Leaves:
         self.next += len(numbers)
 
 
-def _steps(node: Any, path: str, growth: Growth | None) -> list[tuple[Any, str, bool, Growth | None]]:
+def _steps(node: Any, path: str, growth: Growth | None) -> Iterator[tuple[Any, str, bool, Growth | None]]:
     """The items of a node with their paths, whether they are inside a cache, and how they grow."""
+    growths = [growth] * len(node.items)
     if type(node) is Nested:
         paths = [path_of(steps, path) for steps in node.spec.paths()]
     elif type(node) is Registered:
@@ -293,17 +294,9 @@ def _steps(node: Any, path: str, growth: Growth | None) -> list[tuple[Any, str, 
         paths = [f"{path}[{key!r}]" for key in node.keys or range(len(node.items))]
     else:
         state = dict(zip(node.names, node.items, strict=True))
-        return [
-            (
-                value,
-                f"{path}.{name}" if path else name,
-                True,
-                growth_of(name, node.cls, state) if name in GROWING else None,
-            )
-            for name, value in state.items()
-        ]
-    growth = growth if node.inside else None
-    return [(item, inner, node.inside, growth) for item, inner in zip(node.items, paths, strict=True)]
+        paths = [f"{path}.{name}" if path else name for name in state]
+        growths = [growth_of(name, node.cls, state) if name in GROWING else None for name in state]
+    return zip(node.items, paths, [node.inside] * len(paths), growths, strict=True)
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,7 +3,7 @@
 import pytest
 
 from exportkit.errors import PlanError
-from exportkit.plan.conditions import SizeCondition, first_broken
+from exportkit.plan.conditions import SizeCondition, evaluate, first_broken
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,40 @@ def test_messages_put_numbers_in(text, sizes, got):
 )
 def test_bounds_of_one_variable_are_recognised(text, bounds):
     assert SizeCondition(text).bounds() == bounds
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("batch", 3), ("max(max, batch)", 4), ("batch * (length // 2) - 1", 8), ("-1 * length % 4", 1),
+        ("max(batch, 5)", 5), ("trunc(0.29 * float(length))", 2), ("2 if batch == 3 and not length < 0 else 1", 2),
+        ("length ** 2", 49), ("length > 4", True), ("batch / 2", 1.5),
+    ],
+)  # fmt: skip
+def test_numbers_have_the_value_that_python_gives_them(text, value):
+    found = evaluate(text, {"batch": 3, "length": 7, "max": 4})
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "batch +",
+        "__import__('os')",
+        "batch.real",
+        "[batch]",
+        "'text'.upper()",
+        "lambda: 1",
+        "9 ** 9 ** 9",
+        "b" * 3000,
+    ],
+)
+def test_no_other_text_is_a_number(text):
+    with pytest.raises(PlanError):
+        evaluate(text, {"batch": 3, "length": 7})
+
+
+def test_a_number_without_a_value_is_an_error():
+    with pytest.raises(PlanError, match="no value for these sizes"):
+        evaluate("1 // batch", {"batch": 0})

@@ -60,7 +60,7 @@ def size_in_a_string(self, x):
     return x.neg(), f"{x.shape[0]} rows"
 
 
-@case(truth=OTHERS)
+@case(may_refuse=True, truth=OTHERS)
 def size_in_nested_dataclasses(self, x):
     return Result(x * 2, x.shape[1], Result(x + 1, (x.shape[0], 3)))
 
@@ -101,7 +101,7 @@ def enum_by_size(self, x):
     return x.sin(), Mode.WIDE if x.shape[1] > x.shape[0] + 2 else Mode.TALL
 
 
-@case(truth=[*OTHERS, *at((2, 12))])
+@case(may_refuse=True, truth=[*OTHERS, *at((2, 12))])
 def absent_for_short_inputs(self, x):
     return x.sin(), (x.cos() if x.shape[1] > 6 else None)
 

@@ -185,7 +185,7 @@ def windows_of_three(self, x):
     return x.unfold(1, 3, 2).sum(-1)
 
 
-@case(serves=at((2, 9), (4, 6)), truth=at((2, 2), (2, 1)))
+@case(serves=at((2, 9)), truth=at((4, 6), (2, 2), (2, 1)))
 def pairs_of_columns(self, x):
     return x[:, : x.shape[1] - x.shape[1] % 2].reshape(len(x), -1, 2).prod(-1)
 
@@ -212,7 +212,7 @@ def size_in_a_tensor(self, x):
     return torch.where(torch.tensor(x.shape[1]) > 11, x * 2, x + 1)
 
 
-@case(serves=at((2, 6)), truth=at((4, 3), (2, 9), (5, 1)))
+@case(may_refuse=True, truth=at((2, 6), (4, 3), (2, 9), (5, 1)))
 def reshape_that_is_tried(self, x):
     try:
         return x.reshape(3, -1).sum() + x
