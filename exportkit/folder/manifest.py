@@ -210,6 +210,10 @@ def _require_consistent(contract: Contract) -> None:
     )
     if unknown:
         raise InvalidDataError("inputs and variables of the plan", ", ".join(unknown))
+    constants = contract.structure.constants()
+    for path in (*contract.numbers, *domain.returned):
+        if not isinstance(constants.get(path), bool | int | float):
+            raise InvalidDataError("a number among the outputs", constants.get(path), path)
 
 
 def _dtype_of(name: str) -> torch.dtype:

@@ -303,10 +303,12 @@ class Padding:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns booleans that broadcast to the tensor, or None if all of it counts."""
+        if self._mask is None:
+            return None
         shape = tuple(tensor.shape)
-        if self._mask is not None and shape not in self._found:
+        if shape not in self._found:
             self._found[shape] = self._of_shape(self._mask, shape)
-        return self._found.get(shape)
+        return self._found[shape]
 
     def has_several_rows_of_a_token(self, tensor: torch.Tensor) -> bool:
         """Returns whether there is a row for each expert of each token, so that it is not known which are padding."""

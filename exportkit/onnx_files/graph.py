@@ -16,7 +16,7 @@ import torch
 
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation, Written
-from exportkit.errors import ArgumentError
+from exportkit.errors import ArgumentError, RuntimeFailure
 from exportkit.files import Stamp, stamp_of
 from exportkit.plan.conditions import evaluate
 from exportkit.plan.plan import Plan
@@ -188,8 +188,8 @@ class OnnxGraph:
         contract: Contract,
         observation: Observation,
         traced: TracedProgram | None = None,
-        unseen: tuple[Call, ...] | None = None,
         *,
+        unseen: tuple[Call, ...] | None = None,
         require_unchanged: Callable[[], None] | None = None,
         eager: EagerRunner | None = None,
         measured: dict[str, Measured] | None = None,
@@ -229,6 +229,14 @@ class OnnxGraph:
             session = Session(self.path)
             if self._require_unchanged is not None:  # asked afterwards, so that a change meanwhile shows, too
                 self._require_unchanged()
+            names = {*self.contract.inputs}, {*self.contract.outputs}
+            if not {*session.inputs} <= names[0] or {*session.outputs} != names[1]:
+                raise RuntimeFailure(
+                    "The graph has inputs or outputs that differ from those in its description.",
+                    where=str(self.path),
+                    expected=f"{', '.join(self.contract.inputs)} -> {', '.join(self.contract.outputs)}",
+                    got=f"{', '.join(session.inputs)} -> {', '.join(session.outputs)}",
+                )
             self._session = session
         return self._session
 
@@ -323,6 +331,9 @@ class OnnxGraph:
     def _numbers(self, returned: Mapping[str, torch.Tensor | None], numbers: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs that are Python numbers in the model, by path: those that the graph returns, and further ones."""
         found = {path: returned.get(path) for path in self.contract.numbers}
+        wrong = next((path for path, tensor in found.items() if tensor is not None and tensor.numel() != 1), None)
+        if wrong is not None:
+            raise RuntimeFailure("The graph returns a tensor where the model returns a number.", where=wrong)
         given = {path: tensor.item() for path, tensor in found.items() if tensor is not None}
         kinds = self.contract.structure.constants()
         return {path: type(kinds[path])(value) for path, value in {**given, **numbers}.items()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from exportkit.errors import ArgumentError
+from exportkit.json_data import Size
 from exportkit.plan.conditions import SizeCondition, first_broken
 from exportkit.plan.expression import Expression
 from exportkit.plan.sizes import solve_equations
@@ -46,7 +47,7 @@ class SmallSizes:
         waived: Texts of the conditions that need not hold then.
     """
 
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, Size]
     waived: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -12,8 +12,8 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, PlanError
+from exportkit.json_data import Size, read
 from exportkit.plan.conditions import SizeCondition
-from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
 from exportkit.probing.simplify import first_step
 from exportkit.programs.call_check import SMALLEST, CallCheck, DomainInput, SmallSizes, ranged
@@ -144,17 +144,14 @@ class Domain:
         """
         try:
             found = cls(
-                tuple(
-                    DomainInput(**{**item, "sizes": tuple(Expression.from_json(size) for size in item["sizes"])})
-                    for item in data["inputs"]
-                ),
-                {name: (least, most) for name, (least, most) in data["ranges"].items()},
-                tuple(SizeCondition(**item) for item in data["conditions"]),
-                tuple(SmallSizes(dict(item["sizes"]), tuple(item["waived"])) for item in data["patterns"]),
+                read(tuple[DomainInput, ...], data["inputs"]),
+                read(Mapping[str, tuple[Size, Size | None]], data["ranges"]),
+                read(tuple[SizeCondition, ...], data["conditions"]),
+                read(tuple[SmallSizes, ...], data["patterns"]),
                 {path: load_value(value) for path, value in data["constants"].items()},
-                frozenset(map(frozenset, data["absent"])),
+                read(frozenset[frozenset[str]], data["absent"]),
                 PythonValues.from_json(data["values"]),
-                dict(data["returned"]),
+                read(Mapping[str, str], data["returned"]),
             )
             found.check.require_readable()
         except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
+from exportkit.json_data import Size, read
 from exportkit.trees import Fingerprint, Tree, constants_in, fingerprint, is_cache_class, join
 from exportkit.trees.constants import from_json
 
@@ -44,7 +45,7 @@ class Landmarks:
     """
 
     first: str | None
-    growing: Mapping[str, int]
+    growing: Mapping[str, Size]
 
     @classmethod
     def of(cls, observation: Observation) -> Landmarks:
@@ -132,17 +133,22 @@ class Split:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Split:
-        """Returns the split that `to_json` described."""
-        kinds = {
-            name: Kind(
-                frozenset(map(tuple, kind["given"])),
-                frozenset(kind["single"]),
-                frozenset((path, from_json(value)) for path, value in kind["constants"].items()),
+        """Returns the split that `to_json` described.
+
+        Raises:
+            InvalidDataError: if the data is not a split.
+        """
+        kinds = {}
+        for name, kind in read(Mapping[str, Mapping[str, Any]], data["kinds"]).items():
+            constants = read(Mapping[str, Any], kind["constants"])
+            kinds[name] = Kind(
+                read(frozenset[tuple[str, Size]], kind["given"]),
+                read(frozenset[Size], kind["single"]),
+                frozenset((path, from_json(value)) for path, value in constants.items()),
             )
-            for name, kind in data["kinds"].items()
-        }
-        calls = {name: tuple(calls) for name, calls in data["calls"].items()}
-        return cls(data["reason"], Landmarks(data["first"], data["growing"]), kinds, calls)
+        landmarks = read(Landmarks, {"first": data["first"], "growing": data["growing"]})
+        calls = read(Mapping[str, tuple[Size, ...]], data["calls"])
+        return cls(read(str, data["reason"]), landmarks, kinds, calls)
 
 
 def kinds_of(observation: Observation, landmarks: Landmarks) -> dict[Kind, list[Call]]:

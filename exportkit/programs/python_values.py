@@ -9,6 +9,7 @@ from typing import Any
 
 from exportkit.calls.call import Call, Signature
 from exportkit.errors import ArgumentError
+from exportkit.json_data import read
 from exportkit.trees import Fingerprint, Tree, fingerprint, text_of
 from exportkit.trees.constants import Mismatch, difference, from_json, has_tensors
 from exportkit.trees.fingerprint import NOTHING
@@ -124,9 +125,20 @@ class PythonValues:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PythonValues:
         """Returns the values that `to_json` described."""
-        forms = {name: tuple(map(from_json, found)) for name, found in data["forms"].items()}
-        defaults = {name: from_json(found) for name, found in data["defaults"].items()}
-        return cls(forms, defaults, data["catch_all"], tuple(data["lists"]))
+        forms, lists = read(Mapping[str, tuple[Any, ...]], data["forms"]), read(tuple[str, ...], data["lists"])
+        return cls(
+            {name: tuple(map(_fingerprint, found)) for name, found in forms.items()},
+            {name: _fingerprint(found) for name, found in read(Mapping[str, Any], data["defaults"]).items()},
+            read(str | None, data["catch_all"]),
+            lists,
+        )
+
+
+def _fingerprint(data: Any) -> Fingerprint:
+    found = from_json(data)
+    if not found:
+        raise ValueError("a value is missing")
+    return found
 
 
 def _by_path(values: Mapping[str, Any], catch_all: str | None) -> dict[str, Any]:

@@ -249,5 +249,30 @@ def _holds_closed(node: Nested) -> bool:
 
 
 def from_json(data: Any) -> Fingerprint:
-    """Returns the fingerprint that JSON data hold, in which tuples are lists."""
-    return tuple(map(from_json, data)) if isinstance(data, list) else data
+    """Returns the fingerprint that JSON data hold, in which tuples are lists; None for None.
+
+    Raises:
+        PlanError: if the data is not a fingerprint.
+    """
+    value = _as_tuples(data)
+    try:
+        hash(value)
+        for found in () if value is None else _parts_below(value):
+            text_of(found)
+    except Exception as error:  # whatever is raised for data that may be anything
+        raise PlanError("A constant is damaged.", got=f"{type(error).__name__}: {error}") from error
+    result: Fingerprint = value
+    return result
+
+
+def _parts_below(value: Any) -> Iterator[Fingerprint]:
+    """The value and everything in it."""
+    if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
+        raise TypeError(f"{str(value)[:_LONGEST]} is not a value")
+    yield value
+    for part in (parts_of(value) or {}).values():
+        yield from _parts_below(part)
+
+
+def _as_tuples(data: Any) -> Any:
+    return tuple(map(_as_tuples, data)) if isinstance(data, list) else data

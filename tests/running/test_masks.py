@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from exportkit.module_traces.tensor_pairs import Padding
 
+from exportkit.module_traces.align import Padding
 from exportkit.running.masks import find_mask, find_masks, kept_positions, visible_tail
 
 LEFT = [[False, True, True], [True, True, True]]
