@@ -43,7 +43,8 @@ def greedy(ids, mask, count):
     tokens, cache = [], None
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     while len(tokens) < count:
-        outputs = onnx_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        outputs = onnx_model(**inputs, logits_to_keep=1)  # as generate asked for it
         ids, cache = outputs.logits[:, -1].argmax(-1, keepdim=True), outputs.past_key_values
         mask, positions = torch.cat([mask, torch.ones_like(ids)], dim=1), positions[:, -1:] + 1
         tokens.append(ids)

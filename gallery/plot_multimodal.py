@@ -44,7 +44,8 @@ def greedy(inputs, count):
     length, tokens = inputs["input_ids"].shape[1], []
     while len(tokens) < count:
         ids = inputs["input_ids"]
-        outputs = onnx_model(**inputs, position_ids=torch.arange(length - ids.shape[1], length).expand(ids.shape))
+        positions = torch.arange(length - ids.shape[1], length).expand(ids.shape)
+        outputs = onnx_model(**inputs, position_ids=positions, logits_to_keep=1)  # as generate asked for it
         tokens.append(outputs.logits[:, -1].argmax(-1, keepdim=True))
         inputs, length = {"input_ids": tokens[-1], "past_key_values": outputs.past_key_values}, length + 1
     return torch.cat(tokens, dim=1)

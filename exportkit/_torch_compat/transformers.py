@@ -52,6 +52,16 @@ def cache_class(name: str) -> Any:
     return getattr(sys.modules.get("transformers.cache_utils"), name, None)
 
 
+def causal_mask_shortcut() -> tuple[Any, str] | None:
+    """Returns the function that decides whether a causal mask is needed: its module and its name.
+
+    None while transformers is not imported. In a trace, it always says yes, and compares sizes before. Seen in
+    transformers 5.23.
+    """
+    owner, name = sys.modules.get("transformers.masking_utils"), "_ignore_causal_mask_sdpa"
+    return None if owner is None or not hasattr(owner, name) else (owner, name)
+
+
 def recordable_outputs(module: Any) -> Mapping[str, Any]:
     """Returns what a module declares as recordable, specs by key; empty if nothing. Seen in transformers 5.23."""
     return getattr(module, RECORDABLE_OUTPUTS, None) or {}

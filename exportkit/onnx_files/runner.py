@@ -127,8 +127,8 @@ class OnnxRunner:
         """Returns what the model returns, computed by onnxruntime.
 
         Arguments are given as to the model: nested values, caches, by position or by name. Optional inputs may be left
-        out if recorded calls left them out. Python constants that the graph was exported with may be left out, too;
-        another value for one of them is an error. If the model returns a list with a tensor for each image, of
+        out if recorded calls left them out. Python constants have to be those that the graph was exported with; what is
+        left out has the default of the model's method. If the model returns a list with a tensor for each image, of
         different sizes, the list returned here holds one tensor, their concatenation.
 
         Raises:

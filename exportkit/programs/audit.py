@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from exportkit._torch_compat.graph import schema_of
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
@@ -35,6 +37,7 @@ from exportkit.trees import check_opened
 
 # The largest limit beyond which the model itself is run.
 _ASKED = 2048
+_OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}  # they read nothing of what they write to
 _TRIED_IN_RANGE = 64  # sizes of a range that a user asked for
 
 
@@ -246,8 +249,17 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
         traced: The program.
 
     Raises:
+        ExportError: if the model computes its result from buffers that it changes.
         UnregisteredClassError: if the model returns nothing but an object that cannot be opened.
     """
+    if kept := _buffers_kept_between_calls(traced.program):
+        raise ExportError(
+            "The model keeps a state in its buffers: it changes them, and its result depends on what the call before "
+            "left in them.",
+            where=", ".join(kept),
+            expected="a result that depends on the inputs alone",
+            hint="take the state as an input and return the new one, as models do with caches.",
+        )
     inputs = dict(zip(tensor_placeholders(traced.program), traced.input_paths, strict=True))
     nodes = list(traced.program.graph.nodes)
     unused = {node.name for node in nodes if node.op == "placeholder" and not node.users}
@@ -276,6 +288,32 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
         text = str(error).partition("\n")[0]
         findings.append(Finding("lost output", "output", f"{text} The graph returns the others."))
     return findings
+
+
+def _buffers_kept_between_calls(program: torch.export.ExportedProgram) -> list[str]:
+    """Names of the buffers that a program writes, after it has computed some of its result from the old values."""
+    names = program.graph_signature.inputs_to_buffers
+    results = {spec.arg.name for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"}
+    old: dict[str, frozenset[str]] = {}  # by node: the buffers that its value is computed from, as the call found them
+    written, used = set[str](), set[str]()
+    for node in program.graph.nodes:
+        old[node.name] = frozenset({names[node.name]}) if node.name in names else frozenset()
+        if node.op != "call_function":
+            continue
+        old[node.name] = frozenset().union(*(old[value.name] for value in node.all_input_nodes))
+        schema = schema_of(node.target)
+        if schema is None or not schema.name.endswith("_") or not isinstance(node.args[0], torch.fx.Node):
+            continue
+        base, _ = _source(node.args[0])
+        if node.args[0] is base and schema.name in _OVERWRITES:
+            others = [value for value in node.all_input_nodes if value is not base]
+            old[node.name] = old[base.name] = frozenset().union(*(old[value.name] for value in others))
+        else:
+            old[base.name] |= old[node.name]
+        written |= {names[base.name]} if base.name in names else set()
+    for name in results & old.keys():
+        used |= old[name]
+    return sorted(written & used)
 
 
 def _source(node: Any) -> tuple[Any, bool]:

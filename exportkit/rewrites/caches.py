@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.transformers import REDUCED_MASK, cache_class
+from exportkit._torch_compat.transformers import REDUCED_MASK, cache_class, causal_mask_shortcut
 from exportkit.overrides import Attribute, original_attribute, replaced, replaced_attributes
 
 Adapted = tuple[dict[str, Any], Callable[[Any], Any]]  # arguments of a traced call, and what completes its result
@@ -44,12 +44,14 @@ def symbolic_windows(_model: torch.nn.Module) -> _Context:
     """Keeps the lengths of sliding-window layers symbolic.
 
     The counter comes from the inputs (the caller of the trace sets it), lengths are those of the tensors, and the slice
-    that keeps the last ``window - 1`` tokens becomes a narrow with a symbolic start.
+    that keeps the last ``window - 1`` tokens becomes a narrow with a symbolic start. Whether a causal mask is needed is
+    not asked: in a trace it is, and asking limits the program to windows that are not full.
     """
-    windowed = cache_class("DynamicSlidingWindowLayer")
-    if windowed is None:
-        return contextlib.nullcontext()
-    return replaced_attributes(windowed, {"update": _update, "get_mask_sizes": _mask_sizes})
+    windowed, shortcut = cache_class("DynamicSlidingWindowLayer"), causal_mask_shortcut()
+    changed = [] if windowed is None else [(windowed, "update", _update), (windowed, "get_mask_sizes", _mask_sizes)]
+    if shortcut is not None:
+        changed.append((*shortcut, lambda *_, **__: False))
+    return replaced([(Attribute(owner, name), value) for owner, name, value in changed])
 
 
 def _update(

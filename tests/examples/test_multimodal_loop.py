@@ -68,7 +68,7 @@ def greedy(onnx_model, model, inputs):
     found, start, shift = [], 0, None
     while len(found) < COUNT:
         position_ids, shift = positions(model, inputs, start, shift)
-        outputs = onnx_model(**inputs, position_ids=position_ids)
+        outputs = onnx_model(**inputs, position_ids=position_ids, logits_to_keep=1)
         start += inputs["input_ids"].shape[1]
         found.append(outputs.logits[:, -1].argmax(-1, keepdim=True))
         more = {"mm_token_type_ids": torch.zeros_like(found[-1]).int()} if "mm_token_type_ids" in inputs else {}

@@ -16,6 +16,7 @@ from exportkit._torch_compat.transformers import (
     attention_implementation,
     attention_property,
     cache_bases,
+    causal_mask_shortcut,
     set_attention_implementation,
 )
 from exportkit.errors import CompatibilityError
@@ -161,6 +162,14 @@ def test_base_classes_of_caches_are_found():
         cache_utils.LinearAttentionCacheLayerMixin,
         cache_utils.DummyLayer,
     )
+
+
+def test_transformers_asks_one_function_whether_a_causal_mask_is_needed():
+    import transformers.masking_utils
+
+    owner, name = causal_mask_shortcut()
+    assert owner is transformers.masking_utils
+    assert getattr(owner, name)(None, 3, 3, 0, 0) is True
 
 
 def test_private_api_that_is_gone_is_named_with_the_version():

@@ -217,3 +217,39 @@ def test_a_decoder_gives_nothing_to_report():
     with observer(model):
         model.generate(torch.randint(3, 50, (2, 5)), max_new_tokens=4, do_sample=False)
     assert not findings(exportkit.export(model, observer))
+
+
+class _Largest(torch.nn.Module):
+    """Divides by the largest value of all calls, which it keeps in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.tensor(1.0))
+
+    def forward(self, x):
+        self.largest.copy_(torch.maximum(self.largest, x.abs().max()))
+        return x / self.largest
+
+
+class _OwnLargest(_Largest):
+    """Divides by the largest value of this call; what was in the buffer before does not matter."""
+
+    def forward(self, x):
+        self.largest.copy_(x.abs().max())
+        return x / self.largest
+
+
+def test_state_in_a_buffer_is_refused():
+    model = _Largest()
+    observer = observed(model, *rows((2, 5), (3, 5)))
+
+    with pytest.raises(ExportError, match="keeps a state in its buffers") as caught:
+        exportkit.export(model, observer)
+
+    assert "largest" in str(caught.value)
+
+
+def test_buffer_that_every_call_overwrites_is_no_state():
+    model = _OwnLargest()
+
+    assert exportkit.export(model, observed(model, *rows((2, 5), (3, 5)))).program is not None

@@ -131,13 +131,6 @@ def _exported(case: Case, model: nn.Module, verdict: Verdict, path: Path, count:
 
 def _judged(case: Case, references: list[nn.Module], graph: Any, call: Call, verdict: Verdict) -> tuple[Outcome, str]:
     """What becomes of one call: the result and the arguments afterwards have to be those of a reference."""
-    expected, raised = [], ""
-    for reference in references:
-        own = call.copied()
-        try:
-            expected.append((reference(*own.args, **own.kwargs), own))
-        except Exception as error:
-            raised = f"{type(error).__name__}: {error}"
     own = call.copied()
     try:
         result = graph(*own.args, **own.kwargs)
@@ -146,6 +139,13 @@ def _judged(case: Case, references: list[nn.Module], graph: Any, call: Call, ver
     except Exception as error:
         verdict.crash = verdict.crash or f"{type(error).__name__}: {error}"
         return "loud", verdict.crash
+    expected, raised = [], ""
+    for reference in references:  # which keep in step with the graph: they are not called if the graph refuses
+        arguments = call.copied()
+        try:
+            expected.append((reference(*arguments.args, **arguments.kwargs), arguments))
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
     if not expected:
         return "silent", f"answered, but the model raises {raised}"
     found = []
