@@ -86,6 +86,7 @@ bench: $(STAMP)  ## Run the benchmarks
 	@$(BIN)/python benchmarks/imports.py
 	@$(BIN)/python benchmarks/line.py
 	@$(BIN)/python benchmarks/observe.py
+	@$(BIN)/python benchmarks/domain.py
 	@$(BIN)/python benchmarks/capture.py
 	@$(BIN)/python benchmarks/trace.py
 	@$(BIN)/python benchmarks/export.py

@@ -11,11 +11,11 @@ from typing import Any
 
 import onnxruntime
 import torch
+from exportkit._torch_compat.onnx import quiet_onnx_export
 from samples import Sample, Samples, Tensors, size_sets, value_sets
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from exportkit._torch_compat.graph import recurrent_loops
-from exportkit._torch_compat.onnx import quiet_onnx_export
 from exportkit.onnx_files.decompositions import translatable
 from exportkit.onnx_files.findings import operator_findings
 from exportkit.onnx_files.forms import FORMS

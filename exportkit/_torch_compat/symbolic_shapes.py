@@ -104,22 +104,30 @@ def symbolic_square_root() -> Any:
     return require(torch, "_sym_sqrt", "torch 2.13")
 
 
-def with_values(expression: Any, values: Mapping[Any, Any]) -> Any:
-    """Returns a traced expression with other expressions in place of symbols, as far as sympy can simplify it.
+def always_holds(relation: Any, values: Mapping[Any, Any]) -> bool:
+    """Returns whether a traced relation holds whatever the sizes are, as far as sympy and torch's ranges can tell.
 
     torch's own ``Min`` and ``Max`` decide less than those of sympy, which take their place. Seen in torch 2.13.
 
     Args:
-        expression: An expression or a relation of sympy.
-        values: An expression for each symbol.
+        relation: A relation of sympy.
+        values: For each symbol, an expression in symbols that are 0 or more.
     """
     import sympy
-    from torch.utils._sympy import functions
+    from torch.utils._sympy import functions, numbers, value_ranges
 
-    plain = expression
+    plain = relation
     for name in ("Min", "Max"):
         plain = plain.replace(require(functions, name, "torch 2.13"), getattr(sympy, name))
-    return plain.xreplace(values)
+    plain = plain.xreplace(values)
+    if plain in (sympy.true, sympy.false):
+        return bool(plain)
+    unlimited = require(value_ranges, "ValueRanges", "torch 2.13")(0, require(numbers, "int_oo", "torch 2.13"))
+    try:
+        found = require(value_ranges, "bound_sympy", "torch 2.13")(plain, dict.fromkeys(plain.free_symbols, unlimited))
+    except (ArithmeticError, NotImplementedError, AssertionError, AttributeError, TypeError):
+        return False
+    return bool(found.lower == True)  # noqa: E712
 
 
 def as_python(expression: Any, names: Mapping[Any, str]) -> str:
@@ -147,4 +155,19 @@ def as_python(expression: Any, names: Mapping[Any, str]) -> str:
         def _helper_sqrt(self, value: Any) -> str:
             return f"sqrt({self._print(value)})"
 
-    return ast.unparse(ast.parse(Printer().doprint(expression).replace("math.", ""), mode="eval"))
+    return ast.unparse(_Differences().visit(ast.parse(Printer().doprint(expression).replace("math.", ""), mode="eval")))
+
+
+class _Differences(ast.NodeTransformer):
+    """Writes ``-1 + a`` as ``a - 1``, and ``a + -1 * b`` as ``a - b``."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        for left, right in ((node.left, node.right), (node.right, node.left)) if isinstance(node.op, ast.Add) else ():
+            match right:
+                case ast.UnaryOp(op=ast.USub(), operand=operand):
+                    return ast.BinOp(left, ast.Sub(), operand)
+                case ast.BinOp(left=ast.UnaryOp(op=ast.USub(), operand=factor), op=ast.Mult(), right=rest):
+                    is_one = isinstance(factor, ast.Constant) and factor.value == 1
+                    return ast.BinOp(left, ast.Sub(), rest if is_one else ast.BinOp(factor, ast.Mult(), rest))
+        return node

@@ -290,7 +290,30 @@ class OnnxGraph:
         Raises:
             ArgumentError: if the arguments do not fit the graph.
         """
-        signature, plan, domain = self.contract.signature, self.contract.plan, self.contract.domain
+        values, given, known = self._unpacked(args, kwargs, made)
+        self.contract.domain.require(given.tensors, known)
+        self.contract.domain.values.require(values, {first_step(path) for path in made or ()})
+        return given
+
+    def explain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensors | None = None) -> str:
+        """Returns why a call is inside or outside of the domain, condition by condition.
+
+        Args:
+            args: Positional arguments of the model.
+            kwargs: Named arguments of the model.
+            made: What parts made of their own arguments, by path of the input.
+
+        Raises:
+            ArgumentError: if the model has no such inputs.
+        """
+        _, given, known = self._unpacked(args, kwargs, made)
+        return self.contract.domain.explain(given.tensors, known)
+
+    def _unpacked(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensors | None
+    ) -> tuple[Mapping[str, Any], Given, dict[str, int]]:
+        """The arguments by name, what they give to the graph, and the sizes that tensors do not show."""
+        signature, plan = self.contract.signature, self.contract.plan
         accepted = {*signature.plain()} | ({*kwargs} if signature.var_keyword else set())
         unknown = next((name for name in kwargs if name not in accepted), None)
         if unknown is not None:
@@ -306,9 +329,7 @@ class OnnxGraph:
         given = as_simplified({**found, **(made or {})}, plan.joined, plan.unused)
         given = {path: t for path, t in given.items() if path in plan.by_path or t.numel()}  # an empty cache is none
         past, role = hidden_past(plan, given, values.values()), plan.with_role("past")
-        domain.require(given, {} if past is None or role is None else {role.name: past})
-        domain.values.require(values, {first_step(path) for path in made or ()})
-        return Given(given, past)
+        return values, Given(given, past), {} if past is None or role is None else {role.name: past}
 
     def feeds(self, given: Given) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for a call, by name of its input."""

@@ -234,6 +234,16 @@ class OnnxRunner:
         for part in self.parts.values():
             part.reopen_changed()
 
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """Returns why a call is inside or outside of the domain, condition by condition; of each of several graphs.
+
+        Raises:
+            ArgumentError: if the model has no such inputs.
+        """
+        own, made = self._fed_by_parts(args, kwargs)
+        texts = {name: graph.explain(args, own, made) for name, graph in self.graphs.items()}
+        return "\n".join(f"{name}: {text}" if name else text for name, text in texts.items())
+
     def feeds(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for these arguments, by name of its input."""
         return self.graph.feeds(self._given(args, kwargs))

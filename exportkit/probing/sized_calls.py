@@ -1,19 +1,22 @@
-"""Calls at chosen sizes that the model accepts, with what it returns for them."""
+"""Calls at chosen sizes that the model accepts, with what it returns for them, at once or token by token."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from exportkit.arguments.build import build_call, with_integers_below
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
+from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import MissingDefaults, run_leniently
-from exportkit.trees import flatten
+from exportkit.running.eager import run_eager
+from exportkit.trees import flatten, join
 
 
 def sized_call(plan: Plan, observation: Observation, defaults: MissingDefaults, sizes: Mapping[str, int]) -> Call:
@@ -67,3 +70,65 @@ def run_sized(plan: Plan, model: torch.nn.Module, method: str, call: Call) -> Ca
             continue
         return replace(given, outputs=flatten(returned), latency=time.perf_counter() - started)
     raise errors[0]
+
+
+def stepwise_outputs(plan: Plan, model: torch.nn.Module, method: str, call: Call) -> dict[str, torch.Tensor] | None:
+    """Returns what the model returns for the new tokens one by one, by path; None if it has no state to go on from.
+
+    Some state-space models start again from zeros if they get several tokens at once on a filled state: the Mamba
+    kernels have no argument for it. A graph that goes on from the state is right, and equals the model token by token.
+    Outputs along the tokens are joined; of others, such as the state itself, the last one is returned.
+
+    Args:
+        plan: The plan.
+        model: The model.
+        method: The method.
+        call: The call, at known sizes, with what the model returned for it.
+
+    Raises:
+        Exception: whatever the model raises.
+    """
+    sizes = call.sizes
+    new = plan.with_role("sequence")
+    if new is None or sizes[new.name] < 2 or not any(leaf.is_optional for leaf in plan.leaves):
+        return None
+    steps: list[dict[str, torch.Tensor]] = []
+
+    def one_by_one(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
+        cut = {name for name, value in values.items() if _depends(plan, name, value, new.name)}
+        carried = {name: value for name, value in values.items() if name not in cut}
+        for step in range(sizes[new.name]):
+            token = {n: _token(plan, n, values[n], new.name, sizes, step) for n in cut}
+            result = run({name: token.get(name, carried.get(name)) for name in values})
+            steps.append({path: tensor.clone() for path, tensor in flatten(result).tensors().items()})
+            if isinstance(result, Mapping):
+                carried |= {name: result[name] for name in carried if result.get(name) is not None}
+
+    run_eager(model, method, call, one_by_one)
+    returned = call.outputs.tensors()
+    found = {}
+    for path, tensor in steps[-1].items():
+        wanted = returned[path].shape if path in returned else tensor.shape
+        along = [axis for axis, size in enumerate(wanted) if size != tensor.shape[axis] == 1]
+        found[path] = torch.cat([step[path] for step in steps], along[0]) if along else tensor
+    return found
+
+
+def _depends(plan: Plan, name: str, value: Any, new: str) -> bool:
+    paths = [join(name, path) for path in flatten(value).tensors()]
+    return any(new in size.variables() for path in paths if path in plan.by_path for size in plan.by_path[path].sizes)
+
+
+def _token(plan: Plan, name: str, value: Any, new: str, sizes: Mapping[str, int], step: int) -> Any:
+    """An argument for one new token: that token, or all tokens up to it if the cached ones come first (a mask)."""
+
+    def cut(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        for axis, size in enumerate(plan.by_path[path].sizes):
+            if size == Expression.of(new):
+                tensor = tensor.narrow(axis, step, 1)
+            elif new in size.variables():
+                tensor = tensor.narrow(axis, 0, size.evaluate({**sizes, new: step + 1}))
+        return tensor
+
+    tree = flatten(value)
+    return tree.with_leaves({path: cut(join(name, path), tensor) for path, tensor in tree.tensors().items()}).build()

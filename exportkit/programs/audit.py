@@ -50,12 +50,14 @@ class Audit:
         findings: Sizes that it does not serve.
         refused: How many combinations of sizes the plan allows and the model accepts, but not the program.
         by_model: Whether a line of the model is the reason for some of them.
+        crossings: Sizes that break conditions which change nothing.
     """
 
     domain: Domain
     findings: tuple[Finding, ...]
     refused: int
     by_model: bool
+    crossings: tuple[Mapping[str, int], ...]
 
 
 def audit_sizes(traced: TracedProgram) -> Audit:
@@ -70,7 +72,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
     sizes, probe = TracedSizes(traced), ProgramProbe(traced)
     domain = replace(traced.domain, conditions=sizes.conditions(), returned=sizes.named(traced.numbers))
     domain = replace(domain, patterns=recorded_patterns(traced, domain, probe))
-    domain = without_harmless(traced, domain, probe, sizes.fixed())
+    domain, crossings = without_harmless(traced, domain, probe, sizes.fixed())
     for call in traced.observation.calls:
         domain = _with_recorded(traced, domain, call, probe, sizes.fixed())
     limits: dict[str, Finding] = {}
@@ -94,7 +96,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
         text = f"a decision at {guard.file}:{guard.line} ({place.code}) depends on values; the graph keeps it."
         limits.setdefault(text, Finding("limit", f"{guard.file}:{guard.line}", text))
     _require_ranges(traced, domain)
-    return Audit(domain, tuple(limits.values()), refused, by_model)
+    return Audit(domain, tuple(limits.values()), refused, by_model, tuple(crossings))
 
 
 def _with_recorded(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,7 @@ class Domain:
         absent: The sets of inputs that may be left out together, by path: those that recorded calls left out, and
             those for which the model was seen to return what the graph returns.
         returned: Numbers among the outputs that follow from sizes: expressions over the variables of the plan, by path.
+        waived: Conditions that the trace recorded and that change nothing, so that they are not required.
     """
 
     inputs: tuple[DomainInput, ...]
@@ -46,6 +47,7 @@ class Domain:
     absent: frozenset[frozenset[str]] = frozenset([frozenset()])
     values: PythonValues = field(default_factory=lambda: PythonValues({}, {}))
     returned: Mapping[str, str] = field(default_factory=dict)
+    waived: tuple[SizeCondition, ...] = ()
 
     @classmethod
     def of_plan(
@@ -106,19 +108,20 @@ class Domain:
                 found[name if whole else item.path] = None
         return ", ".join(found)
 
-    def explain(self, call: Call | Mapping[str, torch.Tensor]) -> str:
+    def explain(self, call: Call | Mapping[str, torch.Tensor], known: Mapping[str, int] | None = None) -> str:
         """Returns why a call is inside or outside of the domain, condition by condition.
 
         Args:
             call: A call, or its tensors by path.
+            known: Sizes that the tensors do not show.
         """
         given = call.tensors() if isinstance(call, Call) else call
         try:
-            self.require(given)
+            self.require(given, known)
             verdict = "inside"
         except ArgumentError as error:
             verdict = f"outside: {error}"
-        sizes = self.check.solve(given)
+        sizes = self.check.solve(given) | dict(known or {})
         lines = [f"{'yes' if holds else 'NO '}  {text}" for holds, text in self.check.explain(sizes)]
         return "\n".join([verdict, "sizes: " + ", ".join(f"{name} {size}" for name, size in sizes.items()), *lines])
 
@@ -132,6 +135,7 @@ class Domain:
             "constants": {path: dump_constant(value) for path, value in self.constants.items()},
             "values": self.values.to_json(),
             "absent": sorted(map(sorted, self.absent)),
+            "waived": [{"text": c.text, "place": c.place, "own": c.own} for c in self.waived],
             "returned": dict(self.returned),
         }
 
@@ -152,11 +156,28 @@ class Domain:
                 read(frozenset[frozenset[str]], data["absent"]),
                 PythonValues.from_json(data["values"]),
                 read(Mapping[str, str], data["returned"]),
+                read(tuple[SizeCondition, ...], data["waived"]),
             )
             found.check.require_readable()
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PlanError("This domain is damaged.", got=f"{type(error).__name__}: {error}") from error
         return found
+
+    def requiring(self, sizes: Mapping[str, int], recorded: Sequence[Mapping[str, int]]) -> Domain:
+        """Returns the domain with the waived conditions required that sizes break.
+
+        Args:
+            sizes: The size of each variable.
+            recorded: Sizes that stay inside in any case.
+        """
+        broken = [condition for condition in self.waived if not condition.holds(sizes)]
+        exactly = [" and ".join(f"{name} == {size}" for name, size in call.items()) for call in recorded]
+        required = []
+        for condition in broken:
+            kept = [f"({text})" for text, at in zip(exactly, recorded, strict=True) if not condition.holds(at)]
+            required.append(replace(condition, text=" or ".join([condition.text, *dict.fromkeys(kept)])))
+        waived = tuple(condition for condition in self.waived if condition not in broken)
+        return replace(self, conditions=(*self.conditions, *required), waived=waived)
 
     def limits(self) -> list[str]:
         """Returns where the graph may be used, in words: bounds of the variables, then the model's own conditions."""
@@ -197,6 +218,8 @@ class Domain:
         others = sum(not condition.own for condition in self.conditions)
         if others:
             lines.append(f"conditions of torch's own code: {others}")
+        if self.waived:
+            lines.append(f"conditions that change nothing, not required: {len(self.waived)}")
         if self.optional:
             sets = [self.names(paths) for paths in sorted(self.absent, key=sorted) if paths]
             lines.append(f"may be left out: {'; or '.join(sets) or 'nothing'}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from exportkit._torch_compat.symbolic_shapes import ShapeGuard, as_python, input_axes, shape_guards, with_values
+from exportkit._torch_compat.symbolic_shapes import ShapeGuard, always_holds, as_python, input_axes, shape_guards
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
 from exportkit.programs.call_check import SMALLEST
@@ -95,10 +95,10 @@ class TracedSizes:
             if isinstance(size, int):
                 if str(planned) != str(size):
                     yield SizeCondition(f"{planned} == {size}", *self._place(planned))
-            elif size.free_symbols <= self._homes.keys():
-                relation = sympy.Eq(self._value(planned), self._substituted(size))
-                if self._homes.get(size) != planned and relation != True:  # noqa: E712  # sympy's true equals True
-                    yield SizeCondition(f"{planned} == {as_python(size, self._names)}", *self._place(size))
+            elif self._homes.get(size) != planned and size.free_symbols <= self._homes.keys():
+                text = as_python(size, self._names)
+                if str(planned) != text and not self._is_implied(sympy.Eq(self._value(planned), size)):
+                    yield SizeCondition(f"{planned} == {text}", *self._place(size))
 
     def _of_ranges(self) -> Iterator[SizeCondition]:
         for symbol in self._homes:
@@ -126,12 +126,9 @@ class TracedSizes:
         whole = sympy.sympify(planned.uncapped().evaluate(sizes))
         return whole if planned.cap is None else sympy.Min(whole, planned.cap)
 
-    def _substituted(self, expression: Any) -> Any:
-        return with_values(expression, {symbol: self._value(self._homes[symbol]) for symbol in expression.free_symbols})
-
     def _is_implied(self, relation: Any) -> bool:
-        """Whether the plan and sizes of 2 and more leave no other way; the example that was traced is one way."""
-        return bool(self._substituted(relation) == True)  # noqa: E712  # sympy's true equals True
+        """Whether the plan, and sizes of 2 and more, leave no other way."""
+        return always_holds(relation, {symbol: self._value(planned) for symbol, planned in self._homes.items()})
 
 
 def _is_own(guard: ShapeGuard) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from exportkit.calls.call import Call
 from exportkit.plan.leaves import Finding
-from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.sizes import solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import (
     Pattern,
     at_pattern,
@@ -20,7 +21,7 @@ from exportkit.plan.small_sizes import (
 )
 from exportkit.probing.missing import completed_call
 from exportkit.probing.simplify import as_simplified
-from exportkit.probing.sized_calls import run_sized, sized_call
+from exportkit.probing.sized_calls import run_sized, sized_call, stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
@@ -58,7 +59,9 @@ class ProgramProbe:
         """
         key = tuple(sizes.values())
         if key not in self._known:
-            self._known[key] = self._difference(sizes)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # at sizes that nobody asked for
+                self._known[key] = self._difference(sizes)
         return self._known[key]
 
     def _difference(self, sizes: Mapping[str, int]) -> str | None:
@@ -68,14 +71,22 @@ class ProgramProbe:
             made = run_sized(traced.plan, traced.model, traced.method, call)
         except Exception:  # whatever the model raises for sizes that it does not accept
             return None
-        return self._outcome(replace(call.with_tensors(made.tensors()), outputs=made.outputs))
+        full = replace(call.with_tensors(made.tensors()), sizes=sizes, outputs=made.outputs)
+        difference = self._outcome(full)
+        if difference:  # the model may go on from a state only with one token at a time
+            try:
+                stepwise = stepwise_outputs(traced.plan, traced.model, traced.method, full)
+            except Exception:
+                return difference
+            difference = difference if stepwise is None else self._outcome(full, stepwise)
+        return difference
 
     def difference_in(self, call: Call) -> str:
         """Returns how the program departs from what a recorded call returned: an empty string if it does not."""
         traced = self._traced
         return self._outcome(completed_call(traced.plan, traced.observation, call, traced.defaults.values))
 
-    def _outcome(self, call: Call) -> str:
+    def _outcome(self, call: Call, returned: Tensors | None = None) -> str:
         joined, mask = self._traced.joined_outputs, find_mask(call.tensors())
 
         def compare(_: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
@@ -88,7 +99,8 @@ class ProgramProbe:
                     visible = visible_by_shape(mask[1], tuple(expected[path].shape))
                     yield compare_tensors(path, expected[path], got[path], visible)
 
-        (outcome,) = compare_runs(recorded, self._program, [call], compare)
+        expected = recorded(call) if returned is None else returned
+        (outcome,) = compare_runs(lambda _: expected, self._program, [call], compare)
         if outcome.error is not None:
             return f"the program raises {type(outcome.error).__name__}: {' '.join(str(outcome.error).split())[:160]}"
         return next((f"{wrong.path or 'output'}: {wrong.reason}" for wrong in outcome.wrong), "")
@@ -120,36 +132,51 @@ def recorded_patterns(traced: TracedProgram, domain: Domain, probe: ProgramProbe
     return tuple(found)
 
 
-def without_harmless(traced: TracedProgram, domain: Domain, probe: ProgramProbe, fixed: Collection[str]) -> Domain:
-    """Returns the domain without conditions of torch's own code that change nothing.
+def without_harmless(
+    traced: TracedProgram, domain: Domain, probe: ProgramProbe, fixed: Collection[str]
+) -> tuple[Domain, list[dict[str, int]]]:
+    """Returns the domain in which conditions that change nothing are waived, and sizes that break them.
 
     torch asks about sizes to choose between ways of computing the same, such as whether a tensor is contiguous. Such a
-    condition is dropped if the program returns what the model returns at sizes that break it. One that a line of the
-    model asked for stays: its other branch may compute anything.
+    condition is waived if the program returns what the model returns at sizes that break it. One that a line of the
+    model asked for stays, because its other branch may compute anything, unless recorded calls took that branch too.
 
     Args:
         traced: The program.
-        domain: The domain.
+        domain: The domain, with the patterns of recorded calls.
         probe: The program and the model.
         fixed: Texts of conditions that stay in any case.
     """
-    asked = [condition for condition in domain.conditions if not condition.own and condition.text not in fixed]
-    numbers = {other for c in asked for n in c.numbers() if 0 < n <= _LARGEST_TRIED for other in (n, n + 1, n + 3)}
-    starts = [traced.sizes, *(at_pattern(traced.plan, traced.sizes, p.sizes) for p in domain.patterns)]
-    crossing: dict[str, list[dict[str, int]]] = {}
-    for start in starts if asked else ():
-        for sizes in varied_sizes(traced.plan, start, sorted(numbers)):
-            broken = [condition for condition in domain.conditions if not condition.holds(sizes)]
-            if not any(c.own or c.text in fixed for c in broken) and is_affordable(traced, sizes):
-                for condition in broken:
-                    crossing.setdefault(condition.text, []).append(sizes)
-    harmless = set()
+    recorded_wrong, recorded_right = set[str](), set[str]()
+    for call, sizes in zip(traced.observation.calls, sizes_of_calls(traced), strict=True):
+        broken = {*_broken(domain, sizes)}.difference(*(p.waived for p in domain.patterns if p.sizes == small(sizes)))
+        if broken:
+            (recorded_wrong if probe.difference_in(call) else recorded_right).update(broken)
+    asked = {
+        condition.text: condition.numbers()
+        for condition in domain.conditions
+        if condition.text not in {*fixed, *recorded_wrong} and (not condition.own or condition.text in recorded_right)
+    }
+    near = {n + more for numbers in asked.values() for n in numbers if 0 < n <= _LARGEST_TRIED for more in (0, 1, 3)}
+    crossing: dict[str, list[tuple[int, dict[str, int]]]] = {}
+    for pattern in ({}, *(pattern.sizes for pattern in domain.patterns)) if asked else ():
+        start = at_pattern(traced.plan, traced.sizes, pattern)
+        small_alone = {*_broken(domain, start)} if pattern else set()
+        for sizes in varied_sizes(traced.plan, start, sorted(near)):
+            broken = {*_broken(domain, sizes)} - small_alone
+            if broken <= asked.keys() and is_affordable(traced, sizes):
+                for text in broken:
+                    crossing.setdefault(text, []).append((len(broken), sizes))
+    harmless: dict[str, dict[str, int]] = {}  # with sizes that break it
     for text, found in crossing.items():
-        tried = [found[0], found[len(found) // 2], found[-1]]
-        outcomes = [probe.difference(sizes) for sizes in tried]
+        fewest = min(count for count, _ in found)
+        tried = [sizes for count, sizes in found if count == fewest]
+        outcomes = [probe.difference(tried[position]) for position in (0, len(tried) // 2, -1)]
         if "" in outcomes and not any(outcomes):
-            harmless.add(text)
-    return replace(domain, conditions=tuple(c for c in domain.conditions if c.text not in harmless))
+            harmless[text] = tried[-1]
+    waived = [condition for condition in domain.conditions if condition.text in harmless]
+    kept = [condition for condition in domain.conditions if condition.text not in harmless]
+    return replace(domain, conditions=tuple(kept), waived=tuple(waived)), list(harmless.values())
 
 
 def add_patterns(traced: TracedProgram) -> TracedProgram:
@@ -161,13 +188,17 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
     probe, plan, domain = ProgramProbe(traced), traced.plan, traced.domain
     found: list[SmallSizes] = []
     known = [dict(pattern.sizes) for pattern in domain.patterns]
+    unseen = [item.sizes for item in unseen_sizes(plan, traced.sizes)]
     findings, failed = [], list[Pattern]()
     for pattern in small_patterns(plan):
         if pattern in known or any(part.items() <= pattern.items() for part in failed):
             continue
         at = at_pattern(plan, traced.sizes, pattern)
-        reason = probe.difference(at)
-        waived = _broken(domain, at)
+        reason, waived = probe.difference(at), _broken(domain, at)
+        if reason is None:  # one row may have no room for the images of three
+            others = [sizes for sizes in unseen if small(sizes) == pattern and _holds(domain, (), sizes)]
+            reason = next((text for sizes in others if (text := probe.difference(sizes)) is not None), None)
+            waived = ()
         if reason == "":
             larger = affordable_sizes(traced, domain, pattern, waived)
             smallest = smallest_sizes(plan, traced.sizes, pattern)

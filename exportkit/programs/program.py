@@ -81,6 +81,7 @@ class TracedProgram:
         joined_outputs: Paths of lists with a tensor for each image or the like, which the graph returns as one tensor.
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
         absences: The sets of inputs that may be left out together.
+        crossings: Sizes that break conditions of the trace which change nothing.
         seconds: Duration of each stage, in seconds.
     """
 
@@ -100,6 +101,7 @@ class TracedProgram:
     joined_outputs: tuple[str, ...] = ()
     member_rows: Mapping[str, int] = field(default_factory=dict)
     absences: Absences = field(default_factory=Absences)
+    crossings: tuple[Mapping[str, int], ...] = ()
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, ExportError, ExportkitError, PlanError
-from exportkit.plan.leaves import Finding
+from exportkit.plan.leaves import Finding, known
 from exportkit.plan.sizes import choose_sizes
 from exportkit.probing.missing import find_missing_defaults
 from exportkit.probing.planning import BoundPlan
@@ -303,7 +303,8 @@ class Search:
         if self._audit is None or audit.refused < self._audit.refused:
             absences = find_absences(traced)
             domain = replace(audit.domain, absent=absences.allowed)
-            self.result = replace(traced, plan=found, domain=domain, absences=absences, seconds=self._seconds)
+            traced = replace(traced, plan=found, domain=domain, absences=absences, crossings=audit.crossings)
+            self.result = replace(traced, seconds=self._seconds)
             self._audit = audit
             self.attempts.append(Attempt(name, "succeeded"))
         else:
@@ -372,10 +373,18 @@ def _example(
     rules = [*required, *matching_rewrites(model, values)]
     rules += [FEATURE_ROWS] if plan.placeholders else []
     adapting = [rule for rule in rules if rule.adapt is not None]
-    sizes = choose_sizes(plan, bool(adapting), chunk_size_of(model))
-    call = build_call(plan, observation, sizes)
-    with ListingNoted(sizes) as listing:
-        outputs = flatten(_eager_outputs(model, method, call, rules))
+    raised: ArgumentError | None = None
+    for limited in (plan, _within_recorded(plan)):  # a model may have no more positions than the recorded calls needed
+        try:
+            sizes = choose_sizes(limited, bool(adapting), chunk_size_of(model))
+            call = build_call(plan, observation, sizes)
+            with ListingNoted(sizes) as listing:
+                outputs = flatten(_eager_outputs(model, method, call, rules))
+            break
+        except ArgumentError as error:
+            raised = raised or error
+    else:
+        raise raised or ArgumentError("There are no sizes to trace with.")
     rules += [LISTS_OF_ONE] if listing.found else []
     if listing.of_places:
         rules.append(_rule_for_experts(model, method, call, rules))
@@ -384,6 +393,15 @@ def _example(
     defaults = find_missing_defaults(plan, observation, model, method)
     member_rows = rows_of_members(returned, joined)
     return Example(sizes, call, defaults, with_joined_lists(outputs, joined), joined, member_rows), rules
+
+
+def _within_recorded(plan: BoundPlan) -> BoundPlan:
+    """The plan in which no variable is larger than it was in some recorded call."""
+    variables = []
+    for variable in plan.variables:
+        most = max(known(variable.seen), default=0)
+        variables.append(replace(variable, maximum=most) if variable.maximum is None and most > 1 else variable)
+    return replace(plan, variables=tuple(variables))
 
 
 def _eager_outputs(model: torch.nn.Module, method: str, call: Call, rules: Sequence[Rewrite]) -> Any:

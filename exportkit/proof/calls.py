@@ -15,7 +15,6 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.onnx_files.runner import OnnxRunner
-from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, small
@@ -55,6 +54,12 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
     large = affordable_sizes(traced, domain, {})
     if large is not None:
         combinations.append(("large sizes", large))
+    waived = {condition.text for condition in domain.waived}
+    for sizes in traced.crossings:  # the other side of conditions that change nothing in torch
+        broken = {condition.text for condition in domain.waived if not condition.holds(sizes)}
+        if waived & broken:
+            combinations.append(("beyond a waived condition", sizes))
+            waived -= broken
     covered = [small(sizes) for sizes in (*sizes_of_calls(traced), *(sizes for _, sizes in combinations))]
     for pattern in domain.patterns:
         if pattern.sizes not in covered:
@@ -126,66 +131,6 @@ def call_at(traced: TracedProgram, sizes: Mapping[str, int], label: str) -> Call
         reason = " ".join(str(error).split())[:240]
         text = f"the model itself raises {type(error).__name__}: {reason}"
         return Call({}, observation.signature, label=label, sizes=sizes, error=text)
-
-
-def stepwise_outputs(traced: TracedProgram, call: Call, output_axes: Mapping[str, Any]) -> Tensors | None:
-    """Returns what the model returns for the new tokens one by one, by path; None if it has no state to go on from.
-
-    Some state-space models start again from zeros if they get several tokens at once on a filled state: the Mamba
-    kernels have no argument for it. A graph that goes on from the state is right, and equals the model token by token.
-    Outputs along the tokens are joined; of others, such as the state itself, the last one is returned.
-
-    Args:
-        traced: The program.
-        call: The call, at known sizes.
-        output_axes: Names or sizes of the axes of each output, by path of its leaf.
-
-    Raises:
-        Exception: whatever the model raises.
-    """
-    plan, sizes = traced.plan, call.sizes
-    new = plan.with_role("sequence")
-    if new is None or sizes[new.name] < 2 or not any(leaf.is_optional for leaf in plan.leaves):
-        return None
-    steps: list[dict[str, torch.Tensor]] = []
-
-    def one_by_one(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
-        cut = {name for name, value in values.items() if _depends(plan, name, value, new.name)}
-        carried = {name: value for name, value in values.items() if name not in cut}
-        for step in range(sizes[new.name]):
-            token = {n: _token(plan, n, values[n], new.name, sizes, step) for n in cut}
-            result = run({name: token.get(name, carried.get(name)) for name in values})
-            steps.append({path: tensor.clone() for path, tensor in flatten(result).tensors().items()})
-            if isinstance(result, Mapping):
-                carried |= {name: result[name] for name in carried if result.get(name) is not None}
-
-    run_eager(traced.model, traced.method, call, one_by_one)
-    return {
-        path: torch.cat([step[path] for step in steps], output_axes[path].index(new.name))
-        if new.name in output_axes.get(path, ())
-        else tensor
-        for path, tensor in steps[-1].items()
-    }
-
-
-def _depends(plan: Plan, name: str, value: Any, new: str) -> bool:
-    paths = [join(name, path) for path in flatten(value).tensors()]
-    return any(new in size.variables() for path in paths if path in plan.by_path for size in plan.by_path[path].sizes)
-
-
-def _token(plan: Plan, name: str, value: Any, new: str, sizes: Mapping[str, int], step: int) -> Any:
-    """An argument for one new token: that token, or all tokens up to it if the cached ones come first (a mask)."""
-
-    def cut(path: str, tensor: torch.Tensor) -> torch.Tensor:
-        for axis, size in enumerate(plan.by_path[path].sizes):
-            if size == Expression.of(new):
-                tensor = tensor.narrow(axis, step, 1)
-            elif new in size.variables():
-                tensor = tensor.narrow(axis, 0, size.evaluate({**sizes, new: step + 1}))
-        return tensor
-
-    tree = flatten(value)
-    return tree.with_leaves({path: cut(join(name, path), tensor) for path, tensor in tree.tensors().items()}).build()
 
 
 def assembled_calls(runner: OnnxRunner) -> Iterator[tuple[str, Call, dict[str, Any]]]:

@@ -22,12 +22,13 @@ from exportkit.plan.sizes import solve_sizes
 from exportkit.plan.small_sizes import small
 from exportkit.probing.missing import absent_patterns
 from exportkit.probing.simplify import as_simplified
+from exportkit.probing.sized_calls import stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
-from exportkit.proof.calls import Tensors, as_made, assembled_calls, stepwise_outputs, unseen_calls
+from exportkit.proof.calls import Tensors, as_made, assembled_calls, unseen_calls
 from exportkit.proof.leeway import measurements, name_of
 from exportkit.proof.report import Divergence, Report, Row
 from exportkit.proof.values import value_differences
@@ -134,26 +135,35 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
 
 
 def _narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[Row]) -> list[Row]:
-    """The rows at unseen sizes, without those of patterns of 0 and 1 that turned out wrong: these leave the domain.
+    """The rows at unseen sizes, without those that were taken into the domain because nothing differs in torch.
 
-    torch runs the program as the model does at these sizes, and onnxruntime need not: the standard deviation of one
-    element is an example.
+    onnxruntime need not do there what torch does. So waived conditions are required if a row that breaks them turned
+    out wrong, and patterns of 0 and 1 leave the domain: the standard deviation of one element is an example.
     """
-    domain = graph.contract.domain
-    kept = [small(row.sizes) for row in recorded]
-    ordinary = [row for row in (*recorded, *unseen) if row.kind == "recorded" or not small(row.sizes)]
-    if any(row.status in ("differs", "refused") for row in ordinary):  # small sizes are not the reason
-        return [*unseen]
-    rows, findings = [], []
-    for row in unseen:
-        pattern = small(row.sizes)
-        if row.status not in ("differs", "refused") or not pattern or pattern in kept:
-            rows.append(row)
-            continue
-        text = f"the graph does not serve {SmallSizes(pattern)} in onnxruntime: {row.status}, {row.where}."
-        findings.append(Finding("limit", str(SmallSizes(pattern)), text))
-        rows.append(replace(row, status="outside", where=f"left the domain: {row.where}", locator=None))
-        domain = replace(domain, patterns=tuple(p for p in domain.patterns if dict(p.sizes) != pattern))
+    domain, findings, rows = graph.contract.domain, list[Finding](), [*unseen]
+    kept = [row.sizes for row in recorded]
+
+    def leave(number: int, what: str) -> None:
+        row = rows[number]
+        findings.append(Finding("limit", what, f"onnxruntime does not serve {what}: {row.status}, {row.where}."))
+        rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
+
+    for number, row in enumerate(unseen):
+        if row.status in ("differs", "refused") and not small(row.sizes):
+            required = domain.requiring(row.sizes, kept)
+            if required != domain:
+                new = [condition.text for condition in required.conditions if condition not in domain.conditions]
+                domain = required
+                leave(number, f"sizes without {' and '.join(new)}")
+            elif not domain.check.contains(row.sizes):
+                rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
+    ordinary = [row for row in (*recorded, *rows) if row.kind == "recorded" or not small(row.sizes)]
+    if not any(row.status in ("differs", "refused") for row in ordinary):  # otherwise small sizes are not the reason
+        for number, row in enumerate(rows):
+            pattern = small(row.sizes)
+            if row.status in ("differs", "refused") and pattern and pattern not in map(small, kept):
+                leave(number, str(SmallSizes(pattern)))
+                domain = replace(domain, patterns=tuple(p for p in domain.patterns if dict(p.sizes) != pattern))
     if findings:
         plan = graph.contract.plan.with_findings(findings)
         graph.contract = replace(graph.contract, domain=domain, plan=plan)
@@ -177,7 +187,7 @@ def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None) -> Row:
     found = _row(graph, proven, call, call.outputs.tensors(), None, locate)
     if found.status == "differs" and graph.traced is not None:
         with contextlib.suppress(Exception):
-            expected = stepwise_outputs(graph.traced, call, graph.contract.output_axes)
+            expected = stepwise_outputs(graph.traced.plan, graph.traced.model, graph.traced.method, call)
             stepwise = found if expected is None else _row(graph, proven, call, expected)
             if stepwise.status == "proven":
                 return replace(stepwise, where=STEPWISE)

@@ -1,0 +1,160 @@
+"""Models that decide by sizes: each call is answered as the model answers it, or refused with the condition it breaks."""
+
+import pytest
+import torch
+
+import exportkit
+from exportkit.errors import ArgumentError
+from tests.programs import failing
+
+
+class Model(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Pair(torch.nn.Module):
+    """Takes two inputs of one length."""
+
+    def forward(self, x, y):
+        return x * 2, y + 1
+
+
+class Positions(torch.nn.Module):
+    """Has eight positions, and no more."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return x + self.table[torch.arange(x.shape[1])]
+
+
+def exported(model, *calls):
+    torch.manual_seed(0)
+    observer = exportkit.InputObserver()
+    with torch.no_grad(), observer(model.eval()):
+        for call in calls:
+            model(*call)
+    return exportkit.export(model, observer)
+
+
+def outcomes(function, folder, *shapes):
+    """What becomes of calls: whether they are answered rightly, or the first line of the error."""
+    model = Model(function)
+    onnx_model = exported(model, (torch.randn(2, 5),), (torch.randn(3, 7),)).to_onnx(folder / "model.onnx")
+    assert onnx_model.verify().ok
+    found = []
+    for shape in shapes:
+        x = torch.randn(*shape)
+        try:
+            torch.testing.assert_close(onnx_model(x), model(x), atol=1e-4, rtol=1e-4, equal_nan=True)
+            found.append("right")
+        except ArgumentError as error:
+            found.append(str(error).partition("\n")[0].partition(": ")[2] or str(error).partition("\n")[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "message"),
+    [
+        (lambda x: x * 2 if x.shape[1] > 5000 else x + 1, (2, 6000), "x_axis_1 <= 5000, got 6000."),
+        (lambda x: x * 2 if x.shape[1] % 64 == 0 else x + 1, (2, 128), "x_axis_1 % 64 != 0, got 128 % 64 = 0."),
+        (lambda x: x * 2 if x.numel() > 4096 else x + 1, (64, 80), "x_axis_1 * batch <= 4096, got 80 * 64 = 5120."),
+        (lambda x: x * 2 if x.shape[0] >= 64 else x + 1, (70, 5), "batch <= 63, got 70."),
+        (lambda x: x * 2 if (x.shape[1] - 1) // 32 > 3 else x + 1, (2, 140), "(x_axis_1 - 1) // 32 <= 3"),
+    ],
+)
+def test_sizes_that_decide_otherwise_are_refused_with_numbers(function, shape, message, tmp_path):
+    right, refused = outcomes(function, tmp_path, (4, 6), shape)
+    assert right == "right"
+    assert refused.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * 5 if x.shape[1] == 1 else x - 1,
+        lambda x: x * 5 if x.shape[1] == 1 and x.shape[0] > 50 else x - 1,
+        lambda x: x * 5 if x.shape[1] == 1 or x.shape[0] + x.shape[1] == 4 else x - 1,
+    ],
+)
+def test_a_size_of_one_that_decides_otherwise_is_refused(function, tmp_path):
+    right, *refused = outcomes(function, tmp_path, (4, 6), (60, 1), (2, 1))
+    assert right == "right"
+    assert refused == ["The graph was not shown to be right for x_axis_1 = 1."] * 2
+
+
+def test_sizes_of_one_and_none_are_served_where_nothing_differs(tmp_path):
+    assert outcomes(lambda x: x * 2, tmp_path, (1, 6), (4, 1), (1, 1), (4, 0), (0, 4)) == ["right"] * 5
+
+
+def test_statistics_of_one_element_and_of_none_are_right_or_refused(tmp_path):
+    found = outcomes(lambda x: torch.stack([x.std(1), x.mean(1)]), tmp_path, (4, 1), (4, 0), (1, 6))
+    assert found == ["right", "The graph was not shown to be right for x_axis_1 = 0.", "right"]
+
+
+def test_inputs_that_share_a_length_may_not_have_different_ones(tmp_path):
+    calls = [(torch.randn(2, n), torch.randn(2, n)) for n in (5, 7)]
+    model = Pair()
+    observer = exportkit.InputObserver()
+    with observer(model):
+        for call in calls:
+            model(*call)
+    plan = observer.plan()
+    tied = (
+        plan.tie(plan.by_path["x"].sizes[1].variable, plan.by_path["y"].sizes[1].variable)
+        if (plan.by_path["x"].sizes[1] != plan.by_path["y"].sizes[1])
+        else plan
+    )
+    onnx_model = exportkit.export(model, tied).to_onnx(tmp_path / "model.onnx")
+    with pytest.raises(ArgumentError, match="The sizes of the inputs do not fit each other"):
+        onnx_model(torch.randn(2, 5), torch.randn(2, 6))
+
+
+def test_distances_are_served_at_any_number_of_rows_or_refused(tmp_path):
+    right, other = outcomes(lambda x: torch.cdist(x, x), tmp_path, (20, 6), (40, 6))
+    assert right == "right"
+    assert other == "right" or other.startswith("batch <= 25")
+
+
+def test_a_model_with_no_more_positions_than_were_recorded_is_traced_at_fewer():
+    model, observer = Positions().eval(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 8, 8))
+        model(torch.randn(3, 8, 8))
+    found = exportkit.export(model, observer.plan().dynamic("x", 1))
+    assert found.sizes["x_axis_1"] < 8
+
+
+def test_why_a_call_is_outside_is_explained(tmp_path):
+    model = failing.Short()
+    onnx_model = exported(model, (torch.randn(2, 5, 6),), (torch.randn(3, 7, 6),)).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.explain(torch.randn(2, 4, 6)).startswith("inside\n")
+    text = onnx_model.explain(torch.randn(2, 9, 6))
+    assert text.startswith("outside: The graph does not serve these sizes: x_axis_1 <= 8, got 9.")
+    assert "\nNO   x_axis_1 <= 8: 9" in text
+
+
+def test_the_domain_is_saved_with_the_graph(tmp_path):
+    import json
+
+    import onnx
+
+    model = failing.Short()
+    calls = (torch.randn(2, 5, 6),), (torch.randn(3, 7, 6),)
+    saved = exported(model, *calls).save(tmp_path / "out")
+    loaded = exportkit.load(tmp_path / "out")
+    assert loaded.domain == saved.domain
+    with pytest.raises(ArgumentError, match="x_axis_1 <= 8, got 9"):
+        loaded(torch.randn(2, 9, 6))
+    (entry,) = [
+        p for p in onnx.load(loaded.path, load_external_data=False).metadata_props if p.key == "exportkit.domain"
+    ]
+    assert json.loads(entry.value)["conditions"][0]["text"] == "x_axis_1 <= 8"
+    assert (tmp_path / "out" / "report.txt").read_text().startswith("proven for ")
