@@ -21,10 +21,10 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast durations trust lint type docs doctest gallery bench peers clients build clean
+.PHONY: help setup demo test test-fast durations trust lint type docs doctest gallery bench peers conformance clients build clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-9s  %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-11s  %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## Build .venv with exportkit and every tool, at the versions of constraints.txt
 	@echo "Ready in $(VENV). Next: make demo, make test."
@@ -94,6 +94,9 @@ bench: $(STAMP)  ## Run the benchmarks
 
 peers: $(STAMP)  ## Let three tools export the same models (docs/comparison.rst)
 	@$(BIN)/python benchmarks/peers.py
+
+conformance: $(STAMP)  ## Compare torch's own operator samples with exported graphs (docs/conformance.rst)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/conformance $(ARGS)
 
 # optimum-onnx needs an older transformers than exportkit is tested with, hence the second environment.
 $(OTHER)/.stamp: tests/clients/requirements.txt constraints.txt

@@ -11,11 +11,10 @@ from typing import Any
 
 import onnxruntime
 import torch
-from exportkit._torch_compat.onnx import quiet_onnx_export
 from samples import Sample, Samples, Tensors, size_sets, value_sets
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from exportkit._torch_compat.graph import recurrent_loops
+from exportkit._torch_compat.graph import quiet_onnx_export, recurrent_loops
 from exportkit.onnx_files.decompositions import translatable
 from exportkit.onnx_files.findings import operator_findings
 from exportkit.onnx_files.forms import FORMS
@@ -28,8 +27,9 @@ NOT_TRANSLATED, NOT_TRACED = "not translated", "not traced"
 # double precision shows, and so many units in the last place. Two good implementations of exp are up to four units
 # apart; sums in a different order are about as far from the truth as torch's own.
 _TIMES, _UNITS = 8.0, 16.0
-# And so much of the largest result, since cumulative sums have the error of their largest member: torch adds in double
-# precision. The second number holds where the operator has no double precision.
+# And so much of the largest result or input: cumulative sums have the error of their largest member, and a function of
+# x may be computed as the same function at a neighbour of x. The second number holds where the operator has no double
+# precision.
 _OF_LARGEST, _UNKNOWN = 2.5e-7, 1e-6
 # Values so large that the order of operations decides what overflows.
 _EXTREMES = "extremes"
@@ -56,11 +56,31 @@ class Outcome:
 
 @dataclass
 class Known:
-    """Values for one sample and what torch returns for them, also in double precision if it can."""
+    """Values for one sample and what torch returns for them.
+
+    Attributes:
+        tensors: The values.
+        results: What torch returns.
+        exact: The same in double precision; None where there is no such result.
+        doubts: Where torch itself returns NaN or not: ``gelu(inf)`` is inf, and NaN if several elements are computed
+            by one instruction, which needs contiguous tensors.
+    """
 
     tensors: Tensors
     results: list[torch.Tensor]
-    exact: list[torch.Tensor] | None
+    exact: Sequence[torch.Tensor | None]
+    doubts: list[torch.Tensor]
+
+    def difference(self, found: Sequence[torch.Tensor], name: str = "") -> str:
+        """Returns what differs first in other results for a set of values; an empty string if nothing does."""
+        rows = zip(self.results, found, self.exact, self.doubts, strict=True)
+        return next(filter(None, (_difference(*row, name, self.scale) for row in rows)), "")
+
+    @property
+    def scale(self) -> float:
+        """The largest finite input."""
+        floats = [x[x.isfinite()].abs() for x in self.tensors if x.is_floating_point()]
+        return max((float(x.max()) for x in floats if x.numel()), default=0.0)
 
 
 class Journal:
@@ -106,7 +126,7 @@ def compare(samples: Sequence[Sample], dtype: torch.dtype, journal: Journal) -> 
     for index, sample in enumerate(samples):
         with contextlib.suppress(Exception), journal.step(f"eager {index}"):
             first, second = (_known(sample, sample.tensors, seed) for seed in (0, 1))
-            if not any(map(_difference, first.results, second.results, [None] * len(first.results))):
+            if not first.difference(second.results):
                 kept.append(sample)
                 sets = {"as given": first}
                 for name, tensors in value_sets(first.tensors, dtype):
@@ -124,12 +144,17 @@ def compare(samples: Sequence[Sample], dtype: torch.dtype, journal: Journal) -> 
 def _known(sample: Sample, tensors: Tensors, seed: int = 0) -> Known:
     torch.manual_seed(seed)
     results = [_real(result) for result in sample.run([tensor.clone() for tensor in tensors])]
+    doubts = [torch.zeros_like(result, dtype=torch.bool) for result in results]
+    with contextlib.suppress(Exception):
+        torch.manual_seed(seed)
+        others = sample.run([torch.stack([tensor, tensor], -1)[..., 0] for tensor in tensors])
+        doubts = [one.isnan() != _real(other).isnan() for one, other in zip(results, others, strict=True)]
     exact = None
     if any(tensor.dtype == torch.float32 for tensor in tensors):
         with contextlib.suppress(Exception):
             wide = [x.double() if x.dtype == torch.float32 else x.clone() for x in tensors]
             exact = [_real(result) for result in sample.run(wide)]
-    return Known(tensors, results, exact)
+    return Known(tensors, results, exact or [None] * len(results), doubts)
 
 
 def _real(result: torch.Tensor) -> torch.Tensor:
@@ -213,8 +238,7 @@ class _Comparison:
             for index, row in zip(chosen, rows, strict=True):
                 results = [torch.from_numpy(next(returned).copy()) for _ in row.results]
                 if name in self.known[index]:
-                    exact = row.exact or [None] * len(results)
-                    found = next(filter(None, map(_difference, row.results, results, exact, [name] * len(results))), "")
+                    found = row.difference(results, name)
                     if found:
                         self._note(index, name, DIFFERS, found)
         self.translated[chosen] = translated
@@ -253,7 +277,7 @@ class _Comparison:
                     results = [_real(r) for r in module(*[x for row in rows for x in row])][first:][
                         : len(known.results)
                     ]
-                    if not any(map(_difference, known.results, results, known.exact or [None] * len(results))):
+                    if not known.difference(results):
                         self.known[index][name] = known
 
 
@@ -262,7 +286,7 @@ def _traced(model: Samples) -> torch.export.ExportedProgram:
     axes = tuple({0: torch.export.Dim.AUTO} if x.ndim and x.shape[0] > 1 else None for x in tensors)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.export.export(model, tensors, dynamic_shapes={"tensors": axes}, strict=False)
+        return torch.export.export(model, tensors, dynamic_shapes={"tensors": axes} if axes else None, strict=False)
 
 
 def keep_registry() -> None:
@@ -309,7 +333,14 @@ def _session(content: bytes) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
-def _difference(wanted: torch.Tensor, found: torch.Tensor, exact: torch.Tensor | None, name: str = "") -> str:
+def _difference(
+    wanted: torch.Tensor,
+    found: torch.Tensor,
+    exact: torch.Tensor | None,
+    doubt: torch.Tensor,
+    name: str,
+    scale: float,
+) -> str:
     """What differs first between torch's result and another one; an empty string if nothing does."""
     if wanted.dtype != found.dtype or wanted.shape != found.shape:
         left, right = (f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (wanted, found))
@@ -319,7 +350,7 @@ def _difference(wanted: torch.Tensor, found: torch.Tensor, exact: torch.Tensor |
     else:
         limits = torch.finfo(wanted.dtype)
         finite = wanted.isfinite() & found.isfinite()
-        close = (wanted == found) | (wanted.isnan() & found.isnan())
+        close = doubt | (wanted == found) | (wanted.isnan() & found.isnan())
         values = wanted.double()
         bound = _UNITS * limits.eps * values.abs() + limits.tiny
         if exact is not None and exact.shape == wanted.shape:
@@ -328,7 +359,7 @@ def _difference(wanted: torch.Tensor, found: torch.Tensor, exact: torch.Tensor |
             error = (values - exact).abs()[wanted.isfinite() & exact.isfinite()]
             bound = bound + _TIMES * (error.max() if error.numel() else 0.0)
             close = close | overflow | (~found.isfinite() & exact.isfinite() & (name == _EXTREMES))
-        largest = values[finite].abs().max() if finite.any() else 0.0
+        largest = max(scale, float(values[finite].abs().max()) if finite.any() else 0.0)
         bound = bound + (_UNKNOWN if exact is None else _OF_LARGEST) * largest
         wrong = ~(close | (finite & ((values - found.double()).abs() <= bound)))
     if not wrong.any():

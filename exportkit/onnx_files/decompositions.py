@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from exportkit._torch_compat.graph import is_assertion, schema_of, with_graph_module
-from exportkit.onnx_files.exact import EXACT, is_plain_cross_entropy, with_zeros_for_masked_rows
+from exportkit.onnx_files.exact import EXACT, is_plain_cross_entropy, is_plain_pool, with_zeros_for_masked_rows
 
 aten = torch.ops.aten
 
@@ -210,6 +210,8 @@ def _is_known(node: torch.fx.Node) -> bool:
     first, *others = cast(tuple[Any, ...], node.args)
     if node.target is aten.cross_entropy_loss.default:
         return is_plain_cross_entropy(first, *others)
+    if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
+        return is_plain_pool(first, *others)
     if node.target is aten.scatter_reduce.two:
         return bool(others[3] != "mean")
     if node.target is aten.scaled_dot_product_attention.default:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ def is_plain_cross_entropy(_scores: Any, target: Any, *options: Any) -> bool:
 
 def _scatter_mean(
     values: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
-) -> torch.Tensor:
+) -> Any:
     if reduce != "mean":
         return NotImplemented
     scatter = torch.scatter_reduce
@@ -109,7 +109,32 @@ def _scatter_mean(
     return total / count if values.is_floating_point() else torch.div(total, count, rounding_mode="floor")
 
 
+# Averages that are divided by a number of the model's choice, which torch.onnx forgets.
+
+
+def _avg_pool2d(values: torch.Tensor, kernel: Sequence[int], *options: Any) -> Any:
+    return _divided(aten.avg_pool2d.default, 2, values, kernel, options)
+
+
+def _avg_pool3d(values: torch.Tensor, kernel: Sequence[int], *options: Any) -> Any:
+    return _divided(aten.avg_pool3d.default, 3, values, kernel, options)
+
+
+def _divided(pool: Any, rank: int, values: torch.Tensor, kernel: Sequence[int], options: Sequence[Any]) -> Any:
+    if len(options) < 5 or options[4] is None or options[2]:  # at the end of a padded axis, windows are smaller
+        return NotImplemented
+    count = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** rank
+    return pool(values, kernel, *options[:3], True) * (count / options[4])
+
+
+def is_plain_pool(_values: Any, _kernel: Any, *options: Any) -> bool:
+    """Whether torch.onnx translates an average pool: it divides by the size of its window."""
+    return len(options) < 5 or options[4] is None
+
+
 EXACT: dict[Any, Callable[..., Any]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.scatter_reduce.two: _scatter_mean,
+    aten.avg_pool2d.default: _avg_pool2d,
+    aten.avg_pool3d.default: _avg_pool3d,
 }

@@ -1,8 +1,12 @@
-"""Operators whose values in onnxruntime are not always torch's: a finding for each that a program contains."""
+"""Operators whose values in onnxruntime are not always torch's: a finding for each that a program contains.
+
+The operators and values are those that ``make conformance`` finds, less those that have a form of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -17,18 +21,98 @@ def operator_findings(program: torch.export.ExportedProgram, translated: torch.o
         program: As torch.export returned it.
         translated: What it was translated to; its program has the operators that torch.onnx decomposed it to.
     """
-    names = set(_operators(program))
-    if translated.exported_program is not None:
-        names |= set(_operators(translated.exported_program))
-    return [Finding("operator", name, f"{name}: {_VALUES[name]}") for name in sorted(names) if name in _VALUES]
+    found: dict[str, list[str]] = {}
+    for name, node in [*_operators(program), *_operators(translated.exported_program)]:
+        for concerned, values, concerns in _VALUES:
+            names = found.setdefault(values, [])
+            if name in concerned.split() and name not in names and (concerns is None or concerns(node)):
+                names.append(name)
+    texts = {", ".join(sorted(names)): values for values, names in found.items() if names}
+    return [Finding("operator", names, f"onnxruntime, {names}: {values}.") for names, values in texts.items()]
 
 
-def _operators(program: torch.export.ExportedProgram) -> Iterator[str]:
-    for module in program.graph_module.modules():
+def _operators(program: torch.export.ExportedProgram | None) -> Iterator[tuple[str, torch.fx.Node]]:
+    for module in program.graph_module.modules() if program is not None else ():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             schema = schema_of(node.target)
             if schema is not None:
-                yield schema.name.partition("::")[2]
+                yield schema.name.partition("::")[2], node
 
 
-_VALUES: dict[str, str] = {}
+def _argument(name: str, node: torch.fx.Node) -> Any:
+    """An argument of a node by name; None if it is left out."""
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
+
+
+def _is_training(node: torch.fx.Node) -> bool:
+    training = next((value for name in ("training", "train") if (value := _argument(name, node)) is not None), None)
+    return training is not False
+
+
+def _returns_integers(node: torch.fx.Node) -> bool:
+    return getattr(node.meta.get("val"), "dtype", None) is torch.int64
+
+
+def _has_windows(node: torch.fx.Node) -> bool:
+    return set(_argument("output_size", node) or ()) != {1}
+
+
+_Condition = Callable[[torch.fx.Node], bool]
+
+# Names of operators, what is different, and which uses of them it concerns; None for all.
+_VALUES: tuple[tuple[str, str, _Condition | None], ...] = (
+    (
+        "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
+        "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool2d_with_indices_backward",
+        "NaN in the input is ignored, where torch returns NaN",
+        None,
+    ),
+    (
+        "topk sort argsort msort kthvalue",
+        "NaN is not ordered as the largest value, and indices of equal values may be in a different order",
+        None,
+    ),
+    (
+        "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
+        "_batch_norm_with_update _batch_norm_with_update_functional",
+        "in training mode, the statistics of the batch and what is normalised with them differ",
+        _is_training,
+    ),
+    (
+        "group_norm native_group_norm",
+        "with infinite inputs, some results are infinite instead of NaN",
+        None,
+    ),
+    (
+        "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d",
+        "next to infinite inputs, infinities and NaN may stand for each other",
+        None,
+    ),
+    (
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+        "with align_corners or given scales, values differ",
+        lambda node: bool(_argument("align_corners", node) or _argument("scales_h", node)),
+    ),
+    (
+        "avg_pool2d avg_pool3d",
+        "with a divisor and rounding up of the size, values differ",
+        lambda node: bool(_argument("divisor_override", node)),
+    ),
+    (
+        "adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d",
+        "NaN and infinities spread to windows that do not contain them",
+        _has_windows,
+    ),
+    ("lerp", "with infinite inputs, some results are infinite instead of NaN", None),
+    ("multi_margin_loss multilabel_margin_loss", "NaN and infinities count where torch leaves them out", None),
+    ("stft istft _fft_r2c _fft_c2r _fft_c2c", "NaN and infinities spread to all results", None),
+    ("elu celu selu", "results of inputs between -1e-3 and 0 have an absolute error of up to 6e-8", None),
+    ("unique_dim unique _unique2 unique_consecutive", "rows with NaN are taken for equal", None),
+    ("logspace", "a single step from a tensor has no axis", None),
+    (
+        "sum cumsum prod cumprod matmul mm bmm mv dot addmm addbmm baddbmm addmv addr einsum inner",
+        "64-bit integers beyond 2^53 are rounded",
+        _returns_integers,
+    ),
+)

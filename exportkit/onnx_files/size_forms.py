@@ -15,11 +15,12 @@ from typing import Any
 
 import onnx_ir
 import torch
-from onnxscript import opset18 as op
+from onnxscript import opset18
 
 from exportkit._torch_compat.symbolic_shapes import symbolic_square_root
 
 aten = torch.ops.aten
+op: Any = opset18  # its annotations know values of one graph, not numbers
 
 _DOUBLE, _SINGLE, _INT = onnx_ir.DataType.DOUBLE, onnx_ir.DataType.FLOAT, onnx_ir.DataType.INT64
 # Where a number in single precision keeps the same one in double precision.

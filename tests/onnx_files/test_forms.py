@@ -52,6 +52,7 @@ ODD = floats(1e8, -1e8, -1.0, 1.0, 0.35, -0.35, 7.3, INF, NAN, 0.0)
 
 UNKNOWN = torch.tensor([[1.0, NAN, 3.0], [4.0, 5.0, 6.0], [NAN, -1.0, 2.0], [INF, NAN, -INF]])
 SCORES = torch.tensor([[0.3, -1.0, 2.0, 0.1], [1.5, 0.2, -0.7, 3.0], [0.0, 0.4, 0.9, -2.0]])
+ANGLES = floats(0.0, -0.0, 1.0, -1.0, 1e-30, -3e30, INF, -INF, NAN)
 
 CASES = {
     "floor division of integers": (lambda x: torch.div(x, 3, rounding_mode="floor"), LARGE),
@@ -85,6 +86,33 @@ CASES = {
         ints(35, 20, 35, 63, 18),
     ),
     "inverse powers of integers": (lambda x, y: x**y, ints(1, -1, -1, 5), ints(-2, -3, -2, -1)),
+    "limits of large integers": (
+        lambda x, y: (x.maximum(y), x.minimum(y), x.clamp(5, 2**40), x.clamp(min=y), x.clamp(max=2**31 + 1)),
+        ints(2**24 + 1, 2**31 + 1, 2**53 + 1, -(2**40)),
+        ints(2**31 + 1, 2**24 + 1, 3, 2**35),
+    ),
+    "limits of numbers": (lambda x: (x.clamp(min=0), x.clamp(max=0), x.clamp(-1, 1), x.clamp(2, 1)), FAR),
+    "angles": (torch.atan2, *torch.cartesian_prod(ANGLES, ANGLES).T),
+    "angles of integers": (torch.atan2, *torch.cartesian_prod(ints(-2, 0, 3), ints(-1, 0, 5)).T),
+    "angle, sign bit and step": (lambda x: (x.angle(), x.signbit(), torch.heaviside(x, x.abs() + 2)), ANGLES),
+    "diagonals": (
+        lambda x: (x.diagonal(), x.diagonal(1), x.diagonal(-2), x[None].diagonal(dim1=-1, dim2=1), x.diagonal(7)),
+        UNKNOWN,
+    ),
+    "variances": (
+        lambda x: (
+            x.var(1),
+            x.var(1, correction=0),
+            x.var(correction=20),
+            *torch.var_mean(x, 1, correction=5),
+            x.std(),
+        ),
+        torch.arange(12.0).reshape(4, 3) ** 2,
+    ),
+    "averages divided by a number": (
+        lambda x: functional.avg_pool2d(x[None, None], 2, padding=1, divisor_override=3),
+        torch.arange(12.0).reshape(4, 3),
+    ),
     "booleans where a mask is set": (lambda x: (x > 0).masked_fill(x > 2, False), UNKNOWN),
     "one of two booleans": (lambda x: torch.where(x > 1, x > 0, x < 0), UNKNOWN),
     "means of what is scattered": (

@@ -1,0 +1,195 @@
+"""Reductions in ONNX where the operators of ONNX return other numbers: with NaN, and along axes of any size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir
+import torch
+from onnxscript import opset18
+from onnxscript.function_libs.torch_lib.ops import linalg
+
+aten = torch.ops.aten
+op: Any = opset18  # its annotations know values of one graph, not numbers
+
+
+def number(value: float, like: Any) -> Any:
+    """A constant with the dtype of an argument. The dtypes of values that a form makes on the way are not known."""
+    return op.Constant(value=onnx_ir.tensor(value, dtype=like.dtype))
+
+
+# The largest and the smallest, where NaN wins over every number; onnxruntime skips it.
+
+
+def _reduced(x: Any, dim: Any, keepdim: bool, reduce: Any) -> Any:
+    axes = None if dim is None else op.Constant(value_ints=[dim] if isinstance(dim, int) else list(dim))
+    if not len(x.shape):
+        return op.Identity(x)
+    if x.dtype == onnx_ir.DataType.BOOL:
+        return op.Cast(reduce(op.Cast(x, to=onnx_ir.DataType.UINT8), axes, keepdims=keepdim), to=x.dtype)
+    found = reduce(x, axes, keepdims=keepdim)
+    if not x.dtype.is_floating_point():
+        return found
+    return op.Where(_any_nan(x, axes, keepdim), number(math.nan, x), found)
+
+
+def _any_nan(x: Any, axes: Any, keepdim: bool) -> Any:
+    found = op.Cast(op.IsNaN(x), to=onnx_ir.DataType.UINT8)
+    return op.Cast(op.ReduceMax(found, axes, keepdims=keepdim), to=onnx_ir.DataType.BOOL)
+
+
+def _place(x: Any, dim: int | None, keepdim: bool, place: Any) -> Any:
+    """The index of the largest or smallest element, or of the first NaN; without an axis, in the flattened tensor."""
+    rank, dtype = len(x.shape), x.dtype
+    if not rank:
+        return op.Constant(value_int=0)
+    if dim is None:
+        found = _place_along(op.Reshape(x, op.Constant(value_ints=[-1])), dtype, 0, False, place)
+        return op.Reshape(found, op.Constant(value_ints=[1] * rank)) if keepdim else found
+    return _place_along(x, dtype, dim, keepdim, place)
+
+
+def _place_along(x: Any, dtype: Any, dim: int, keepdim: bool, place: Any) -> Any:
+    if dtype == onnx_ir.DataType.BOOL:
+        x = op.Cast(x, to=onnx_ir.DataType.UINT8)
+    found = place(x, axis=dim, keepdims=keepdim)
+    if not dtype.is_floating_point():
+        return found
+    first = op.ArgMax(op.Cast(op.IsNaN(x), to=onnx_ir.DataType.FLOAT), axis=dim, keepdims=keepdim)
+    return op.Where(_any_nan(x, op.Constant(value_ints=[dim]), keepdim), first, found)
+
+
+def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    return _reduced(x, dim or None, keepdim, op.ReduceMax)
+
+
+def _amin(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    return _reduced(x, dim or None, keepdim, op.ReduceMin)
+
+
+def _argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    return _place(x, dim, keepdim, op.ArgMax)
+
+
+def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    return _place(x, dim, keepdim, op.ArgMin)
+
+
+def _largest(x: Any) -> Any:
+    return _reduced(x, None, False, op.ReduceMax)
+
+
+def _smallest(x: Any) -> Any:
+    return _reduced(x, None, False, op.ReduceMin)
+
+
+def _max_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    return _reduced(x, dim, keepdim, op.ReduceMax), _place(x, dim, keepdim, op.ArgMax)
+
+
+def _min_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
+    return _reduced(x, dim, keepdim, op.ReduceMin), _place(x, dim, keepdim, op.ArgMin)
+
+
+def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: int = -1) -> Any:
+    if not math.isinf(ord):
+        return linalg.aten_linalg_vector_norm(x, ord, dim, keepdim, dtype=dtype)
+    size = op.Abs(x)
+    size.dtype, size.shape = x.dtype, x.shape
+    found = _amax(size, dim, keepdim) if ord > 0 else _amin(size, dim, keepdim)
+    return found if dtype in (-1, None) else op.Cast(found, to=dtype)
+
+
+# Axes of any size: the mean of nothing is 0 in onnxruntime, and it refuses to remove an axis whose size is not 1.
+
+
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: int | None = None) -> Any:
+    rank, kind = len(x.shape), x.dtype
+    if dtype not in (-1, None):
+        x, kind = op.Cast(x, to=dtype), onnx_ir.DataType(dtype)
+    if not rank:
+        return op.Identity(x)
+    dims = [dim] if isinstance(dim, int) else [*(dim or range(rank))]
+    axes = op.Constant(value_ints=dims)
+    mean = op.ReduceMean(x, axes, keepdims=keepdim)
+    if all(isinstance(x.shape[axis], int) and x.shape[axis] for axis in dims):
+        return mean
+    count = op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=False)
+    nothing = op.Constant(value=onnx_ir.tensor(math.nan, dtype=kind))
+    return op.Where(op.Equal(count, op.Constant(value_int=0)), nothing, mean)
+
+
+def _mean_of_all(x: Any, dtype: int | None = None) -> Any:
+    return _mean(x, None, False, dtype)
+
+
+def _var(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
+    """The variance; torch never divides by a negative number, however large the correction is."""
+    rank, kind = len(x.shape), x.dtype
+    dims = [dim] if isinstance(dim, int) else [*(dim or range(rank))]
+    axes = op.Constant(value_ints=dims)
+    distance = op.Sub(x, op.ReduceMean(x, axes, keepdims=True))
+    squares = op.Mul(distance, distance)
+    taken = float(1 if correction is None else correction)
+    if not taken:
+        return op.ReduceMean(squares, axes, keepdims=keepdim)
+    total = op.ReduceSum(squares, axes, keepdims=keepdim)
+    if all(isinstance(x.shape[axis], int) for axis in dims):
+        divisor = number(max(math.prod(x.shape[axis] for axis in dims) - taken, 0.0), x)
+    else:
+        count = op.Cast(op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=False), to=kind)
+        divisor = op.Max(op.Sub(count, number(taken, x)), number(0, x))
+    return op.Div(total, divisor)
+
+
+def _var_mean(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False) -> tuple[Any, Any]:
+    return _var(x, dim, correction, keepdim), _mean(x, dim, keepdim)
+
+
+def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """Picks the elements, where torch.onnx sums rows that are 0 elsewhere and so spreads NaN."""
+    rank = len(x.shape)
+    first, second = dim1 % rank, dim2 % rank
+    others = [axis for axis in range(rank) if axis not in (first, second)]
+    shape = op.Shape(x)
+    rows, columns = op.Gather(shape, op.Constant(value_int=first)), op.Gather(shape, op.Constant(value_int=second))
+    below, right = op.Constant(value_int=max(-offset, 0)), op.Constant(value_int=max(offset, 0))
+    zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
+    length = op.Max(op.Min(op.Sub(rows, below), op.Sub(columns, right)), zero)
+    steps = op.Range(zero, length, one)
+    places = op.Add(op.Mul(op.Add(steps, below), columns), op.Add(steps, right))
+    flat = op.Constant(value_ints=[-1])
+    if others:
+        flat = op.Concat(op.Gather(shape, op.Constant(value_ints=others)), flat, axis=0)
+    return op.Gather(op.Reshape(op.Transpose(x, perm=[*others, first, second]), flat), places, axis=-1)
+
+
+def _squeeze(x: Any, dim: Any = None) -> Any:
+    """A trace with an axis of any size means sizes other than 1, for which torch keeps the axis."""
+    dims = range(len(x.shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    ones = [axis for axis in dims if len(x.shape) and x.shape[axis] == 1]
+    return op.Squeeze(x, op.Constant(value_ints=ones)) if ones else op.Identity(x)
+
+
+REDUCTION_FORMS: dict[Any, Callable[..., Any]] = {
+    aten.amax.default: _amax,
+    aten.amin.default: _amin,
+    aten.max.default: _largest,
+    aten.min.default: _smallest,
+    aten.max.dim: _max_along,
+    aten.min.dim: _min_along,
+    aten.argmax.default: _argmax,
+    aten.argmin.default: _argmin,
+    aten.var.correction: _var,
+    aten.var_mean.correction: _var_mean,
+    aten.diagonal.default: _diagonal,
+    aten.diagonal_copy.default: _diagonal,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.mean.default: _mean_of_all,
+    aten.mean.dim: _mean,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+}
