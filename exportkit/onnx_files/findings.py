@@ -58,6 +58,19 @@ def _has_windows(node: torch.fx.Node) -> bool:
     return set(_argument("output_size", node) or ()) != {1}
 
 
+def _has_no_axes(node: torch.fx.Node) -> bool:
+    return not node.all_input_nodes[0].meta["val"].ndim
+
+
+def _keeps_all_axes(node: torch.fx.Node) -> bool:
+    return bool(_argument("keepdim", node)) and _argument("dim", node) is None
+
+
+def _has_rare_order(node: torch.fx.Node) -> bool:
+    order = _argument("ord", node)
+    return order is not None and order not in (0, 1, 2) and abs(order) != float("inf")
+
+
 _Condition = Callable[[torch.fx.Node], bool]
 
 # Names of operators, what is different, and which uses of them it concerns; None for all.
@@ -104,6 +117,17 @@ _VALUES: tuple[tuple[str, str, _Condition | None], ...] = (
         "NaN and infinities spread to windows that do not contain them",
         _has_windows,
     ),
+    ("nonzero argwhere", "a tensor without axes gives indices with one axis too many", _has_no_axes),
+    ("grid_sampler grid_sampler_2d grid_sampler_3d", "NaN and infinities in the grid pick other pixels", None),
+    ("linalg_vector_norm", "the axes of a norm over everything are not kept", _keeps_all_axes),
+    ("linalg_vector_norm", "powers of small and large values are lost", _has_rare_order),
+    ("logcumsumexp", "values whose exponential is 0 or infinite give infinities or NaN", None),
+    (
+        "scatter_reduce index_reduce",
+        "without the values that were there, infinities become the largest finite number",
+        lambda node: _argument("include_self", node) is False,
+    ),
+    ("special_erfcx special_log_ndtr", "values beyond 5 lose digits, and values beyond 10 are infinite or NaN", None),
     ("lerp", "with infinite inputs, some results are infinite instead of NaN", None),
     ("multi_margin_loss multilabel_margin_loss", "NaN and infinities count where torch leaves them out", None),
     ("stft istft _fft_r2c _fft_c2r _fft_c2c", "NaN and infinities spread to all results", None),

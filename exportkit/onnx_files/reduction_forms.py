@@ -144,6 +144,11 @@ def _var(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False)
     return op.Div(total, divisor)
 
 
+def _prims_var(x: Any, dims: Any, correction: Any = 1.0, output_dtype: int | None = None) -> Any:
+    found = _var(x, dims, correction)
+    return found if output_dtype in (-1, None) else op.Cast(found, to=output_dtype)
+
+
 def _var_mean(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False) -> tuple[Any, Any]:
     return _var(x, dim, correction, keepdim), _mean(x, dim, keepdim)
 
@@ -183,6 +188,7 @@ REDUCTION_FORMS: dict[Any, Callable[..., Any]] = {
     aten.argmax.default: _argmax,
     aten.argmin.default: _argmin,
     aten.var.correction: _var,
+    torch.ops.prims.var.default: _prims_var,
     aten.var_mean.correction: _var_mean,
     aten.diagonal.default: _diagonal,
     aten.diagonal_copy.default: _diagonal,

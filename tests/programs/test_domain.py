@@ -70,7 +70,7 @@ def test_it_survives_json():
     [
         ({"conditions": [{"text": "__import__('os').system('true')"}]}, "not a condition on sizes"),
         ({"conditions": [{"text": "depth <= 5"}]}, "a variable that the plan does not have"),
-        ({"conditions": [{"text": 5}]}, "not a condition on sizes"),
+        ({"conditions": [{"text": 5}]}, "expected a string, got 5"),
         ({"conditions": [5]}, "damaged"),
         ({"inputs": [{"path": "x", "dtype": "load", "sizes": []}]}, "damaged"),
         ({"ranges": {"rows": [1]}}, "damaged"),

@@ -71,7 +71,7 @@ class TestExportPage:
 
     def test_every_section_is_there(self, folder):
         page = check_page(export_page(folder))
-        assert {"calls", "plan", "axes", "guards", "verification", "strategies", "cost", "findings", "versions"} <= {
+        assert {"calls", "plan", "axes", "domain", "verification", "strategies", "cost", "findings", "versions"} <= {
             *page.ids
         }
 
@@ -103,7 +103,7 @@ class TestExportPage:
         assert "Axes of data.x" in labels
         assert "Axes of bias" in labels
 
-    def test_guards_name_the_line_of_the_model(self, folder):
+    def test_conditions_name_the_line_of_the_model(self, folder):
         text = check_page(export_page(folder)).text
         assert "in the model's own code" in text
         assert "test_export_page.py:" in text
@@ -124,7 +124,7 @@ class TestExportPage:
         text = check_page(export_page(folder)).text
         manifest = json.loads((folder / "manifest.json").read_text())
         assert manifest["peak_bytes"] > 10_000_000
-        assert set(manifest["program"]["seconds"]) == {"plan", "arguments", "export", "onnx", "verify"}
+        assert set(manifest["program"]["seconds"]) == {"plan", "arguments", "export", "domain", "onnx", "verify"}
         assert "Peak memory of the process" in text
         assert f"torch {torch.__version__}" in text
         assert all(finding in text for finding in manifest["program"]["findings"])
