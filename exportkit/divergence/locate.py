@@ -248,7 +248,7 @@ class _Search:
         """What the program is fed, by name of the node for each input."""
         args, kwargs = self._call.args_kwargs()
         if self._graphs.onnx_model is not None:
-            return self._graphs.onnx_model.program_feeds(*args, **kwargs)
+            return self._graphs.onnx_model.program_feeds(*args, **kwargs, **self._constants())
         spec = program.call_spec.in_spec
         if spec is not None and spec.children()[0].num_children:  # the program takes some by position
             args, kwargs = self._call.signature.unbind(self._call.copies(), self._call.named)
@@ -259,7 +259,7 @@ class _Search:
         """What an ONNX model with these inputs is fed, by name of its input."""
         if self._graphs.onnx_model is not None:
             args, kwargs = self._call.args_kwargs()
-            return self._graphs.onnx_model.feeds(*args, **kwargs)
+            return self._graphs.onnx_model.feeds(*args, **kwargs, **self._constants())
         by_path = self._call.tensors()
         if set(names) <= set(by_path):
             return {name: by_path[name] for name in names}

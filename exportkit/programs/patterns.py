@@ -196,9 +196,10 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
         at = at_pattern(plan, traced.sizes, pattern)
         reason, waived = probe.difference(at), _broken(domain, at)
         if reason is None:  # one row may have no room for the images of three
-            others = [sizes for sizes in unseen if small(sizes) == pattern and _holds(domain, (), sizes)]
-            reason = next((text for sizes in others if (text := probe.difference(sizes)) is not None), None)
-            waived = ()
+            others = [sizes for sizes in unseen if small(sizes) == pattern]
+            others += [sizes for sizes in larger_sizes(plan, traced.sizes, pattern) if is_affordable(traced, sizes)]
+            fitting = [sizes for sizes in others if _holds(domain, waived, sizes)]
+            reason = next((text for sizes in fitting if (text := probe.difference(sizes)) is not None), None)
         if reason == "":
             larger = affordable_sizes(traced, domain, pattern, waived)
             smallest = smallest_sizes(plan, traced.sizes, pattern)

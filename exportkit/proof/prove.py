@@ -183,6 +183,10 @@ def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None) -> Row:
         return replace(row, status="outside", where=str(error).partition("\n")[0])
     if not call.is_made:
         return row
+    plan, domain = graph.contract.plan, graph.contract.domain
+    absent = domain.optional.difference(as_simplified(call.tensors(), plan.joined, plan.unused))
+    if absent not in domain.absent:
+        return replace(row, status="outside", where=f"{domain.names(absent)} may not be left out")
     proven = replace(row, status="proven", where="")
     found = _row(graph, proven, call, call.outputs.tensors(), None, locate)
     if found.status == "differs" and graph.traced is not None:
