@@ -37,6 +37,13 @@ def _remainder(x: Any, y: Any) -> Any:
     return op.Where(_has_other_sign(rest, y, x), op.Add(rest, y), rest)
 
 
+def _fmod(x: Any, y: Any) -> Any:
+    y = _as_value(y, x)
+    if x.dtype.is_floating_point():
+        return op.Mod(x, y, fmod=1)
+    return op.Sub(x, op.Mul(op.Div(x, y), y))  # onnxruntime computes the rest of integers in double precision
+
+
 def _has_other_sign(rest: Any, divisor: Any, like: Any) -> Any:
     zero = number(0, like)
     other = op.Xor(op.Less(rest, zero), op.Less(divisor, zero))
@@ -270,6 +277,8 @@ def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
 FORMS: dict[Any, Callable[..., Any]] = {
     aten.remainder.Tensor: _remainder,
     aten.remainder.Scalar: _remainder,
+    aten.fmod.Tensor: _fmod,
+    aten.fmod.Scalar: _fmod,
     aten.div.Tensor_mode: _div_mode,
     aten.floor_divide.default: _floor_divide,
     aten.log1p.default: _log1p,

@@ -55,10 +55,10 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
     if large is not None:
         combinations.append(("large sizes", large))
     waived = {condition.text for condition in domain.waived}
-    for sizes in traced.crossings:  # the other side of conditions that change nothing in torch
+    for number, sizes in enumerate(traced.crossings, 1):  # the other side of conditions that change nothing in torch
         broken = {condition.text for condition in domain.waived if not condition.holds(sizes)}
         if waived & broken:
-            combinations.append(("beyond a waived condition", sizes))
+            combinations.append((f"beyond waived condition {number}", sizes))
             waived -= broken
     covered = [small(sizes) for sizes in (*sizes_of_calls(traced), *(sizes for _, sizes in combinations))]
     for pattern in domain.patterns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,9 @@ _DTYPES = (
     torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
 )  # fmt: skip
+# Operators, as a file spells them (field 4 of NodeProto), that end the whole process if the batch or the length is 0.
+# Seen in onnxruntime 1.31.1: GRU for both, LSTM for the batch.
+_END_PROCESS_IF_EMPTY = (b'"\x03GRU', b'"\x04LSTM')
 _BFLOAT16 = 16  # TensorProto.BFLOAT16
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
@@ -68,7 +73,7 @@ class Session:
         if not optimised:
             options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.add_session_config_entry("session.disable_prepacking", "1")  # not worth its time for a single run
-        source = model if isinstance(model, bytes) else str(model)
+        self._source = source = model if isinstance(model, bytes) else str(model)
         try:
             self._session: onnxruntime.InferenceSession = runtime.InferenceSession(
                 source, options, providers=["CPUExecutionProvider"]
@@ -85,6 +90,14 @@ class Session:
         self.inputs = list(self.shapes)
         self.outputs: list[str] = [value.name for value in self._session.get_outputs()]
 
+    @functools.cached_property
+    def _ends_process_if_empty(self) -> bool:
+        """Whether the model has an operator that onnxruntime cannot run on empty inputs."""
+        if isinstance(self._source, bytes):
+            return any(name in self._source for name in _END_PROCESS_IF_EMPTY)
+        with open(self._source, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return any(content.find(name) >= 0 for name in _END_PROCESS_IF_EMPTY)
+
     def run(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the outputs by name, in order.
 
@@ -96,7 +109,7 @@ class Session:
             InvalidTypeError: if onnxruntime has no counterpart of a dtype, or a tensor has no values or is sparse.
             RuntimeFailure: if onnxruntime refuses the call.
         """
-        values = {}
+        values, is_empty = {}, False
         for name in self.inputs:
             if name not in feeds:
                 raise InvalidRequestError(
@@ -109,6 +122,7 @@ class Session:
                     got="a tensor on the meta device" if feeds[name].is_meta else str(feeds[name].layout),
                 )
             tensor = feeds[name].detach().cpu().contiguous()
+            is_empty = is_empty or not tensor.numel()
             if tensor.dtype is torch.bfloat16:
                 values[name] = self._runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(
                     tensor.view(torch.uint16).numpy(), _BFLOAT16
@@ -123,11 +137,17 @@ class Session:
                     got=str(tensor.dtype).removeprefix("torch."),
                     hint="convert the input, for instance with .view(torch.uint8) or .to(torch.float32).",
                 )
+        if is_empty and self._ends_process_if_empty:
+            raise RuntimeFailure(
+                "onnxruntime would end the process: its operators GRU and LSTM do not take empty inputs.",
+                where=self._shapes_of(feeds),
+                hint="call the model itself for empty inputs.",
+            )
         try:
             results = self._session.run_with_ort_values(self.outputs, values)
         except Exception as error:
-            shapes = ", ".join(f"{name} {tuple(feeds[name].shape)}" for name in self.inputs)
-            raise RuntimeFailure("onnxruntime refused the call.", where=shapes, got=_first_line(error)) from error
+            where = self._shapes_of(feeds)
+            raise RuntimeFailure("onnxruntime refused the call.", where=where, got=_first_line(error)) from error
         outputs = {}
         for name, value in zip(self.outputs, results, strict=True):
             is_bfloat16 = value.data_type() == "tensor(bfloat16)"  # which numpy does not have
@@ -135,6 +155,9 @@ class Session:
                 torch.utils.dlpack.from_dlpack(value).clone() if is_bfloat16 else torch.from_numpy(value.numpy())
             )
         return outputs
+
+    def _shapes_of(self, feeds: Mapping[str, torch.Tensor]) -> str:
+        return ", ".join(f"{name} {tuple(feeds[name].shape)}" for name in self.inputs)
 
 
 @dataclass(frozen=True)

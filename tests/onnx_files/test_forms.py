@@ -63,6 +63,7 @@ CASES = {
     "remainder": (lambda x: x % 0.7, ODD),
     "remainder by a negative number": (lambda x: x % -0.7, ODD),
     "remainder of integers": (lambda x: x % -3, LARGE),
+    "remainder with the sign of the dividend": (lambda x: x.fmod(-3), LARGE),
     "log1p": (torch.log1p, SMALL.clamp(min=-0.5)),
     "expm1": (torch.expm1, SMALL),
     "log of a sigmoid": (functional.logsigmoid, FAR),

@@ -40,7 +40,7 @@ def test_one_graph_from_batch_one_is_proven_at_other_batches_and_lengths(generat
     _, _, onnx_model = generated
     report = onnx_model.verify()
     assert report.ok, str(report)
-    assert len([row for row in report.rows if row.kind == "unseen"]) == 5
+    assert len([row for row in report.rows if row.kind == "unseen" and row.status == "proven"]) >= 5
 
 
 def test_names_are_those_of_onnxruntime_genai_and_optimum(generated):

@@ -29,7 +29,7 @@ def test_each_stage_is_a_line_in_a_file(tmp_path):
     names = [line.partition(" (about")[0] for line in lines]
     assert names == [
         "linear",
-        *(f"linear: {name}" for name in ("plan", "arguments", "export", "onnx", "verify")),
+        *(f"linear: {name}" for name in ("plan", "arguments", "export", "domain", "onnx", "verify")),
     ]
     assert all(
         line.endswith(" s)") for line, name in zip(lines, names, strict=True) if name.endswith(("export", "onnx"))

@@ -55,3 +55,20 @@ def test_without_onnxruntime_the_extra_is_named(monkeypatch):
 
     with pytest.raises(MissingPackageError, match="runtime"):
         require_onnxruntime()
+
+
+@pytest.mark.parametrize("operator", ["GRU", "LSTM"])
+def test_empty_input_that_would_end_the_process_is_refused(operator, tmp_path):
+    text = f"(float[S, B, 3] x, float[1, G, 3] w, float[1, G, 4] r) => (float[S, 1, B, 4] y) {{ y = {operator}"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 18]> g {text} <hidden_size: int = 4> (x, w, r) }}'
+    )
+    onnx.save(model, tmp_path / "model.onnx")
+    gates = {"GRU": 12, "LSTM": 16}[operator]
+    feeds = {"w": torch.ones(1, gates, 3), "r": torch.ones(1, gates, 4)}
+
+    for source in (model.SerializeToString(), tmp_path / "model.onnx"):
+        graph = Session(source)
+        assert graph.run({"x": torch.ones(5, 2, 3), **feeds})["y"].shape == (5, 1, 2, 4)
+        with pytest.raises(RuntimeFailure, match="would end the process"):
+            graph.run({"x": torch.ones(5, 0, 3), **feeds})
