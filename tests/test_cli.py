@@ -163,7 +163,7 @@ class TestExport:
     def test_progress_goes_to_stderr_and_libraries_are_silent(self, bert, tmp_path):
         result = run("export", bert, "--out", tmp_path)
         told = [re.sub(r" \(about \d+ s\)$", "", line) for line in result.stderr.splitlines()[1:]]
-        exporting = ("export", "export: plan", "export: arguments", "export: export")
+        exporting = ("export", "export: plan", "export: arguments", "export: export", "export: domain")
         stages = ("observe", *exporting, "save", "save: onnx", "save: verify")
         assert told == [f"BertForSequenceClassification: {stage}" for stage in stages]
 

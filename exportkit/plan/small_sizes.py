@@ -31,8 +31,9 @@ def small(sizes: Mapping[str, int]) -> dict[str, int]:
 def small_patterns(plan: Plan) -> list[dict[str, int]]:
     """Returns which variables to try at 0 and 1 together, those with few such variables first.
 
-    Variables that were 0 together in some call, such as the cached tokens and the states of a prompt, are 0 together;
-    any other variable is 0 alone. Each of the others is 1, or more than that.
+    Variables are 0 only as they were together in some call, such as the cached tokens and the states of a prompt: on
+    empty tensors that no model needs, onnxruntime may end the process (seen in 1.27, recurrent layers). Each of the
+    others is 1, or more than that.
 
     Args:
         plan: The plan.
@@ -51,8 +52,6 @@ def small_patterns(plan: Plan) -> list[dict[str, int]]:
         if sizes and all(plan.variable(name).minimum <= size for name, size in sizes.items()):
             found.setdefault(tuple(sorted(sizes.items())), None)
 
-    for variable in free:
-        add([variable.name], [])
     for empty in zeros:
         names = [v.name for v in free if v.name not in empty and known(v.seen) != {0, v.maximum}]
         counts = range(len(names) + 1) if len(names) <= _EVERY_COMBINATION else (0, 1, 2, len(names))

@@ -93,7 +93,7 @@ def test_a_limit_that_the_model_does_not_have_is_in_the_domain_and_a_finding(tmp
     onnx_model = exported.to_onnx(tmp_path / "model.onnx")
     report = onnx_model.verify()
     assert report.ok
-    assert str(report).startswith("proven for batch >= 0, 0 <= x_axis_1 <= 8\n")
+    assert str(report).startswith("proven for batch >= 1, 1 <= x_axis_1 <= 8\n")
     with pytest.raises(ArgumentError, match="x_axis_1 <= 8, got 9"):
         onnx_model(torch.randn(2, 9, 6))
 

@@ -89,7 +89,7 @@ def test_the_proof_covers_the_parts_and_both_together(model, observer, tmp_path)
     assert report.verdict() == "proven"
     assert [row.label for row in report.rows if row.kind == "assembled"] == ["0 from image_features 0"]
     assert report.parts["image_features"].ok
-    assert str(report).startswith("image_features\nproven for batch >= 0\n\ncall ")
+    assert str(report).startswith("image_features\nproven for batch >= 1\n\ncall ")
 
 
 @pytest.mark.runtime
