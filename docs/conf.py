@@ -36,7 +36,7 @@ nitpick_ignore_regex = [
     ("py:.*", r".*\[.*"),
     ("py:exc", r"\w+(Error|Failure)"),
     # imported for the type checker only, so that their module is not known
-    ("py:class", r"Captured|Console|Path|Split"),
+    ("py:class", r"Captured|Console|ObservedInfo|Path|Split"),
 ]
 
 html_theme = "furo"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +21,9 @@ _DTYPES = (
     torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
 )  # fmt: skip
-# Operators, as a file spells them (field 4 of NodeProto), that end the whole process if the batch or the length is 0.
-# Seen in onnxruntime 1.31.1: GRU for both, LSTM for the batch.
-_END_PROCESS_IF_EMPTY = (b'"\x03GRU', b'"\x04LSTM')
+# What ends the whole process, by SIGABRT or SIGFPE, instead of raising. Seen in onnxruntime 1.31.1.
+_NOT_FOR_EMPTY = {"GRU", "LSTM"}  # if the batch is 0; GRU also if the length is
+_FUSION_NOT_FOR_EMPTY = "MatmulTransposeFusion"  # with a Transpose that moves axis 0 to the last two, if its size is 0
 _BFLOAT16 = 16  # TensorProto.BFLOAT16
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
@@ -73,30 +71,28 @@ class Session:
         if not optimised:
             options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.add_session_config_entry("session.disable_prepacking", "1")  # not worth its time for a single run
-        self._source = source = model if isinstance(model, bytes) else str(model)
-        try:
-            self._session: onnxruntime.InferenceSession = runtime.InferenceSession(
-                source, options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:
-            raise RuntimeFailure(
-                "onnxruntime cannot load the model.",
-                where="serialised model" if isinstance(source, bytes) else source,
-                got=_first_line(error),
-            ) from error
+        self._source = model if isinstance(model, bytes) else str(model)
+        self._options = options
+        self._open()
+        self._dangers: tuple[bool, bool] | None = None  # of empty inputs; looked for when there are some
         self.shapes: dict[str, tuple[str | int, ...]] = {}
         for value in self._session.get_inputs():
             self.shapes[value.name] = tuple(value.shape)
         self.inputs = list(self.shapes)
         self.outputs: list[str] = [value.name for value in self._session.get_outputs()]
 
-    @functools.cached_property
-    def _ends_process_if_empty(self) -> bool:
-        """Whether the model has an operator that onnxruntime cannot run on empty inputs."""
-        if isinstance(self._source, bytes):
-            return any(name in self._source for name in _END_PROCESS_IF_EMPTY)
-        with open(self._source, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return any(content.find(name) >= 0 for name in _END_PROCESS_IF_EMPTY)
+    def _open(self, **options: Any) -> None:
+        runtime = self._runtime
+        try:
+            self._session: onnxruntime.InferenceSession = runtime.InferenceSession(
+                self._source, self._options, providers=["CPUExecutionProvider"], **options
+            )
+        except Exception as error:
+            raise RuntimeFailure(
+                "onnxruntime cannot load the model.",
+                where="serialised model" if isinstance(self._source, bytes) else self._source,
+                got=_first_line(error),
+            ) from error
 
     def run(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the outputs by name, in order.
@@ -137,7 +133,11 @@ class Session:
                     got=str(tensor.dtype).removeprefix("torch."),
                     hint="convert the input, for instance with .view(torch.uint8) or .to(torch.float32).",
                 )
-        if is_empty and self._ends_process_if_empty:
+        if is_empty and self._dangers is None:
+            self._dangers = _dangers(self._source)
+            if self._dangers[1]:
+                self._open(disabled_optimizers=[_FUSION_NOT_FOR_EMPTY])
+        if is_empty and self._dangers and not self._dangers[0]:
             raise RuntimeFailure(
                 "onnxruntime would end the process: its operators GRU and LSTM do not take empty inputs.",
                 where=self._shapes_of(feeds),
@@ -195,6 +195,21 @@ class SessionRunner:
         """
         results = self.session.run({name: tensors[path] for name, path in self.inputs.items()})
         return {self.outputs[name]: tensor for name, tensor in results.items()}
+
+
+def _dangers(source: str | bytes) -> tuple[bool, bool]:
+    """Whether all operators of a model take empty inputs, and whether a fusion may make one that does not."""
+    import onnx
+
+    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, load_external_data=False)
+    takes_empty, moves_first_axis = True, False
+    for graph in (model.graph, *model.functions):
+        for node in graph.node:
+            takes_empty = takes_empty and node.op_type not in _NOT_FOR_EMPTY
+            if node.op_type == "Transpose":
+                perm = next((list(attribute.ints) for attribute in node.attribute if attribute.name == "perm"), [])
+                moves_first_axis = moves_first_axis or (len(perm) > 2 and 0 in perm[-2:])
+    return takes_empty, moves_first_axis
 
 
 def _first_line(error: Exception) -> str:

@@ -72,3 +72,11 @@ def test_empty_input_that_would_end_the_process_is_refused(operator, tmp_path):
         assert graph.run({"x": torch.ones(5, 2, 3), **feeds})["y"].shape == (5, 1, 2, 4)
         with pytest.raises(RuntimeFailure, match="would end the process"):
             graph.run({"x": torch.ones(5, 0, 3), **feeds})
+
+
+def test_empty_operand_of_a_fused_product_is_computed():
+    text = "(float[A, B, C] a, float[D, E, F] b) => (float[G, H, I] y)"
+    graph = session(f"{text} {{ c = Transpose <perm = [1, 2, 0]> (b) y = MatMul(a, c) }}")
+
+    assert graph.run({"a": torch.ones(2, 3, 4), "b": torch.ones(5, 2, 4)})["y"].shape == (2, 3, 5)
+    assert graph.run({"a": torch.ones(2, 3, 4), "b": torch.ones(0, 2, 4)})["y"].shape == (2, 3, 0)

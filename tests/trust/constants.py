@@ -47,6 +47,9 @@ class Level(enum.IntEnum):
     HIGH = 2
 
 
+FACTORS = numpy.arange(3, dtype=numpy.float32)
+
+
 class Graph:
     """An object that holds tensors, as those of torch_geometric do."""
 
@@ -201,7 +204,7 @@ def scalar_of_numpy(self, x, factor):
     return x * float(factor) + isinstance(factor, numpy.floating)
 
 
-@case(**with_value(numpy.arange(3.0), numpy.arange(1.0, 4.0), numpy.zeros(4)), may_refuse=True)
+@case(**with_value(FACTORS, FACTORS + 1, FACTORS[:2]), may_refuse=True)
 def array_of_numpy(self, x, factors):
     return x.sum() * torch.from_numpy(factors)
 
