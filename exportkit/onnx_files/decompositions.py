@@ -259,6 +259,27 @@ def _cdist(one: torch.Tensor, other: torch.Tensor, p: float = 2.0, _mode: int | 
     return distance.sum(-1) if p == 1 else distance.pow(p).sum(-1).pow(1 / p)
 
 
+def _searchsorted(
+    limits: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: torch.Tensor | None = None,
+) -> Any:
+    if sorter is not None:
+        return NotImplemented
+    limits, places = limits if limits.ndim == 1 else limits[..., None, :], values[..., None]
+    # counted so that NaN, for which no comparison holds, is behind all limits
+    before = ~(limits > places) if right or side == "right" else ~(limits >= places)
+    return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+
+
+def _bucketize(values: torch.Tensor, limits: torch.Tensor, *, out_int32: bool = False, right: bool = False) -> Any:
+    return _searchsorted(limits, values, out_int32=out_int32, right=right)
+
+
 def _adaptive_avg_pool1d(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return _adaptive_avg_pool2d(values.unsqueeze(-2), [1, *sizes]).squeeze(-2)
 
@@ -321,6 +342,8 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.kthvalue.default: _kthvalue,
     aten.cumprod.default: _cumprod,
     aten.cdist.default: _cdist,
+    aten.bucketize.Tensor: _bucketize,
+    aten.searchsorted.Tensor: _searchsorted,
     aten.scaled_dot_product_attention.default: _attention,
     **_POOLS,
     **EXACT,

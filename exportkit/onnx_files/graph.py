@@ -28,7 +28,7 @@ from exportkit.programs.program import TracedProgram
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import tensor_placeholders
 from exportkit.running.session import Session, SessionRunner
-from exportkit.trees import Tree, check_opened, flatten, joined, set_stored_length
+from exportkit.trees import Tree, check_opened, flatten, join, joined, set_stored_length
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -327,7 +327,11 @@ class OnnxGraph:
             check_opened(name, tree)
             found |= zip(joined(name, tree.tensor_paths), tree.tensors().values(), strict=True)
         given = as_simplified({**found, **(made or {})}, plan.joined, plan.unused)
-        given = {path: t for path, t in given.items() if path in plan.by_path or t.numel()}  # an empty cache is none
+        unknown_empty = {path for path, tensor in given.items() if path not in plan.by_path and not tensor.numel()}
+        if unknown_empty:  # an empty cache is none; of another tensor without elements nothing is known
+            trees = {name: flatten(value) for name, value in values.items()}
+            of_caches = {join(name, path) for name, tree in trees.items() for path in tree.growing}
+            given = {path: tensor for path, tensor in given.items() if path not in unknown_empty & of_caches}
         past, role = hidden_past(plan, given, values.values()), plan.with_role("past")
         return values, Given(given, past), {} if past is None or role is None else {role.name: past}
 

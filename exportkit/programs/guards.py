@@ -16,6 +16,7 @@ from exportkit.plan.expression import Expression
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.failure import is_model_code
 from exportkit.programs.program import TracedProgram
+from exportkit.rewrites.table import STRICT
 from exportkit.running.program import tensor_placeholders
 
 # A limit that means none to torch.
@@ -37,6 +38,7 @@ class TracedSizes:
     def __init__(self, traced: TracedProgram) -> None:
         self._plan, self._program = traced.plan, traced.program
         self.guards = shape_guards(traced.program)
+        self._is_strict = STRICT.name in traced.rules
         self._axes: dict[Axis, Any] = {}
         self._homes: dict[Any, Expression] = {}  # the plan's size of the axis that shows a symbol
         sizes = input_axes(traced.program)
@@ -80,12 +82,19 @@ class TracedSizes:
 
     def unenforceable(self) -> list[ShapeGuard]:
         """Returns the guards of the model's own code that no sizes of inputs can be checked against."""
-        return [g for g in self.guards if _is_own(g) and not g.left.free_symbols <= self._homes.keys()]
+        return [g for g in self.guards if self._is_own(g) and not g.left.free_symbols <= self._homes.keys()]
+
+    def _is_own(self, guard: ShapeGuard) -> bool:
+        """Whether a line of the model may have asked. Strict tracing does not know some lines, which may be any.
+
+        Otherwise, only the body of an operator such as scan is traced like this, which a rewrite made.
+        """
+        return is_model_code(guard.file) or (self._is_strict and not guard.file)
 
     def _of_guards(self) -> Iterator[SizeCondition]:
-        for guard in sorted(self.guards, key=lambda guard: not _is_own(guard)):
+        for guard in sorted(self.guards, key=lambda guard: not self._is_own(guard)):
             if guard.left.free_symbols <= self._homes.keys() and not self._is_implied(guard.left):
-                yield SizeCondition(as_python(guard.left, self._names), _text_of(guard), _is_own(guard))
+                yield SizeCondition(as_python(guard.left, self._names), _text_of(guard), self._is_own(guard))
 
     def _of_axes(self) -> Iterator[SizeCondition]:
         import sympy  # 0.4 s; loaded by then, as it is what torch traces with
@@ -112,7 +121,7 @@ class TracedSizes:
     def _place(self, size: Any) -> tuple[str, bool]:
         """The first line that asked something about a traced size, one of the model's own if there is any."""
         symbols: set[Any] = getattr(size, "free_symbols", set())
-        own = [guard for guard in self.guards if guard.asked.free_symbols & symbols and _is_own(guard)]
+        own = [guard for guard in self.guards if guard.asked.free_symbols & symbols and self._is_own(guard)]
         return _text_of(own[0]) if own else "", bool(own)
 
     def _value(self, planned: Expression) -> Any:
@@ -129,11 +138,6 @@ class TracedSizes:
     def _is_implied(self, relation: Any) -> bool:
         """Whether the plan, and sizes of 2 and more, leave no other way."""
         return always_holds(relation, {symbol: self._value(planned) for symbol, planned in self._homes.items()})
-
-
-def _is_own(guard: ShapeGuard) -> bool:
-    """Whether a line of the model may have asked; one that is unknown may be any line."""
-    return not guard.file or is_model_code(guard.file)
 
 
 def _text_of(guard: ShapeGuard) -> str:

@@ -41,6 +41,8 @@ FUNCTIONS = {
     "distances": lambda x: torch.cdist(x, x + 1),
     "distances in blocks": lambda x: torch.cdist(x, x[:, :2], p=1),
     "largest distances": lambda x: torch.cdist(x, x[:, :2], p=math.inf),
+    "buckets, one of NaN": lambda x: torch.bucketize(torch.where(x > 1, math.nan, x), torch.tensor([-1.0, 0.0, 0.5])),
+    "places in sorted rows": lambda x: torch.searchsorted(x.sort(2).values, x, right=True, out_int32=True),
     "averages of windows": lambda x: functional.adaptive_avg_pool1d(x, 4),
     "averages of a plane": lambda x: functional.adaptive_avg_pool2d(x, (3, 5)),
     "average of all": lambda x: functional.adaptive_avg_pool1d(x, 1),

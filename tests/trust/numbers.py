@@ -94,8 +94,8 @@ def double():
 
 
 @case(in_dtype(torch.float64, (2, 5), (3, 7)), truth=in_dtype(torch.float64, (4, 9), (1, 5)))
-def double_through_float(self, x):
-    return x.sin() + 1e-9 * x.cumsum(1) if len(x) > 1 else x.float().sin().double()
+def double_through_half(self, x):
+    return x.sin() + 1e-9 * x.cumsum(1) if len(x) > 1 else x.half().sin().double()
 
 
 @case(in_dtype(torch.float16, (2, 8), (3, 9)), truth=in_dtype(torch.float16, (1, 8), (4, 40)))
@@ -164,7 +164,7 @@ def special_values_go_through(self, x):
     return x + 1, x * 2, x / 2, torch.where(x > 0, x, -x), x.isnan(), x.isinf(), x == x.abs()
 
 
-@case(truth=[call(NAN), call(-NAN), call(NAN.flip(1))])
+@case(truth=[call(NAN), call(-NAN), call(NAN.flip(1))], finding="sort: NaN")
 def special_values_in_orders(self, x):
     return x.amax(1), x.amin(1), x.argmax(1), x.sort(1).values, x.clamp(-2, 2), x.maximum(x.flip(1))
 

@@ -6,9 +6,29 @@ from tests.trust.cases import CASES
 from tests.trust.judge import judge
 from tests.trust.table import FILES
 
+# What does not hold yet, and why.
+KNOWN = {
+    "size_conditions-memory_layout": "silent: a graph does not see strides, on which the model decides",
+    "size_conditions-gradient_of_the_input": "silent: a graph does not see requires_grad",
+    "optional_inputs-named_tensors": "silent: the order in which **kwargs are given is not part of the domain",
+    "operators-Embedding": "silent: onnxruntime counts negative indices from the end, where torch raises",
+    "operators-rows_by_index": "silent: onnxruntime counts negative indices from the end, where index_add raises",
+    "operators-EncoderWithPadding": "not proven: the fast path of TransformerEncoder has zeros at padded positions",
+    "computed_sizes-linspace": "not exported: linspace fixes the size",
+    "computed_sizes-upper_triangle_indices": "not exported: triu_indices fixes the size",
+    "computed_sizes-tensor_split": "not proven: torch.onnx translates tensor_split with wrong sizes",
+    "computed_sizes-enlarged_by_a_fraction": "a false alarm: coordinates of an interpolation are rounded differently",
+    "well_behaved-resized_to_the_input": "a false alarm: coordinates of an interpolation are rounded differently",
+}
+
+
+def _with_known_fault(case):
+    marks = [pytest.mark.xfail(reason=KNOWN[case.id], strict=True)] if case.id in KNOWN else []
+    return pytest.param(case, marks=marks, id=case.id)
+
 
 @pytest.mark.runtime
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [_with_known_fault(case) for case in CASES])
 def test_graph_is_right_or_loud(case):
     assert not judge(case).faults()
 
@@ -18,3 +38,4 @@ def test_there_are_enough_models_and_controls():
     assert sum(case.control for case in CASES) >= 40
     assert {case.group for case in CASES} == {file.replace("_", " ") for file in FILES}
     assert len({case.id for case in CASES}) == len(CASES)
+    assert KNOWN.keys() <= {case.id for case in CASES}
