@@ -1,5 +1,6 @@
 """The public names, for type checkers: see `__init__.py`, which imports them when they are first used."""
 
+from exportkit.api.application import compare_runs as compare_runs
 from exportkit.api.export import export as export
 from exportkit.api.exported import Exported as Exported
 from exportkit.api.observer import InputObserver as InputObserver

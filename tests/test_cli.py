@@ -25,6 +25,7 @@ COMMANDS = ["demo", "export", "verify", "report", "trace", "compare", "scan-skip
 
 SENDS_CTRL_C = """
 import importlib.abc, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 class Sender(importlib.abc.MetaPathFinder):
     def find_spec(self, name, *_):
         if name == MODULE:

@@ -289,6 +289,7 @@ def test_public_names_are_these():
         "capture_outputs",
         "check_patch",
         "clear_patch_mapping",
+        "compare_runs",
         "export",
         "get_patch_mapping",
         "load",

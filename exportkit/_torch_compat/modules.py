@@ -46,6 +46,10 @@ def paths_of_modules(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]
     return paths
 
 
+# What a call of a module runs, hooks included, unless it is compiled; looked up on the instance. Seen in torch 2.13.
+CALL_WITH_HOOKS = "_call_impl"
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Returns whether a module has hooks of its own that run before or after its forward. Seen in torch 2.13."""
     return bool(module._forward_pre_hooks or module._forward_hooks)

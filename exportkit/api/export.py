@@ -13,6 +13,7 @@ import torch
 from exportkit.api.exported import Exported
 from exportkit.api.observer import InputObserver
 from exportkit.calls.observation import Observation
+from exportkit.calls.parts import Part
 from exportkit.errors import InvalidTypeError, PlanError
 from exportkit.plan.plan import Plan
 from exportkit.probing.planning import BoundPlan, plan_calls
@@ -79,7 +80,7 @@ def export(
     exported = export_calls(form, calls, plan_of, problems_of)
     if isinstance(observer_or_plan, InputObserver) and observer_or_plan.parts:
         found = observer_or_plan.parts
-        parts = {name: _part(model.get_submodule(part.module), part.observation, probe) for name, part in found.items()}
+        parts = {name: _part(model, part, probe) for name, part in found.items()}
         exported = replace(exported, parts=parts, edges={name: part.edges for name, part in found.items()})
     return Exported.of(exported)
 
@@ -96,9 +97,10 @@ def _planned(model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]) -> 
     return ExportedModel({"": traced}, attempts=attempts)
 
 
-def _part(module: torch.nn.Module, observation: Observation, probe: bool) -> ExportedModel:
+def _part(model: torch.nn.Module, part: Part, probe: bool) -> ExportedModel:
     """What runs before the model and feeds it, exported for its own calls."""
-    module, calls = exported_form(module, observation, {})
+    module, calls = exported_form(model.get_submodule(part.module), part.observation, {})
+    calls = replace(calls, target=f"{part.module}.{calls.target}".lstrip("."))
     plan = plan_calls(calls, module if probe else None, calls.method_name)
     traced, attempts = export_program(module, calls.method_name, plan)
     return ExportedModel({"": traced}, attempts=attempts)

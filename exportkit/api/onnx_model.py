@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from exportkit.api.in_place import InPlace, Outside
 from exportkit.calls.call import Call
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.proof.calls import Tensors
@@ -47,6 +48,38 @@ class OnnxModel(OnnxRunner):
         notes = self.check_files() if self.check_files is not None else ()
         self.reopen_changed()
         return prove(self, unseen, notes, _located)
+
+    def in_place_of(self, model: torch.nn.Module, *, outside: Outside = "raise") -> InPlace:
+        """Returns a context manager inside which the model computes with these graphs.
+
+        Only the observed methods of the model, and of the parts, are replaced: ``generate``, pipelines and any other
+        code that calls the model go on unchanged, and find its configuration, device and hooks where they were.
+
+        Args:
+            model: The model that was exported, or one like it; its weights are not used, so it may be on the meta
+                device.
+            outside: What becomes of calls outside of the domain: "raise" an ArgumentError, or run the model ("eager").
+
+        Raises:
+            InvalidTypeError: if ``model`` is not a ``torch.nn.Module``.
+            InvalidRequestError: if ``outside`` is neither, or cannot be "eager", since the graph keeps a state from
+                call to call that the model would not know.
+            UnknownMethodError: if the model does not have the method that was exported.
+
+        Example:
+            >>> import tempfile, torch, exportkit
+            >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+            >>> with observer(model):
+            ...     expected = model(torch.ones(3, 4))
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> onnx_model = exportkit.export(model, observer).to_onnx(f"{folder.name}/model.onnx")
+            >>> with onnx_model.in_place_of(model) as calls:
+            ...     torch.allclose(model(torch.ones(5, 4)), expected[:1], atol=1e-5)
+            True
+            >>> calls
+            InPlace(1 call inside, 0 outside)
+        """
+        return InPlace(self, model, outside)
 
     def locate(self, model: torch.nn.Module | None = None) -> Divergence | None:
         """Returns the module, line and node where the first call that is not proven begins to differ, or None.

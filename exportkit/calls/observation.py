@@ -74,6 +74,8 @@ class Observation:
         has_values: Whether the tensors hold the values that were seen; if not, only their shapes and dtypes were seen.
         further: Shapes of the calls that returned and are not stored, with the number of calls that had them.
         written: Arguments that the method changes in place, by name, once the model was asked.
+        target: Path in the model of the method that a graph for these calls stands in for; ``__call__`` if hooks of the
+            model are part of the graph. Known once the model was asked.
     """
 
     signature: Signature
@@ -87,6 +89,7 @@ class Observation:
     has_values: bool = True
     further: tuple[SeenShapes, ...] = ()
     written: Mapping[str, Written] = field(default_factory=dict)
+    target: str = ""
 
     def __repr__(self) -> str:
         values = "" if self.has_values else ", shapes only"

@@ -77,6 +77,7 @@ class GraphData:
     opset: Positive
     model: str
     method: str
+    target: str
     home: str
     inputs: tuple[_Input, ...]
     outputs: tuple[_Output, ...]
@@ -119,6 +120,7 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
         "opset": contract.opset,
         "model": contract.model_name,
         "method": contract.method,
+        "target": contract.target,
         "home": home,
         "inputs": [
             {"name": name, "path": path, "dtype": leaves[path].dtype, "axes": [str(s) for s in leaves[path].sizes]}
@@ -172,6 +174,7 @@ def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph
         opset=graph.opset,
         model_name=graph.model,
         method=graph.method,
+        target=graph.target,
         signature=observation.signature,
         plan=plan,
         domain=Domain.from_json(graph.domain),

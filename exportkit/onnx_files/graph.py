@@ -45,6 +45,8 @@ class Contract:
         opset: The ONNX opset.
         model_name: Class of the model.
         method: The exported method.
+        target: Path in the model of the method that the graph stands in for; ``__call__`` if the hooks of the model
+            are part of the graph.
         signature: Parameters of the method.
         plan: What varies.
         domain: Where the graph may be used.
@@ -68,6 +70,7 @@ class Contract:
     opset: int
     model_name: str
     method: str
+    target: str
     signature: Signature
     plan: Plan
     domain: Domain
@@ -118,6 +121,7 @@ class Contract:
             opset,
             model_name=observation.model_name,
             method=traced.method,
+            target=observation.target,
             signature=observation.signature,
             plan=traced.plan,
             domain=traced.domain,

@@ -227,6 +227,13 @@ class OnnxRunner:
         for part in self.parts.values():
             part.move(folder)
 
+    def open(self) -> None:
+        """Opens the sessions of all graphs, which are opened by the first call otherwise."""
+        for graph in self.graphs.values():
+            _ = graph.session
+        for part in self.parts.values():
+            part.open()
+
     def reopen_changed(self) -> None:
         """Closes the sessions whose files were written or replaced since they were opened, so that they open again."""
         for graph in self.graphs.values():

@@ -9,7 +9,7 @@ from typing import Any
 
 from exportkit.calls.call import Call, Signature
 from exportkit.errors import ArgumentError
-from exportkit.json_data import read
+from exportkit.json_data import InvalidDataError, read
 from exportkit.trees import Fingerprint, Tree, fingerprint, text_of
 from exportkit.trees.constants import Mismatch, difference, from_json, has_tensors
 from exportkit.trees.fingerprint import NOTHING
@@ -126,6 +126,9 @@ class PythonValues:
     def from_json(cls, data: Mapping[str, Any]) -> PythonValues:
         """Returns the values that `to_json` described."""
         forms, lists = read(Mapping[str, tuple[Any, ...]], data["forms"]), read(tuple[str, ...], data["lists"])
+        for path, found in forms.items():
+            if not found:
+                raise InvalidDataError("a value at least", "none", path)
         return cls(
             {name: tuple(map(_fingerprint, found)) for name, found in forms.items()},
             {name: _fingerprint(found) for name, found in read(Mapping[str, Any], data["defaults"]).items()},

@@ -40,21 +40,25 @@ def exported_form(
     Raises:
         InvalidRequestError: if ``outputs`` names modules that the model does not have.
     """
+    target = observation.method_name
     if outputs:
         model, observation = with_outputs(model, observation.method_name, observation, outputs)
     method = observation.method_name
     written = written_arguments(observation, model, method)
     lost = [name for name, item in written.items() if item.place is None]
+    hooked = method == "forward" and has_hooks(model)
     stateful = with_module_state(model, method, observation, lost) if carries_state else None
     if stateful is not None:
         model, observation = stateful
-    elif lost or (method == "forward" and has_hooks(model)):
+    elif lost or hooked:
         model = WithEffects(model, observation, written=lost)
         observation = replayed(replace(observation, has_values=False, method_name="forward"), model, "forward")
     if isinstance(model, WithEffects) and model.wraps:
         for name, item in written.items():
             written[name] = replace(item, place=name if item.place is None else join(RESULT, item.place))
-    return model, replace(observation, written=written)
+    if hooked and isinstance(model, WithEffects):
+        target = "__call__"
+    return model, replace(observation, written=written, target=target)
 
 
 class WithOutputs(torch.nn.Module):

@@ -1,0 +1,219 @@
+"""Runs an application twice, with the model and with its graphs, and says whether it does the same."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from exportkit.api.in_place import Outside
+from exportkit.api.onnx_model import OnnxModel
+from exportkit.calls.method_wrapper import attach
+from exportkit.errors import ArgumentError, InvalidTypeError
+from exportkit.running.compare import Difference, compare_outputs
+from exportkit.trees import flatten
+from exportkit.trees.constants import text_of
+from exportkit.trees.fingerprint import fingerprint
+
+_MOST_BYTES = 2**28  # of outputs of the model that are kept to see at which call the two runs part
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Two runs of an application: with the model, and with graphs in its place. Prints as a few lines.
+
+    Attributes:
+        differences: What the application returned, compared: one for each tensor, image and other value.
+        first_step: The first call whose outputs differ; None if none does, or it was not among those that were kept.
+        steps: Number of calls of the model's method in the first run.
+        inside: Number of calls that the graphs served, those of parts included.
+        outside: Number of calls outside of the domain, which the model ran.
+        refusal: Why the latest of these was refused.
+        eager_seconds: Median duration of a call of the model's method.
+        onnx_seconds: The same with the graphs.
+        expected: What the application returned with the model.
+        got: What it returned with the graphs.
+    """
+
+    differences: tuple[Difference, ...]
+    first_step: int | None
+    steps: int
+    inside: int
+    outside: int
+    refusal: ArgumentError | None
+    eager_seconds: float
+    onnx_seconds: float
+    expected: Any = field(repr=False)
+    got: Any = field(repr=False)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the application returned the same: integers and text exactly, numbers within rounding."""
+        return all(difference.reason is None for difference in self.differences)
+
+    def __str__(self) -> str:
+        lines = [f"{'equal' if self.equal else 'DIFFERENT'}, {len(self.differences)} values compared"]
+        lines += [f"  {d.path or 'result'}: {d.reason}" for d in self.differences if d.reason is not None]
+        if self.first_step is not None:
+            lines.append(f"call {self.first_step} of {self.steps} is the first whose outputs differ")
+        lines.append(f"calls: {self.inside} on the graphs, {self.outside} outside of their domain")
+        lines += [f"  {line}" for line in str(self.refusal or "").splitlines()]
+        ratio = self.eager_seconds / self.onnx_seconds if self.onnx_seconds else float("nan")
+        times = f"{self.eager_seconds * 1e3:.3g} ms with the model, {self.onnx_seconds * 1e3:.3g} ms with the graphs"
+        return "\n".join([*lines, f"a call takes {times} (median), {ratio:.2f} times as fast"])
+
+
+def compare_runs(
+    run: Callable[[], Any], model: torch.nn.Module, onnx_model: OnnxModel, *, outside: Outside = "raise", seed: int = 0
+) -> RunComparison:
+    """Returns how an application that uses a model behaves with the model, and with graphs in its place.
+
+    Both runs begin with the same seeds of torch, numpy and ``random``, whose states are restored afterwards.
+
+    Args:
+        run: Runs the application and returns its result: tokens, text, images, arrays, or containers of them.
+        model: The model that the application calls.
+        onnx_model: The model that was exported.
+        outside: What becomes of calls outside of the domain; see `OnnxModel.in_place_of`.
+        seed: The seed.
+
+    Raises:
+        ArgumentError: if a call is outside of the domain, and ``outside`` is "raise".
+        InvalidTypeError: if ``run`` cannot be called.
+
+    Example:
+        >>> import tempfile, torch, exportkit
+        >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+        >>> run = lambda: model(torch.rand(3, 4)).argmax(-1)
+        >>> with observer(model):
+        ...     _ = run()
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> onnx_model = exportkit.export(model, observer).to_onnx(f"{folder.name}/model.onnx")
+        >>> exportkit.compare_runs(run, model, onnx_model).equal
+        True
+    """
+    if not callable(run):
+        raise InvalidTypeError(
+            "The application is a function without arguments.", where="run", expected="a callable", got=repr(run)
+        )
+    replaced = onnx_model.in_place_of(model, outside=outside)
+    module, method = replaced.place
+    onnx_model.open()
+    eager, onnx = _Watch(), _Watch()
+    with _seeded(seed), _attached(module, method, eager):
+        expected = run()
+    onnx.compared_with = eager.outputs
+    with _seeded(seed), replaced, _attached(module, method, onnx):
+        got = run()
+    return RunComparison(
+        tuple(_differences(expected, got)),
+        onnx.first_step,
+        len(eager.seconds),
+        replaced.inside,
+        replaced.outside,
+        replaced.last_refusal,
+        statistics.median(eager.seconds or [0.0]),
+        statistics.median(onnx.seconds or [0.0]),
+        expected,
+        got,
+    )
+
+
+class _Watch:
+    """Listens to a method: how long each call takes, and what it returns."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.outputs: list[Mapping[str, torch.Tensor]] = []
+        self.compared_with: Sequence[Mapping[str, torch.Tensor]] | None = None
+        self.first_step: int | None = None
+        self._bytes = 0
+
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        started = time.perf_counter()
+        result = method(*args, **kwargs)
+        self.seconds.append(time.perf_counter() - started)
+        if self.compared_with is None:
+            self._keep(flatten(result).tensors())
+        elif self.first_step is None and (step := len(self.seconds) - 1) < len(self.compared_with):
+            found = compare_outputs(self.compared_with[step], flatten(result).tensors())
+            self.first_step = step if any(difference.reason is not None for difference in found) else None
+        return result
+
+    def _keep(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in outputs.values())
+        if self._bytes <= _MOST_BYTES:
+            self.outputs.append({path: tensor.detach().clone() for path, tensor in outputs.items()})
+
+    def is_spent(self) -> bool:
+        return False
+
+
+@contextlib.contextmanager
+def _attached(module: torch.nn.Module, method: str, listener: _Watch) -> Iterator[None]:
+    attachment = attach(module, method, listener)
+    try:
+        yield
+    finally:
+        attachment.leave()
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds what applications draw from, and restores the states afterwards."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _differences(expected: Any, got: Any) -> Iterator[Difference]:
+    """Compares tensors, arrays and images by their values, and everything else exactly."""
+    wanted, found = _values(expected), _values(got)
+    for difference in compare_outputs(wanted[0], found[0], exactly=True):
+        pair = [values[0].get(difference.path) for values in (wanted, found)]
+        yield difference if difference.reason is None else _at_first_token(difference, *pair)
+    for path in {**wanted[1], **found[1]}:
+        first, second = (fingerprint(values.get(path)) for values in (wanted[1], found[1]))
+        reason = None if first == second else f"{text_of(first)} became {text_of(second)}"
+        yield Difference(path, reason)
+
+
+def _at_first_token(difference: Difference, expected: torch.Tensor | None, got: torch.Tensor | None) -> Difference:
+    """The difference of two tensors of integers, at the first index of the last axis that differs: that of tokens."""
+    if expected is None or got is None or expected.is_floating_point() or expected.ndim != got.ndim or not got.ndim:
+        return difference
+    if expected.shape[:-1] != got.shape[:-1]:
+        return difference
+    length = min(expected.shape[-1], got.shape[-1])
+    steps = (expected[..., :length] != got[..., :length]).movedim(-1, 0).nonzero().tolist()
+    if not steps:
+        return difference
+    step, *rest = steps[0]
+    index = (*rest, step)
+    text = f"{expected[index].item()} became {got[index].item()} at {list(index)}, the first token that differs"
+    return replace(difference, reason=text, index=index)
+
+
+def _values(value: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    tree = flatten(value)
+    tensors, others = tree.tensors(), tree.constants()
+    for path, leaf in list(others.items()):
+        if hasattr(leaf, "__array_interface__"):  # arrays of numpy, and images of PIL
+            with contextlib.suppress(TypeError):  # elements that torch does not have, such as text
+                tensors[path] = torch.from_numpy(np.array(others[path]))
+                del others[path]
+    return tensors, others

@@ -1,0 +1,136 @@
+"""Graphs in place of a model: whatever calls the model, such as `generate` or a pipeline, runs on them unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import torch
+
+from exportkit._torch_compat.modules import CALL_WITH_HOOKS
+from exportkit._torch_compat.tracing import is_tracing
+from exportkit.calls.method_wrapper import attach
+from exportkit.errors import ArgumentError, InvalidRequestError, InvalidTypeError, UnknownMethodError
+from exportkit.onnx_files.runner import OnnxRunner
+
+Outside = Literal["raise", "eager"]
+
+
+class InPlace:
+    """Runs the observed methods of a model on exported graphs for the time of a ``with`` block.
+
+    Blocks may be nested, overlap in any order, and be used from several threads.
+
+    Attributes:
+        inside: Number of calls that the graphs served, those of parts included.
+        outside: Number of calls outside of the domain, which the model ran or which raised.
+        last_refusal: Why the latest call outside of the domain was refused; None if there was none.
+    """
+
+    def __init__(self, runner: OnnxRunner, model: torch.nn.Module, outside: Outside) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise InvalidTypeError(
+                "Graphs can take the place of a torch.nn.Module.",
+                where="model",
+                expected="the model that was exported",
+                got=type(model).__name__,
+                hint="for a pipeline, pass the model inside: `in_place_of(pipe.model)`.",
+            )
+        if outside not in get_args(Outside):
+            raise InvalidRequestError(
+                "Calls outside of the domain raise, or run the model.",
+                where="outside",
+                expected="'raise' or 'eager'",
+                got=repr(outside),
+            )
+        if outside == "eager" and any(part.contract.stateful for part in (runner, *runner.parts.values())):
+            raise InvalidRequestError(
+                "This model keeps a state from call to call, and would not know the one that the graph left.",
+                where="outside",
+                expected="'raise'",
+                got="'eager'",
+            )
+        self._places = [_place(one, model) for one in (*runner.parts.values(), runner)]
+        self._runs_model = outside == "eager"
+        self._entered: list[contextlib.ExitStack] = []
+        self._lock = threading.Lock()
+        self.inside = self.outside = 0
+        self.last_refusal: ArgumentError | None = None
+
+    @property
+    def place(self) -> tuple[torch.nn.Module, str]:
+        """The module and the name of its method that the graphs, apart from parts, take the place of."""
+        return self._places[-1][1:]
+
+    def __repr__(self) -> str:
+        calls = "1 call" if self.inside == 1 else f"{self.inside} calls"
+        return f"{type(self).__name__}({calls} inside, {self.outside} outside)"
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            for runner, module, method in self._places:
+                stack.callback(attach(module, method, _Graphs(self, runner)).leave)
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered.pop().close()
+
+    def run(self, runner: OnnxRunner, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what the graphs of a runner return, or the method for a call outside of their domain.
+
+        Raises:
+            ArgumentError: if the call is outside of the domain, and the model is not to be run.
+        """
+        try:
+            result = runner(*args, **kwargs)
+        except ArgumentError as error:
+            with self._lock:
+                self.outside += 1
+                self.last_refusal = error
+            if not self._runs_model:
+                raise
+        else:
+            with self._lock:
+                self.inside += 1
+            return result
+        return method(*args, **kwargs)
+
+
+class _Graphs:
+    """Takes the calls of one method of a model."""
+
+    def __init__(self, owner: InPlace, runner: OnnxRunner) -> None:
+        self._owner, self._runner = owner, runner
+
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_tracing():
+            return method(*args, **kwargs)
+        return self._owner.run(self._runner, method, args, kwargs)
+
+    def is_spent(self) -> bool:
+        return False
+
+
+def _place(runner: OnnxRunner, model: torch.nn.Module) -> tuple[OnnxRunner, torch.nn.Module, str]:
+    """A runner with the module and the method that it takes the place of."""
+    path, _, name = runner.contract.target.rpartition(".")
+    name = CALL_WITH_HOOKS if name == "__call__" else name
+    try:
+        module = model.get_submodule(path)
+        found = callable(getattr(module, name, None))
+    except AttributeError:
+        found = False
+    if not found:
+        raise UnknownMethodError(
+            f"{type(model).__name__} does not have the method that was exported.",
+            where=runner.contract.target,
+            expected=f"a model like {runner.contract.model_name}",
+            got=type(model).__name__,
+        )
+    return runner, module, name
