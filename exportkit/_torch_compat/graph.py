@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,18 @@ def schema_of(target: Any) -> Any:
 def is_assertion(node: torch.fx.Node) -> bool:
     """Returns whether a node only asserts something. Seen in torch 2.13."""
     return node.op == "call_function" and getattr(node.target, "_opname", None) in _ASSERTIONS
+
+
+def copied_module(program: torch.export.ExportedProgram) -> torch.fx.GraphModule:
+    """Returns a copy of a program's graph, for `with_graph_module`. Seen in torch 2.13.
+
+    A signature knows its nodes by name, and torch.fx renames those that are called like a function of Python, such as
+    ``input``, when it copies a graph.
+    """
+    module: torch.fx.GraphModule = copy.deepcopy(program.graph_module)
+    for node, original in zip(module.graph.nodes, program.graph.nodes, strict=True):
+        node.name = original.name
+    return module
 
 
 def with_graph_module(

@@ -86,3 +86,14 @@ def causal_mask_detection() -> tuple[ModuleType, str]:
     name = "_detect_is_causal_mask"
     require(owner, name, "torch 2.13")
     return owner, name
+
+
+def recurrent_functions() -> tuple[ModuleType, ModuleType]:
+    """Returns the module with the functions of recurrent layers and packed sequences, and the one with the layers.
+
+    The layers look the functions up there by name. Seen in torch 2.13.
+    """
+    import torch._VF as functions
+    import torch.nn.modules.rnn as layers
+
+    return functions, layers

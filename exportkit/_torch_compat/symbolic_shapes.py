@@ -99,6 +99,17 @@ def depends_on_values(condition: Any) -> bool:
     return bool(require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))
 
 
+def at_most(number: Any, limit: Any) -> Any:
+    """Returns a size that a trace read from a tensor, promising that it lies between 0 and a limit.
+
+    Seen in torch 2.13.
+    """
+    check = require(torch, "_check", "torch 2.13")
+    check(number >= 0)
+    check(number <= limit)
+    return number
+
+
 def symbolic_square_root() -> Any:
     """Returns what a traced program calls for the square root of a size. Seen in torch 2.13."""
     return require(torch, "_sym_sqrt", "torch 2.13")

@@ -6,7 +6,6 @@ computes the same numbers.
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from exportkit._torch_compat.graph import is_assertion, schema_of, with_graph_module
+from exportkit._torch_compat.graph import copied_module, is_assertion, schema_of, with_graph_module
 from exportkit.onnx_files.exact import EXACT, is_plain_cross_entropy, is_plain_pool, with_zeros_for_masked_rows
 
 aten = torch.ops.aten
@@ -33,7 +32,7 @@ def without_assertions(program: torch.export.ExportedProgram) -> torch.export.Ex
     """Returns the program without run-time assertions, and without what only they read."""
     if not any(is_assertion(node) for node in program.graph.nodes):
         return program
-    module = copy.deepcopy(program.graph_module)
+    module = copied_module(program)
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
             _erase_assertions(part)
@@ -76,7 +75,7 @@ def with_constants(program: torch.export.ExportedProgram) -> torch.export.Export
     """Returns the program with numbers in place of operators on constants that ONNX does not have."""
     if not any(node.target in _UNTRANSLATED for node in program.graph.nodes):
         return program
-    module = copy.deepcopy(program.graph_module)
+    module = copied_module(program)
     known = _given(program, module.graph)
     for node in list(module.graph.nodes):
         if node.op == "call_function" and _depends_on(node, known):
@@ -143,7 +142,7 @@ def with_complex_as_pairs(program: torch.export.ExportedProgram) -> torch.export
     """
     if not any(map(_moves_complex, _nodes(program.graph_module))):
         return program
-    module = copy.deepcopy(program.graph_module)
+    module = copied_module(program)
     for node in filter(_moves_complex, _nodes(module)):
         _move_pairs(node)
     for part in module.modules():

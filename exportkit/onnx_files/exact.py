@@ -5,14 +5,13 @@ These are written with torch's own operators, before the translation. What needs
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import with_graph_module
+from exportkit._torch_compat.graph import copied_module, with_graph_module
 
 aten = torch.ops.aten
 
@@ -25,7 +24,7 @@ def with_zeros_for_masked_rows(program: torch.export.ExportedProgram) -> torch.e
     """Returns the program with zeros from attention for queries whose keys are all masked."""
     if not any(map(_mask_of, program.graph.nodes)):
         return program
-    module = copy.deepcopy(program.graph_module)
+    module = copied_module(program)
     visible: dict[torch.fx.Node, torch.fx.Node] = {}  # by mask, which is usually the same in all layers
     for node in list(module.graph.nodes):
         mask = _mask_of(node)

@@ -9,7 +9,6 @@ Inputs and outputs are named as onnxruntime-genai and optimum expect. ``past_key
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit._torch_compat.graph import exact_no_ops, quiet_onnx_export, with_graph_module
+from exportkit._torch_compat.graph import copied_module, exact_no_ops, quiet_onnx_export, with_graph_module
 from exportkit._torch_compat.symbolic_shapes import input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError
@@ -114,7 +113,7 @@ def onnx_program(
         source = translatable(program)
         if extra is not None:
             stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
-            source = with_graph_module(source, copy.deepcopy(source.graph_module))
+            source = with_graph_module(source, copied_module(source))
             extra.fix_nodes(source.graph_module)
             forms.update(extra.table)
         translated = torch.onnx.export(source, (), verbose=False, opset_version=opset, custom_translation_table=forms)

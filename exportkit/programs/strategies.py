@@ -7,42 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from exportkit.arguments.build import build_call
-from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, ExportError, ExportkitError, PlanError
-from exportkit.plan.leaves import Finding, known
-from exportkit.plan.sizes import choose_sizes
-from exportkit.probing.missing import find_missing_defaults
+from exportkit.plan.leaves import Finding
 from exportkit.probing.planning import BoundPlan
-from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
 from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import Audit, audit_effects, audit_sizes, findings_of, rule_findings
+from exportkit.programs.example import chosen_example
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_constants_left_out
 from exportkit.programs.patterns import add_patterns
 from exportkit.programs.program import Example, TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
-from exportkit.rewrites.chunk_scans import chunk_size_of
-from exportkit.rewrites.lists import SYMBOLIC_LENGTH, ListingNoted
+from exportkit.rewrites.lists import SYMBOLIC_LENGTH
 from exportkit.rewrites.table import (
-    ALL_BUT_NONE,
-    ALL_EXPERTS,
-    FEATURE_ROWS,
     LIBRARY_PATCHES,
     LISTS_OF_ONE,
     STRICT,
     SYMBOLIC_LENGTHS,
     Rewrite,
-    adapted_call,
-    applied,
-    matching_rewrites,
 )
-from exportkit.running.eager import run_eager
-from exportkit.trees import flatten
 
 Programs = tuple[Mapping[str, TracedProgram], Split]
 
@@ -283,7 +270,7 @@ class Search:
         try:
             if self._example is None:
                 with stage("arguments", self._seconds):
-                    self._example, self.rules = _example(self.model, self.method, plan, self.required)
+                    self._example, self.rules = chosen_example(self.model, self.method, plan, self.required)
             rules = [*strategy.adds, *(rule for rule in self.rules if rule not in strategy.drops)]
             with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
                 traced = trace(self.model, self.method, plan.plan, plan.observation, self._example, rules)
@@ -362,79 +349,6 @@ def after_failed_translation(traced: TracedProgram) -> tuple[TracedProgram, tupl
     again = add_patterns(search.result)
     again = replace(again, domain=replace(again.domain, values=traced.domain.values))
     return replace(again, plan=again.plan.with_findings(rule_findings(again))), tuple(search.attempts)
-
-
-def _example(
-    model: torch.nn.Module, method: str, plan: BoundPlan, required: Sequence[Rewrite]
-) -> tuple[Example, list[Rewrite]]:
-    """What to trace with, and the rewrites that the structure of the model asks for."""
-    observation = plan.observation
-    values = build_call(plan, observation, choose_sizes(plan)).values()
-    rules = [*required, *matching_rewrites(model, values)]
-    rules += [FEATURE_ROWS] if plan.placeholders else []
-    adapting = [rule for rule in rules if rule.adapt is not None]
-    raised: ArgumentError | None = None
-    for limited in (plan, _within_recorded(plan)):  # a model may have no more positions than the recorded calls needed
-        try:
-            sizes = choose_sizes(limited, bool(adapting), chunk_size_of(model))
-            call = build_call(plan, observation, sizes)
-            with ListingNoted(sizes) as listing:
-                outputs = flatten(_eager_outputs(model, method, call, rules))
-            break
-        except ArgumentError as error:
-            raised = raised or error
-    else:
-        raise raised or ArgumentError("There are no sizes to trace with.")
-    rules += [LISTS_OF_ONE] if listing.found else []
-    if listing.of_places:
-        rules.append(_rule_for_experts(model, method, call, rules))
-    returned = [outputs.tensors(), *(call.outputs.tensors() for call in observation.calls)]
-    joined = lists_of_many(returned)
-    defaults = find_missing_defaults(plan, observation, model, method)
-    member_rows = rows_of_members(returned, joined)
-    return Example(sizes, call, defaults, with_joined_lists(outputs, joined), joined, member_rows), rules
-
-
-def _within_recorded(plan: BoundPlan) -> BoundPlan:
-    """The plan in which no variable is larger than it was in some recorded call."""
-    variables = []
-    for variable in plan.variables:
-        most = max(known(variable.seen), default=0)
-        variables.append(replace(variable, maximum=most) if variable.maximum is None and most > 1 else variable)
-    return replace(plan, variables=tuple(variables))
-
-
-def _eager_outputs(model: torch.nn.Module, method: str, call: Call, rules: Sequence[Rewrite]) -> Any:
-    names = call.signature.names
-    adapting = [rule for rule in rules if rule.adapt is not None]
-
-    def around(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> Any:
-        with applied(adapting, model):
-            return adapted_call(adapting, model, values, names, run)
-
-    try:
-        return run_eager(model, method, call, around)
-    except Exception as error:
-        shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in call.tensors().items())
-        raise ArgumentError(
-            "The model raises for the sizes that the plan leads to: they are related in a way that was not found.",
-            where=shapes,
-            expected="sizes like those recorded",
-            got=f"{type(error).__name__}: {str(error)[:300]}",
-            hint="observe more sizes, so that the relation shows; print(observer.plan()) shows what was found.",
-        ) from error
-
-
-def _rule_for_experts(model: torch.nn.Module, method: str, call: Call, rules: Sequence[Rewrite]) -> Rewrite:
-    """How loops over experts cover all of them: running the model shows whether the last place means no expert."""
-    try:
-        with applied([ALL_EXPERTS], model):
-            _eager_outputs(model, method, call, rules)
-    except ArgumentError as error:
-        if isinstance(error.__cause__, IndexError):
-            return ALL_BUT_NONE
-        raise
-    return ALL_EXPERTS
 
 
 def _reason(error: ExportkitError) -> str:

@@ -8,7 +8,9 @@ result. The signature is flat and explicit: torch.export (2.13) cannot trace ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import keyword
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from exportkit.probing.effects import written_arguments
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
 from exportkit.trees import Tree, flatten, join
+from exportkit.trees.structure import path_of
 
 STATE = "module_state"
 RESULT = "result"
@@ -283,6 +286,16 @@ class Parameter:
     key: int | str | None
 
 
+def _parameter_name(key: str, taken: Collection[str]) -> str:
+    """A key of ``**kwargs``, which may be any text, as the name of a parameter."""
+    name = re.sub(r"\W", "_", key)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        name = f"_{name}"
+    while name in taken:
+        name += "_"
+    return name
+
+
 @dataclass(frozen=True)
 class FlatSignature:
     """Parameters of the traced function by name, and the values of everything else, which it fills in."""
@@ -309,14 +322,10 @@ class FlatSignature:
             for key, part in parts.items():
                 if not part.tensors():
                     continue
-                name = path = argument
-                if isinstance(key, str):
-                    name, path = key, f"{argument}.{key}"
-                elif key is not None:
-                    name, path = f"{argument}_{key}", f"{argument}[{key}]"
-                if name in taken or name in found or not name.isidentifier():
-                    name = f"{argument}_{key}"
-                found[name] = Parameter(path, part, argument, key)
+                name, path = argument, path_of(() if key is None else (key,), argument)
+                if key is not None:
+                    name = key if isinstance(key, str) and key not in taken else f"{argument}_{key}"
+                found[_parameter_name(name, {*taken, *found})] = Parameter(path, part, argument, key)
         return cls(signature, found, call.values())
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced
 
 aten = torch.ops.aten
+PACK = "_pack_padded_sequence"  # the function that packs sequences of different lengths for a recurrent layer
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
 
 _Context = contextlib.AbstractContextManager[None]
@@ -38,17 +39,19 @@ class ListingNoted(TorchFunctionMode):
     Attributes:
         found: Whether it makes such a list.
         of_places: Whether it makes a list of the nonzero places of a mask.
+        packs: Whether it packs padded sequences.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__()
-        self.found = self.of_places = False
+        self.found = self.of_places = self.packs = False
         self._sizes = set(sizes.values())
         self._places: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         result = func(*args, **(kwargs or {}))
+        self.packs |= name == PACK
         if not args or not isinstance(args[0], torch.Tensor):
             return result
         if name == "nonzero" and isinstance(result, torch.Tensor) and is_mask(args[0]):
@@ -67,8 +70,11 @@ class ListingNoted(TorchFunctionMode):
         return args[0].ndim > 0 and args[0].shape[0] in self._sizes
 
 
+@dataclass(frozen=True)
 class Sizes:
-    """The result of ``tolist`` for a tensor of symbolic length: sizes that only a split may take."""
+    """The result of ``tolist`` for a tensor of symbolic length: sizes for a split, or for a tensor again."""
+
+    tensor: torch.Tensor
 
 
 def lists_of_one(_model: torch.nn.Module) -> _Context:
@@ -78,6 +84,7 @@ def lists_of_one(_model: torch.nn.Module) -> _Context:
         [
             *((Attribute(torch.Tensor, name), method) for name, method in methods.items()),
             (Attribute(torch, "split"), _torch_split),
+            (Attribute(torch, "as_tensor"), _as_tensor),
             *((Attribute(cls, "tolist"), _tolist_of(cls)) for cls in (torch.Tensor, *traced_tensor_classes())),
         ]
     )
@@ -89,7 +96,7 @@ def _is_symbolic(tensor: torch.Tensor) -> bool:
 
 _original: dict[str, Callable[..., Any]] = {
     "__iter__": torch.Tensor.__iter__, "__len__": torch.Tensor.__len__, "split": torch.Tensor.split,
-    "torch.split": torch.split,
+    "torch.split": torch.split, "torch.as_tensor": torch.as_tensor,
 }  # fmt: skip
 
 
@@ -112,6 +119,11 @@ def _torch_split(tensor: torch.Tensor, split_size_or_sections: Any, dim: int = 0
     return (tensor,) if is_one else _original["torch.split"](tensor, split_size_or_sections, dim)
 
 
+def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+    data = data.tensor if isinstance(data, Sizes) else data
+    return _original["torch.as_tensor"](data, dtype=dtype, device=device)  # type: ignore[no-any-return]
+
+
 def _are_unknown(sizes: Any) -> bool:
     """Whether these are sizes of a list that is one tensor here; the rewrite of tiles makes a list with None."""
     return isinstance(sizes, Sizes) or (isinstance(sizes, list) and None in sizes)
@@ -121,7 +133,7 @@ def _tolist_of(cls: Any) -> Callable[[torch.Tensor], Any]:
     original = cls.tolist
 
     def tolist(self: torch.Tensor) -> Any:
-        return Sizes() if self.ndim == 1 and _is_symbolic(self) else original(self)
+        return Sizes(self) if self.ndim == 1 and _is_symbolic(self) else original(self)
 
     return tolist
 
@@ -136,7 +148,7 @@ def symbolic_lengths(model: torch.nn.Module) -> _Context:
     """Shadows what makes ints of lengths, in the Python modules that define the classes of the model."""
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     own = [sys.modules[n] for n in sorted(names) if n.partition(".")[0] not in ("torch", "builtins", "exportkit")]
-    shadows = {"len": _length, "int": _Int, "torch_int": _Int}
+    shadows = {"len": _length, "int": Int, "torch_int": Int}
     return replaced(
         [
             (Attribute(module, name), shadow)
@@ -166,8 +178,8 @@ class _Symbolic(type):
         return issubclass(other, builtins.int)
 
 
-class _Int(builtins.int, metaclass=_Symbolic):
-    pass
+class Int(builtins.int, metaclass=_Symbolic):
+    """Stands for ``int``, and leaves a symbolic size as it is."""
 
 
 def operators_at_any_length() -> contextlib.AbstractContextManager[None]:

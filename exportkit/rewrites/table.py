@@ -16,7 +16,7 @@ import torch
 
 from exportkit._torch_compat.transformers import exporter_patches
 from exportkit.overrides import namespaces, replaced_attributes, replaced_functions
-from exportkit.rewrites import attention, caches, grids, images, lists, token_scans
+from exportkit.rewrites import attention, caches, grids, images, lists, packed_sequences, token_scans
 from exportkit.rewrites.chunk_scans import delta_rule, state_space_scan
 
 
@@ -163,16 +163,17 @@ LISTS_OF_ONE = Rewrite("lists as one tensor", lists.lists_of_one)
 ALL_EXPERTS = Rewrite("loops over the chosen experts as loops over all", lists.loops_over_all)
 ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(lists.loops_over_all, left_out=1))
 
+# Sequences of different lengths are packed, which a run of the model shows.
+PACKED_SEQUENCES = Rewrite("packed sequences as padded ones with a mask", packed_sequences.masked_layers)
+
 # What is tried, one after the other, if a trace fails; the first two only if it fixed a size.
 SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lists.symbolic_lengths)
 STRICT = Rewrite("traced from bytecode (strict)", lambda _: contextlib.nullcontext())
 LIBRARY_PATCHES = Rewrite("transformers' own export patches", library_patches)
 
 # By name, for `get_patch_mapping` and `apply_patches`. Strict tracing is left out: it rewrites nothing.
-BUILT_IN = {
-    rewrite.name: rewrite
-    for rewrite in (*REWRITES, FEATURE_ROWS, LISTS_OF_ONE, ALL_EXPERTS, SYMBOLIC_LENGTHS, LIBRARY_PATCHES)
-}
+_CHOSEN = (FEATURE_ROWS, LISTS_OF_ONE, ALL_EXPERTS, PACKED_SEQUENCES, SYMBOLIC_LENGTHS, LIBRARY_PATCHES)
+BUILT_IN = {rewrite.name: rewrite for rewrite in (*REWRITES, *_CHOSEN)}
 
 
 def matching_rewrites(model: torch.nn.Module, arguments: Mapping[str, Any]) -> list[Rewrite]:

@@ -49,3 +49,15 @@ def test_the_program_itself_is_left_as_it_was():
 def test_a_program_without_assertions_is_returned_as_it_is():
     plain = torch.export.export(torch.nn.Linear(4, 2), (torch.ones(3, 4),))
     assert without_assertions(plain) is plain
+
+
+def test_inputs_called_like_a_function_of_python_keep_their_names():
+    class OfInput(torch.nn.Module):
+        def forward(self, input, len):
+            return input.to(torch.float64) + len.abs()
+
+    before = torch.export.export(OfInput(), (torch.ones(3), torch.ones(3)))
+    after = without_assertions(before)
+    assert after is not before
+    assert after.graph_signature.user_inputs == ("input", "len")
+    assert torch.equal(after.module()(torch.ones(3), torch.ones(3)), torch.full((3,), 2.0, dtype=torch.float64))

@@ -101,3 +101,17 @@ def test_a_state_without_a_batch_is_carried_or_refused(tmp_path):
     onnx_model(torch.randn(4, 9))
     with pytest.raises(exportkit.errors.ArgumentError):  # no recorded call went on from a state of this size
         onnx_model(torch.randn(4, 9))
+
+
+def test_keys_of_kwargs_may_be_any_text(tmp_path):
+    class Summing(torch.nn.Module):
+        def forward(self, x, **named):
+            return x + sum(value.to(torch.float64) for value in named.values())
+
+    model, observer, names = Summing(), exportkit.InputObserver(), ("x.1", "x_1", "class", "1", "input")
+    with observer(model):
+        for rows in (2, 3):
+            model(torch.randn(rows, 5), **{name: torch.randn(rows, 5) for name in names})
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    given = {name: torch.randn(4, 5) for name in names}
+    torch.testing.assert_close(onnx_model(torch.ones(4, 5), **given), model(torch.ones(4, 5), **given))

@@ -1,0 +1,164 @@
+"""Packed sequences in a trace: the layers that take them run over the padded ones, with a mask.
+
+``pack_padded_sequence`` gives one row for each token, time by time, and how many rows there are at each time. A
+recurrent layer goes over these rows in Python, as often as the longest sequence has tokens. Here it is one loop over
+the padded sequences, in which a state stays as it is beyond the end of its sequence; the rows, the last states and the
+padding are the same as torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.graph import scan
+from exportkit._torch_compat.modules import recurrent_functions
+from exportkit._torch_compat.symbolic_shapes import at_most
+from exportkit.overrides import Attribute, replaced
+from exportkit.rewrites.lists import PACK, Int
+
+_State = tuple[torch.Tensor, ...]
+_Cell = Callable[[torch.Tensor, _State, list[Any]], _State]
+
+
+class Filled:
+    """Stands for the batch sizes of a packed sequence: which tokens of the padded one there are.
+
+    Args:
+        mask: Whether there is a token, by time and sequence.
+    """
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        self.mask, self.device = mask, torch.device("cpu")
+        self._positions = mask.flatten().cumsum(0).sub(1).clamp(min=0).reshape(mask.shape)
+
+    def __getitem__(self, index: int) -> Any:
+        if index != 0:  # any other batch size is data
+            raise TypeError("only the first batch size of a packed sequence is known in a trace")
+        return self.mask.shape[1]
+
+    def size(self, _axis: int) -> Any:
+        """Returns the length of the longest sequence."""
+        return at_most(self.lengths().max().item(), self.mask.shape[0])
+
+    def lengths(self) -> torch.Tensor:
+        """Returns the length of each sequence."""
+        return self.mask.sum(0)
+
+    def packed(self, padded: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens of padded sequences, whose first axis is time."""
+        return padded.flatten(0, 1).index_select(0, self.mask.flatten().nonzero().squeeze(1))
+
+    def padded(self, packed: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+        """Returns the padded sequences of packed tokens."""
+        return self.masked(packed[self._positions], torch.full((), value, dtype=packed.dtype))
+
+    def masked(self, padded: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Returns padded sequences with other values where there is no token."""
+        return torch.where(self.mask.reshape(*self.mask.shape, *[1] * (padded.ndim - 2)), padded, other)
+
+    def reversed(self, padded: torch.Tensor) -> torch.Tensor:
+        """Returns padded sequences each of which runs from its last token to its first."""
+        times = torch.arange(self.mask.shape[0])[:, None]
+        last_first = torch.where(self.mask, self.lengths() - 1 - times, times)
+        return padded.gather(0, last_first.unsqueeze(-1).expand_as(padded))
+
+
+def masked_layers(_model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Replaces packing, padding and the recurrent layers for packed sequences."""
+    functions, layers = recurrent_functions()
+    replacements: list[tuple[Any, Any]] = [
+        (Attribute(layers, "int"), Int),
+        (Attribute(functions, PACK), _pack),
+        (Attribute(functions, "_pad_packed_sequence"), _pad),
+    ]
+    cells: dict[str, _Cell] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
+    for name, cell in cells.items():
+        replacements.append((Attribute(functions, name), _layers(getattr(functions, name), cell)))
+    return replaced(replacements)
+
+
+def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, Filled]:
+    padded = padded.transpose(0, 1) if batch_first else padded
+    filled = Filled(torch.arange(padded.shape[0])[:, None] < lengths)
+    return filled.packed(padded), filled
+
+
+def _pad(
+    packed: torch.Tensor, filled: Filled, batch_first: bool, value: float, length: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    padded = filled.padded(packed, value)
+    missing = padded.new_full((1, *padded.shape[1:]), value)
+    places = torch.arange(length).clamp(max=padded.shape[0])  # there may be more than all tokens have
+    padded = torch.cat([padded, missing]).index_select(0, places)
+    return padded.transpose(0, 1) if batch_first else padded, filled.lengths()
+
+
+def _layers(original: Callable[..., Any], cell: _Cell) -> Callable[..., Any]:
+    """The function of a recurrent layer that also takes packed sequences of a trace."""
+
+    def run(data: torch.Tensor, filled: Any, *others: Any) -> Any:
+        if not isinstance(filled, Filled):
+            return original(data, filled, *others)
+        first, weights, has_biases, count, dropout, is_training, is_bidirectional = others
+        directions = 2 if is_bidirectional else 1
+        per_layer = len(weights) // (count * directions)
+        states = first if isinstance(first, tuple) else (first,)
+        sequences, last = filled.padded(data), []
+        for layer in range(count):
+            found = []
+            for direction in range(directions):
+                index = layer * directions + direction
+                own = list(weights[index * per_layer : (index + 1) * per_layer])
+                if not has_biases:
+                    own[2:2] = [None, None]
+                given = filled.reversed(sequences) if direction else sequences
+                state, outputs = _run(cell, filled, given, tuple(state[index] for state in states), own)
+                found.append(filled.reversed(outputs) if direction else outputs)
+                last.append(state)
+            sequences = torch.cat(found, dim=-1)
+            if layer < count - 1:
+                sequences = torch.dropout(sequences, dropout, is_training)
+        return filled.packed(sequences), *(torch.stack(state) for state in zip(*last, strict=True))
+
+    return run
+
+
+def _run(
+    cell: _Cell, filled: Filled, sequences: torch.Tensor, state: _State, weights: list[Any]
+) -> tuple[_State, torch.Tensor]:
+    """The last state of one layer in one direction, and its outputs."""
+    inputs = torch.nn.functional.linear(sequences, *weights[:3:2])
+
+    def step(state: _State, token: tuple[torch.Tensor, ...]) -> tuple[_State, torch.Tensor]:
+        value, is_filled = token
+        new = cell(value, state, weights[1:2] + weights[3:])
+        return tuple(torch.where(is_filled, *pair) for pair in zip(new, state, strict=True)), new[0].clone()
+
+    # a view starts at an offset, which the loop operator makes a number
+    last, outputs = scan(step, tuple(part.clone() for part in state), (inputs, filled.mask.unsqueeze(-1)))
+    return last, outputs
+
+
+def _lstm(inputs: torch.Tensor, state: _State, weights: list[Any]) -> _State:
+    hidden, memory = state
+    kernel, bias, *projection = weights
+    enter, forget, new, leave = (inputs + torch.nn.functional.linear(hidden, kernel, bias)).chunk(4, -1)
+    memory = forget.sigmoid() * memory + enter.sigmoid() * new.tanh()
+    hidden = leave.sigmoid() * memory.tanh()
+    return (torch.nn.functional.linear(hidden, *projection) if projection else hidden), memory
+
+
+def _gru(inputs: torch.Tensor, state: _State, weights: list[Any]) -> _State:
+    (hidden,) = state
+    reset, update, new = inputs.chunk(3, -1)
+    from_reset, from_update, from_new = torch.nn.functional.linear(hidden, *weights).chunk(3, -1)
+    new = (new + (reset + from_reset).sigmoid() * from_new).tanh()
+    return ((hidden - new) * (update + from_update).sigmoid() + new,)
+
+
+def _rnn(activation: Callable[[torch.Tensor], torch.Tensor]) -> _Cell:
+    return lambda inputs, state, weights: (activation(inputs + torch.nn.functional.linear(state[0], *weights)),)
