@@ -119,6 +119,12 @@ class Observer:
                 got=type(model).__name__,
                 hint="to observe a pipeline, observe its model: `with observer(pipe.model):`.",
             )
+        if isinstance(model, torch.jit.ScriptModule):
+            raise InvalidTypeError(
+                "torch.export cannot trace a scripted module.",
+                got=type(model).__name__,
+                hint="observe and export the module that was scripted.",
+            )
         if not isinstance(method_name, str):
             raise InvalidTypeError("A method is named by a string.", where="method_name", got=repr(method_name))
         if method_name.startswith("__"):

@@ -304,7 +304,7 @@ def _buffers_kept_between_calls(program: torch.export.ExportedProgram) -> list[s
             continue
         old[node.name] = frozenset().union(*(old[value.name] for value in node.all_input_nodes))
         schema = schema_of(node.target)
-        if schema is None or not schema.name.endswith("_") or not isinstance(node.args[0], torch.fx.Node):
+        if schema is None or not schema.is_mutable or not isinstance(node.args[0], torch.fx.Node):
             continue
         base, _ = _source(node.args[0])
         if node.args[0] is base and schema.name in _OVERWRITES:

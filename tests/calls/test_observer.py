@@ -319,6 +319,11 @@ def test_model_that_is_no_module_is_refused():
         pass
 
 
+def test_scripted_module_is_refused():
+    with pytest.raises(InvalidTypeError, match="cannot trace a scripted module"):
+        InputObserver()(torch.jit.script(torch.nn.Linear(2, 2))).__enter__()
+
+
 @pytest.mark.parametrize("name", ["backwards", "weight_of_all"])
 def test_method_that_does_not_exist_is_named(name):
     with pytest.raises(UnknownMethodError, match=f"Classifier does not have a method '{name}'"):

@@ -253,3 +253,20 @@ def test_buffer_that_every_call_overwrites_is_no_state():
     model = _OwnLargest()
 
     assert exportkit.export(model, observed(model, *rows((2, 5), (3, 5)))).program is not None
+
+
+class _Packed(torch.nn.Module):
+    """Has two numbers of four bits in each byte of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("packed", torch.tensor([18, 52], dtype=torch.uint8))
+
+    def forward(self, x):
+        return x + (self.packed & 15) + (self.packed >> 4)
+
+
+def test_buffer_that_is_read_by_a_python_operator_is_no_state():
+    model = _Packed()
+
+    assert exportkit.export(model, observed(model, *rows((2, 2), (3, 2)))).program is not None

@@ -1,0 +1,211 @@
+"""A case for each model type of transformers that its automatic classes know, with inputs made from its signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import Case, Sizes, ints, randn
+from shrinking import VOCABULARY, levels, small_model
+
+# The tasks, each with its mapping; a type is tried in the first task that has it.
+_TASKS = (
+    ("causal language model", "CAUSAL_LM"),
+    ("sequence to sequence", "SEQ_TO_SEQ_CAUSAL_LM"),
+    ("speech to text", "SPEECH_SEQ_2_SEQ"),
+    ("image and text to text", "IMAGE_TEXT_TO_TEXT"),
+    ("masked language model", "MASKED_LM"),
+    ("speech with alignment", "CTC"),
+    ("object detection", "OBJECT_DETECTION"),
+    ("zero-shot object detection", "ZERO_SHOT_OBJECT_DETECTION"),
+    ("segmentation", "SEMANTIC_SEGMENTATION"),
+    ("universal segmentation", "UNIVERSAL_SEGMENTATION"),
+    ("depth estimation", "DEPTH_ESTIMATION"),
+    ("image classification", "IMAGE_CLASSIFICATION"),
+    ("video classification", "VIDEO_CLASSIFICATION"),
+    ("zero-shot image classification", "ZERO_SHOT_IMAGE_CLASSIFICATION"),
+    ("audio classification", "AUDIO_CLASSIFICATION"),
+    ("text to waveform", "TEXT_TO_WAVEFORM"),
+    ("time series", "TIME_SERIES_PREDICTION"),
+    ("backbone", "BACKBONE"),
+    ("model", ""),
+)
+_GENERATES = ("causal language model", "sequence to sequence", "speech to text", "image and text to text")
+_TEXT, _TEXT_TRUTH = [(2, 7)], [(3, 5), (1, 11)]
+_ONE, _ONE_TRUTH = [(1, 7)], [(1, 5), (2, 9)]
+_ROWS, _ROWS_TRUTH = [(2, 7), (3, 9)], [(1, 12), (4, 5)]
+
+
+def cases(left_out: Iterable[Path], sample: int | None, seed: int, batch_one: bool) -> list[Case]:
+    """Returns the cases.
+
+    Args:
+        left_out: Files and folders; types that they name are left out.
+        sample: How many types; by default all.
+        seed: The sample is drawn with this seed.
+        batch_one: Record one row, of the types that generate.
+    """
+    text = " ".join(file.read_text() for path in left_out for file in (path.rglob("*.py") if path.is_dir() else [path]))
+    known = set(re.findall(r"\w+", text))
+    found = [(name, *rest) for name, *rest in _types() if not {name, rest[1]} & known]
+    if sample is not None:
+        found = random.Random(seed).sample(found, min(sample, len(found)))
+    return [_case(name, task, cls, batch_one) for name, task, _, cls in found if not batch_one or task in _GENERATES]
+
+
+def _types() -> list[tuple[str, str, str, str]]:
+    """Model type, task, name of the configuration class, and name of the model class."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    seen, found = set(), []
+    for task, key in _TASKS:
+        middle = f"FOR_{key}_" if key not in ("", "BACKBONE") else f"{key}_" if key else ""
+        mapping = getattr(modeling_auto, f"MODEL_{middle}MAPPING_NAMES", {})
+        for name, cls in mapping.items():
+            if name in configuration_auto.CONFIG_MAPPING_NAMES and name not in seen:
+                seen.add(name)
+                cls = cls if isinstance(cls, str) else cls[0]
+                found.append((name, task, configuration_auto.CONFIG_MAPPING_NAMES[name], cls))
+    return sorted(found)
+
+
+def _case(name: str, task: str, cls: str, batch_one: bool) -> Case:
+    if task in _GENERATES:
+        recorded, truth = (_ONE, _ONE_TRUTH) if batch_one else (_TEXT, _TEXT_TRUTH)
+    else:
+        recorded, truth = _ROWS, _ROWS_TRUTH
+    make = functools.partial(_make, name, cls, task, [*recorded, *truth], batch_one)
+    return Case(f"{name} at batch 1" if batch_one else name, task, make, recorded, truth, plain=False)
+
+
+def _make(
+    name: str, cls: str, task: str, runs: list[Sizes], batch_one: bool
+) -> tuple[torch.nn.Module, Callable[..., object]]:
+    """The model in the smallest size in which all runs succeed."""
+    import transformers
+
+    error: Exception | None = None
+    for config in levels(transformers.AutoConfig.for_model(name)):
+        try:
+            model = small_model(config, getattr(transformers, cls)).eval()
+            use = _generating(model, not batch_one) if task in _GENERATES else functools.partial(_called, model)
+            with torch.no_grad():
+                for sizes in runs:
+                    use(*sizes)
+            return model, use
+        except Exception as found:
+            error = error or found
+    raise error or RuntimeError(name)
+
+
+def _generating(model: Any, padded: bool) -> Callable[..., object]:
+    """A run of ``generate``, three tokens long."""
+    settings = model.generation_config
+    settings.eos_token_id = settings.forced_eos_token_id = None
+    settings.pad_token_id = settings.pad_token_id or 0
+    settings.max_length = None
+
+    def use(batch: int, length: int) -> object:
+        given = inputs(model, batch, length)
+        if padded and "attention_mask" in given and given["attention_mask"].shape == (batch, length):
+            where = -1 if model.config.is_encoder_decoder else 0
+            given["attention_mask"][0, where] = 0
+        given.pop("decoder_input_ids", None)
+        return model.generate(**given, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+    return use
+
+
+def _called(model: Any, batch: int, length: int) -> object:
+    return model(**inputs(model, batch, length))
+
+
+def inputs(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Returns random inputs: those that the signature requires, the main one, and what belongs to them."""
+    parameters = inspect.signature(model.forward).parameters
+    required = [name for name, item in parameters.items() if item.default is item.empty and item.kind == item.POSITIONAL_OR_KEYWORD]
+    names = list(dict.fromkeys([model.main_input_name, *required]))
+    if model.main_input_name == "pixel_values" and _images_in_text(model) and "input_ids" in parameters:
+        names.append("input_ids")
+    if "pixel_values" in parameters and "input_ids" in names and "pixel_values" not in names:
+        names.append("pixel_values")
+    if model.config.is_encoder_decoder and "decoder_input_ids" in parameters and not model.can_generate():
+        names.append("decoder_input_ids")
+    names += [name for name in ("bbox",) if name in parameters]
+    found = {name: _input(model, name, batch, length) for name in dict.fromkeys(names)}
+    if "image_grid_thw" in parameters and "pixel_values" in found:
+        found |= _patches(model, batch)
+    if "input_ids" in found and "pixel_values" in found and _image_token(model) is not None:
+        given = {name: value for name, value in found.items() if name in ("pixel_values", "image_grid_thw")}
+        found["input_ids"] = _with_image(model, found["input_ids"], given)
+    if "mm_token_type_ids" in parameters and "pixel_values" in found:
+        found["mm_token_type_ids"] = (found["input_ids"] == _image_token(model)).int()
+    if "attention_mask" in parameters and "input_ids" in found:
+        found["attention_mask"] = torch.ones_like(found["input_ids"])
+    return found
+
+
+def _input(model: Any, name: str, batch: int, length: int) -> torch.Tensor:
+    config = model.config
+    if name in ("input_ids", "decoder_input_ids", "inputs"):
+        return ints(batch, length, below=min(50, VOCABULARY))
+    if name == "bbox":
+        return torch.randint(0, 100, (batch, length, 2)).repeat(1, 1, 2).sort(-1).values
+    if name in ("pixel_values", "pixel_values_videos", "images"):
+        side = _field(config, "image_size", 64)
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        shape = [_field(config, "num_channels", 3), height, width]
+        frames = _field(config, "num_frames", None)
+        return randn(batch, *([frames] if frames else []), *shape)
+    if name in ("input_values", "waveform"):
+        bins = _field(config, "num_mel_bins", None)
+        if bins and _field(config, "max_length", None):
+            return randn(batch, config.max_length, bins)
+        return randn(batch, 1600 + 160 * length)
+    if name == "input_features":
+        bins = _field(config, "num_mel_bins", None) or _field(config, "feature_size", 80)
+        frames = _field(config, "max_source_positions", None)
+        if hasattr(config, "max_source_positions") and "conv" in str(list(dict(model.named_modules())))[:4000]:
+            return randn(batch, bins, 2 * frames)
+        return randn(batch, 40 + 4 * length, bins)
+    raise ValueError(f"no rule for the input {name}")
+
+
+def _patches(model: Any, batch: int) -> dict[str, torch.Tensor]:
+    """Images as rows of patches, four by four, with the shape of each."""
+    patch, frames = _field(model.config, "patch_size", 14), _field(model.config, "temporal_patch_size", 1)
+    width = _field(model.config, "in_channels", 3) * frames * patch * patch
+    return {"pixel_values": randn(16 * batch, width), "image_grid_thw": torch.tensor([[1, 4, 4]] * batch)}
+
+
+def _field(config: Any, name: str, default: Any) -> Any:
+    """A field of the configuration, or of one nested in it."""
+    for part in (config, *(getattr(config, sub) for sub in config.sub_configs if hasattr(config, sub))):
+        if part is not None and getattr(part, name, None) is not None:
+            return getattr(part, name)
+    return default
+
+
+def _image_token(model: Any) -> int | None:
+    return getattr(model.config, "image_token_id", None) or getattr(model.config, "image_token_index", None)
+
+
+def _images_in_text(model: Any) -> bool:
+    return _image_token(model) is not None
+
+
+def _with_image(model: Any, tokens: torch.Tensor, images: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tokens behind placeholders, as many as an image has features."""
+    with torch.no_grad():
+        features = model.get_image_features(**images)
+    features = getattr(features, "pooler_output", features)
+    parts = features if isinstance(features, list | tuple) else [features]
+    count = sum(part.flatten(0, -2).shape[0] for part in parts) // len(tokens)
+    places = torch.full((len(tokens), count), _image_token(model))
+    return torch.cat([tokens[:, :1], places, tokens[:, 1:]], 1)
