@@ -23,6 +23,17 @@ def schema_of(target: Any) -> Any:
     return getattr(target, "_schema", None)
 
 
+def operator_name(target: Any) -> str:
+    """Returns the name of what a node calls, such as ``embedding``; empty if it is not an operator of torch."""
+    return getattr(schema_of(target), "name", "").partition("::")[2]
+
+
+def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
+    """Returns what is given to the operator that a node calls, by name of the argument."""
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def is_assertion(node: torch.fx.Node) -> bool:
     """Returns whether a node only asserts something. Seen in torch 2.13."""
     return node.op == "call_function" and getattr(node.target, "_opname", None) in _ASSERTIONS

@@ -52,6 +52,8 @@ class _RoundingVaried:
         written = [argument.alias_info is not None for argument in schema.arguments]
         if torch.Tag.pointwise not in func.tags:  # it adds up: how exactly depends on its operands
             args = tuple(a if fixed else self._varied(a) for a, fixed in zip(args, written, strict=False))
+            if "upsample" in name and args and isinstance(args[0], torch.Tensor):
+                args = (self._moved(args[0]), *args[1:])
         result = func(*args, **kwargs)
         values = result if isinstance(result, tuple | list) else (result,)
         returned = schema.returns
@@ -67,6 +69,16 @@ class _RoundingVaried:
                 value.copy_(self._varied(value, weights=True))
             found.append(value)
         return type(result)(found) if isinstance(result, tuple | list) else found[0]
+
+    def _moved(self, image: torch.Tensor) -> torch.Tensor:
+        """The image as if it was read at coordinates, counted in pixels, that were rounded differently."""
+        for axis in range(2, image.ndim):
+            length = image.shape[axis]
+            shape = [length] + [1] * (image.ndim - 1 - axis)
+            places = torch.arange(length, dtype=image.dtype, device=image.device).view(shape)
+            errors = self._varied(places + 0.5) - (places + 0.5)
+            image = image + errors * image.diff(dim=axis, append=image.narrow(axis, length - 1, 1))
+        return image
 
     def _varied(self, value: Any, weights: bool = False) -> Any:
         if isinstance(value, list | tuple):

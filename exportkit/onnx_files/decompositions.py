@@ -14,15 +14,30 @@ from typing import Any, cast
 
 import torch
 
-from exportkit._torch_compat.graph import copied_module, is_assertion, schema_of, with_graph_module
-from exportkit.onnx_files.exact import EXACT, is_plain_cross_entropy, is_plain_pool, with_zeros_for_masked_rows
+from exportkit._torch_compat.graph import arguments_of, copied_module, is_assertion, schema_of, with_graph_module
+from exportkit.onnx_files.exact import (
+    EXACT,
+    is_plain_cross_entropy,
+    is_plain_pool,
+    with_checked_indices,
+    with_zeros_for_masked_rows,
+)
 
 aten = torch.ops.aten
 
 
 def translatable(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program without run-time assertions and without operators that torch.onnx cannot translate."""
-    return decomposed(with_zeros_for_masked_rows(with_complex_as_pairs(with_constants(without_assertions(program)))))
+    for step in (
+        without_assertions,
+        with_constants,
+        with_complex_as_pairs,
+        with_zeros_for_masked_rows,
+        with_checked_indices,
+        decomposed,
+    ):
+        program = step(program)
+    return program
 
 
 # Run-time assertions, which ONNX has no form for.
@@ -166,8 +181,7 @@ def _is_complex(value: Any) -> bool:
 
 def _move_pairs(node: torch.fx.Node) -> None:
     """Lets the operator take and return pairs, which are made before it and made complex again after it."""
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = arguments_of(node)
     with node.graph.inserting_before(node):
         node.args = ()
         node.kwargs = {name: _for_pairs(name, value, node) for name, value in given.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import schema_of
+from exportkit._torch_compat.graph import arguments_of, operator_name
 from exportkit.plan.leaves import Finding
 
 
@@ -34,15 +34,13 @@ def operator_findings(program: torch.export.ExportedProgram, translated: torch.o
 def _operators(program: torch.export.ExportedProgram | None) -> Iterator[tuple[str, torch.fx.Node]]:
     for module in program.graph_module.modules() if program is not None else ():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            schema = schema_of(node.target)
-            if schema is not None:
-                yield schema.name.partition("::")[2], node
+            if name := operator_name(node.target):
+                yield name, node
 
 
 def _argument(name: str, node: torch.fx.Node) -> Any:
     """An argument of a node by name; None if it is left out."""
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get(name)
+    return arguments_of(node).get(name)
 
 
 def _is_training(node: torch.fx.Node) -> bool:
@@ -135,7 +133,7 @@ _VALUES: tuple[tuple[str, str, _Condition | None], ...] = (
     ("unique_dim unique _unique2 unique_consecutive", "rows with NaN are taken for equal", None),
     ("logspace", "a single step from a tensor has no axis", None),
     (
-        "sum cumsum prod cumprod matmul mm bmm mv dot addmm addbmm baddbmm addmv addr einsum inner",
+        "prod cumprod addbmm trace",
         "64-bit integers beyond 2^53 are rounded",
         _returns_integers,
     ),

@@ -259,6 +259,15 @@ def _int_pow(x: Any, exponent: Any, dtype: Any) -> Any:
     return op.Where(is_negative, unit, result)
 
 
+# Products of matrices of integers, for which onnxruntime has no Gemm.
+
+
+def _addmm(x: Any, one: Any, other: Any, beta: float = 1, alpha: float = 1) -> Any:
+    if x.dtype.is_floating_point():
+        return core.aten_addmm(x, one, other, beta, alpha)
+    return op.Add(op.Mul(x, number(beta, x)), op.Mul(op.MatMul(one, other), number(alpha, x)))
+
+
 # Choosing between booleans, for which onnxruntime has no operator.
 
 
@@ -303,6 +312,7 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.pow.Tensor_Tensor: _pow,
     aten.pow.Tensor_Scalar: _pow_to_number,
     aten.pow.Scalar: _number_to_pow,
+    aten.addmm.default: _addmm,
     aten.where.self: _where,
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _masked_fill,

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir
 import torch
 from onnxscript import opset18
-from onnxscript.function_libs.torch_lib.ops import linalg
+from onnxscript.function_libs.torch_lib.ops import core, linalg
 
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
@@ -102,6 +102,33 @@ def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False,
     return found if dtype in (-1, None) else op.Cast(found, to=dtype)
 
 
+# Sums of 64-bit integers, which onnxruntime adds up in double precision.
+
+
+def _sum(x: Any, dtype: int = -1) -> Any:
+    return _sum_along(x, None, False, dtype)
+
+
+def _sum_along(x: Any, dim: Any = None, keepdim: bool = False, dtype: int = -1) -> Any:
+    def added(part: Any) -> Any:
+        part.shape = x.shape
+        return core.aten_sum_dim_IntList(part, [dim] if isinstance(dim, int) else dim, keepdim, dtype)
+
+    if x.dtype != onnx_ir.DataType.INT64 or not len(x.shape) or _is_narrow(x):
+        return added(x)
+    half = number(2**32, x)
+    low = op.Mod(x, half)
+    high = added(op.Div(op.Sub(x, low), half))
+    return op.Add(op.Mul(high, op.CastLike(half, high)), added(low))
+
+
+def _is_narrow(x: Any) -> bool:
+    """Whether 64-bit integers were booleans or smaller integers before: sums of these are exact in double precision."""
+    made = x.producer()
+    source = made.inputs[0].dtype if made is not None and made.op_type == "Cast" else x.dtype
+    return source == onnx_ir.DataType.BOOL or (source.is_integer() and source.bitwidth < x.dtype.bitwidth)
+
+
 # Axes of any size: the mean of nothing is 0 in onnxruntime, and it refuses to remove an axis whose size is not 1.
 
 
@@ -187,6 +214,8 @@ REDUCTION_FORMS: dict[Any, Callable[..., Any]] = {
     aten.min.dim: _min_along,
     aten.argmax.default: _argmax,
     aten.argmin.default: _argmin,
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum_along,
     aten.var.correction: _var,
     torch.ops.prims.var.default: _prims_var,
     aten.var_mean.correction: _var_mean,

@@ -77,6 +77,19 @@ CASES = {
     ),
     "largest and smallest": (lambda x: (x.amax(1), x.amin((0, 1)), x.amax(), x.max(), x.min()), UNKNOWN),
     "largest and smallest with their places": (lambda x: (*x.max(1), *x.min(1, keepdim=True)), UNKNOWN),
+    "sums of integers": (
+        lambda x: (x.sum(), x.sum(1), x.sum((0, 1), keepdim=True), x.cumsum(1), x @ x.T),
+        torch.stack([LARGE, LARGE * 2**9 + 1, LARGE.flip(0) - 2**62]),
+    ),
+    "sums of smaller integers": (
+        lambda x: ((x > 3).sum(1), x.sum(), x.to(torch.int32).sum(0)),
+        LARGE.view(2, 3) % 2**30,
+    ),
+    "products of matrices of integers": (
+        lambda x, y: (torch.addmm(x, x, y), torch.addmm(x, x, y, beta=2, alpha=3)),
+        ints(1, 2, 2**53 + 1, -4).view(2, 2),
+        ints(3, -2, 1, 2**55 + 1).view(2, 2),
+    ),
     "places": (lambda x: (x.argmax(1), x.argmin(1), x.argmax(), x.argmin(), x.argmax(keepdim=True)), UNKNOWN),
     "median": (lambda x: (*x.median(1), x.median()), UNKNOWN),
     "norms": (lambda x: (x.norm(INF, dim=1), x.norm(-INF, dim=0), x.norm(dim=1), x.norm(1)), UNKNOWN),

@@ -11,14 +11,7 @@ KNOWN = {
     "size_conditions-memory_layout": "silent: a graph does not see strides, on which the model decides",
     "size_conditions-gradient_of_the_input": "silent: a graph does not see requires_grad",
     "optional_inputs-named_tensors": "silent: the order in which **kwargs are given is not part of the domain",
-    "operators-Embedding": "silent: onnxruntime counts negative indices from the end, where torch raises",
-    "operators-rows_by_index": "silent: onnxruntime counts negative indices from the end, where index_add raises",
     "operators-EncoderWithPadding": "not proven: the fast path of TransformerEncoder has zeros at padded positions",
-    "computed_sizes-linspace": "not exported: linspace fixes the size",
-    "computed_sizes-upper_triangle_indices": "not exported: triu_indices fixes the size",
-    "computed_sizes-tensor_split": "not proven: torch.onnx translates tensor_split with wrong sizes",
-    "computed_sizes-enlarged_by_a_fraction": "a false alarm: coordinates of an interpolation are rounded differently",
-    "well_behaved-resized_to_the_input": "a false alarm: coordinates of an interpolation are rounded differently",
 }
 
 

@@ -1,0 +1,74 @@
+"""Operators whose sizes torch reads as numbers, written with operators that take sizes of any kind.
+
+A trace would fix the sizes that they are given: ``linspace(0, 1, x.shape[1])`` asks for an int. What they compute is
+what torch computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def _is_symbolic(*sizes: Any) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+_original: dict[str, Callable[..., Any]] = {
+    name: getattr(torch, name) for name in ("linspace", "triu_indices", "tril_indices")
+}
+
+
+def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    if not _is_symbolic(steps) or "out" in options or (dtype is not None and dtype.is_complex):
+        return _original["linspace"](start, end, steps, dtype=dtype, **options)
+    place = torch.arange(steps, dtype=torch.float64, **options)
+    last = torch.full((), steps - 1, dtype=torch.float64, device=place.device)
+    step = (end - start) / last.clamp(min=1)  # a single step is the start
+    values = torch.where(2 * place < steps, start + step * place, end - step * (last - place))
+    return values.to(dtype or torch.get_default_dtype())
+
+
+def _triu_indices(row: Any, col: Any, offset: int = 0, **options: Any) -> torch.Tensor:
+    return _places("triu_indices", row, col, offset, lambda apart: apart >= offset, **options)
+
+
+def _tril_indices(row: Any, col: Any, offset: int = 0, **options: Any) -> torch.Tensor:
+    return _places("tril_indices", row, col, offset, lambda apart: apart <= offset, **options)
+
+
+def _places(
+    name: str,
+    row: Any,
+    col: Any,
+    offset: int,
+    inside: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.int64,
+    device: Any = None,
+    **options: Any,
+) -> torch.Tensor:
+    """The rows and columns of a triangle."""
+    if not _is_symbolic(row, col):
+        return _original[name](row, col, offset, dtype=dtype, device=device, **options)
+    apart = torch.arange(col, device=device) - torch.arange(row, device=device)[:, None]
+    return inside(apart).nonzero().T.to(dtype)
+
+
+def _tensor_split(values: torch.Tensor, sections: int, dim: int = 0) -> Any:
+    """The first parts have one more than the last ones, if the length is not a multiple of their number."""
+    sizes = [(values.shape[dim] + sections - 1 - part) // sections for part in range(sections)]
+    return values.split(sizes, dim)
+
+
+# Python functions of torch by name, and kernels by composite operator.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "linspace": _linspace,
+    "triu_indices": _triu_indices,
+    "tril_indices": _tril_indices,
+}
+KERNELS: dict[Any, Callable[..., Any]] = {aten.tensor_split.sections: _tensor_split}
