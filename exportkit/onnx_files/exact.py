@@ -91,7 +91,7 @@ def with_checked_indices(program: torch.export.ExportedProgram) -> torch.export.
     names = {node.name for node in program.graph.nodes if to_check(node)}
     if not names:
         return program
-    module = copy.deepcopy(program.graph_module)
+    module = copied_module(program)
     for node in [node for node in module.graph.nodes if node.name in names]:
         name, arguments = _INDEXED[node.target], arguments_of(node)
         index, place = arguments[name], [*arguments].index(name)

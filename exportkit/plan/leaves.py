@@ -118,6 +118,8 @@ class PlannedLeaf(_RecordedShapes):
         shapes: Its shape in each recorded call; None where it is absent.
         growing: Length axis of a dynamic cache, or None.
         restored: Whether no call had it: an attention mask of ones that was added afterwards.
+        of_frames: Whether it is a mask over frames, which may end anywhere within the last of the states that an
+            encoder made of them: its length is a multiple of theirs, and up to one step more or less.
     """
 
     path: str
@@ -127,6 +129,7 @@ class PlannedLeaf(_RecordedShapes):
     shapes: tuple[tuple[Size, ...] | None, ...]
     growing: Size | None = None
     restored: bool = False
+    of_frames: bool = False
 
     @property
     def is_optional(self) -> bool:

@@ -76,7 +76,10 @@ def _with_frames(plan: Plan, tokens: Sequence[AxisKey], length: int, probe: Mode
             ((_, stride),) = frames.terms
             text = f"always {states}; the model accepts other lengths, and {stride} more of {tokens[0][0]} for each"
             variables = (replace(v, evidence=text) if v.name == name else v for v in followed.variables)
-            return replace(followed, variables=tuple(variables)).with_sizes(dict.fromkeys(tokens, frames))
+            masks = {path for path, _ in tokens}
+            leaves = (replace(leaf, of_frames=True) if leaf.path in masks else leaf for leaf in followed.leaves)
+            found = replace(followed, variables=tuple(variables), leaves=tuple(leaves))
+            return found.with_sizes(dict.fromkeys(tokens, frames))
     return None
 
 

@@ -30,12 +30,14 @@ class DomainInput:
         dtype: Its dtype, such as ``int64``.
         sizes: One expression over the variables for each axis.
         optional: Whether a call may leave it out.
+        of_frames: Whether its length may be up to one step more or less than a multiple of a variable.
     """
 
     path: str
     dtype: str
     sizes: tuple[Expression, ...]
     optional: bool = False
+    of_frames: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,8 @@ class CallCheck:
         self._groups = [
             (getattr(torch, d, None), sizes, paths, optional) for (d, sizes, optional), paths in groups.items()
         ]
-        # A mask over frames may end anywhere within the last state that an encoder made of them.
-        self._frames = {s for item in inputs if "mask" in item.path.rpartition(".")[2] for s in item.sizes if _steps(s)}
-        self._frames -= {s for item in inputs if "mask" not in item.path.rpartition(".")[2] for s in item.sizes}
+        self._frames = {size for item in inputs if item.of_frames for size in item.sizes if _steps(size)}
+        self._frames -= {size for item in inputs if not item.of_frames for size in item.sizes}
         self._limits = [(least, math.inf if most is None else most) for least, most in ranges.values()]
         self._waived = {self._key(SmallSizes({})): (), **{self._key(p): p.waived for p in patterns}}
         self._checks: dict[tuple[str, ...], Callable[[Sequence[int]], int]] = {}

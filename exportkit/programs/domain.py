@@ -16,6 +16,7 @@ from exportkit.json_data import Size, read
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.plan import Plan
 from exportkit.probing.simplify import first_step
+from exportkit.probing.traits import require_traits
 from exportkit.programs.call_check import SMALLEST, CallCheck, DomainInput, SmallSizes, ranged
 from exportkit.programs.python_values import PythonValues
 from exportkit.trees.json_form import dump_constant, load_value
@@ -37,6 +38,7 @@ class Domain:
             those for which the model was seen to return what the graph returns.
         returned: Numbers among the outputs that follow from sizes: expressions over the variables of the plan, by path.
         waived: Conditions that the trace recorded and that change nothing, so that they are not required.
+        traits: What every input has to be besides, such as contiguous, because the model decides by it.
     """
 
     inputs: tuple[DomainInput, ...]
@@ -48,6 +50,7 @@ class Domain:
     values: PythonValues = field(default_factory=lambda: PythonValues({}, {}))
     returned: Mapping[str, str] = field(default_factory=dict)
     waived: tuple[SizeCondition, ...] = ()
+    traits: tuple[str, ...] = ()
 
     @classmethod
     def of_plan(
@@ -61,7 +64,7 @@ class Domain:
             patterns: Which variables may be 0 or 1 together.
         """
         return cls(
-            tuple(DomainInput(leaf.path, leaf.dtype, leaf.sizes, leaf.is_optional) for leaf in plan.leaves),
+            tuple([DomainInput(x.path, x.dtype, x.sizes, x.is_optional, x.of_frames) for x in plan.leaves]),
             {variable.name: (variable.minimum, variable.maximum) for variable in plan.variables},
             conditions,
             patterns,
@@ -92,6 +95,8 @@ class Domain:
                 hint="observe the model with a call that leaves out the same inputs, then export again.",
             )
         self.check.require(given, known)
+        if self.traits:
+            require_traits(self.traits, given)
 
     @cached_property
     def optional(self) -> frozenset[str]:
@@ -137,6 +142,7 @@ class Domain:
             "absent": sorted(map(sorted, self.absent)),
             "waived": [{"text": c.text, "place": c.place, "own": c.own} for c in self.waived],
             "returned": dict(self.returned),
+            "traits": list(self.traits),
         }
 
     @classmethod
@@ -157,6 +163,7 @@ class Domain:
                 PythonValues.from_json(data["values"]),
                 read(Mapping[str, str], data["returned"]),
                 read(tuple[SizeCondition, ...], data["waived"]),
+                read(tuple[str, ...], data["traits"]),
             )
             found.check.require_readable()
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -189,7 +196,12 @@ class Domain:
         for first, second in itertools.combinations(sorted(single), 2):
             if first[1] and second[1] and first[0] != second[0] and frozenset((first, second)) not in together:
                 shown.append(f"not {first[0]} = {first[1]} with {second[0]} = {second[1]}")
+        shown += self._read_besides()
         return shown + ([f"{others} condition{'s' if others > 1 else ''} of torch's own code"] if others else [])
+
+    def _read_besides(self) -> list[str]:
+        ordered = [f"keys of {path} in the order {', '.join(keys)}" for path, keys in self.values.orders.items()]
+        return [*(f"every input {text}" for text in self.traits), *ordered]
 
     def _bounds(self, name: str) -> str:
         least, most = self.ranges[name]
@@ -223,6 +235,7 @@ class Domain:
         if self.optional:
             sets = [self.names(paths) for paths in sorted(self.absent, key=sorted) if paths]
             lines.append(f"may be left out: {'; or '.join(sets) or 'nothing'}")
+        lines += [f"required: {text}" for text in self._read_besides()]
         lines += [f"constant: {path} = {value!r}" for path, value in self.constants.items()]
         return "\n".join([*lines, *(f"returns: {path or 'output'} = {text}" for path, text in self.returned.items())])
 

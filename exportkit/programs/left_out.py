@@ -1,8 +1,8 @@
-"""Finds the constants that a call may leave out although the model's default is another one.
+"""Asks the model what a trace does not show of its arguments: what calls may leave out, and what else it reads.
 
-``generate`` passes ``use_cache=True`` where the default is None, and means the same. What a call leaves out has its
-default, so a graph serves such calls if the model runs the same operators on the same arguments with it, and returns
-the same.
+A call may leave out a constant although the model's default is another one: ``generate`` passes ``use_cache=True``
+where the default is None, and means the same. What a call leaves out has its default, so a graph serves such calls if
+the model runs the same operators on the same arguments with it, and returns the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError
 from exportkit.plan.sizes import unseen_sizes
+from exportkit.probing.traits import Traits, find_traits
 from exportkit.programs.kinds import Landmarks, kinds_of
 from exportkit.programs.program import TracedProgram
 from exportkit.running.bounds import fixed_bound
@@ -48,13 +49,28 @@ def with_constants_left_out(traced: TracedProgram) -> TracedProgram:
     return replace(traced, domain=replace(traced.domain, values=values.without(harmless)))
 
 
-def _calls(traced: TracedProgram) -> Iterator[Call]:
+def with_traits(traced: TracedProgram) -> TracedProgram:
+    """Returns the program with a domain that asks for what the model reads of its arguments besides their values.
+
+    Args:
+        traced: The program, whose model is run.
+    """
+    found = Traits()
+    for call in reversed(list(_calls(traced, unseen=0))):  # first the traced one, which has all inputs
+        with contextlib.suppress(Exception):  # whatever the model raises for a call that it does not accept
+            found = find_traits(traced.model, traced.method, call)
+            break
+    domain = replace(traced.domain, traits=found.tensors, values=replace(traced.domain.values, orders=found.orders))
+    return replace(traced, domain=domain, plan=traced.plan.with_findings(found.findings()))
+
+
+def _calls(traced: TracedProgram, unseen: int = _MOST_UNSEEN) -> Iterator[Call]:
     """Yields the first recorded call of each kind, the traced one, and some at sizes that were never run."""
     observation = traced.observation
     for first, *_ in kinds_of(observation, Landmarks.of(observation)).values():
         yield first
-    unseen = [item.sizes for item in unseen_sizes(traced.plan, traced.sizes)]
-    for sizes in (traced.sizes, *unseen[:_MOST_UNSEEN]):
+    others = [item.sizes for item in unseen_sizes(traced.plan, traced.sizes)]
+    for sizes in (traced.sizes, *others[:unseen]):
         with contextlib.suppress(ArgumentError):  # few tokens may have no room for their placeholders
             yield build_call(traced.plan, observation, sizes)
 

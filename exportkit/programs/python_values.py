@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exportkit.calls.call import Call, Signature
 from exportkit.errors import ArgumentError
 from exportkit.json_data import InvalidDataError, read
+from exportkit.probing.simplify import value_at
 from exportkit.trees import Fingerprint, Tree, fingerprint, text_of
 from exportkit.trees.constants import Mismatch, difference, from_json, has_tensors
 from exportkit.trees.fingerprint import NOTHING
@@ -32,12 +33,14 @@ class PythonValues:
         defaults: Fingerprints of what the model takes for an argument that is left out.
         catch_all: Name of ``**kwargs``, if there is one.
         lists: Paths of lists that may hold any number of tensors.
+        orders: The keys in their order, of each dict whose order matters to the model, by path.
     """
 
     forms: Mapping[str, tuple[Fingerprint, ...]]
     defaults: Mapping[str, Fingerprint]
     catch_all: str | None = None
     lists: tuple[str, ...] = ()
+    orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -87,6 +90,17 @@ class PythonValues:
         missing = {path: found for path, found in self._left_out.items() if path not in given and path not in made}
         if missing:
             raise _are_missing(missing)
+        for path, keys in self.orders.items():
+            got = [key for key in value_at(values, path) or () if key in keys]
+            expected = [key for key in keys if key in got]
+            if got != expected:
+                raise ArgumentError(
+                    "The model returns something else for another order of these keys.",
+                    where=path,
+                    expected=", ".join(expected),
+                    got=", ".join(got),
+                    hint="give them in this order, or observe the model with the other one and export again.",
+                )
 
     def required(self) -> list[str]:
         """Returns the paths of constants that a call has to give although the model has a default for them."""
@@ -120,7 +134,8 @@ class PythonValues:
     def to_json(self) -> dict[str, Any]:
         """Returns the values as JSON data."""
         data = {"forms": dict(self.forms), "defaults": dict(self.defaults)}
-        return {**data, "catch_all": self.catch_all, "lists": list(self.lists)}
+        orders = {path: list(keys) for path, keys in self.orders.items()}
+        return {**data, "catch_all": self.catch_all, "lists": list(self.lists), "orders": orders}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PythonValues:
@@ -134,6 +149,7 @@ class PythonValues:
             {name: _fingerprint(found) for name, found in read(Mapping[str, Any], data["defaults"]).items()},
             read(str | None, data["catch_all"]),
             lists,
+            read(Mapping[str, tuple[str, ...]], data["orders"]),
         )
 
 

@@ -18,7 +18,7 @@ from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import Audit, audit_effects, audit_sizes, findings_of, rule_findings
 from exportkit.programs.example import chosen_example
 from exportkit.programs.kinds import Split
-from exportkit.programs.left_out import with_constants_left_out
+from exportkit.programs.left_out import with_constants_left_out, with_traits
 from exportkit.programs.patterns import add_patterns
 from exportkit.programs.program import Example, TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
@@ -260,7 +260,7 @@ class Search:
         if self.result is None:
             raise ExportError("No strategy applies to this model.", hint="this is a bug: please report it.")
         with stage("domain", self._seconds):
-            found = with_constants_left_out(add_patterns(self.result))
+            found = with_traits(with_constants_left_out(add_patterns(self.result)))
         return replace(found, plan=found.plan.with_findings(findings_of(found)))
 
     def _try(self, strategy: Strategy, name: str, plan: BoundPlan) -> None:
@@ -347,7 +347,7 @@ def after_failed_translation(traced: TracedProgram) -> tuple[TracedProgram, tupl
     if search.result is None:
         return None
     again = add_patterns(search.result)
-    again = replace(again, domain=replace(again.domain, values=traced.domain.values))
+    again = replace(again, domain=replace(again.domain, values=traced.domain.values, traits=traced.domain.traits))
     return replace(again, plan=again.plan.with_findings(rule_findings(again))), tuple(search.attempts)
 
 

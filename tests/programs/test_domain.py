@@ -10,7 +10,7 @@ import exportkit
 from exportkit.errors import ArgumentError, PlanError
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
-from exportkit.programs.call_check import DomainInput, SmallSizes
+from exportkit.programs.call_check import CallCheck, DomainInput, SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.python_values import PythonValues
 from exportkit.trees.fingerprint import NONE, TENSOR, fingerprint
@@ -147,3 +147,17 @@ def test_an_export_has_a_domain():
     assert domain.ranges == {"batch": (0, None)}
     assert [str(size) for size in domain.inputs[0].sizes] == ["batch", "6"]
     assert [str(pattern) for pattern in domain.patterns] == ["batch = 1"]
+
+
+@pytest.mark.parametrize("of_frames", [False, True])
+def test_only_a_mask_over_frames_may_end_within_the_last_state(of_frames):
+    mask = DomainInput("attention_mask", "float32", (ROWS, Expression((("columns", 4),), 1)), of_frames=of_frames)
+    check = CallCheck((DOMAIN.inputs[0], mask), {"rows": (1, None), "columns": (1, None)}, (), ())
+    x = torch.zeros(2, 3, 6)
+    check.require({"x": x, "attention_mask": torch.zeros(2, 13)})
+    for frames in (9, 11, 15, 17):
+        if of_frames and abs(frames - 13) < 4:
+            check.require({"x": x, "attention_mask": torch.zeros(2, frames)})
+        else:
+            with pytest.raises(ArgumentError, match=rf"where: axis 1 of attention_mask\n.*\n *got: {frames}"):
+                check.require({"x": x, "attention_mask": torch.zeros(2, frames)})

@@ -8,9 +8,6 @@ from tests.trust.table import FILES
 
 # What does not hold yet, and why.
 KNOWN = {
-    "size_conditions-memory_layout": "silent: a graph does not see strides, on which the model decides",
-    "size_conditions-gradient_of_the_input": "silent: a graph does not see requires_grad",
-    "optional_inputs-named_tensors": "silent: the order in which **kwargs are given is not part of the domain",
     "operators-EncoderWithPadding": "not proven: the fast path of TransformerEncoder has zeros at padded positions",
 }
 

@@ -1,0 +1,257 @@
+"""What a model reads of its arguments besides sizes, dtypes, values and constants.
+
+A graph cannot see how a tensor lies in memory, whether it needs a gradient, of which class it is, whether two arguments
+are one tensor, or in which order a dict was filled. So the model is run with arguments that are alike except for one of
+these; where its result is another one, calls have to be like the one that the graph was traced with.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from exportkit.calls.call import Call
+from exportkit.errors import ArgumentError
+from exportkit.plan.leaves import Finding
+from exportkit.probing.missing import beyond_rounding
+from exportkit.running.eager import run_eager
+from exportkit.trees import Tree, fingerprint, flatten, is_cache_class
+from exportkit.trees.structure import path_of
+
+Values = dict[str, Any]
+Change = Callable[[Values], Values]
+
+_LAYOUT = frozenset({"as_strided", "data_ptr", "is_contiguous", "storage_offset", "stride", "untyped_storage"})
+_GRADIENT = frozenset({"grad", "grad_fn", "is_leaf", "requires_grad", "retains_grad"})
+_APART = "in memory of its own"
+
+
+class _OtherClass(torch.nn.Parameter):
+    """Behaves like a tensor, and is a parameter, too."""
+
+
+@dataclass(frozen=True)
+class _Trait:
+    """Something about a tensor that Python code can read, and operators do not depend on.
+
+    Attributes:
+        text: What a tensor is that has it.
+        holds: Whether a tensor has it.
+        changed: Returns equal tensors without it, or the tensor itself if there are none.
+        reads: Methods and attributes of tensors of which a model that depends on it reads one; empty if it need not.
+    """
+
+    text: str
+    holds: Callable[[torch.Tensor], bool]
+    changed: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    reads: frozenset[str] = frozenset()
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.permute(*reversed(range(tensor.ndim))).contiguous().permute(*reversed(range(tensor.ndim)))
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def _with_offset(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor])[1]
+
+
+def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+_TRAITS = (
+    _Trait("contiguous", torch.Tensor.is_contiguous, (_transposed, _channels_last), _LAYOUT),
+    _Trait("at the start of its memory", lambda t: t.storage_offset() == 0, (_with_offset,), _LAYOUT),
+    _Trait("without a gradient", lambda t: not t.requires_grad, (_with_gradient,), _GRADIENT),
+    _Trait("of class Tensor", lambda t: type(t) is torch.Tensor, (lambda t: t.as_subclass(_OtherClass),)),
+)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a model depends on besides sizes, dtypes, values and constants.
+
+    Attributes:
+        tensors: What all input tensors have to be, in words.
+        orders: The keys in their order, of each dict whose order matters, by path.
+        gradients: Whether the result is another one where torch records gradients; a graph never does.
+    """
+
+    tensors: tuple[str, ...] = ()
+    orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gradients: bool = False
+
+    def findings(self) -> list[Finding]:
+        """Returns what a person should know about this."""
+        asked = [f"the graph serves inputs {text} only: the model decides by it" for text in self.tensors]
+        for path, keys in self.orders.items():
+            asked.append(f"the graph serves {path} with its keys in the order {', '.join(keys)} only: it matters")
+        found = [Finding("limit", text, f"{text}.") for text in asked]
+        if self.gradients:
+            text = "the model returns something else where torch records gradients; the graph returns what it returns"
+            found.append(Finding("gradients", "", f"{text} under torch.no_grad()."))
+        return found
+
+
+def require_traits(wanted: tuple[str, ...], given: Mapping[str, torch.Tensor]) -> None:
+    """Raises ArgumentError if a tensor of a call is not what the traits of a model ask for.
+
+    Args:
+        wanted: `Traits.tensors`.
+        given: The tensors of the call by path.
+    """
+    for trait in _TRAITS:
+        wrong = next((p for p, t in given.items() if not trait.holds(t)), None) if trait.text in wanted else None
+        if wrong is not None:
+            raise _unlike(wrong, trait.text)
+    owners: dict[int, str] = {}
+    for path, tensor in given.items() if _APART in wanted else ():
+        if tensor.numel() and owners.setdefault(tensor.untyped_storage().data_ptr(), path) != path:
+            raise _unlike(path, _APART)
+
+
+def _unlike(path: str, text: str) -> ArgumentError:
+    return ArgumentError(
+        "The model returns something else for such a tensor, and a graph cannot see what it is like.",
+        where=path,
+        expected=f"a tensor {text}",
+        hint=f"give {path}.detach().clone(memory_format=torch.contiguous_format).",
+    )
+
+
+def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
+    """Returns what a model depends on besides sizes, dtypes, values and constants, as far as one call shows it.
+
+    Args:
+        model: The model.
+        method: The method.
+        call: The call; the model is run with arguments that are alike.
+    """
+    reads = _Reads()
+
+    def run(change: Change, gradients: bool = False) -> Tree:
+        def around(values: Values, made: Callable[[Mapping[str, Any]], Any]) -> Any:
+            values = change(_each(values, lambda tensor: tensor.clone(memory_format=torch.contiguous_format)))
+            with reads, torch.set_grad_enabled(gradients):
+                return made(values)
+
+        return flatten(run_eager(model, method, call, around)).map(_detached)
+
+    known = functools.cache(run)
+
+    def differs(change: Change, usual: Change = dict, gradients: bool = False) -> bool:
+        compare = beyond_rounding(lambda _: run(usual).tensors(), model)
+        try:
+            trees = known(usual), run(change, gradients)
+        except Exception:  # then there is no result that a graph could get wrong
+            return False
+        constants = [{path: fingerprint(value) for path, value in tree.constants().items()} for tree in trees]
+        differences = compare(call, *(tree.tensors() for tree in trees))
+        return constants[0] != constants[1] or any(found.reason is not None for found in differences)
+
+    known(dict)
+    tensors, orders = [], {}
+    for trait in _TRAITS:
+        if not trait.reads or trait.reads & reads.found:
+            changes = [functools.partial(_each, change=changed) for changed in trait.changed]
+            tensors += [trait.text] if any(map(differs, changes)) else []
+    if _Twins.are_in(call) and differs(_Twins.together, usual=_Twins.apart):
+        tensors.append(_APART)
+    for path, keys in _dicts(call.values()):
+        if differs(functools.partial(_reordered, path=path)):
+            orders[path] = keys
+    found = Traits(tuple(tensors), orders, differs(dict, gradients=True))
+    if found != Traits() and differs(dict):  # by chance, or by what the model keeps
+        return Traits()
+    return found
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the names of the methods and attributes of tensors that Python code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self.found.add(getattr(func.__self__, "__name__", "") if name == "__get__" else name)  # of a property
+        return func(*args, **(kwargs or {}))
+
+
+class _Twins:
+    """Makes tensors of one shape and dtype equal, apart from those of caches."""
+
+    def __init__(self, copies: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._copies, self._firsts = copies, dict[Any, torch.Tensor]()
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._copies(self._firsts.setdefault((tensor.shape, tensor.dtype), tensor))
+
+    @classmethod
+    def apart(cls, values: Values) -> Values:
+        """Returns values in which they are copies."""
+        return _each(values, cls(torch.Tensor.clone))
+
+    @classmethod
+    def together(cls, values: Values) -> Values:
+        """Returns values in which they are one tensor."""
+        return _each(values, cls(lambda tensor: tensor))
+
+    @staticmethod
+    def are_in(call: Call) -> bool:
+        """Whether a call has any."""
+        kinds = [(t.shape, t.dtype) for tree in _plain_trees(call.arguments) for t in tree.tensors().values()]
+        return len(kinds) > len(set(kinds))
+
+
+def _plain_trees(trees: Mapping[str, Tree]) -> list[Tree]:
+    return [tree for tree in trees.values() if not is_cache_class(tree.cls)]
+
+
+def _each(values: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Values:
+    """The arguments with each tensor changed, except for caches, which models make themselves."""
+    trees = {name: flatten(value) for name, value in values.items()}
+    plain = {name: tree for name, tree in trees.items() if not is_cache_class(tree.cls)}
+
+    def changed(leaf: Any) -> Any:
+        return change(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    return {**values, **{name: tree.map(changed).build() for name, tree in plain.items()}}
+
+
+def _detached(leaf: Any) -> Any:
+    """A result as a tensor of its own, since a model may return an argument that it changes."""
+    return leaf.detach().as_subclass(torch.Tensor).clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _dicts(value: Any, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields path and keys of each dict inside of the arguments that has more than one key."""
+    for step, part in _steps(value):
+        inner = path_of((step,), path)
+        if type(part) is dict and len(part) > 1 and all(isinstance(key, str) for key in part):
+            yield inner, tuple(part)
+        yield from _dicts(part, inner)
+
+
+def _reordered(value: Any, path: str, at: str = "") -> Any:
+    """A value in which the dict at a path has its keys in reverse."""
+    steps = {step: _reordered(part, path, path_of((step,), at)) for step, part in _steps(value)}
+    if type(value) is dict:
+        return dict(reversed(steps.items())) if at == path else steps
+    return type(value)(steps.values()) if steps else value
+
+
+def _steps(value: Any) -> Iterable[tuple[Any, Any]]:
+    if type(value) is dict:
+        return value.items()
+    return enumerate(value) if type(value) in (list, tuple) else ()

@@ -1,0 +1,84 @@
+"""What a model reads of its arguments besides sizes, dtypes and values: found by running it, and asked of calls."""
+
+import pytest
+import torch
+from torch import nn
+
+from exportkit.calls.call import Call, Signature
+from exportkit.errors import ArgumentError
+from exportkit.probing.traits import Traits, find_traits, require_traits
+from exportkit.trees import flatten
+
+
+def traits_of(forward, **arguments):
+    model = type("Model", (nn.Module,), {"forward": forward})()
+    trees = {name: flatten(value) for name, value in arguments.items()}
+    return find_traits(model, "forward", Call(trees, Signature.of(model.forward)))
+
+
+@pytest.mark.parametrize(
+    ("decides", "trait"),
+    [
+        (lambda x: x.is_contiguous(), "contiguous"),
+        (lambda x: x.stride(0) > x.stride(-1), "contiguous"),
+        (lambda x: x.is_contiguous(memory_format=torch.channels_last), "contiguous"),
+        (lambda x: x.storage_offset() == 0, "at the start of its memory"),
+        (lambda x: x.requires_grad, "without a gradient"),
+        (lambda x: isinstance(x, nn.Parameter), "of class Tensor"),
+        (lambda x: type(x) is torch.Tensor, "of class Tensor"),
+    ],
+)
+def test_a_decision_by_what_operators_ignore_is_found(decides, trait):
+    assert trait in traits_of(lambda self, x: x * 2 if decides(x) else x * 3, x=torch.rand(2, 3, 4, 5)).tensors
+
+
+def test_a_model_that_reads_it_without_effect_asks_for_nothing():
+    def forward(self, x, options):
+        x = x if x.is_contiguous() else x.contiguous()
+        x = x.detach() if x.requires_grad else x
+        return x * options["b"]
+
+    assert traits_of(forward, x=torch.rand(2, 3), options={"a": 1, "b": 2}) == Traits()
+
+
+def test_equal_results_from_memory_that_is_shared_do_not_count():
+    assert traits_of(lambda self, x, y: x * 2 if x is y else x + y, x=torch.rand(2), y=torch.rand(2)) == Traits()
+
+
+def test_two_arguments_that_may_not_be_one_tensor_are_found():
+    found = traits_of(lambda self, x, y: x if x is y else x + y, x=torch.rand(2), y=torch.rand(2))
+    assert found.tensors == ("in memory of its own",)
+    require_traits(found.tensors, {"x": torch.rand(2), "y": torch.rand(2)})
+    both = torch.rand(4)
+    with pytest.raises(ArgumentError, match=r"where: y\n.*a tensor in memory of its own"):
+        require_traits(found.tensors, {"x": both[:2], "y": both[2:]})
+
+
+def test_only_the_dict_whose_order_matters_is_found():
+    def forward(self, batch, options):
+        return next(iter(batch["inner"].values())) * options["b"]
+
+    batch = {"inner": {"z": torch.rand(2), "y": torch.rand(2)}, "other": torch.rand(2)}
+    assert traits_of(forward, batch=batch, options={"a": 1, "b": 2}).orders == {"batch.inner": ("z", "y")}
+
+
+def test_a_decision_by_gradients_is_announced():
+    found = traits_of(lambda self, x: x * 2 if torch.is_grad_enabled() else x, x=torch.rand(2))
+    assert [finding.kind for finding in found.findings()] == ["gradients"]
+
+
+def test_nothing_is_said_about_a_model_that_never_returns_the_same():
+    calls = []
+
+    def forward(self, x):
+        calls.append(x)
+        return x * len(calls) if x.is_contiguous() else x
+
+    assert traits_of(forward, x=torch.rand(2, 3)) == Traits()
+
+
+def test_a_layout_for_which_the_model_raises_is_not_asked_for():
+    def forward(self, x):
+        return x.view(-1) if x.stride(-1) else x
+
+    assert traits_of(forward, x=torch.rand(2, 3)) == Traits()
