@@ -131,6 +131,8 @@ def always_holds(relation: Any, values: Mapping[Any, Any]) -> bool:
     for name in ("Min", "Max"):
         plain = plain.replace(require(functions, name, "torch 2.13"), getattr(sympy, name))
     plain = plain.xreplace(values)
+    if plain.has(sympy.Min, sympy.Max) and plain.is_Relational:
+        plain = plain.func(_sums_inside(plain.lhs - plain.rhs), 0)
     if plain in (sympy.true, sympy.false):
         return bool(plain)
     unlimited = require(value_ranges, "ValueRanges", "torch 2.13")(0, require(numbers, "int_oo", "torch 2.13"))
@@ -139,6 +141,20 @@ def always_holds(relation: Any, values: Mapping[Any, Any]) -> bool:
     except (ArithmeticError, NotImplementedError, AssertionError, AttributeError, TypeError):
         return False
     return bool(found.lower == True)  # noqa: E712
+
+
+def _sums_inside(expression: Any) -> Any:
+    """An expression whose sums are inside of minimum and maximum: ``a - max(b, a - c)`` is ``min(a - b, c)``."""
+    import sympy
+
+    if expression.is_Add:
+        extremes = [term for term in expression.args if term.as_coeff_Mul()[1].func in (sympy.Min, sympy.Max)]
+        if extremes:
+            term = max(extremes, key=sympy.count_ops)
+            factor, extreme = term.as_coeff_Mul()
+            kind = {sympy.Min: sympy.Max, sympy.Max: sympy.Min}[extreme.func] if factor < 0 else extreme.func
+            return kind(*[sympy.expand(expression - term + factor * value) for value in extreme.args])
+    return expression.func(*map(_sums_inside, expression.args)) if expression.args else expression
 
 
 def as_python(expression: Any, names: Mapping[Any, str]) -> str:

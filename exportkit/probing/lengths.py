@@ -197,17 +197,18 @@ def _units(plan: Plan, variable: Variable, probe: ModelProbe) -> Iterator[list[A
     """Yields axes of a variable that could be a size of their own: the axes of one input at one position.
 
     Not separated are the leaves of one argument, the first input's axes, and integer inputs of equal shape (token ids
-    and their mask), which describe the same positions.
+    and their mask) as well as marks of placeholders, which describe the same positions.
     """
     axes = plan.axes_of(variable.name)
     units: dict[tuple[str, int], list[AxisKey]] = {}
     for path, axis in axes:
         units.setdefault((plan.by_path[path].argument, axis), []).append((path, axis))
     leaves = {leaf.path: leaf for leaf in probe.table.leaves}
+    marks = {marker.path for marker in plan.markers}
     for unit in list(units.values())[1:]:
         rest = [key for key in axes if key not in unit]
         integers = {(leaves[path].shapes, axis) for path, axis in rest if leaves[path].is_integer}
-        if not any(leaves[path].is_integer and (leaves[path].shapes, axis) in integers for path, axis in unit):
+        if not any(p in marks or (leaves[p].is_integer and (leaves[p].shapes, axis) in integers) for p, axis in unit):
             yield unit
 
 

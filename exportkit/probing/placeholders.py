@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from exportkit.arguments.build import marked, with_tokens
-from exportkit.plan.infer import with_grids, with_rows
+from exportkit.plan.infer import name_variables, with_grids, with_rows
 from exportkit.plan.placeholders import Grids, Marker, Placeholder, needed_tokens, tokens_fit
 from exportkit.plan.plan import Plan
 from exportkit.probing.model_probe import ModelProbe
@@ -45,7 +45,9 @@ class ValueRelations:
             plan = with_grids(plan, self.grids)
         if self.placeholders:
             plan = with_rows(plan, self.placeholders)
-        return replace(plan, markers=self.markers)
+        tied = {(m.path, axis): size for m in self.markers for axis, size in enumerate(plan.by_path[m.tokens].sizes)}
+        varying = {key: size for key, size in tied.items() if not size.is_static}
+        return name_variables(replace(plan, markers=self.markers).with_sizes(varying))
 
 
 def find_value_relations(probe: ModelProbe) -> ValueRelations:

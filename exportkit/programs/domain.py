@@ -192,9 +192,9 @@ class Domain:
         shown += [c.text for c in self.conditions if c.own and c.bounds() is None]
         others = sum(not c.own and c.bounds() is None for c in self.conditions)
         single = {item for pattern in self.patterns if len(pattern.sizes) == 1 for item in pattern.sizes.items()}
-        together = {frozenset(pattern.sizes.items()) for pattern in self.patterns}
+        together = {pair for p in self.patterns for pair in itertools.combinations(sorted(p.sizes.items()), 2)}
         for first, second in itertools.combinations(sorted(single), 2):
-            if first[1] and second[1] and first[0] != second[0] and frozenset((first, second)) not in together:
+            if first[1] and second[1] and first[0] != second[0] and (first, second) not in together:
                 shown.append(f"not {first[0]} = {first[1]} with {second[0]} = {second[1]}")
         shown += self._read_besides()
         return shown + ([f"{others} condition{'s' if others > 1 else ''} of torch's own code"] if others else [])

@@ -187,8 +187,9 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
     """
     probe, plan, domain = ProgramProbe(traced), traced.plan, traced.domain
     found: list[SmallSizes] = []
+    samples: list[Mapping[str, int]] = []
     known = [dict(pattern.sizes) for pattern in domain.patterns]
-    unseen = [item.sizes for item in unseen_sizes(plan, traced.sizes)]
+    unseen = [dict(item.sizes) for item in unseen_sizes(plan, traced.sizes)]
     findings, failed = [], list[Pattern]()
     for pattern in small_patterns(plan):
         if pattern in known or any(part.items() <= pattern.items() for part in failed):
@@ -198,8 +199,10 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
         if reason is None:  # one row may have no room for the images of three
             others = [sizes for sizes in unseen if small(sizes) == pattern]
             others += [sizes for sizes in larger_sizes(plan, traced.sizes, pattern) if is_affordable(traced, sizes)]
-            fitting = [sizes for sizes in others if _holds(domain, waived, sizes)]
-            reason = next((text for sizes in fitting if (text := probe.difference(sizes)) is not None), None)
+            for at in others:
+                reason = probe.difference(at) if _holds(domain, waived, at) else None
+                if reason is not None:
+                    break
         if reason == "":
             larger = affordable_sizes(traced, domain, pattern, waived)
             smallest = smallest_sizes(plan, traced.sizes, pattern)
@@ -207,11 +210,12 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
             reason = next((text for sizes in others if (text := probe.difference(sizes))), "")
         if reason == "":
             found.append(SmallSizes(pattern, waived))
+            samples.append(at)
         elif reason is not None:
             failed.append(pattern)
             findings.append(_left_out(SmallSizes(pattern), reason))
     extended = replace(domain, patterns=(*domain.patterns, *found))
-    return replace(traced, domain=extended, plan=plan.with_findings(findings))
+    return replace(traced, domain=extended, plan=plan.with_findings(findings), samples=tuple(samples))
 
 
 def _left_out(pattern: SmallSizes, reason: str) -> Finding:

@@ -82,6 +82,7 @@ class TracedProgram:
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
         absences: The sets of inputs that may be left out together.
         crossings: Sizes that break conditions of the trace which change nothing.
+        samples: Sizes for which the model runs, one for each pattern of 0 and 1 in the domain that was tried.
         seconds: Duration of each stage, in seconds.
     """
 
@@ -102,6 +103,7 @@ class TracedProgram:
     member_rows: Mapping[str, int] = field(default_factory=dict)
     absences: Absences = field(default_factory=Absences)
     crossings: tuple[Mapping[str, int], ...] = ()
+    samples: tuple[Mapping[str, int], ...] = ()
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ through the parts of the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,11 @@ from exportkit.calls.call import Call
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
-from exportkit.plan.small_sizes import at_pattern, small
+from exportkit.plan.small_sizes import at_pattern, covering, small
 from exportkit.probing.missing import absent_patterns, call_without
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import run_sized, sized_call
+from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.patterns import affordable_sizes, sizes_of_calls
 from exportkit.programs.program import TracedProgram
 from exportkit.running.compare import outputs_close
@@ -42,9 +43,9 @@ def as_made(plan: Plan, call: Call) -> Call:
 def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
     """Yields calls at sizes that were neither recorded nor exported with.
 
-    There is one for each combination of sizes that callers are likely to use, one at large sizes, and one for each
-    pattern of 0 and 1 in the domain. Each has what the model returned in eager mode, or the error that it raised; a
-    call outside of the domain is not run.
+    There is one for each combination of sizes that callers are likely to use, one at large sizes, and as many as it
+    takes for each two variables to be 0, 1 or more together in all the ways that the domain allows. Each has what the
+    model returned in eager mode, or the error that it raised; a call outside of the domain is not run.
 
     Args:
         traced: The program.
@@ -60,17 +61,31 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
         if waived & broken:
             combinations.append((f"beyond waived condition {number}", sizes))
             waived -= broken
-    covered = [small(sizes) for sizes in (*sizes_of_calls(traced), *(sizes for _, sizes in combinations))]
-    for pattern in domain.patterns:
-        if pattern.sizes not in covered:
-            combinations.append((str(pattern), at_pattern(plan, traced.sizes, pattern.sizes)))
+    covered = [small(sizes) for sizes in sizes_of_calls(traced)]
     for label, sizes in combinations:
         if domain.check.contains(sizes):
-            yield call_at(traced, sizes, label)
+            call = call_at(traced, sizes, label)
+            covered += [small(sizes)] if call.is_made else []
+            yield call
         else:
             yield Call({}, traced.observation.signature, label=label, sizes=sizes, error="outside of the domain")
+    patterns = [pattern.sizes for pattern in domain.patterns]
+    yield from small_calls(traced, covering(patterns, covered, [variable.name for variable in plan.variables]))
     yield from _absent_calls(traced)
     yield from _repeated_calls(traced)
+
+
+def small_calls(traced: TracedProgram, patterns: Iterable[Mapping[str, int]]) -> Iterator[Call]:
+    """Yields a call for each pattern of variables that are 0 or 1, at other sizes for which the model was seen to run.
+
+    Args:
+        traced: The program.
+        patterns: The size of each of these variables, for each pattern.
+    """
+    for pattern in patterns:
+        default = at_pattern(traced.plan, traced.sizes, pattern)
+        sizes = next((sizes for sizes in traced.samples if small(sizes) == pattern), default)
+        yield call_at(traced, sizes, str(SmallSizes(pattern)))
 
 
 def _absent_calls(traced: TracedProgram) -> Iterator[Call]:
@@ -90,7 +105,8 @@ def _repeated_calls(traced: TracedProgram) -> Iterator[Call]:
 
     No graph returns both: the model uses random numbers, or keeps something from one call to the next.
     """
-    for call in (traced.observation.calls[0], *traced.observation.calls[1:][-1:]):
+    first, last = traced.observation.calls[0], traced.observation.calls[-1]
+    for call in (first,) if first.shapes().keys() == last.shapes().keys() else (first, last):
         try:
             results = _made_twice(traced, call)
         except Exception:  # the model need not accept the call again

@@ -28,7 +28,7 @@ from exportkit.programs.exported import ExportedModel
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
-from exportkit.proof.calls import Tensors, as_made, assembled_calls, unseen_calls
+from exportkit.proof.calls import Tensors, as_made, assembled_calls, small_calls, unseen_calls
 from exportkit.proof.leeway import measurements, name_of
 from exportkit.proof.report import Divergence, Report, Row
 from exportkit.proof.values import value_differences
@@ -127,11 +127,19 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
         for call in others if unseen else ():
             tell(f"unseen sizes, {call.label}")
             further.append(_unseen_row(graph, call, locate))
+        if graph.traced is not None and any(_is_wrong(row) and small(row.sizes) for row in further):
+            seen = [small(row.sizes) for row in (*rows, *further)]  # one row no longer speaks for several patterns
+            left = [p.sizes for p in graph.contract.domain.patterns if p.sizes not in seen]
+            further += [_unseen_row(graph, call, locate) for call in small_calls(graph.traced, left)]
     further = _narrowed(graph, rows, further)
     contract = graph.contract
     findings = tuple(finding.text for finding in contract.plan.findings)
     inside = sum(row.status != "outside" for row in further)
     return Report((*rows, *further), min(_ENOUGH_UNSEEN, inside), findings, limits=tuple(contract.domain.limits()))
+
+
+def _is_wrong(row: Row) -> bool:
+    return row.status in ("differs", "refused")
 
 
 def _narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[Row]) -> list[Row]:
@@ -149,7 +157,7 @@ def _narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[Row]) 
         rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
 
     for number, row in enumerate(unseen):
-        if row.status in ("differs", "refused") and not small(row.sizes):
+        if _is_wrong(row) and not small(row.sizes):
             required = domain.requiring(row.sizes, kept)
             if required != domain:
                 new = [condition.text for condition in required.conditions if condition not in domain.conditions]
@@ -158,12 +166,13 @@ def _narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[Row]) 
             elif not domain.check.contains(row.sizes):
                 rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
     ordinary = [row for row in (*recorded, *rows) if row.kind == "recorded" or not small(row.sizes)]
-    if not any(row.status in ("differs", "refused") for row in ordinary):  # otherwise small sizes are not the reason
+    if not any(_is_wrong(row) for row in ordinary):  # otherwise small sizes are not the reason
         for number, row in enumerate(rows):
             pattern = small(row.sizes)
-            if row.status in ("differs", "refused") and pattern and pattern not in map(small, kept):
+            if _is_wrong(row) and pattern and pattern not in map(small, kept):
                 leave(number, str(SmallSizes(pattern)))
-                domain = replace(domain, patterns=tuple(p for p in domain.patterns if dict(p.sizes) != pattern))
+                proven = [small(other.sizes) for other in (*recorded, *unseen) if other.status == "proven"]
+                domain = replace(domain, patterns=tuple(p for p in domain.patterns if p.sizes in proven))
     if findings:
         plan = graph.contract.plan.with_findings(findings)
         graph.contract = replace(graph.contract, domain=domain, plan=plan)

@@ -285,7 +285,12 @@ def elements_apart(a: torch.Tensor, b: torch.Tensor, visible: torch.Tensor | Non
 
 
 def _position(values: torch.Tensor) -> tuple[int, ...]:
-    return tuple(map(int, torch.unravel_index(values.argmax(), values.shape))) if values.ndim else ()
+    """The index of the largest element; `torch.unravel_index` takes longer than the comparison."""
+    flat, found = int(values.argmax()), list[int]()
+    for size in reversed(values.shape):
+        flat, index = divmod(flat, size)
+        found.insert(0, index)
+    return tuple(found)
 
 
 def _of_floats(a: torch.Tensor, b: torch.Tensor) -> Distance:

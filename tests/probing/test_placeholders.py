@@ -58,6 +58,33 @@ def test_more_rows_than_tokens_are_an_error(plan):
     )
 
 
+class Marked(Captioner):
+    """A captioner that is also told where the placeholders are, if there are any."""
+
+    def forward(self, tokens, features=None, marks=None):
+        result = super().forward(tokens, features)
+        return {**result, "logits": result["logits"] + (0 if marks is None else marks.unsqueeze(-1))}
+
+    def caption(self, tokens, pixels):
+        features = self.get_image_features(pixels)
+        return self(tokens, features=features, marks=(tokens == self.placeholder).long()), self(tokens[:, :1] * 0 + 1)
+
+
+def test_marks_are_as_long_as_tokens_and_every_row_of_the_proof_has_room_for_the_features(tmp_path):
+    torch.manual_seed(0)
+    model, observer = Marked().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model.caption(TOKENS, torch.randn(2, 2, 3))
+    exported = exportkit.export(model, observer)
+    assert [str(size) for size in exported.plan.by_path["marks"].sizes] == ["batch", "sequence"]
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok
+    assert {row.status for row in report.rows} == {"proven"}
+    assert report.limits == ("sequence >= 1", "feature_rows >= 0", "batch >= 1")
+    patterns = {str(pattern) for pattern in exported.domain.patterns}
+    assert 0 < len(patterns.intersection(row.label for row in report.rows)) < len(patterns) / 2
+
+
 def test_equal_numbers_by_accident_are_no_placeholder():
     class Sums(torch.nn.Module):
         def forward(self, tokens, rows=None):

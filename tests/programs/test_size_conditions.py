@@ -1,9 +1,12 @@
 """Models that decide by sizes: a call is answered as the model answers it, or refused with the condition it breaks."""
 
 import pytest
+import sympy
 import torch
+from torch.utils._sympy.functions import Max, Min
 
 import exportkit
+from exportkit._torch_compat.symbolic_shapes import always_holds
 from exportkit.errors import ArgumentError
 from tests.programs import failing
 
@@ -58,6 +61,14 @@ def outcomes(function, folder, *shapes):
         except ArgumentError as error:
             found.append(str(error).partition("\n")[0].partition(": ")[2] or str(error).partition("\n")[0])
     return found
+
+
+def test_what_a_window_always_keeps_is_no_condition():
+    total, past = sympy.symbols("total past", integer=True, positive=True)
+    values = {symbol: sympy.Symbol(f"more_{symbol}", integer=True, nonnegative=True) + 2 for symbol in (total, past)}
+    kept = total + Min(past, 5) - Max(0, total - 5 + Min(past, 5))  # the last 5 of the new tokens and a window
+    relations = sympy.Ge(kept, 4), sympy.Ne(kept, 1), sympy.Ge(kept, 5), sympy.Ne(kept, total)
+    assert [always_holds(relation, values) for relation in relations] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
