@@ -190,6 +190,16 @@ class TestExport:
         model = onnx.load(tmp_path / "model.onnx", load_external_data=False)
         assert {opset.domain: opset.version for opset in model.opset_import}[""] == 21
 
+    def test_a_graph_is_fused_for_the_runtime_asked_for(self, bert, tmp_path):
+        result = run("export", bert, "--out", tmp_path / "bert.onnx", "--runtime", "onnxruntime")
+        assert (result.exit_code, last_line(result)) == (0, "proven")
+        assert "note: fused for onnxruntime: " in result.stdout
+
+    def test_a_file_alone_is_nothing_for_genai(self, bert, tmp_path):
+        result = run("export", bert, "--out", tmp_path / "bert.onnx", "--runtime", "genai")
+        assert result.exit_code == 2
+        assert "needs a folder" in result.stderr
+
     @pytest.mark.usefixtures("differs")
     def test_a_difference_exits_with_1_and_is_reported(self, bert, tmp_path):
         result = run("export", bert, "--out", tmp_path)

@@ -29,9 +29,13 @@ def operator_name(target: Any) -> str:
 
 
 def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
-    """Returns what is given to the operator that a node calls, by name of the argument."""
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    """Returns the arguments of a node that calls an operator, by name; those that it leaves out have their defaults.
+
+    Seen in torch 2.13.
+    """
+    arguments = schema_of(node.target).arguments
+    given = dict(zip([argument.name for argument in arguments], node.args, strict=False))
+    return {argument.name: argument.default_value for argument in arguments} | given | dict(node.kwargs)
 
 
 def is_assertion(node: torch.fx.Node) -> bool:

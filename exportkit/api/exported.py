@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from exportkit.api.onnx_model import OnnxModel
+from exportkit.errors import InvalidRequestError
 from exportkit.files import as_path, check_file, replacing
+from exportkit.onnx_files.graph import Runtime
 from exportkit.onnx_files.runner import write_graphs
 from exportkit.programs.exported import ExportedModel
 
@@ -27,18 +29,28 @@ class Exported(ExportedModel):
         parts = {name: cls.of(part) for name, part in exported.parts.items()}
         return cls(exported.programs, parts, exported.edges, exported.split, exported.attempts)
 
-    def to_onnx(self, path: str | os.PathLike[str], opset: int | None = None) -> OnnxModel:
+    def to_onnx(
+        self, path: str | os.PathLike[str], opset: int | None = None, *, runtime: Literal["onnxruntime"] | None = None
+    ) -> OnnxModel:
         """Writes the model as ONNX and returns it as something to call like the model.
 
         Args:
             path: File to write. The weights go beside it, into ``<path>.data``, parts into ``<stem>.<part>.onnx``, and
                 each of several programs into ``<stem>.<program>.onnx``.
             opset: ONNX opset; by default torch's own choice.
+            runtime: "onnxruntime" for a graph in which attention, norms and rotary embeddings are single operators of
+                opset 23, which is faster there; by default, a graph of operators that every runtime has.
 
         Raises:
             DestinationError: if the path cannot be written.
             ExportError: if an operator cannot be translated.
+            InvalidRequestError: if the runtime is unknown, or its graphs cannot have the opset.
+            MissingPackageError: if the installed onnxruntime cannot run such a graph.
         """
+        if runtime not in (None, "onnxruntime"):
+            raise InvalidRequestError(
+                "No graph is made for this runtime alone.", where="runtime", expected="'onnxruntime'", got=repr(runtime)
+            )
         target = check_file(path)
         with replacing(target.parent, "an ONNX file") as folder:
 
@@ -46,7 +58,7 @@ class Exported(ExportedModel):
                 name = part or program
                 return folder / (f"{target.stem}.{name}{target.suffix}" if name else target.name)
 
-            runner = write_graphs(self, file_of, opset)
+            runner = write_graphs(self, file_of, opset, runtime)
         runner.move(target.parent)
         return OnnxModel.of(runner)
 
@@ -72,7 +84,7 @@ class Exported(ExportedModel):
         self,
         directory: str | os.PathLike[str],
         *,
-        runtime: Literal["genai"] | None = None,
+        runtime: Runtime | None = None,
         opset: int | None = None,
         values: bool = True,
         verify: bool = True,
@@ -84,8 +96,9 @@ class Exported(ExportedModel):
 
         Args:
             directory: A new or empty directory, or one that an export was saved to, which is replaced.
-            runtime: "genai" for a graph that onnxruntime-genai can run in any case: a model with sliding windows is
-                exported again, with caches that hold every token.
+            runtime: "onnxruntime" for graphs that are faster there, as `to_onnx` makes them. "genai" for such a graph
+                that onnxruntime-genai can run in any case: a model with sliding windows is exported again, with caches
+                that hold every token. By default, graphs of operators that every runtime has.
             opset: ONNX opset; by default torch's own choice.
             values: Also write the values of the calls, so that the folder can be proven without the model.
             verify: Prove the graphs, which takes memory for the weights once more; if that fails, a RuntimeWarning says
@@ -94,7 +107,8 @@ class Exported(ExportedModel):
         Raises:
             DestinationError: if the directory cannot be written, or holds something else.
             ExportError: if an operator cannot be translated.
-            InvalidRequestError: if the runtime cannot run the model.
+            InvalidRequestError: if the runtime cannot run the model, or its graphs cannot have the opset.
+            MissingPackageError: if the installed onnxruntime cannot run a graph that is made for it.
         """
         from exportkit.folder.folder import save_folder
 

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from exportkit.examples.run import ExampleRun
 
 
+Runtime = Literal["onnxruntime", "genai"]
+
+
 class Pipeline:
     """An example on its way from the run to the proof, with the duration of each stage.
 
@@ -68,20 +71,20 @@ class Pipeline:
         with self._stage("export"):
             self.exported = exportkit.export(self.example.model, self.observer)
 
-    def write(self, path: Path, opset: int | None = None) -> None:
+    def write(self, path: Path, opset: int | None = None, runtime: Any = None) -> None:
         """Writes an ONNX file."""
         with self._stage("ONNX"):
-            self.onnx_model = self.exported.to_onnx(path, opset)
+            self.onnx_model = self.exported.to_onnx(path, opset, runtime=runtime)
 
     def verify(self) -> None:
         """Proves the ONNX file."""
         with self._stage("verify"):
             self.report = self.onnx_model.verify()
 
-    def save(self, folder: Path, opset: int | None, verify: bool) -> None:
+    def save(self, folder: Path, opset: int | None, runtime: Runtime | None, verify: bool) -> None:
         """Writes a folder that can be loaded without the model, with its proof."""
         with self._stage("save"):
-            self.onnx_model = self.exported.save(folder, opset=opset, verify=verify)
+            self.onnx_model = self.exported.save(folder, runtime=runtime, opset=opset, verify=verify)
 
     def problem(self) -> str:
         """Returns why the example is not proven; empty if it is."""
@@ -118,6 +121,10 @@ def export(
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Export without a proof.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
+    *,
+    runtime: Annotated[
+        Runtime | None, typer.Option(help="What to fuse operators for; genai also has caches that hold every token.")
+    ] = None,
 ) -> None:
     """Export a local transformers checkpoint to ONNX, and prove it.
 
@@ -135,6 +142,8 @@ def export(
     from exportkit.running.session import require_onnxruntime
 
     to_file = out.suffix == ".onnx"
+    if to_file and runtime == "genai":
+        raise typer.BadParameter("onnxruntime-genai needs a folder: --out may not end in .onnx.")
     with quiet_libraries():
         with exit_on_error(BAD_INPUT, debug):
             if not no_verify:
@@ -146,7 +155,7 @@ def export(
             make_folder(out.parent if to_file else out)
         with exit_on_error(NOT_PROVEN, debug, as_json):
             pipeline.export()
-            text, report = (_write_file if to_file else _save_folder)(pipeline, out, opset, not no_verify)
+            text, report = (_write_file if to_file else _save_folder)(pipeline, out, opset, runtime, not no_verify)
     ok, plan = no_verify or report["ok"], pipeline.exported.plan
     if as_json:
         found = {"ok": ok, "out": str(out), "plan": json.loads(plan.to_json()), "report": report}
@@ -161,20 +170,24 @@ def export(
     raise typer.Exit(0 if ok else NOT_PROVEN)
 
 
-def _write_file(pipeline: Pipeline, file: Path, opset: int | None, verify: bool) -> tuple[str, Any]:
+def _write_file(
+    pipeline: Pipeline, file: Path, opset: int | None, runtime: Runtime | None, verify: bool
+) -> tuple[str, Any]:
     """Writes only the graph; returns its proof as text and as data."""
-    pipeline.write(file, opset)
+    pipeline.write(file, opset, runtime)
     if not verify:
         return "not verified", None
     pipeline.verify()
     return str(pipeline.report), pipeline.to_json()["report"]
 
 
-def _save_folder(pipeline: Pipeline, folder: Path, opset: int | None, verify: bool) -> tuple[str, Any]:
+def _save_folder(
+    pipeline: Pipeline, folder: Path, opset: int | None, runtime: Runtime | None, verify: bool
+) -> tuple[str, Any]:
     """Writes the folder; returns the proof that it holds, as text and as data."""
     from exportkit.folder.folder import REPORT_JSON, REPORT_TEXT
 
-    pipeline.save(folder, opset, verify)
+    pipeline.save(folder, opset, runtime, verify)
     if not verify:
         return "not verified", None
     return (folder / REPORT_TEXT).read_text("utf-8").rstrip(), json.loads((folder / REPORT_JSON).read_text("utf-8"))

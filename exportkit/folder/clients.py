@@ -11,7 +11,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -26,7 +26,7 @@ from exportkit.folder.genai import (
     is_causal_decoder,
     window_limits,
 )
-from exportkit.onnx_files.graph import Contract
+from exportkit.onnx_files.graph import Contract, Runtime
 from exportkit.onnx_files.translate import input_names
 from exportkit.plan.leaves import Finding
 from exportkit.probing.planning import plan_calls
@@ -36,8 +36,6 @@ from exportkit.programs.strategies import Attempt, export_program
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, flatten, is_cache_class, make_dynamic_cache
-
-Runtime = Literal["genai"]
 
 
 def for_runtime(exported: ExportedModel, runtime: Runtime | None) -> ExportedModel:
@@ -50,17 +48,17 @@ def for_runtime(exported: ExportedModel, runtime: Runtime | None) -> ExportedMod
     Raises:
         InvalidRequestError: if the runtime cannot run the model, or is unknown.
     """
-    if runtime is None:
-        return exported
-    if exported.split is not None:
-        raise InvalidRequestError("A runtime takes one graph.", where=repr(exported), got=exported.split.text)
-    if runtime not in get_args(Runtime):
+    if runtime not in (None, *get_args(Runtime)):
         raise InvalidRequestError(
             "Nothing special is known for this runtime.",
             where="runtime",
             expected=", ".join(map(repr, get_args(Runtime))),
             got=repr(runtime),
         )
+    if runtime != "genai":
+        return exported
+    if exported.split is not None:
+        raise InvalidRequestError("A runtime takes one graph.", where=repr(exported), got=exported.split.text)
     traced = exported.traced
     inputs = dict(zip(input_names(traced.input_paths), traced.input_paths, strict=True))
     if window_limits(traced) and is_causal_decoder(traced) and not foreign_inputs(inputs):

@@ -26,10 +26,10 @@ from exportkit.calls.parts import Edge
 from exportkit.errors import ExportkitError
 from exportkit.files import abandoned_folders, as_path, check_file, check_folder, digest_of, replacing
 from exportkit.folder.checked import WEIGHTS, CheckedFiles, SavedFile, damaged, inside
-from exportkit.folder.clients import Runtime, for_runtime, write_client_files
+from exportkit.folder.clients import for_runtime, write_client_files
 from exportkit.folder.manifest import GraphData, dump_graph, load_graph
 from exportkit.json_data import InvalidDataError, parse_json, read
-from exportkit.onnx_files.graph import Contract, OnnxGraph
+from exportkit.onnx_files.graph import Contract, OnnxGraph, Runtime
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
 from exportkit.onnx_files.translate import DOMAIN_KEY, input_names
 from exportkit.programs.exported import ExportedModel
@@ -68,7 +68,7 @@ def save_folder(
         require_onnxruntime()
     exported = for_runtime(exported, runtime)
     with replacing(target, _NOUN, last=MANIFEST, clear=lambda: _remove_old(target)) as folder:
-        runner = _write_graphs(exported, folder, opset)
+        runner = _write_graphs(exported, folder, opset, runtime)
         finding = write_client_files(exported, runner.contract, folder)
         if finding is not None:
             contract = runner.contract
@@ -112,7 +112,7 @@ def reading(folder: Path) -> Iterator[None]:
         raise damaged(folder / MANIFEST, f"{type(error).__name__}: {error}") from error
 
 
-def _write_graphs(exported: ExportedModel, folder: Path, opset: int | None) -> OnnxRunner:
+def _write_graphs(exported: ExportedModel, folder: Path, opset: int | None, runtime: Runtime | None) -> OnnxRunner:
     """Writes the graphs under the names of files and inputs that the clients of this kind of model know."""
     main, files, renamed = "model.onnx", {name: f"{name}.onnx" for name in exported.parts}, {}
     encoders = [name for name, edges in exported.edges.items() if len(edges) == 1]
@@ -125,7 +125,7 @@ def _write_graphs(exported: ExportedModel, folder: Path, opset: int | None) -> O
     def file_of(program: str, part: str) -> Path:
         return folder / (files[part] if part else f"model.{program}.onnx" if program else main)
 
-    runner = write_graphs(exported, file_of, opset)
+    runner = write_graphs(exported, file_of, opset, runtime)
     runner.graph.contract = rename_inputs(runner.contract, renamed)
     return runner
 

@@ -20,7 +20,7 @@ from exportkit.calls.observation import Observation, Written
 from exportkit.calls.parts import Edge
 from exportkit.folder.checked import CheckedFiles, inside
 from exportkit.json_data import InvalidDataError, Positive, Size
-from exportkit.onnx_files.graph import Contract, Measured, OnnxGraph
+from exportkit.onnx_files.graph import Contract, Measured, OnnxGraph, Runtime
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import MissingDefaults, dependent_outputs
@@ -98,6 +98,7 @@ class GraphData:
     domain: Mapping[str, Any]
     parts: Mapping[str, Any] = field(default_factory=dict)
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
+    runtime: Runtime | None = None
 
 
 def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> dict[str, Any]:
@@ -145,6 +146,7 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
         "sizes": dict(contract.sizes),
         "seconds": dict(contract.seconds),
         "domain": domain,
+        "runtime": contract.runtime,
     }
 
 
@@ -189,6 +191,7 @@ def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph
         rules=graph.rules,
         sizes=graph.sizes,
         seconds=graph.seconds,
+        runtime=graph.runtime,
     )
     _require_consistent(contract)
     unseen = _load_unseen(graph.unseen, place / _UNSEEN, contract)

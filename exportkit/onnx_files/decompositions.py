@@ -60,14 +60,19 @@ def _erase_assertions(module: torch.fx.GraphModule) -> None:
         if is_assertion(node):
             feeders += node.all_input_nodes
             module.graph.erase_node(node)
-    gone: set[Any] = set()
-    while feeders:
-        node = feeders.pop()
-        if node not in gone and _is_removable(node):
-            feeders += node.all_input_nodes
-            module.graph.erase_node(node)
-            gone.add(node)
+    erase_unused(feeders)
     module.recompile()
+
+
+def erase_unused(nodes: Sequence[torch.fx.Node]) -> None:
+    """Erases nodes that compute values without users, and then those of their inputs that are left without users."""
+    left, gone = list(nodes), set[torch.fx.Node]()
+    while left:
+        node = left.pop()
+        if node not in gone and _is_removable(node):
+            left += node.all_input_nodes
+            node.graph.erase_node(node)
+            gone.add(node)
 
 
 def _is_removable(node: torch.fx.Node) -> bool:

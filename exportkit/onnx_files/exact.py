@@ -53,8 +53,8 @@ def _mask_of(node: torch.fx.Node) -> torch.fx.Node | None:
 def _any_visible(graph: torch.fx.Graph, mask: torch.fx.Node) -> torch.fx.Node:
     shown = mask
     if mask.meta["val"].dtype is not torch.bool:
-        shown = _call(graph, aten.ne.Scalar, mask, -math.inf)
-    return _call(graph, aten.any.dim, shown, -1, True)
+        shown = call_node(graph, aten.ne.Scalar, mask, -math.inf)
+    return call_node(graph, aten.any.dim, shown, -1, True)
 
 
 # Indices. ONNX counts negative ones from the end, where these operators raise: they are made too large, so that
@@ -96,7 +96,7 @@ def with_checked_indices(program: torch.export.ExportedProgram) -> torch.export.
         name, arguments = _INDEXED[node.target], arguments_of(node)
         index, place = arguments[name], [*arguments].index(name)
         with module.graph.inserting_before(node):
-            negative = _call(module.graph, aten.lt.Scalar, index, 0)
+            negative = call_node(module.graph, aten.lt.Scalar, index, 0)
             checked = module.graph.call_function(aten.where.ScalarSelf, (negative, _TOO_LARGE, index))
         checked.meta["val"] = index.meta["val"]
         if place < len(node.args):
@@ -125,9 +125,10 @@ def _may_be_negative(index: torch.fx.Node, given: Collection[str]) -> bool:
     return name not in _COUNTS
 
 
-def _call(graph: torch.fx.Graph, target: Any, value: torch.fx.Node, *options: Any) -> torch.fx.Node:
+def call_node(graph: torch.fx.Graph, target: Any, value: torch.fx.Node, *options: Any) -> torch.fx.Node:
+    """Returns a new node that calls an operator on the value of a node, with the value that it has in a trace."""
     node = graph.call_function(target, (value, *options))
-    node.meta["val"] = target(value.meta["val"], *options)
+    node.meta["val"] = target(value.meta["val"], *torch.fx.map_arg(options, lambda other: other.meta["val"]))
     return node
 
 

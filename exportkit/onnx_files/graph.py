@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +31,7 @@ from exportkit.running.session import Session, SessionRunner
 from exportkit.trees import Tree, check_opened, flatten, join, joined, set_stored_length
 
 Tensors = Mapping[str, torch.Tensor]
+Runtime = Literal["genai", "onnxruntime"]  # what graphs are made for; both run fused operators
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Contract:
         rules: Names of the rewrites that were in force during the trace.
         sizes: Sizes of the variables during the trace.
         seconds: Duration of each stage.
+        runtime: What the graph was fused for; None for a graph of operators that every runtime has.
     """
 
     path: Path
@@ -85,6 +87,7 @@ class Contract:
     rules: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    runtime: Runtime | None = None
 
     @functools.cached_property
     def numbers(self) -> tuple[str, ...]:
@@ -101,6 +104,8 @@ class Contract:
         outputs: Mapping[str, str],
         output_axes: Mapping[str, tuple[str | int, ...]],
         opset: int,
+        *,
+        runtime: Runtime | None = None,
     ) -> Contract:
         """Returns the contract of a file that a program was translated to.
 
@@ -111,6 +116,7 @@ class Contract:
             outputs: Path of the leaf by name of the graph's output.
             output_axes: Names or sizes of the axes of each output, by path of its leaf.
             opset: The ONNX opset.
+            runtime: What the graph was fused for.
         """
         observation = traced.observation
         return cls(
@@ -136,6 +142,7 @@ class Contract:
             rules=traced.rules,
             sizes=traced.sizes,
             seconds=traced.seconds,
+            runtime=runtime,
         )
 
 

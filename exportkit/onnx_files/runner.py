@@ -13,8 +13,8 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.calls.parts import Edge
 from exportkit.errors import ArgumentError, ExportError
-from exportkit.onnx_files.graph import Contract, Given, OnnxGraph
-from exportkit.onnx_files.translate import translate
+from exportkit.onnx_files.graph import Contract, Given, OnnxGraph, Runtime
+from exportkit.onnx_files.translate import fused_opset, translate
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.effects import write_back
 from exportkit.probing.simplify import value_at
@@ -304,26 +304,36 @@ class OnnxRunner:
         return fits and (past is None or sizes[past.name] > 0)
 
 
-def write_graphs(exported: ExportedModel, file_of: Callable[[str, str], Path], opset: int | None = None) -> OnnxRunner:
+def write_graphs(
+    exported: ExportedModel,
+    file_of: Callable[[str, str], Path],
+    opset: int | None = None,
+    runtime: Runtime | None = None,
+) -> OnnxRunner:
     """Writes the programs of an export and of its parts as ONNX, and returns them as something to call.
 
     Args:
         exported: The export.
         file_of: Returns the file for the name of a program and the name of a part; both are empty for the usual case.
         opset: ONNX opset; by default torch's own choice.
+        runtime: What the graphs are fused for; None for graphs of operators that every runtime has.
 
     Raises:
         ExportError: if an operator cannot be translated.
+        InvalidRequestError: if a fused graph cannot have the opset.
+        MissingPackageError: if the installed onnxruntime cannot run fused graphs.
     """
+    if runtime is not None:
+        opset = fused_opset(opset)
     programs, graphs, attempts = {}, {}, [*exported.attempts]
     for name, traced in exported.programs.items():
-        programs[name], contract, more = _written(traced, file_of(name, ""), opset)
+        programs[name], contract, more = _written(traced, file_of(name, ""), opset, runtime)
         attempts += more
         graphs[name] = OnnxGraph(contract, programs[name].observation, programs[name])
     runners, parts = {}, {}
     for name, part in exported.parts.items():
         file = file_of("", name)
-        runners[name] = write_graphs(part, lambda *_, file=file: file, opset)
+        runners[name] = write_graphs(part, lambda *_, file=file: file, opset, runtime)
         parts[name] = runners[name].exported or part
     written = replace(exported, programs=programs, parts=parts, attempts=tuple(attempts))
     return OnnxRunner(
@@ -332,16 +342,16 @@ def write_graphs(exported: ExportedModel, file_of: Callable[[str, str], Path], o
 
 
 def _written(
-    traced: TracedProgram, path: Path, opset: int | None
+    traced: TracedProgram, path: Path, opset: int | None, runtime: Runtime | None
 ) -> tuple[TracedProgram, Contract, tuple[Attempt, ...]]:
     """The program that could be translated, its contract, and what was tried besides."""
     about = TRANSLATION_PER_TRACE * traced.seconds.get("export", 0.0) or None
     with explained(lambda: traced.request(onnx=True)), stage("onnx", traced.seconds, about):
         try:
-            return traced, translate(traced, path, opset), ()
+            return traced, translate(traced, path, opset, runtime), ()
         except ExportError:
             again = after_failed_translation(traced)
             if again is None:
                 raise
             program, attempts = again
-            return program, translate(program, path, opset), attempts
+            return program, translate(program, path, opset, runtime), attempts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,18 @@ import torch
 from exportkit._torch_compat.graph import copied_module, exact_no_ops, quiet_onnx_export, with_graph_module
 from exportkit._torch_compat.symbolic_shapes import input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
-from exportkit.errors import ExportError
+from exportkit.errors import ExportError, InvalidRequestError
 from exportkit.onnx_files.decompositions import translatable
 from exportkit.onnx_files.findings import operator_findings
-from exportkit.onnx_files.graph import Contract
+from exportkit.onnx_files.graph import Contract, Runtime
 from exportkit.overrides import replaced_attributes
+from exportkit.plan.expression import Expression
+from exportkit.plan.leaves import Finding
 from exportkit.programs.program import TracedProgram, without_gradients
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import LIBRARY_PATCHES, applied
 from exportkit.running.program import tensor_placeholders
+from exportkit.running.session import FUSED_OPSET, require_fused_operators
 from exportkit.trees import registered_caches
 
 if TYPE_CHECKING:
@@ -44,20 +47,23 @@ _CACHE = re.compile(
 )
 
 
-def translate(traced: TracedProgram, path: Path, opset: int | None = None) -> Contract:
+def translate(traced: TracedProgram, path: Path, opset: int | None = None, runtime: Runtime | None = None) -> Contract:
     """Writes a program as ONNX, with its weights as external data, and returns how the graph is called.
 
     Args:
         traced: The program.
         path: Where to write.
         opset: ONNX opset; by default torch's own choice.
+        runtime: What the graph is fused for; None for a graph of operators that every runtime has.
 
     Raises:
         ExportError: if an operator cannot be translated.
     """
+    from exportkit.onnx_files.fused import fused_text
+
     extra = exporter_translations() if LIBRARY_PATCHES.name in traced.rules else None
     try:
-        program = onnx_program(traced.program, opset, extra)
+        program = onnx_program(traced.program, opset, extra, None if runtime is None else _zeros(traced))
     except Exception as error:
         raise ExportError(
             "The program could not be translated to ONNX.",
@@ -81,12 +87,40 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None) -> Co
     program.model.metadata_props[DOMAIN_KEY] = json.dumps(traced.domain.to_json())
     path.parent.mkdir(parents=True, exist_ok=True)
     program.save(path, external_data=True)
-    traced = replace(traced, plan=traced.plan.with_findings(operator_findings(traced.program, program)))
-    return Contract.of(traced, path, inputs, outputs, axes, written)
+    findings = operator_findings(traced.program, program)
+    if runtime is not None:
+        findings.append(Finding("fused", "onnxruntime", f"fused for onnxruntime: {fused_text(program.model)}."))
+    traced = replace(traced, plan=traced.plan.with_findings(findings))
+    return Contract.of(traced, path, inputs, outputs, axes, written, runtime=runtime)
+
+
+def fused_opset(opset: int | None) -> int:
+    """Returns the opset of graphs that are fused for onnxruntime.
+
+    Args:
+        opset: The opset that was asked for, if any.
+
+    Raises:
+        InvalidRequestError: if it is a different one.
+        MissingPackageError: if the installed onnxruntime cannot run such graphs.
+    """
+    if opset not in (None, FUSED_OPSET):
+        raise InvalidRequestError(
+            "Graphs that are fused for onnxruntime have operators of one opset.",
+            where="opset",
+            expected=FUSED_OPSET,
+            got=opset,
+            hint="leave out the opset, or the runtime.",
+        )
+    require_fused_operators()
+    return FUSED_OPSET
 
 
 def onnx_program(
-    program: torch.export.ExportedProgram, opset: int | None = None, extra: ExporterTranslations | None = None
+    program: torch.export.ExportedProgram,
+    opset: int | None = None,
+    extra: ExporterTranslations | None = None,
+    zeros: Sequence[Mapping[Any, int]] | None = None,
 ) -> torch.onnx.ONNXProgram:
     """Returns a program in ONNX, with exportkit's forms of operators where those of torch.onnx compute other numbers.
 
@@ -94,13 +128,16 @@ def onnx_program(
         program: As torch.export.export returns it.
         opset: ONNX opset; by default torch's own choice.
         extra: The translations of transformers, for a program that was traced with its patches.
+        zeros: The symbols of the program that may be 0 together, to fuse it for onnxruntime; None to leave it as it is.
 
     Raises:
         ExportError: if torch.onnx returns nothing.
     """
+    from exportkit.onnx_files.attention import ATTENTION_FORMS, with_whole_attention
     from exportkit.onnx_files.forms import FORMS  # onnxscript takes half a second to import
+    from exportkit.onnx_files.fused import complete_fusions
 
-    forms = dict(FORMS)
+    forms = FORMS if zeros is None else FORMS | ATTENTION_FORMS
     with (
         quiet_onnx_export(),
         registered_caches(),
@@ -111,17 +148,39 @@ def onnx_program(
         for constant, exact in exact_no_ops():  # otherwise the epsilon of a norm may be left out
             stack.enter_context(replaced_attributes(constant, exact))
         source = translatable(program)
+        if zeros is not None:
+            source = with_whole_attention(source, zeros)
         if extra is not None:
             stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
             source = with_graph_module(source, copied_module(source))
             extra.fix_nodes(source.graph_module)
-            forms.update(extra.table)
+            forms = forms | extra.table
         translated = torch.onnx.export(source, (), verbose=False, opset_version=opset, custom_translation_table=forms)
         if translated is None:
             raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
         if extra is not None:
             extra.fix_program(translated)
+        if zeros is not None:
+            complete_fusions(translated.model)
         return translated
+
+
+def _zeros(traced: TracedProgram) -> list[dict[Any, int]]:
+    """The symbols of a program that may be 0 together, one dict for each such pattern of its domain."""
+    found = []
+    for pattern in traced.domain.patterns:
+        sizes = {variable.name: pattern.sizes.get(variable.name, 2) for variable in traced.plan.variables}
+        found.append({symbol: 0 for symbol, size in _symbols(traced) if not size.evaluate(sizes)})
+    return [symbols for symbols in found if symbols]
+
+
+def _symbols(traced: TracedProgram) -> Iterator[tuple[Any, Expression]]:
+    """Yields each symbol that is the size of an input by itself, with that size in the plan."""
+    sizes = input_axes(traced.program)
+    for placeholder, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True):
+        for symbol, size in zip(sizes[placeholder], traced.plan.by_path[path].sizes, strict=True):
+            if _SYMBOL.fullmatch(str(symbol)):
+                yield symbol, size
 
 
 def _summary(error: Exception) -> str:
@@ -156,13 +215,10 @@ def _name_axes(model: onnx_ir.Model, traced: TracedProgram) -> None:
     """Puts names of the plan in place of torch's symbols (``s27``); plain variables win over sums."""
     import onnx_ir
 
-    traced_sizes = input_axes(traced.program)
     variables: dict[str, str] = {}
     sums: dict[str, str] = {}
-    for placeholder, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True):
-        for symbol, size in zip(traced_sizes[placeholder], traced.plan.by_path[path].sizes, strict=True):
-            if _SYMBOL.fullmatch(str(symbol)):
-                (sums if size.variable is None else variables).setdefault(str(symbol), str(size))
+    for symbol, size in _symbols(traced):
+        (sums if size.variable is None else variables).setdefault(str(symbol), str(size))
     names = {**sums, **variables}
     values = list(model.graph.inputs)
     for node in model.graph.all_nodes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPacka
 if TYPE_CHECKING:
     import onnxruntime
 
+FUSED_OPSET = 23  # the first one that has attention, norms and rotary embeddings as operators
 # What both torch and onnxruntime compute with.
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -42,6 +44,35 @@ def require_onnxruntime() -> Any:
             hint='pip install "exportkit[runtime]"',
         ) from error
     return onnxruntime
+
+
+@functools.cache
+def require_fused_operators() -> None:
+    """Returns if the installed onnxruntime has the operators of opset 23 that graphs are fused to.
+
+    Raises:
+        MissingPackageError: if it is not installed, or too old.
+    """
+    import onnx.parser
+
+    runtime = require_onnxruntime()
+    text = f"""<ir_version: 11, opset_import: ["" : {FUSED_OPSET}]>
+        check (float[1, 2, 1, 4] q, float[1, 1, 1, 4] new, float[1, 1, 3, 4] past, float[1, 1, 2] angles,
+               float[4] scale, bool[1, 1, 1, 4] mask)
+        => (float[1, 2, 1, 4] y, float[1, 1, 4, 4] keys, float[1, 1, 4, 4] values) {{
+            normal = RMSNormalization <axis = -1> (q, scale)
+            turned = RotaryEmbedding <num_heads = 2> (normal, angles, angles)
+            y, keys, values = Attention (turned, new, new, mask, past, past)
+        }}"""
+    try:
+        Session(onnx.parser.parse_model(text).SerializeToString())
+    except RuntimeFailure as error:
+        raise MissingPackageError(
+            "The installed onnxruntime does not have the operators that graphs are fused to.",
+            expected=f"Attention, RMSNormalization and RotaryEmbedding of opset {FUSED_OPSET} on the CPU",
+            got=f"onnxruntime {runtime.__version__}",
+            hint="update onnxruntime, or export without a runtime: such a graph runs everywhere.",
+        ) from error
 
 
 class Session:

@@ -1,0 +1,242 @@
+"""Attention as one operator: what a traced program computes as attention becomes ``Attention`` of opset 23.
+
+Attention is recognised in the program, where it still is an operator, and not by its decomposed arithmetic. Keys and
+values go in as they are before heads are repeated, and before they are appended to those in a cache. Attention that
+onnxruntime has no kernel for, or that is written differently, is translated as in any other graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from onnxscript import opset23
+from onnxscript.function_libs.torch_lib.ops import nn
+
+from exportkit._torch_compat.graph import arguments_of, schema_of, with_graph_module
+from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression
+from exportkit.onnx_files.decompositions import erase_unused
+from exportkit.onnx_files.exact import call_node
+
+aten = torch.ops.aten
+op: Any = opset23  # its annotations know values of one graph, not numbers
+
+_DTYPES = (torch.float32, torch.float16)  # for which onnxruntime has kernels on the CPU
+
+# Symbols of a trace that are 0 together.
+Zeros = Mapping[Any, int]
+
+
+# The operators. They are torch's own, under names that are neither decomposed nor translated in the usual way, and with
+# the arguments of the ONNX operator.
+
+_OPTIONS = "*, bool is_causal=False, float? scale=None"
+
+
+@torch.library.custom_op(
+    "exportkit::attention",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, Tensor? mask, {_OPTIONS}) -> Tensor",
+)
+def _attention(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
+    attend: Any = torch.nn.functional.scaled_dot_product_attention
+    result: torch.Tensor = attend(query, key, value, mask, enable_gqa=True, **options)
+    return result
+
+
+@torch.library.custom_op(
+    "exportkit::cached_attention",
+    mutates_args=(),
+    schema=(
+        "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor past_key, Tensor past_value, "
+        f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _cached_attention(
+    query: Any, key: Any, value: Any, mask: Any, past_key: Any, past_value: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    keys, values = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+    return torch.ops.exportkit.attention(query, keys, values, mask, **options), keys, values
+
+
+def _fake_attention(query: Any, _key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+    shape = (*query.shape[:3], value.shape[3])  # in memory, tokens come before heads, as from torch's kernel for CPUs
+    return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
+
+
+def _fake_cached_attention(
+    query: Any, key: Any, value: Any, _mask: Any, past_key: Any, past_value: Any, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _fake_attention(query, key, value), torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+
+
+_attention.register_fake(_fake_attention)
+_cached_attention.register_fake(_fake_cached_attention)
+
+
+def _form(
+    query: Any, key: Any, value: Any, mask: Any, *past: Any, is_causal: bool = False, scale: float | None = None
+) -> Any:
+    options = {"is_causal": int(is_causal)} | ({} if scale is None else {"scale": scale})
+    results = op.Attention(query, key, value, mask, *past, **options)
+    return results[:3] if past else results[0]
+
+
+ATTENTION_FORMS: dict[Any, Callable[..., Any]] = {
+    torch.ops.exportkit.attention.default: _form,
+    torch.ops.exportkit.cached_attention.default: _form,
+    aten.scaled_dot_product_attention.default: nn.aten_scaled_dot_product_attention,  # torch has another for opset 23
+}
+
+
+# Where a program has attention that can be one of these.
+
+
+def with_whole_attention(program: torch.export.ExportedProgram, zeros: Sequence[Zeros]) -> torch.export.ExportedProgram:
+    """Returns the program with attention as an operator that is written as one operator in ONNX.
+
+    Args:
+        program: As torch.export returns it.
+        zeros: The symbols that may be 0 together. onnxruntime's kernel takes no empty batch, query or key: attention
+            that may get one stays as it is.
+    """
+    if not any(_is_fusible(node, zeros) for node in program.graph.nodes):
+        return program
+    module = copy.deepcopy(program.graph_module)
+    masks: dict[Any, Any] = {}
+    for node in list(module.graph.nodes):
+        if _is_fusible(node, zeros):
+            _make_whole(node, masks)
+    module.recompile()
+    return with_graph_module(program, module)
+
+
+def _is_fusible(node: torch.fx.Node, zeros: Sequence[Zeros]) -> bool:
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return False
+    given = arguments_of(node)
+    query, key, value = (given[name].meta["val"] for name in ("query", "key", "value"))
+    if any(part.ndim != 4 or part.dtype != query.dtype or part.dtype not in _DTYPES for part in (query, key, value)):
+        return False
+    if given["attn_mask"] is not None:
+        mask = given["attn_mask"].meta["val"]
+        if mask.dtype not in (torch.bool, query.dtype) or mask.ndim < 2 or not _same(mask.shape[-1], key.shape[2]):
+            return False
+    heads, groups = query.shape[1], key.shape[1]
+    if not (isinstance(heads, int) and isinstance(groups, int)) or heads % groups or value.shape[1] != groups:
+        return False
+    scale = given["scale"]
+    if given["dropout_p"] or not (scale is None or (isinstance(scale, float) and scale > 0)):
+        return False
+    return not any(_may_be_empty(size, zeros) for size in (query.shape[0], query.shape[2], key.shape[2]))
+
+
+def _may_be_empty(size: Any, zeros: Sequence[Zeros]) -> bool:
+    if isinstance(size, int):
+        return size == 0
+    return depends_on_values(size) or any(traced_expression(size).xreplace(symbols) == 0 for symbols in zeros)
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two sizes are the same, whatever the sizes of the inputs are."""
+    if isinstance(first, int) or isinstance(second, int):
+        return isinstance(first, int) and isinstance(second, int) and first == second
+    return bool(traced_expression(first) == traced_expression(second))
+
+
+def _make_whole(node: torch.fx.Node, masks: dict[Any, Any]) -> None:
+    """Makes a node the operator itself: the program knows its outputs by name."""
+    given = arguments_of(node)
+    query, old = given["query"], (given["key"], given["value"])
+    single = [_unrepeated(part) for part in old]
+    key, value = map(_source, old if None in single else single)
+    mask = given["attn_mask"] if given["attn_mask"] is None else _full_mask(node, given["attn_mask"], query, masks)
+    options = {name: given[name] for name in ("is_causal", "scale") if given[name]}
+    node.target, node.args, node.kwargs = torch.ops.exportkit.attention.default, (query, key, value, mask), options
+    erase_unused(old)
+    if not _is_cached(node, query, key, value):
+        return
+    (past_key, new_key), (past_value, new_value) = key.args[0], value.args[0]
+    with node.graph.inserting_before(node):
+        arguments = (query, new_key, new_value, mask, past_key, past_value)
+        whole = node.graph.call_function(torch.ops.exportkit.cached_attention.default, arguments, options)
+    whole.meta = {**node.meta, "val": tuple(result.meta["val"] for result in (node, key, value))}
+    node.append(key)  # which moves it behind the node
+    key.append(value)
+    for place, result in enumerate((node, key, value)):
+        result.target, result.args, result.kwargs = operator.getitem, (whole, place), {}
+
+
+_VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints)
+_COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
+
+
+def _source(value: Any) -> Any:
+    """The node whose values and axes a node only passes on."""
+    while value.target in _COPIES or (value.target is aten.slice.Tensor and _is_all(value)):
+        if any(getattr(schema_of(user.target), "is_mutable", False) for user in value.args[0].users):
+            break
+        value = value.args[0]
+    return value
+
+
+def _is_all(part: Any) -> bool:
+    return all(map(_same, part.meta["val"].shape, part.args[0].meta["val"].shape))
+
+
+def _unrepeated(value: Any) -> Any:
+    """What a value (batch, heads, tokens, size) repeats each head of; None if it repeats none."""
+    view = _source(value)
+    if view.target is aten.repeat_interleave.self_int and arguments_of(view)["dim"] in (1, -3):
+        return view.args[0]
+    if view.target not in _VIEWS or (repeated := _source(view.args[0])).target is not aten.expand.default:
+        return None
+    single = _source(repeated.args[0])
+    if single.target is not aten.unsqueeze.default or repeated.meta["val"].ndim != 5 or single.args[1] not in (2, -3):
+        return None
+    batch, groups, times, tokens, size = repeated.meta["val"].shape
+    before = map(_same, single.args[0].meta["val"].shape, (batch, groups, tokens, size))
+    after = map(_same, view.meta["val"].shape, (batch, groups * times, tokens, size))
+    return single.args[0] if all(before) and all(after) else None
+
+
+def _is_cached(node: torch.fx.Node, query: Any, key: Any, value: Any) -> bool:
+    """Whether keys and values are those of a cache with those of the query's own tokens appended.
+
+    Not in a cross attention, whose new keys may be none: the kernel refuses these. And not where something reads the
+    whole keys before, such as a window that cuts them.
+    """
+    if key is value or node.kwargs.get("is_causal"):  # causal is counted from the end, if there is a cache
+        return False
+    order = {other: place for place, other in enumerate(node.graph.nodes)}
+    for whole in (key, value):
+        if whole.target is not aten.cat.default or len(whole.args[0]) != 2 or whole.args[1:] not in ((2,), (-2,)):
+            return False
+        if any(order[user] < order[node] for user in whole.users):
+            return False
+    tokens = query.meta["val"].shape[2]
+    return all(_same(whole.args[0][1].meta["val"].shape[2], tokens) for whole in (key, value))
+
+
+def _full_mask(node: torch.fx.Node, mask: Any, query: Any, masks: dict[Any, Any]) -> Any:
+    """A mask as onnxruntime takes it, which repeats masks over batch and heads, but not over queries.
+
+    onnxruntime returns zeros for a row that is full of the smallest number, where torch returns an average of all
+    values. Half of that number gives the average in both: next to it, scores make no difference either.
+    """
+    shape, tokens = mask.meta["val"].shape, query.meta["val"].shape[2]
+    known = mask, str(tokens)
+    if known not in masks:
+        with node.graph.inserting_before(node):
+            if mask.meta["val"].is_floating_point():
+                lowest = torch.finfo(query.meta["val"].dtype).min
+                is_lowest = call_node(node.graph, aten.eq.Scalar, mask, lowest)
+                mask = call_node(node.graph, aten.masked_fill.Scalar, mask, is_lowest, lowest / 2)
+            if not _same(shape[-2], tokens):
+                rows = tokens if isinstance(tokens, int) else call_node(node.graph, aten.sym_size.int, query, 2)
+                mask = call_node(node.graph, aten.expand.default, mask, [*[-1] * (len(shape) - 2), rows, -1])
+        masks[known] = mask
+    return masks[known]

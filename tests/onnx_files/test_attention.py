@@ -1,0 +1,206 @@
+"""Attention as one operator in graphs for onnxruntime: what it computes is what torch computes."""
+
+import pytest
+import torch
+
+from exportkit.onnx_files.attention import with_whole_attention
+from exportkit.onnx_files.translate import onnx_program
+from exportkit.running.session import Session
+
+functional = torch.nn.functional
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Cached(torch.nn.Module):
+    """Attention with two heads of keys for four of queries, over a cache."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, heads, past_key, past_value, mask):
+        query, key, value = heads.split([4, 2, 2], 1)
+        keys, values = torch.cat([past_key, key], -2), torch.cat([past_value, value], -2)
+        repeated = [part[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for part in (keys, values)]
+        return functional.scaled_dot_product_attention(query, *repeated, mask, **self.options), keys, values
+
+
+def cached_call(batch, tokens, past, mask=None):
+    total = past + tokens
+    if mask is None:
+        mask = torch.ones(batch, 1, tokens, total, dtype=torch.bool).tril(past)
+    return torch.randn(batch, 8, tokens, 8), torch.randn(batch, 2, past, 8), torch.randn(batch, 2, past, 8), mask
+
+
+AXES = ({0: "b", 2: "s"},) + ({0: "b", 2: "p"},) * 2 + ({0: "b", 2: "s", 3: "p+s"},)
+
+
+def dynamic(axes):
+    return tuple(dict.fromkeys(names, torch.export.Dim.DYNAMIC) for names in axes)
+
+
+def fused(model, args, axes, zeros=()):
+    """The nodes of the fused graph by operator, and a function that runs it."""
+    program = torch.export.export(model.eval(), args, dynamic_shapes=dynamic(axes))
+    translated = onnx_program(program, 23, zeros=zeros)
+    nodes = {}
+    for node in translated.model.graph:
+        nodes.setdefault(node.op_type, []).append(node)
+    session = Session(translated.model_proto.SerializeToString())
+
+    def run(*given):
+        names = [value.name for value in translated.model.graph.inputs]
+        return list(session.run(dict(zip(names, given, strict=True))).values())
+
+    return nodes, run
+
+
+def assert_same(model, run, args):
+    expected = model(*args)
+    for one, other in zip(expected if isinstance(expected, tuple) else (expected,), run(*args), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_heads_are_not_repeated_and_the_cache_goes_in_by_itself():
+    model = Cached()
+    nodes, run = fused(model, cached_call(2, 3, 5), AXES)
+    (attention,) = nodes["Attention"]
+    assert [value.name for value in attention.inputs[4:6]] == ["past_key", "past_value"]
+    assert not {"Softmax", "MatMul"} & nodes.keys()
+    for batch, tokens, past in ((2, 3, 5), (1, 1, 7), (3, 1, 1), (3, 4, 0), (1, 6, 2)):
+        assert_same(model, run, cached_call(batch, tokens, past))
+
+
+def test_rows_without_a_visible_key_are_zeros():
+    model = Cached()
+    _, run = fused(model, cached_call(2, 3, 5), AXES)
+    call = cached_call(3, 4, 2)
+    call[-1][0, :, 1], call[-1][2] = False, False
+    assert_same(model, run, call)
+
+
+@pytest.mark.parametrize("hidden", [LOWEST, -torch.inf, -1e4])
+def test_masks_of_numbers_are_added(hidden):
+    model = Cached(scale=0.7)
+
+    def call(batch, tokens, past):
+        args = cached_call(batch, tokens, past)
+        mask = torch.randn(batch, 1, tokens, past + tokens).masked_fill(~args[-1], hidden)
+        mask[0, :, -1] = hidden
+        return *args[:-1], mask
+
+    nodes, run = fused(model, call(2, 3, 5), AXES)
+    assert len(nodes["Attention"]) == 1
+    for sizes in ((2, 3, 5), (1, 1, 7), (3, 4, 0)):
+        assert_same(model, run, call(*sizes))
+
+
+def test_a_mask_for_all_queries_is_repeated():
+    model = Cached()
+
+    def call(batch, tokens, past):
+        return cached_call(batch, tokens, past, torch.rand(batch, 1, 1, past + tokens) > 0.3)
+
+    nodes, run = fused(model, call(2, 3, 5), (*AXES[:-1], {0: "b", 3: "p+s"}))
+    assert len(nodes["Attention"]) == 1
+    for sizes in ((2, 3, 5), (3, 1, 2), (1, 4, 0)):
+        assert_same(model, run, call(*sizes))
+
+
+class Window(Cached):
+    """Stores only the last four keys, which it cuts from all of them before it attends."""
+
+    def forward(self, heads, past_key, past_value, mask):
+        query, key, value = heads.split([4, 2, 2], 1)
+        keys, values = torch.cat([past_key, key], -2), torch.cat([past_value, value], -2)
+        stored = keys[:, :, -4:], values[:, :, -4:]
+        repeated = [part.repeat_interleave(2, 1) for part in (keys, values)]
+        return functional.scaled_dot_product_attention(query, *repeated, mask), *stored
+
+
+def test_keys_that_something_else_reads_before_are_appended_outside():
+    model = Window()
+    nodes, run = fused(model, cached_call(2, 5, 6), AXES)
+    (attention,) = nodes["Attention"]
+    assert len(attention.inputs) == 4
+    assert not {"Tile", "Expand"} & nodes.keys()
+    for sizes in ((2, 5, 6), (1, 4, 3), (3, 1, 8)):
+        assert_same(model, run, cached_call(*sizes))
+
+
+class Cross(torch.nn.Module):
+    """Attention to the states of an encoder, which are computed once: with a cache, there are no new ones."""
+
+    def forward(self, query, key, value, past_key, past_value):
+        keys, values = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+        return functional.scaled_dot_product_attention(query, keys, values), keys, values
+
+
+def test_a_cross_attention_may_have_no_new_keys():
+    model = Cross()
+
+    def call(batch, tokens, new, past):
+        return torch.randn(batch, 4, tokens, 8), *(torch.randn(batch, 4, size, 8) for size in (new, new, past, past))
+
+    nodes, run = fused(model, call(2, 3, 5, 7), ({0: "b", 2: "s"}, *({0: "b", 2: size} for size in "nnpp")))
+    assert len(nodes["Attention"]) == 1
+    for sizes in ((2, 3, 5, 7), (1, 1, 0, 6), (3, 2, 4, 0)):
+        assert_same(model, run, call(*sizes))
+
+
+class Causal(torch.nn.Module):
+    def forward(self, query, key):
+        return functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+
+def test_causal_attention_counts_from_the_first_key():
+    model = Causal()
+    nodes, run = fused(model, (torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)), ({0: "b", 2: "s"}, {0: "b", 2: "t"}))
+    assert len(nodes["Attention"]) == 1
+    for tokens, keys in ((5, 7), (3, 3), (6, 4), (1, 5)):
+        assert_same(model, run, (torch.randn(3, 4, tokens, 8), torch.randn(3, 4, keys, 8)))
+
+
+class Attend(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, query, key):
+        return functional.scaled_dot_product_attention(query, key, key, **self.options)
+
+
+def test_double_precision_stays_as_it_is():
+    args = torch.randn(2, 4, 3, 8).double(), torch.randn(2, 4, 5, 8).double()
+    nodes, run = fused(Attend(), args, ({0: "b"}, {0: "b"}))
+    assert "Attention" not in nodes
+    assert_same(Attend(), run, args)
+
+
+@pytest.mark.parametrize(("shape", "options"), [((2, 4, 3, 8), {"scale": -0.5}), ((2, 3, 4, 3, 8), {})])
+def test_what_the_kernel_does_not_take_is_not_fused(shape, options):
+    program = torch.export.export(Attend(**options), (torch.randn(shape), torch.randn(shape)))
+    assert with_whole_attention(program, []) is program
+
+
+def test_attention_that_may_get_nothing_stays_as_it_is():
+    program = torch.export.export(
+        Attend(),
+        (torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)),
+        dynamic_shapes=dynamic(({0: "b", 2: "s"}, {0: "b"})),
+    )
+    query = next(node for node in program.graph.nodes if node.name == "query").meta["val"]
+    batch, tokens = (query.shape[axis].node.expr for axis in (0, 2))
+    for zeros, whole in (([], True), ([{batch: 0}], False), ([{tokens: 0}], False)):
+        targets = [str(node.target) for node in with_whole_attention(program, zeros).graph.nodes]
+        assert ("exportkit.attention.default" in targets) is whole
+
+
+def test_a_program_with_whole_attention_computes_the_same_in_torch():
+    args = cached_call(2, 3, 5)
+    program = torch.export.export(Cached(), args, dynamic_shapes=dynamic(AXES))
+    whole = with_whole_attention(program, [])
+    assert any("cached_attention" in str(node.target) for node in whole.graph.nodes)
+    args = cached_call(3, 4, 2)
+    for one, other in zip(program.module()(*args), whole.module()(*args), strict=True):
+        torch.testing.assert_close(one, other)

@@ -1,0 +1,107 @@
+"""Norms and rotary embeddings as one operator in graphs for onnxruntime, also where sizes are broadcast."""
+
+import pytest
+import torch
+
+import exportkit
+from exportkit.errors import InvalidRequestError, MissingPackageError
+from tests.onnx_files.test_attention import assert_same, fused
+
+
+class Rotary(torch.nn.Module):
+    def forward(self, x, positions):
+        angles = positions[:, :, None] * torch.linspace(1, 0.1, 4, dtype=x.dtype)
+        angles = torch.cat([angles, angles], -1)
+        cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        return x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
+
+
+def turned(batch, tokens, rows, dtype=torch.float32):
+    return torch.randn(batch, 2, tokens, 8, dtype=dtype), torch.arange(tokens, dtype=dtype)[None].expand(rows, -1)
+
+
+AXES = {0: "b", 2: "s"}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_same_positions_may_be_those_of_every_row(rows):
+    nodes, run = fused(Rotary(), turned(3, 5, rows), (AXES, {1: "s"} if rows == 1 else {0: "b", 1: "s"}))
+    assert len(nodes["RotaryEmbedding"]) == 1
+    for batch, tokens in ((3, 5), (1, 7), (4, 1)):
+        assert_same(Rotary(), run, turned(batch, tokens, min(rows, batch) if rows == 1 else batch))
+
+
+@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float32), (2, torch.float64)])
+def test_rotation_that_onnxruntime_has_no_operator_for_is_arithmetic(batch, dtype):
+    args = turned(batch, 5, 3 if batch == 1 else 2, dtype)
+    nodes, run = fused(Rotary(), args, ({2: "s"}, {1: "s"}))
+    assert "RotaryEmbedding" not in nodes
+    assert_same(Rotary(), run, args)
+
+
+class Norm(torch.nn.Module):
+    def forward(self, x, scale):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * scale
+
+
+def test_a_norm_may_have_a_scale_with_more_rows_than_itself():
+    nodes, run = fused(Norm(), (torch.randn(1, 3, 8), torch.randn(2, 3, 8)), ({1: "s"}, {0: "b", 1: "s"}))
+    assert len(nodes["RMSNormalization"]) == 1
+    assert_same(Norm(), run, (torch.randn(1, 4, 8), torch.randn(5, 4, 8)))
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = torch.nn.RMSNorm(8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(self.norm(x))[:, None]
+        return x + torch.nn.functional.scaled_dot_product_attention(y, y, y)[:, 0]
+
+
+@pytest.fixture(scope="module")
+def block():
+    model, observer = Block().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, tokens in ((2, 5), (3, 7)):
+            model(torch.randn(batch, tokens, 8))
+    return exportkit.export(model, observer)
+
+
+def test_the_report_and_the_folder_say_what_was_fused(block, tmp_path):
+    note = "fused for onnxruntime: 1 attention, 1 norm."
+    saved = block.save(tmp_path / "out", runtime="onnxruntime")
+    assert saved.file.runtime == "onnxruntime"
+    loaded = exportkit.load(tmp_path / "out")
+    assert (loaded.file.runtime, loaded.file.opset) == ("onnxruntime", 23)
+    report = loaded.verify()
+    assert report.ok
+    assert note in report.findings
+    assert note in (tmp_path / "out" / "report.txt").read_text()
+
+
+def test_a_graph_is_not_fused_unless_that_is_asked_for(block, tmp_path):
+    plain = block.to_onnx(tmp_path / "model.onnx")
+    assert plain.file.runtime is None
+    assert not any("fused" in text for text in plain.verify().findings)
+
+
+def test_requests_that_contradict_each_other_are_refused(block, tmp_path):
+    with pytest.raises(InvalidRequestError, match="expected: 23"):
+        block.to_onnx(tmp_path / "model.onnx", 20, runtime="onnxruntime")
+    with pytest.raises(InvalidRequestError, match="expected: 'onnxruntime'"):
+        block.to_onnx(tmp_path / "model.onnx", runtime="genai")
+
+
+def test_an_onnxruntime_without_the_operators_is_refused(block, tmp_path, monkeypatch):
+    from exportkit.errors import RuntimeFailure
+    from exportkit.running import session
+
+    def refuse(*_):
+        raise RuntimeFailure("No such operator.")
+
+    session.require_fused_operators.cache_clear()
+    monkeypatch.setattr(session, "Session", refuse)
+    with pytest.raises(MissingPackageError, match="does not have the operators"):
+        block.to_onnx(tmp_path / "model.onnx", runtime="onnxruntime")
