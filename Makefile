@@ -11,6 +11,7 @@ STAMP  := $(VENV)/.stamp
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 ORT    := $(shell sed -n '/^onnxruntime==/p' constraints.txt)
 OTHER  := .venv-clients
+MODELS := .venv-coverage
 CODE   := $(wildcard exportkit tests gallery benchmarks docs/*.py)
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS   ?=
@@ -21,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast durations trust lint type docs doctest gallery bench peers conformance clients build clean
+.PHONY: help setup demo test test-fast durations trust lint type docs doctest gallery bench peers conformance coverage clients build clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-11s  %s\n", $$1, $$2}'
@@ -96,7 +97,22 @@ peers: $(STAMP)  ## Let three tools export the same models (docs/comparison.rst)
 	@$(BIN)/python benchmarks/peers.py
 
 conformance: $(STAMP)  ## Compare torch's own operator samples with exported graphs (docs/conformance.rst)
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/conformance $(ARGS)
+	@OMP_NUM_THREADS=1 PYTHONPATH=benchmarks $(BIN)/python benchmarks/conformance $(ARGS)
+
+# The libraries are installed without their dependencies, since some would replace torch; torchaudio is published with
+# extensions for CUDA only, and its models run without them.
+$(MODELS)/.stamp: benchmarks/coverage/requirements.txt benchmarks/coverage/dependencies.txt pyproject.toml constraints.txt
+	@test -x $(MODELS)/bin/python || $(PYTHON) -m venv $(MODELS)
+	@echo "Installing $(TORCH) and libraries of models in $(MODELS) (some minutes)"
+	@$(MODELS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt $(TORCH) setuptools
+	@$(MODELS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation \
+	    -e '.[runtime]' -r benchmarks/coverage/dependencies.txt
+	@$(MODELS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r benchmarks/coverage/requirements.txt
+	@rm -rf $(MODELS)/lib/python*/site-packages/torchaudio/lib
+	@touch $@
+
+coverage: $(MODELS)/.stamp  ## Export models of other libraries and research code (docs/coverage.rst)
+	@OMP_NUM_THREADS=1 PYTHONPATH=benchmarks:. $(MODELS)/bin/python benchmarks/coverage $(ARGS)
 
 # optimum-onnx needs an older transformers than exportkit is tested with, hence the second environment.
 $(OTHER)/.stamp: tests/clients/requirements.txt constraints.txt

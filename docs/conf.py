@@ -11,7 +11,7 @@ logging.getLogger("onnx_ir").setLevel(logging.WARNING)
 # The gallery examples run during the build and load nothing from the Hugging Face hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-sys.path.insert(0, os.path.dirname(__file__))  # for gallery_order and conformance_table
+sys.path.insert(0, os.path.dirname(__file__))  # for the modules beside this file
 
 project = "exportkit"
 author = "The exportkit authors"
@@ -25,6 +25,7 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx_gallery.gen_gallery",
     "conformance_table",
+    "coverage_table",
 ]
 exclude_patterns = ["_build"]
 

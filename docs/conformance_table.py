@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
+from tables import table
 
 TABLE = Path(__file__).with_name("conformance.json")
 EXPORTERS = ("torch.onnx", "exportkit")
@@ -18,7 +18,7 @@ class Totals(SphinxDirective):
         totals = json.loads(TABLE.read_text())["totals"]
         keys = list(totals["exportkit"])
         rows = [[key, *(str(totals[name].get(key, "")) for name in EXPORTERS)] for key in keys]
-        return [_table(["", "torch.onnx.export", "exportkit"], rows, [50, 25, 25])]
+        return [table(["", "torch.onnx.export", "exportkit"], rows, [50, 25, 25])]
 
 
 class Operators(SphinxDirective):
@@ -31,25 +31,13 @@ class Operators(SphinxDirective):
             covered = "" if "differs" not in row["exportkit"] else "none" if row["silent"] else "finding"
             rows.append([row["operator"], row["dtype"], f"{row['samples']} ({row['sets']})", *outcomes, covered])
         head = ["operator", "dtype", "samples (sets of values)", "torch.onnx.export", "exportkit", "said by exportkit"]
-        return [_table(head, rows, [22, 8, 10, 26, 26, 8])]
+        return [table(head, rows, [22, 8, 10, 26, 26, 8])]
 
 
 def _outcome(found):
     counts = ", ".join(f"{found[name]} {name}" for name in OUTCOMES if name in found)
     where = ", ".join(name for name in found["where"] if name)
     return f"{counts}: {where}" if where else counts
-
-
-def _table(head, rows, widths):
-    group = nodes.tgroup(cols=len(head))
-    group += [nodes.colspec(colwidth=width) for width in widths]
-    group += nodes.thead("", _row(head))
-    group += nodes.tbody("", *map(_row, rows))
-    return nodes.table("", group)
-
-
-def _row(cells):
-    return nodes.row("", *(nodes.entry("", nodes.paragraph("", cell)) for cell in cells))
 
 
 def setup(app):

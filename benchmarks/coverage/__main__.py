@@ -7,28 +7,27 @@ was, and a crash or a limit costs one case.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
+import io
 import json
 import logging
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from cases import CASES, Case
+from judged import LOUD, judge, judge_plain
+from processes import Work, results, run_all
+from table import printed, table_of
+from torchvision_operators import define
+from transformers_types import cases
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]  # the folder of processes.py, and the one of tests
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when libraries are imported
-
-import torch  # noqa: E402
-from cases import CASES, Case  # noqa: E402
-from judged import LOUD, judge, judge_plain  # noqa: E402
-from processes import Work, results, run_all  # noqa: E402
-from torchvision_operators import define  # noqa: E402
-from transformers_types import cases  # noqa: E402
-
+TABLE = HERE.parents[1] / "docs" / "coverage.json"
 RESULTS = HERE.parent / "results" / "coverage"
 _MEMORY = 10 * 2**30
 
@@ -45,6 +44,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--batch-one", action="store_true", help="record generating types with one row")
     parser.add_argument("--without", type=Path, nargs="*", default=[], help="more files that name types to leave out")
+    parser.add_argument("--write", action="store_true", help="write the results there are to docs/coverage.json")
     parser.add_argument("--results", type=Path, help="folder; default: one for each of the two")
     options = parser.parse_args()
     options.results = options.results or RESULTS / options.what
@@ -60,11 +60,17 @@ def main() -> None:
         left_out = [HERE.parents[1] / "tests", HERE.parents[1] / "exportkit", *options.without]
         found = cases(left_out, options.sample, options.seed, options.batch_one)
     chosen = [case for case in found if re.search(options.only, f"{case.family}: {case.name}")]
-    judge(Case("linear", "", _linear, [(2,), (3,)], [(1,)]))  # the processes are forked: this imports all for them
+    with contextlib.redirect_stdout(io.StringIO()):  # the processes are forked: this imports all for them
+        judge(Case("linear", "", _linear, [(2,), (3,)], [(1,)]))
     pieces = [piece for case in chosen for piece in _pieces(case, options)]
     run_all(pieces, jobs=options.jobs, seconds=options.limit, memory=_MEMORY)
-    for row in results(options.results):
-        print(f"{row['verdict']:9} {row['family']}: {row['name']}: {row['reason'][:160]}")
+    how = {"sample": options.sample, "seed": options.seed} if options.what == "transformers" else {}
+    table = table_of(results(options.results), **how)
+    print(printed(table))
+    if options.write:
+        tables = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+        TABLE.write_text(json.dumps(tables | {options.what: table}, indent=1, ensure_ascii=False) + "\n")
+        print(f"Written: {TABLE}")
 
 
 def _linear() -> Any:

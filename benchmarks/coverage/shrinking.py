@@ -136,7 +136,11 @@ def _tokens(config: Any) -> None:
     """Special tokens have to be in the vocabulary, and to differ."""
     free = iter(range(VOCABULARY - 1, 50, -1))
     for name, value in list(vars(config).items()):
-        if re.fullmatch(r"\w+_token_(id|index)|\w+_token|\w+_index", name) and type(value) is int and value >= VOCABULARY - 20:
+        if (
+            re.fullmatch(r"\w+_token_(id|index)|\w+_token|\w+_index", name)
+            and type(value) is int
+            and value >= VOCABULARY - 20
+        ):
             _set(config, name, next(free))
     for name, value in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2)):
         given = vars(config).get(name)

@@ -67,10 +67,10 @@ def _types() -> list[tuple[str, str, str, str]]:
     for task, key in _TASKS:
         middle = f"FOR_{key}_" if key not in ("", "BACKBONE") else f"{key}_" if key else ""
         mapping = getattr(modeling_auto, f"MODEL_{middle}MAPPING_NAMES", {})
-        for name, cls in mapping.items():
+        for name, classes in mapping.items():
             if name in configuration_auto.CONFIG_MAPPING_NAMES and name not in seen:
                 seen.add(name)
-                cls = cls if isinstance(cls, str) else cls[0]
+                cls = classes if isinstance(classes, str) else classes[0]
                 found.append((name, task, configuration_auto.CONFIG_MAPPING_NAMES[name], cls))
     return sorted(found)
 
@@ -129,7 +129,11 @@ def _called(model: Any, batch: int, length: int) -> object:
 def inputs(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
     """Returns random inputs: those that the signature requires, the main one, and what belongs to them."""
     parameters = inspect.signature(model.forward).parameters
-    required = [name for name, item in parameters.items() if item.default is item.empty and item.kind == item.POSITIONAL_OR_KEYWORD]
+    required = [
+        name
+        for name, item in parameters.items()
+        if item.default is item.empty and item.kind == item.POSITIONAL_OR_KEYWORD
+    ]
     names = list(dict.fromkeys([model.main_input_name, *required]))
     if model.main_input_name == "pixel_values" and _images_in_text(model) and "input_ids" in parameters:
         names.append("input_ids")

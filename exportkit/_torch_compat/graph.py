@@ -16,6 +16,9 @@ from exportkit._torch_compat import require
 _ASSERTIONS = (
     "_assert_scalar", "_assert_tensor_metadata", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
 )  # fmt: skip
+# Operators of aten with private names.
+FFT_R2C, FFT_C2C, FFT_C2R = torch.ops.aten._fft_r2c, torch.ops.aten._fft_c2c, torch.ops.aten._fft_c2r
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 def schema_of(target: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from onnxscript import opset23
 from onnxscript.function_libs.torch_lib.ops import nn
 
-from exportkit._torch_compat.graph import arguments_of, schema_of, with_graph_module
+from exportkit._torch_compat.graph import UNSAFE_VIEW, arguments_of, schema_of, with_graph_module
 from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression
 from exportkit.onnx_files.decompositions import erase_unused
 from exportkit.onnx_files.exact import call_node
@@ -170,7 +170,7 @@ def _make_whole(node: torch.fx.Node, masks: dict[Any, Any]) -> None:
         result.target, result.args, result.kwargs = operator.getitem, (whole, place), {}
 
 
-_VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints)
+_VIEWS = (aten.reshape.default, aten.view.default, UNSAFE_VIEW, aten.flatten.using_ints)
 _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from exportkit._torch_compat.graph import arguments_of, copied_module, is_assertion, schema_of, with_graph_module
+from exportkit.onnx_files.complex_numbers import complex_decompositions
 from exportkit.onnx_files.exact import (
     EXACT,
     is_plain_cross_entropy,
@@ -219,8 +220,9 @@ def _pairs_of(value: Any) -> Any:
 
 def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program without operators that torch.onnx has no translation for."""
-    needed = {node.target for node in program.graph.nodes if node.target in _DECOMPOSITIONS and not _is_known(node)}
-    return program.run_decompositions({target: _DECOMPOSITIONS[target] for target in needed}) if needed else program
+    targets = {node.target for node in program.graph.nodes if node.target in _DECOMPOSITIONS and not _is_known(node)}
+    table = {**complex_decompositions(program), **{target: _DECOMPOSITIONS[target] for target in targets}}
+    return program.run_decompositions(table) if table else program
 
 
 def _is_known(node: torch.fx.Node) -> bool:
@@ -230,6 +232,8 @@ def _is_known(node: torch.fx.Node) -> bool:
         return is_plain_cross_entropy(first, *others)
     if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
         return is_plain_pool(first, *others)
+    if node.target is aten.roll.default:
+        return all(isinstance(shift, int) for shift in others[0])
     if node.target is aten.scatter_reduce.two:
         return bool(others[3] != "mean")
     if node.target is aten.scaled_dot_product_attention.default:
@@ -332,6 +336,16 @@ def _windows(values: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tenso
         yield (position >= first) & (position < end)
 
 
+def _roll(values: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
+    if not dims:
+        return _roll(values.flatten(), shifts, [0]).view(values.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        length = values.shape[dim]
+        start = (length - shift) % length
+        values = torch.cat([values.narrow(dim, start, length - start), values.narrow(dim, 0, start)], dim)
+    return values
+
+
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, *rest: Any, **more: Any
 ) -> Any:
@@ -362,6 +376,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.cdist.default: _cdist,
     aten.bucketize.Tensor: _bucketize,
     aten.searchsorted.Tensor: _searchsorted,
+    aten.roll.default: _roll,
     aten.scaled_dot_product_attention.default: _attention,
     **_POOLS,
     **EXACT,

@@ -15,6 +15,7 @@ import torch
 from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core
 
+from exportkit._torch_compat.graph import FFT_R2C
 from exportkit.onnx_files.reduction_forms import REDUCTION_FORMS, number
 from exportkit.onnx_files.size_forms import SIZE_FORMS
 
@@ -268,6 +269,33 @@ def _addmm(x: Any, one: Any, other: Any, beta: float = 1, alpha: float = 1) -> A
     return op.Add(op.Mul(x, number(beta, x)), op.Mul(op.MatMul(one, other), number(alpha, x)))
 
 
+# Fourier transforms, in double precision: onnxruntime's lose all digits but two at lengths that are not powers of two.
+
+
+def _transform(x: Any, dim: Any, normalization: int, onesided: bool) -> Any:
+    """The transform of real numbers; a complex number is a pair along the last axis."""
+    wide = op.Unsqueeze(op.Cast(x, to=onnx_ir.DataType.DOUBLE), op.Constant(value_ints=[0, -1]))
+    for axis in reversed(dim):
+        wide = op.DFT(wide, axis=axis + 1, onesided=onesided and axis == dim[-1])
+    if normalization:
+        count = op.ReduceProd(op.Gather(op.Shape(x), op.Constant(value_ints=list(dim))), keepdims=False)
+        count = op.Cast(count, to=onnx_ir.DataType.DOUBLE)
+        wide = op.Div(wide, op.Sqrt(count) if normalization == 1 else count)
+    return op.Cast(op.Squeeze(wide, op.Constant(value_ints=[0])), to=x.dtype)
+
+
+def _short_transform(x: Any, n_fft: int, *options: Any, window: Any = None, **named: Any) -> Any:
+    dtype = x.dtype
+    x, window = (None if value is None else _wide(value) for value in (x, options[2] if len(options) > 2 else window))
+    return op.Cast(core.aten_stft(x, n_fft, *options[:2], window, *options[3:], **named), to=dtype)
+
+
+def _wide(x: Any) -> Any:
+    wide = op.Cast(x, to=onnx_ir.DataType.DOUBLE)
+    wide.shape = x.shape
+    return wide
+
+
 # Choosing between booleans, for which onnxruntime has no operator.
 
 
@@ -313,6 +341,8 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.pow.Tensor_Scalar: _pow_to_number,
     aten.pow.Scalar: _number_to_pow,
     aten.addmm.default: _addmm,
+    FFT_R2C.default: _transform,
+    aten.stft.default: _short_transform,
     aten.where.self: _where,
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _masked_fill,

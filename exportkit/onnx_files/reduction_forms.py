@@ -126,7 +126,7 @@ def _is_narrow(x: Any) -> bool:
     """Whether 64-bit integers were booleans or smaller integers before: sums of these are exact in double precision."""
     made = x.producer()
     source = made.inputs[0].dtype if made is not None and made.op_type == "Cast" else x.dtype
-    return source == onnx_ir.DataType.BOOL or (source.is_integer() and source.bitwidth < x.dtype.bitwidth)
+    return bool(source == onnx_ir.DataType.BOOL or (source.is_integer() and source.bitwidth < x.dtype.bitwidth))
 
 
 # Axes of any size: the mean of nothing is 0 in onnxruntime, and it refuses to remove an axis whose size is not 1.

@@ -23,7 +23,7 @@ _original: dict[str, Callable[..., Any]] = {
 }
 
 
-def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
     if not _is_symbolic(steps) or "out" in options or (dtype is not None and dtype.is_complex):
         return _original["linspace"](start, end, steps, dtype=dtype, **options)
     place = torch.arange(steps, dtype=torch.float64, **options)
@@ -33,11 +33,11 @@ def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = N
     return values.to(dtype or torch.get_default_dtype())
 
 
-def _triu_indices(row: Any, col: Any, offset: int = 0, **options: Any) -> torch.Tensor:
+def _triu_indices(row: Any, col: Any, offset: int = 0, **options: Any) -> Any:
     return _places("triu_indices", row, col, offset, lambda apart: apart >= offset, **options)
 
 
-def _tril_indices(row: Any, col: Any, offset: int = 0, **options: Any) -> torch.Tensor:
+def _tril_indices(row: Any, col: Any, offset: int = 0, **options: Any) -> Any:
     return _places("tril_indices", row, col, offset, lambda apart: apart <= offset, **options)
 
 
@@ -51,7 +51,7 @@ def _places(
     dtype: torch.dtype = torch.int64,
     device: Any = None,
     **options: Any,
-) -> torch.Tensor:
+) -> Any:
     """The rows and columns of a triangle."""
     if not _is_symbolic(row, col):
         return _original[name](row, col, offset, dtype=dtype, device=device, **options)

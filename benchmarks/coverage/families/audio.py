@@ -64,7 +64,9 @@ def wav2vec2_of_torchaudio():
 def separation_of_sources():
     from torchaudio.models import ConvTasNet
 
-    model = ConvTasNet(2, 16, 16, msk_kernel_size=3, msk_num_feats=8, msk_num_hidden_feats=8, msk_num_layers=2, msk_num_stacks=1)
+    model = ConvTasNet(
+        2, 16, 16, msk_kernel_size=3, msk_num_feats=8, msk_num_hidden_feats=8, msk_num_layers=2, msk_num_stacks=1
+    )
     return model, lambda batch, samples: model(randn(batch, 1, samples))
 
 
@@ -190,9 +192,7 @@ def codec_with_residuals():
         def __init__(self):
             super().__init__()
             self.encoder = nn.Sequential(nn.Conv1d(1, 8, 7, 4, 3), nn.ELU(), nn.Conv1d(8, 8, 7, 4, 3))
-            self.decoder = nn.Sequential(
-                nn.ConvTranspose1d(8, 8, 8, 4, 2), nn.ELU(), nn.ConvTranspose1d(8, 1, 8, 4, 2)
-            )
+            self.decoder = nn.Sequential(nn.ConvTranspose1d(8, 8, 8, 4, 2), nn.ELU(), nn.ConvTranspose1d(8, 1, 8, 4, 2))
             self.books = nn.ParameterList(randn(16, 8) for _ in range(2))
 
         def forward(self, sound):
@@ -271,9 +271,9 @@ def durations_to_frames():
 def crdnn_of_speechbrain():
     from speechbrain.lobes.models.CRDNN import CRDNN
 
-    model = CRDNN(
-        input_size=8, cnn_blocks=1, cnn_channels=[4], cnn_kernelsize=(3, 3), time_pooling=True, rnn_layers=1, rnn_neurons=8, dnn_blocks=1, dnn_neurons=8
-    )
+    convolutions = {"cnn_blocks": 1, "cnn_channels": [4], "cnn_kernelsize": (3, 3), "time_pooling": True}
+    others = {"rnn_layers": 1, "rnn_neurons": 8, "dnn_blocks": 1, "dnn_neurons": 8}
+    model = CRDNN(input_size=8, **convolutions, **others)
     return model, lambda batch, frames: model(randn(batch, frames, 8))
 
 
@@ -281,7 +281,8 @@ def crdnn_of_speechbrain():
 def speaker_embedding():
     from speechbrain.lobes.models.ECAPA_TDNN import ECAPA_TDNN
 
-    model = ECAPA_TDNN(8, lin_neurons=8, channels=[16] * 5, kernel_sizes=[5, 3, 3, 3, 1], attention_channels=8, res2net_scale=2, se_channels=8)
+    layers = {"channels": [16] * 5, "kernel_sizes": [5, 3, 3, 3, 1], "attention_channels": 8, "se_channels": 8}
+    model = ECAPA_TDNN(8, lin_neurons=8, res2net_scale=2, **layers)
     return model, lambda batch, frames: model(randn(batch, frames, 8), torch.tensor([1.0, *[0.75] * (batch - 1)]))
 
 
@@ -314,5 +315,7 @@ def dual_path_separation():
 def transformer_of_speechbrain():
     from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 
-    model = TransformerASR(tgt_vocab=20, input_size=8, d_model=8, nhead=2, num_encoder_layers=1, num_decoder_layers=1, d_ffn=16)
+    model = TransformerASR(
+        tgt_vocab=20, input_size=8, d_model=8, nhead=2, num_encoder_layers=1, num_decoder_layers=1, d_ffn=16
+    )
     return model, lambda batch, frames, words: model(randn(batch, frames, 8), ints(batch, words, below=20))

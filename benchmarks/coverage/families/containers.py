@@ -43,7 +43,9 @@ class Nested(nn.Module):
 
 @case(ROWS, MORE_ROWS)
 def nested_dicts():
-    model = Nested(lambda layer, batch: {"out": {"hidden": layer(batch["a"]["x"])}, "sum": batch["b"][0] + batch["b"][1]})
+    model = Nested(
+        lambda layer, batch: {"out": {"hidden": layer(batch["a"]["x"])}, "sum": batch["b"][0] + batch["b"][1]}
+    )
 
     def use(rows, steps):
         model({"a": {"x": randn(rows, steps, 6)}, "b": [randn(rows, 4), randn(rows, 4)]})
@@ -171,7 +173,9 @@ def flag_that_varies():
 @case([(2, 5, True), (3, 8, False)], [(1, 6, True), (4, 12, False)])
 def optional_mask():
     model = Nested(lambda layer, x, mask=None: layer(x) if mask is None else layer(x) * mask.unsqueeze(-1))
-    return model, lambda rows, steps, given: model(randn(rows, steps, 6), **({"mask": randn(rows, steps)} if given else {}))
+    return model, lambda rows, steps, given: model(
+        randn(rows, steps, 6), **({"mask": randn(rows, steps)} if given else {})
+    )
 
 
 @case(ROWS, MORE_ROWS)

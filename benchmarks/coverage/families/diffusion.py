@@ -211,7 +211,9 @@ def flux():
     )
 
     def use(batch, side, words):
-        grid = torch.stack(torch.meshgrid(torch.zeros(1).long(), torch.arange(side), torch.arange(side), indexing="ij"), -1)
+        grid = torch.stack(
+            torch.meshgrid(torch.zeros(1).long(), torch.arange(side), torch.arange(side), indexing="ij"), -1
+        )
         model(
             hidden_states=randn(batch, side * side, 4),
             encoder_hidden_states=randn(batch, words, 12),

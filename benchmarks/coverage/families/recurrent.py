@@ -132,8 +132,9 @@ def temporal_convolutions():
     class Causal(nn.Module):
         def __init__(self, dilation):
             super().__init__()
-            self.pad, self.conv = 2 * dilation, nn.utils.parametrizations.weight_norm(
-                nn.Conv1d(6, 6, 3, padding=2 * dilation, dilation=dilation)
+            self.pad, self.conv = (
+                2 * dilation,
+                nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 6, 3, padding=2 * dilation, dilation=dilation)),
             )
 
         def forward(self, x):
@@ -148,7 +149,11 @@ def decoder_with_teacher():
     class Translation(nn.Module):
         def __init__(self):
             super().__init__()
-            self.words, self.encoder, self.decoder = nn.Embedding(50, 8), nn.GRU(8, 8, batch_first=True), nn.GRUCell(8, 8)
+            self.words, self.encoder, self.decoder = (
+                nn.Embedding(50, 8),
+                nn.GRU(8, 8, batch_first=True),
+                nn.GRUCell(8, 8),
+            )
             self.head = nn.Linear(8, 50)
 
         def forward(self, source, target):

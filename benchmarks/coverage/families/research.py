@@ -1,5 +1,6 @@
-"""Research code: mixtures of experts, flows, neural differential equations, retrieval, generators, attention variants."""
+"""Research code: mixtures of experts, flows, differential equations, retrieval, generators, variants of attention."""
 
+import itertools
 import math
 
 import torch
@@ -28,7 +29,7 @@ class Function(nn.Module):
 
 
 def _mlp(*widths):
-    layers = [part for a, b in zip(widths, widths[1:], strict=False) for part in (nn.Linear(a, b), nn.SiLU())]
+    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.SiLU())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -172,7 +173,7 @@ def neural_ode_with_torchdiffeq():
 
 @case([(2, 7), (3, 11)], [(1, 9), (4, 30)])
 def nearest_neighbours():
-    def forward(self, queries, keys, values):
+    def forward(_, queries, keys, values):
         distances, found = torch.cdist(queries, keys).topk(3, dim=-1, largest=False)
         weights = (-distances).softmax(-1)
         near = values.gather(1, found.flatten(1)[..., None].expand(-1, -1, values.shape[-1]))
@@ -235,7 +236,11 @@ def generator_with_styles():
     class Styled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.start, self.style, self.weight = nn.Parameter(randn(1, 8, 4, 4)), nn.Linear(16, 8), nn.Parameter(randn(8, 8, 3, 3))
+            self.start, self.style, self.weight = (
+                nn.Parameter(randn(1, 8, 4, 4)),
+                nn.Linear(16, 8),
+                nn.Parameter(randn(8, 8, 3, 3)),
+            )
 
         def forward(self, z):
             batch = z.shape[0]
@@ -253,7 +258,12 @@ def generator_with_styles():
 def discriminator_with_patches():
     from torch.nn.utils.parametrizations import spectral_norm
 
-    layers = [spectral_norm(nn.Conv2d(3, 8, 4, 2, 1)), nn.LeakyReLU(0.2), nn.Conv2d(8, 8, 4, 2, 1), nn.InstanceNorm2d(8)]
+    layers = [
+        spectral_norm(nn.Conv2d(3, 8, 4, 2, 1)),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(8, 8, 4, 2, 1),
+        nn.InstanceNorm2d(8),
+    ]
     model = nn.Sequential(*layers, nn.LeakyReLU(0.2), nn.Conv2d(8, 1, 3, 1, 1))
     return model, lambda batch, side: model(images(batch, side))
 

@@ -165,7 +165,9 @@ def series_with_trend_and_season():
 def series_with_correlation():
     class Correlation(nn.Module):
         def forward(self, q, k, v):
-            scores = torch.fft.irfft(torch.fft.rfft(q, dim=1) * torch.conj(torch.fft.rfft(k, dim=1)), dim=1, n=q.shape[1])
+            scores = torch.fft.irfft(
+                torch.fft.rfft(q, dim=1) * torch.conj(torch.fft.rfft(k, dim=1)), dim=1, n=q.shape[1]
+            )
             weights, delays = scores.mean(-1).topk(3, dim=-1)
             positions = torch.arange(v.shape[1]).view(1, -1, 1)
             index = (positions + delays.unsqueeze(1)) % v.shape[1]
@@ -181,7 +183,10 @@ def gaussian_policy():
     class Policy(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body, self.log_std = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)), nn.Parameter(torch.zeros(2))
+            self.body, self.log_std = (
+                nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)),
+                nn.Parameter(torch.zeros(2)),
+            )
 
         def forward(self, state, action):
             policy = torch.distributions.Normal(self.body(state), self.log_std.exp())

@@ -109,7 +109,11 @@ def _sentences(pooling="mean", normalised=False):
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", model_max_length=64
     ).save_pretrained(folder)
-    parts = [modules.Transformer(str(folder)), modules.Pooling(16, pooling), *([modules.Normalize()] if normalised else [])]
+    parts = [
+        modules.Transformer(str(folder)),
+        modules.Pooling(16, pooling),
+        *([modules.Normalize()] if normalised else []),
+    ]
     model = SentenceTransformer(modules=parts, device="cpu")
 
     def use(batch, count):

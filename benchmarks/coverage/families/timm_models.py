@@ -81,7 +81,13 @@ def _swin():
     import timm
 
     model = timm.create_model(
-        "swin_tiny_patch4_window7_224", num_classes=5, img_size=64, window_size=4, embed_dim=32, depths=(1, 2), num_heads=(2, 4)
+        "swin_tiny_patch4_window7_224",
+        num_classes=5,
+        img_size=64,
+        window_size=4,
+        embed_dim=32,
+        depths=(1, 2),
+        num_heads=(2, 4),
     )
     return model, lambda batch, side: model(images(batch, side))
 

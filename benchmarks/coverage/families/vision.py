@@ -1,4 +1,4 @@
-"""Classification, segmentation, detection and video with torchvision, segmentation-models-pytorch, kornia and open_clip."""
+"""Classification, segmentation, detection, video: torchvision, segmentation-models-pytorch, kornia and open_clip."""
 
 import torch
 from cases import CASES, Case, case, images, ints, randn
@@ -21,7 +21,15 @@ def _torchvision(name, **options):
     _add("torchvision", name, make)
 
 
-for _name in ("resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5", "mobilenet_v2", "convnext_tiny", "swin_t"):
+for _name in (
+    "resnet18",
+    "shufflenet_v2_x0_5",
+    "squeezenet1_1",
+    "mnasnet0_5",
+    "mobilenet_v2",
+    "convnext_tiny",
+    "swin_t",
+):
     _torchvision(_name, num_classes=5)
 for _name in ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large", "fcn_resnet50"):
     _torchvision(_name, num_classes=5, weights_backbone=None)
@@ -108,7 +116,11 @@ def detector_of_anchors():
             corners = torch.cat([centres - boxes[..., :2].exp(), centres + boxes[..., 2:].exp()], -1) * 8
             scores, labels = self.classes(features).flatten(2).transpose(1, 2).sigmoid().max(-1)
             best = scores.topk(8, dim=1).indices
-            return corners.gather(1, best.unsqueeze(-1).expand(-1, -1, 4)), scores.gather(1, best), labels.gather(1, best)
+            return (
+                corners.gather(1, best.unsqueeze(-1).expand(-1, -1, 4)),
+                scores.gather(1, best),
+                labels.gather(1, best),
+            )
 
     model = Detector()
     return model, lambda batch, side: model(images(batch, side))
@@ -134,7 +146,10 @@ def detector_with_a_threshold():
 def overlaps_and_losses_of_boxes():
     class Overlap(nn.Module):
         def forward(self, a, b):
-            top, bottom = torch.maximum(a[:, :, None, :2], b[:, None, :, :2]), torch.minimum(a[:, :, None, 2:], b[:, None, :, 2:])
+            top, bottom = (
+                torch.maximum(a[:, :, None, :2], b[:, None, :, :2]),
+                torch.minimum(a[:, :, None, 2:], b[:, None, :, 2:]),
+            )
             shared = (bottom - top).clamp(min=0).prod(-1)
             areas = [(boxes[..., 2:] - boxes[..., :2]).prod(-1) for boxes in (a, b)]
             overlap = shared / (areas[0].unsqueeze(2) + areas[1].unsqueeze(1) - shared)
@@ -249,7 +264,7 @@ _kornia("lab", lambda kornia: kornia.color.RgbToLab())
 _kornia("corners", lambda kornia: lambda x: kornia.feature.harris_response(kornia.color.rgb_to_grayscale(x)))
 _kornia("similarity", lambda kornia: lambda x: kornia.metrics.ssim(x, x.flip(-1), 5))
 _kornia("erosion", lambda kornia: lambda x: kornia.morphology.erosion(x, torch.ones(3, 3)))
-_kornia("equalisation", lambda kornia: lambda x: kornia.enhance.normalize_min_max(x))
+_kornia("equalisation", lambda kornia: kornia.enhance.normalize_min_max)
 _kornia("rotation", lambda kornia: lambda x: kornia.geometry.rotate(x, torch.full((x.shape[0],), 30.0)))
 _kornia("resizing", lambda kornia: lambda x: kornia.geometry.resize(x, (16, 20), antialias=True))
 _kornia("pyramid", lambda kornia: lambda x: kornia.geometry.build_pyramid(x, 3))

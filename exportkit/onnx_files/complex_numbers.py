@@ -1,0 +1,246 @@
+"""Operators on complex numbers that torch.onnx does not translate, in terms of their real and imaginary parts.
+
+Fourier transforms come down to one operator, the transform of real numbers, which has a form of its own in ``forms``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.graph import FFT_C2C, FFT_C2R, FFT_R2C
+
+aten = torch.ops.aten
+
+
+def complex_decompositions(program: torch.export.ExportedProgram) -> dict[Any, Callable[..., Any]]:
+    """Returns how the operators of a program that has complex numbers are decomposed; nothing for any other program."""
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    if not any(_has_complex([node.meta.get("val"), node.args]) for node in nodes):
+        return {}
+    # Transforms of any kind, as torch composes them of those with a name like _fft_r2c.
+    composed = {node.target for node in nodes if str(node.target).startswith("aten.fft_")}
+    table = torch.export.default_decompositions() if composed else {}
+    return {**{target: table[target] for target in composed}, **_DECOMPOSITIONS}
+
+
+def _has_complex(value: Any) -> bool:
+    if isinstance(value, torch.fx.Node):
+        value = value.meta.get("val")
+    if isinstance(value, list | tuple):
+        return any(map(_has_complex, value))
+    return isinstance(value, complex) or (isinstance(value, torch.Tensor) and value.is_complex())
+
+
+def _parts(value: Any) -> tuple[Any, Any]:
+    """The real and the imaginary part; the latter is None for a real number."""
+    if isinstance(value, complex):
+        return value.real, value.imag
+    if isinstance(value, torch.Tensor) and value.is_complex():
+        real, imaginary = torch.view_as_real(value.resolve_conj()).unbind(-1)
+        return real, imaginary
+    return value, None
+
+
+def _joined(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imaginary), -1))
+
+
+# Arithmetic.
+
+
+def _product(one: Any, other: Any, times: Callable[[Any, Any], Any] = torch.mul) -> Any:
+    """A product that is linear in both, such as one of matrices."""
+    if not _has_complex([one, other]):
+        return NotImplemented
+    (a, b), (c, d) = _parts(one), _parts(other)
+    if b is None or d is None:
+        return _joined(times(a, c), times(a, d) if b is None else times(b, c))
+    return _joined(times(a, c) - times(b, d), times(a, d) + times(b, c))
+
+
+def _product_of(times: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda one, other: _product(one, other, times)
+
+
+def _einsum(equation: str, tensors: Sequence[torch.Tensor], path: Any = None) -> Any:
+    if len(tensors) != 2:
+        return NotImplemented
+    return _product(tensors[0], tensors[1], lambda x, y: torch.einsum(equation, x, y))
+
+
+def _sum(one: Any, other: Any, *, alpha: Any = 1, sign: int = 1) -> Any:
+    if not _has_complex([one, other, alpha]):
+        return NotImplemented
+    if alpha != 1 or sign != 1:
+        other = other * (alpha * sign)
+    (a, b), (c, d) = _parts(one), _parts(other)
+    zero = torch.zeros((), dtype=(b if isinstance(b, torch.Tensor) else c if b is None else a).dtype)
+    return _joined(a + c, (zero if b is None else b) + (zero if d is None else d))
+
+
+def _difference(one: Any, other: Any, *, alpha: Any = 1) -> Any:
+    return _sum(one, other, alpha=alpha, sign=-1)
+
+
+def _quotient(one: Any, other: Any) -> Any:
+    if not _has_complex([one, other]):
+        return NotImplemented
+    (a, b), (c, d) = _parts(one), _parts(other)
+    if d is None:
+        return _joined(a / c, b / c)
+    size = c * c + d * d
+    return _product(one, _joined(c / size, -d / size) if isinstance(size, torch.Tensor) else complex(c, -d) / size)
+
+
+def _exp(value: torch.Tensor) -> Any:
+    real, imaginary = _parts(value)
+    if imaginary is None:
+        return NotImplemented
+    size = real.exp()
+    return _joined(size * imaginary.cos(), size * imaginary.sin())
+
+
+def _log(value: torch.Tensor) -> Any:
+    return _joined(value.abs().log(), value.angle()) if value.is_complex() else NotImplemented
+
+
+def _pow(value: torch.Tensor, exponent: Any) -> Any:
+    if not value.is_complex() or not isinstance(exponent, int) or exponent < 1:
+        return NotImplemented
+    result = value
+    for _ in range(exponent - 1):
+        result = _product(result, value)
+    return result
+
+
+def _where(condition: torch.Tensor, one: Any, other: Any) -> Any:
+    if not _has_complex([one, other]):
+        return NotImplemented
+    (a, b), (c, d) = _parts(one), _parts(other)
+    return _joined(
+        torch.where(condition, a, c), torch.where(condition, 0.0 if b is None else b, 0.0 if d is None else d)
+    )
+
+
+# Making and writing complex tensors.
+
+
+def _filled(make: Callable[..., Any]) -> Callable[..., Any]:
+    def form(size: Sequence[int], *value: Any, dtype: torch.dtype | None = None, **options: Any) -> Any:
+        if dtype is None or not dtype.is_complex:
+            return NotImplemented
+        real, imaginary = _parts(value[0]) if value else (None, None)
+        options.pop("pin_memory", None)
+        first = make(size, *([real] if value else []), dtype=dtype.to_real(), **options)
+        zeros = torch.full(size, imaginary or 0.0, dtype=dtype.to_real())
+        return _joined(first, zeros)
+
+    return form
+
+
+def _scattered(scatter: Any) -> Callable[..., Any]:
+    """An operator that puts a tensor into another one along an axis that is counted from the front."""
+
+    def form(into: torch.Tensor, source: torch.Tensor, *places: Any, **named: Any) -> Any:
+        if not into.is_complex():
+            return NotImplemented
+        parts = zip(_parts(into), _parts(source), strict=True)
+        return _joined(*(scatter(a, torch.zeros_like(a) if b is None else b, *places, **named) for a, b in parts))
+
+    return form
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor, _non_blocking: bool = False) -> Any:
+    if not into.is_complex():
+        return NotImplemented
+    real, imaginary = _parts(source)
+    real = real.to(into.dtype.to_real())
+    imaginary = torch.zeros_like(real) if imaginary is None else imaginary
+    return _joined(real.expand(into.shape), imaginary.expand(into.shape))
+
+
+# Fourier transforms, in terms of those of real numbers.
+
+
+def _transform(value: torch.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> torch.Tensor:
+    a, b = (FFT_R2C(part, dim, normalization, False) for part in _parts(value))
+    (ar, ai), (br, bi) = _parts(a), _parts(b)
+    return _joined(ar - bi, ai + br) if forward else _joined(ar + bi, br - ai)
+
+
+def _transform_to_real(value: torch.Tensor, dim: Sequence[int], normalization: int, size: int) -> Any:
+    *others, last = dim
+    if others:
+        value = _transform(value, others, normalization, False)
+    real, imaginary = _parts(value)
+    rest = (size - 1) // 2  # of the frequencies that are not given, since they are the conjugates of others
+    real = torch.cat([real, real.narrow(last, 1, rest).flip(last)], last)
+    imaginary = torch.cat([imaginary, -imaginary.narrow(last, 1, rest).flip(last)], last)
+    a, b = (FFT_R2C(part, [last], normalization, False) for part in (real, imaginary))
+    return _parts(a)[0] + _parts(b)[1]
+
+
+def _inverse_short_transform(  # noqa: PLR0917 (the operator has them)
+    value: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Any:
+    """The sum of the frames where they overlap, divided by that of the squared windows."""
+    if return_complex or onesided is False:
+        return NotImplemented
+    width = n_fft if win_length is None else win_length
+    hop = width // 4 if hop_length is None else hop_length
+    spectrum = value if value.ndim == 3 else value[None]
+    window = torch.ones(width, dtype=value.dtype.to_real()) if window is None else window
+    left = (n_fft - width) // 2
+    window = torch.nn.functional.pad(window, (left, n_fft - width - left))
+    frames = _transform_to_real(spectrum.transpose(1, 2), [2], 1 if normalized else 2, n_fft) * window
+    count = spectrum.shape[2]
+    total = n_fft + hop * (count - 1)
+    fold = torch.nn.functional.fold
+    added = fold(frames.transpose(1, 2), (1, total), (1, n_fft), stride=(1, hop))[:, 0, 0]
+    squares = (window * window)[None, :, None].expand(1, n_fft, count)
+    weight = fold(squares, (1, total), (1, n_fft), stride=(1, hop))[0, 0, 0]
+    start = n_fft // 2 if center else 0
+    end = total - start if length is None else min(start + length, total)
+    result = added[:, start:end] / weight[start:end]
+    if length is not None:
+        result = torch.nn.functional.pad(result, (0, length - (end - start)))
+    return result if value.ndim == 3 else result[0]
+
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.mul.Tensor: _product,
+    aten.mul.Scalar: _product,
+    aten.mm.default: _product_of(torch.mm),
+    aten.bmm.default: _product_of(torch.bmm),
+    aten.matmul.default: _product_of(torch.matmul),
+    aten.einsum.default: _einsum,
+    aten.add.Tensor: _sum,
+    aten.sub.Tensor: _difference,
+    aten.div.Tensor: _quotient,
+    aten.exp.default: _exp,
+    aten.log.default: _log,
+    aten.pow.Tensor_Scalar: _pow,
+    aten.where.self: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.ScalarSelf: _where,
+    aten.zeros.default: _filled(torch.zeros),
+    aten.full.default: _filled(torch.full),
+    aten.slice_scatter.default: _scattered(torch.slice_scatter),
+    aten.select_scatter.default: _scattered(torch.select_scatter),
+    aten.copy.default: _copy,
+    FFT_C2C.default: _transform,
+    FFT_C2R.default: _transform_to_real,
+    aten.istft.default: _inverse_short_transform,
+}
