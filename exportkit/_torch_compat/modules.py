@@ -23,6 +23,11 @@ def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def module_table(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Returns the table in which a module keeps its own submodules. Seen in torch 2.13."""
+    return module._modules
+
+
 def uncompiled(model: Any) -> Any:
     """Returns the module that ``torch.compile`` compiled, or the model itself. Seen in torch 2.13."""
     return getattr(model, "_orig_mod", model)

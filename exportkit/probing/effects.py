@@ -15,12 +15,11 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, Written
-from exportkit.running.compare import distance
+from exportkit.running.compare import same_value
 from exportkit.running.eager import run_eager
+from exportkit.running.module_state import ModuleState
 from exportkit.trees import Tree, flatten, is_cache_class
 from exportkit.trees.structure import path_of
-
-_OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes of every module: tables of parameters, hooks and so on
 
 
 def written_arguments(observation: Observation, model: torch.nn.Module, method: str) -> dict[str, Written]:
@@ -63,12 +62,9 @@ def changed_state(model: torch.nn.Module, method: str, call: Call) -> list[str]:
     changed: list[str] = []
 
     def noted(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
-        before = {path: _held(module) for path, module in model.named_modules()}
+        state = ModuleState(model)
         run(values)
-        for path, module in model.named_modules():
-            after, earlier = _held(module), before.get(path, {})
-            names = [name for name in after if name not in earlier or not _same(earlier[name], after[name])]
-            changed.extend(f"{path}.{name}" if path else name for name in names)
+        changed.extend(state.changed())
 
     try:
         run_eager(model, method, call, noted)
@@ -88,7 +84,7 @@ def write_back(given: Any, made: Any, written: Written, path: str = "") -> Any:
     """
     if isinstance(given, torch.Tensor) and isinstance(made, torch.Tensor):
         if path not in written.in_place or given.shape != made.shape:
-            return given if _same(given, made) else made
+            return given if same_value(given, made) else made
         with torch.no_grad():
             given.copy_(made)
     elif type(given) is not type(made):
@@ -130,7 +126,9 @@ def _place(result: Any, value: Any) -> str | None:
 def _changed(before: Tree, after: Tree) -> set[str]:
     """Paths of tensors that both have, with other values."""
     earlier = before.tensors()
-    return {path for path, tensor in after.tensors().items() if path in earlier and not _same(earlier[path], tensor)}
+    return {
+        path for path, tensor in after.tensors().items() if path in earlier and not same_value(earlier[path], tensor)
+    }
 
 
 def _constants_differ(before: Tree, after: Tree) -> bool:
@@ -139,25 +137,5 @@ def _constants_differ(before: Tree, after: Tree) -> bool:
     }
 
 
-def _held(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module holds in buffers and attributes of its own; tensors and containers as copies."""
-    held = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
-    held |= dict(module.named_buffers(recurse=False))
-    return {name: _copied(value) for name, value in held.items()}
-
-
 def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return value.copy() if isinstance(value, list | dict | set) else value
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.dtype == second.dtype and distance(first, second).exact
-    if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(_same, first, second))
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-    plain = isinstance(first, bool | int | float | str | set)
-    return first is second or (plain and type(first) is type(second) and first == second)
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -31,8 +31,8 @@ _GRADIENT = frozenset({"grad", "grad_fn", "is_leaf", "requires_grad", "retains_g
 _APART = "in memory of its own"
 
 
-class _OtherClass(torch.nn.Parameter):
-    """Behaves like a tensor, and is a parameter, too."""
+class _OtherClass(torch.Tensor):
+    """Behaves like a tensor. A parameter would not: modules register it."""
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,10 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
         name for call in traced.observation.calls[:2] for name in changed_state(traced.model, traced.method, call)
     )
     if changed:
-        text = f"the model changes {', '.join(changed)} when it is called; a graph has no memory, so it does not."
+        text = (
+            f"the model changes {', '.join(changed)} when it is called; a graph has no memory, so it does not. If the "
+            "result depends on it, take it as an argument and return the new value."
+        )
         findings.append(Finding("state", ", ".join(changed), text))
     if traced.stateful:
         text = f"the model keeps its state on its modules; the graph takes it as {STATE} and returns it."

@@ -35,6 +35,7 @@ from exportkit.programs.repro import TraceRequest
 from exportkit.programs.subject import FlatSignature, WithEffects
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import STRICT, Rewrite, adapted_call, applied
+from exportkit.running.module_state import modules_kept
 from exportkit.trees import Tree, fingerprint, flatten, join, registered_caches, set_stored_length, text_of
 
 
@@ -203,7 +204,8 @@ def trace(
     ):
         specs, order = _specs(flat, plan), _input_order(flat, kwargs)
         try:
-            program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs, strict=STRICT in rules)
+            with modules_kept(model):
+                program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs, strict=STRICT in rules)
         except Exception as error:
             again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
             request = TraceRequest(model, method, plan, example.call, names, again)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -189,6 +190,18 @@ def distance(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | 
         far = (a.to(torch.float64) - b.to(torch.float64)).abs().max().item()
         return Distance(wrong, 1.0 if wrong else 0.0, far, wrong, not wrong)
     return _of_floats(a, b)
+
+
+def same_value(first: Any, second: Any) -> bool:
+    """Returns whether two values are the same: tensors, numbers and texts, lists and dicts of them; or one object."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.dtype == second.dtype and distance(first, second).exact
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(same_value, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same_value(first[key], second[key]) for key in first)
+    plain = isinstance(first, bool | int | float | str | set)
+    return first is second or (plain and type(first) is type(second) and first == second)
 
 
 def misshapen(first: tuple[int, ...], second: tuple[int, ...], values: bool = True) -> Distance:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from exportkit._torch_compat.modules import buffer_table
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
+from exportkit.running.module_state import modules_kept
 from exportkit.trees import flatten
 
 Around = Callable[[dict[str, Any], Callable[[Mapping[str, Any]], Any]], Any]
@@ -63,7 +61,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
     for tensor in call.tensors().values():
         if tensor.device.type == "cuda":
             devices.add(tensor.device.index or 0)
-    with torch.no_grad(), recording_paused(), torch.random.fork_rng(devices=sorted(devices)), _modules_kept(model):
+    with torch.no_grad(), recording_paused(), torch.random.fork_rng(devices=sorted(devices)), modules_kept(model):
         return run(values) if around is None else around(values, run)
 
 
@@ -107,24 +105,3 @@ def replaced_buffer(model: torch.nn.Module, method: str, call: Call) -> str | No
 
     run_eager(model, method, call, around)
     return next(iter(found), None)
-
-
-@contextlib.contextmanager
-def _modules_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Restores the attributes and buffers that a model replaces as it runs, and the values of batch statistics."""
-    tables = []
-    for module in model.modules():
-        for table in (vars(module), buffer_table(module)):
-            if isinstance(table, dict):  # a scripted module shows its buffers otherwise
-                tables.append((table, dict(table)))
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
-    try:
-        yield
-    finally:
-        for table, entries in tables:
-            if len(table) != len(entries) or any(map(operator.is_not, table.values(), entries.values())):
-                table.clear()
-                table.update(entries)
-        with torch.no_grad():
-            for buffer, copy in values:
-                buffer.copy_(copy)

@@ -11,6 +11,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from exportkit._torch_compat.graph import is_assertion
 from exportkit.calls.call import Call
+from exportkit.running.module_state import tensors_kept
 
 _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
@@ -64,7 +65,8 @@ def run_nodes(
     """
     known = {**state_of(program), **inputs}
     values = [known.get(node.name) for node in program.graph.nodes if node.op == "placeholder"]
-    with torch.no_grad():
+    buffers = [known[spec.arg.name] for spec in program.graph_signature.input_specs if spec.kind is InputKind.BUFFER]
+    with torch.no_grad(), tensors_kept(buffers):
         results: Sequence[Any] = _Interpreter(program.graph_module, keep).run(*values, enable_io_processing=False)
     return results
 

@@ -24,7 +24,6 @@ def traits_of(forward, **arguments):
         (lambda x: x.is_contiguous(memory_format=torch.channels_last), "contiguous"),
         (lambda x: x.storage_offset() == 0, "at the start of its memory"),
         (lambda x: x.requires_grad, "without a gradient"),
-        (lambda x: isinstance(x, nn.Parameter), "of class Tensor"),
         (lambda x: type(x) is torch.Tensor, "of class Tensor"),
     ],
 )

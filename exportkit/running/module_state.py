@@ -1,0 +1,133 @@
+"""What modules hold besides parameters: attributes, buffers, and what containers and objects in them hold.
+
+exportkit runs and traces models of users, who expect to find them as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import operator
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.memory import copies_on_write, version_of
+from exportkit._torch_compat.modules import buffer_table, module_table, parameter_table
+from exportkit.running.compare import same_value
+from exportkit.trees.caches import ATOMS
+from exportkit.trees.structure import path_of
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes of every module: tables of parameters, hooks and so on
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_CLOSED = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, enum.Enum)
+_MOST_OBJECTS = 1000  # an attribute can lead to the whole program
+_LONGEST = 1000  # a longer list holds data
+_FEW_ELEMENTS = 2**16  # larger tensors are copied only if they are written
+
+# A tensor with its path, its values if they can be kept, and how often it was written.
+_Tensor = tuple[str, torch.Tensor, torch.Tensor | None, int | None]
+
+
+class ModuleState:
+    """What the modules of a model hold now, so that changes show, and can be taken back.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tables: list[tuple[str, Any, Any]] = []
+        self._tensors: list[_Tensor] = []
+        self._seen = set[int]()
+        self._waiting = deque[tuple[str, Any]]()
+        for path, module in model.named_modules():
+            for table in (vars(module), buffer_table(module), parameter_table(module), module_table(module)):
+                if isinstance(table, dict):  # a scripted module shows its buffers otherwise
+                    self._keep(path, table)
+        while self._waiting and len(self._seen) < _MOST_OBJECTS:
+            self._look(*self._waiting.popleft())
+
+    def _keep(self, path: str, table: Any) -> None:
+        self._tables.append((path, table, copy.copy(table)))
+        if len(table) <= _LONGEST:
+            for key, value in _entries(table):
+                if type(value) not in ATOMS and key not in _OF_MODULES:
+                    self._waiting.append((path_of((key,), path), value))
+
+    def _look(self, path: str, value: Any) -> None:
+        if id(value) in self._seen or isinstance(value, _CLOSED):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            self._tensors += [] if isinstance(value, torch.nn.Parameter) else [_kept(path, value)]
+        elif type(value) in _CONTAINERS:
+            self._keep(path, value)
+        elif hasattr(value, "__dict__") and not type(value).__module__.startswith("torch"):
+            self._keep(path, vars(value))
+
+    def changed(self) -> list[str]:
+        """Returns the paths of what was replaced, added or written since, with other values."""
+        found: dict[str, None] = {}
+        for path, table, entries in self._tables:
+            before = dict(_entries(entries))
+            for key, value in _entries(table):
+                if key not in _OF_MODULES and not (key in before and same_value(value, before[key])):
+                    found[path_of((key,), path) if isinstance(table, dict) else path] = None
+        for path, tensor, values, _ in self._tensors:
+            if values is not None and not same_value(tensor, values):
+                found[path] = None
+        return [*found]
+
+    def restore(self) -> None:
+        """Puts everything back that was replaced, added or removed, and the values of tensors that were written."""
+        for _, table, entries in self._tables:
+            old, new = ([item for _, item in _entries(each)] for each in (entries, table))
+            if len(old) != len(new) or any(map(operator.is_not, old, new)):
+                table.clear()
+                (table.extend if isinstance(table, list | deque) else table.update)(entries)
+        _restore_tensors(self._tensors)
+
+
+def _entries(table: Any) -> Iterable[tuple[Any, Any]]:
+    return table.items() if isinstance(table, dict) else enumerate(table)
+
+
+def _kept(path: str, tensor: torch.Tensor) -> _Tensor:
+    values = tensor.detach().clone() if tensor.numel() <= _FEW_ELEMENTS else copies_on_write([tensor.detach()])[0]
+    return path, tensor, values, version_of(tensor)
+
+
+def _restore_tensors(tensors: Iterable[_Tensor]) -> None:
+    for _, tensor, values, version in tensors:
+        if values is not None and (version is None or version_of(tensor) != version):
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(values)
+
+
+@contextlib.contextmanager
+def modules_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Restores what the modules of a model hold, whatever is run in between.
+
+    Args:
+        model: The model.
+    """
+    state = ModuleState(model)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+@contextlib.contextmanager
+def tensors_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Restores the values of tensors that are written in between."""
+    kept = [_kept("", tensor) for tensor in tensors]
+    try:
+        yield
+    finally:
+        _restore_tensors(kept)
