@@ -41,6 +41,7 @@ def register_node(
     """
     import torch.utils._cxx_pytree
 
+    unique = f" {id(cls)}" if "<locals>" in cls.__qualname__ else ""  # torch takes each name once
     mapping_key = require(torch.utils._pytree, "MappingKey", "torch 2.13")
 
     def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
@@ -51,7 +52,7 @@ def register_node(
         cls,
         flatten,
         unflatten,
-        serialized_type_name=f"exportkit:{cls.__module__}.{cls.__qualname__}",
+        serialized_type_name=f"exportkit:{cls.__module__}.{cls.__qualname__}{unique}",
         to_dumpable_context=dump,
         from_dumpable_context=load,
         flatten_with_keys_fn=flatten_with_keys,

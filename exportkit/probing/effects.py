@@ -19,6 +19,8 @@ from exportkit.running.compare import same_value
 from exportkit.running.eager import run_eager
 from exportkit.running.module_state import ModuleState
 from exportkit.trees import Tree, flatten, is_cache_class
+from exportkit.trees.object_parts import Unread, build_object
+from exportkit.trees.objects import open_object
 from exportkit.trees.structure import path_of
 
 
@@ -109,6 +111,16 @@ def write_back(given: Any, made: Any, written: Written, path: str = "") -> Any:
     elif is_cache_class(type(given)):
         vars(given).clear()
         vars(given).update(vars(made))
+    elif (after := open_object(made)) is not None:
+        before = open_object(given)
+        known = {} if before is None else dict(zip(before.paths, before.leaves, strict=True))
+        leaves = [
+            known[step]
+            if type(known.get(step)) is Unread
+            else write_back(known.get(step), leaf, written, path_of((step,), path))
+            for step, leaf in zip(after.paths, after.leaves, strict=True)
+        ]
+        return build_object(leaves, after.skeleton, given)
     return given
 
 

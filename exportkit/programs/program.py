@@ -36,7 +36,17 @@ from exportkit.programs.subject import FlatSignature, WithEffects
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import STRICT, Rewrite, adapted_call, applied
 from exportkit.running.module_state import modules_kept
-from exportkit.trees import Tree, fingerprint, flatten, join, registered_caches, set_stored_length, text_of
+from exportkit.trees import (
+    Tree,
+    check_opened,
+    fingerprint,
+    flatten,
+    join,
+    registered_caches,
+    set_stored_length,
+    text_of,
+)
+from exportkit.trees.object_parts import Unread, Unreadable
 
 
 @dataclass(frozen=True)
@@ -158,7 +168,7 @@ def trace(
     """
     flat, outputs = FlatSignature.of(example.call), example.outputs
     kwargs = {name: parameter.tree.map(_clone).build() for name, parameter in flat.parameters.items()}
-    tensors_only = any(leaf is not None for leaf in outputs.constants().values())
+    tensors_only = any(leaf is not None for leaf in outputs.constants().values()) or outputs.has_objects
     traced_outputs: list[Tree] = []
     target = getattr(model, method)
     past = plan.with_role("past")
@@ -212,6 +222,7 @@ def trace(
             raise failure("torch.export could not trace the model.", error, request) from error
         numbers: dict[str, Any] = {}
         if tensors_only:
+            _require_given_back(outputs, observation)
             returned, numbers = _followed(outputs, traced_outputs[-1] if traced_outputs else None)
         else:
             returned = _output_order(outputs.build())
@@ -307,8 +318,20 @@ def _followed(outputs: Tree, traced: Tree | None) -> tuple[tuple[str, ...], dict
         elif traced_expression(leaf) is not None:
             numbers[path] = traced_expression(leaf)
         elif fingerprint(leaf) != fingerprint(leaves[path]):
+            check_opened("output", outputs)
             raise _not_followed(path, text_of(fingerprint(leaves[path])), text_of(fingerprint(leaf)))
     return tuple(tensors), numbers
+
+
+def _require_given_back(outputs: Tree, observation: Observation) -> None:
+    """Raises ExportError if an output has a value that no graph can make, unless it is in an argument that is returned.
+
+    Such an argument is changed in place, and remains the very object that the caller gave.
+    """
+    places = [written.place for written in observation.written.values() if written.place is not None]
+    for path, leaf in outputs.constants().items():
+        if type(leaf) is Unread and not any(path.startswith(place) for place in places):
+            raise _not_followed(path, f"a {leaf.cls.__qualname__}", "the same one for each call")
 
 
 def _not_followed(where: str, expected: str, got: str) -> ExportError:
@@ -344,4 +367,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _clone(leaf: Any) -> Any:
+    if type(leaf) is Unread:
+        return Unread(Unreadable(leaf.cls), leaf.cls)
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from exportkit.errors import PlanError, UnregisteredClassError
 from exportkit.trees.fingerprint import NONE, NOTHING, TENSOR, Fingerprint, fingerprint
+from exportkit.trees.object_parts import Path
+from exportkit.trees.objects import why_closed
 from exportkit.trees.structure import Closed, Nested, Registered, Structure, join, path_of
 from exportkit.trees.tree import Tree
 
@@ -14,9 +16,9 @@ from exportkit.trees.tree import Tree
 _PARTS = {
     "list": 1, "tuple": 1, "size": 1, "set": 1, "frozenset": 1, "deque": 2, "fields": 2,
     "dict": 1, "mapping": 3,
-    "registered": 3, "object": 2, "nn": 2,
+    "registered": 3, "opened": 3, "object": 2, "nn": 2,
 }  # fmt: skip
-_KEYED, _NAMED = ("dict", "mapping"), ("registered", "object", "nn")
+_KEYED, _NAMED = ("dict", "mapping"), ("registered", "opened", "object", "nn")
 _BRACKETS = {"list": "[]", "tuple": "()", "size": "()", "set": "{}", "frozenset": "{}", "deque": "[]", "dict": "{}"}
 _LONGEST = 200
 
@@ -35,6 +37,8 @@ def parts_of(value: Fingerprint) -> dict[Any, Fingerprint] | None:
     if kind not in _PARTS:
         return None
     parts = value[_PARTS[kind]]
+    if kind == "opened":
+        return {Path(name): part for name, part in parts}
     if kind in _NAMED:
         return {name or "content": part for name, part in parts}
     if kind in _KEYED:
@@ -139,8 +143,10 @@ def _text(value: Fingerprint) -> str:
         return f"module {_name(rest[0])}"
     if kind == "object" and parts is not None and "0" in parts:  # by what it is made with
         return f"{_name(rest[0])}{_text(parts['1'])}"
-    if kind in ("registered", "object", "fields") and parts is not None:
-        inner = ", ".join(f"{step}={_text(part)}" if kind in _NAMED else _text(part) for step, part in parts.items())
+    if kind in ("registered", "opened", "object", "fields") and parts is not None:
+        inner = ", ".join(
+            f"{str(step).lstrip('.')}={_text(part)}" if kind in _NAMED else _text(part) for step, part in parts.items()
+        )
         return f"{_name(rest[0])}({inner})"
     if parts is not None:
         opening, closing = tuple(_BRACKETS.get(kind, "{}"))
@@ -207,11 +213,12 @@ def check_opened(name: str, tree: Tree) -> None:
     for path, leaf in tree.constants().items():
         inside = tensor_inside(fingerprint(leaf))
         if inside is not None:
+            home, reason = f"{type(leaf).__module__}.{type(leaf).__qualname__}", why_closed(leaf)
             raise UnregisteredClassError(
                 f"An object of class {type(leaf).__name__} holds tensors that cannot be inputs or outputs of a graph.",
                 where=join(name, path),
-                expected="a class registered with torch's pytree",
-                got=f"{type(leaf).__module__}.{type(leaf).__qualname__} with tensors in {inside}",
+                expected="what can be built again from its attributes, or a class registered with torch's pytree",
+                got=f"{home} with tensors in {inside}{reason and f': {reason}'}",
                 hint="torch.utils._pytree.register_pytree_node(cls, flatten, unflatten), before the model runs; "
                 "for a dataclass torch.export.register_dataclass(cls).",
             )

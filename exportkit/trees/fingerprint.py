@@ -26,6 +26,7 @@ import torch
 from exportkit._torch_compat.memory import version_of
 from exportkit.trees.caches import ATOMS, is_cache_class
 from exportkit.trees.flatten import open_registered
+from exportkit.trees.object_parts import Part, Skeleton, Unread, is_in_c, name_of
 
 Fingerprint = tuple[Any, ...]
 
@@ -145,6 +146,8 @@ class _Describer:
         return None
 
     def _leaf(self, value: Any, kind: Any) -> Fingerprint:
+        if isinstance(value, Unread):
+            return ("unread", self._class(value.cls))
         if isinstance(value, Placeholder):
             return value.fingerprint or _identity(value)
         if isinstance(value, torch.layout | torch.memory_format):
@@ -171,10 +174,15 @@ class _Describer:
             opened = open_registered(value)
             if opened is not None:
                 _, context, names, children = opened
-                fields = None if isinstance(value, dict) else self.described(context)  # there, it is the names
                 items = tuple(zip(map(str, names), self._all(children), strict=True))
+                if type(context) is Skeleton:
+                    return ("opened", self._class(kind), tuple(map(self._opened_part, context.parts)), items)
+                fields = None if isinstance(value, dict) else self.described(context)  # there, it is the names
                 return ("registered", self._class(kind), fields, items)
         return self._object(value, kind)
+
+    def _opened_part(self, part: Part) -> Fingerprint:
+        return (self._class(part.cls), part.names, self._all(part.keys), part.refs, self.described(part.extra))
 
     def _callable(self, value: Any, kind: Any) -> Fingerprint | None:
         if isinstance(value, functools.partial):
@@ -232,8 +240,8 @@ class _Describer:
             content = next((base for base in (*_CONTENTS, dict) if issubclass(kind, base)), None)
             if content is not None:
                 state.append(("", list(value.items()) if content is dict else content(value)))
-            elif not state and not (kind.__dictoffset__ or hasattr(kind, "__slots__")):
-                return _identity(value)  # made in C, and says nothing about itself
+            elif is_in_c(kind):
+                return _identity(value)
         inner = self._inside(lambda: tuple([(name, self.described(part)) for name, part in state]))
         return ("nn" if isinstance(value, torch.nn.Module) else "object", self._class(kind), inner)
 
@@ -245,8 +253,7 @@ class _Describer:
             self._in_object -= 1
 
     def _class(self, cls: type) -> str:
-        name = f"{cls.__module__}:{cls.__qualname__}"
-        return name if _named(name) is cls else f"{name} {_identity(cls)[2]}"
+        return name_of(cls) or f"{cls.__module__}:{cls.__qualname__} {_identity(cls)[2]}"
 
 
 _CONTENTS = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset)

@@ -22,6 +22,7 @@ from exportkit._torch_compat.pytree import Registered as Registration
 from exportkit._torch_compat.pytree import key_name, registered_node
 from exportkit.errors import UnregisteredClassError
 from exportkit.trees.caches import ATOMS, DERIVED, is_cache_class, is_cache_part
+from exportkit.trees.objects import OBJECT, flatten_tensors, open_object
 from exportkit.trees.structure import (
     LENGTH,
     TENSOR,
@@ -81,8 +82,8 @@ def flatten(value: Any) -> Tree:
 def flattened(value: Any, keep_values: bool = True) -> Flattened:
     """Returns the structure of a nested value, and the tensors in it.
 
-    Lists, tuples, dicts, named tuples, caches, and every class registered with torch's pytree are opened; any other
-    object is a leaf.
+    Lists, tuples, dicts, named tuples, caches, every class registered with torch's pytree, and objects that hold
+    tensors and can be built again are opened; any other object is a leaf.
 
     Args:
         value: Any nested value.
@@ -120,13 +121,14 @@ def flattened_cache(cache: Any) -> tuple[list[torch.Tensor], Object]:
 
 
 def open_registered(value: Any) -> tuple[Registration, Any, tuple[str | int, ...], list[Any]] | None:
-    """Returns the registration of an object's class with torch, its context, and names and values of its children.
+    """Returns how an object is built from its children, its context, and names and values of the children.
 
-    None if the class is not registered.
+    An object that holds tensors is opened by its attributes, if it can be built again. None for any other value.
     """
     node = registered_node(type(value))
-    if node is None:
-        return None
+    if node is None or node.flatten is flatten_tensors:
+        opened = None if type(value) in _registered else open_object(value)
+        return None if opened is None else (OBJECT, opened.skeleton, opened.paths, opened.leaves)
     _registered.add(type(value))
     children, context = node.flatten(value)
     children = list(children)

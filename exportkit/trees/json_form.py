@@ -8,13 +8,11 @@ JSON cannot hold comes back as a `Placeholder`.
 from __future__ import annotations
 
 import enum
-import importlib
 import json
 import math
 import numbers
-import sys
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import optree
@@ -22,10 +20,20 @@ import torch
 
 from exportkit._torch_compat.pytree import context_writer, registered_node
 from exportkit.errors import ExportkitError, TreeError
-from exportkit.trees.caches import is_cache_part
+from exportkit.trees.class_names import (
+    CACHE_CLASSES,
+    COLLECTIONS,
+    PART_CLASSES,
+    belongs_to_cache,
+    class_name,
+    find_class,
+    has_fields,
+)
 from exportkit.trees.constants import from_json
 from exportkit.trees.fingerprint import Placeholder, fingerprint
 from exportkit.trees.flatten import flatten
+from exportkit.trees.object_parts import REFS, Part, Skeleton, build_object
+from exportkit.trees.objects import Rest
 from exportkit.trees.structure import (
     LENGTH,
     TENSOR,
@@ -41,12 +49,6 @@ from exportkit.trees.structure import (
 from exportkit.trees.tree import Tree
 
 _LONGEST_TEXT = 500
-# Containers that torch's pytree knows how to build, and that a cache may hold.
-_COLLECTIONS = (OrderedDict, defaultdict, deque)
-# Other classes that a cache may name: what a dict in it makes its missing values with.
-_DEFAULTS = (bool, int, float, str, list, tuple, dict, set)
-# Packages whose modules are imported when a class of theirs is needed; any other must be loaded already.
-_IMPORTED = ("torch", "transformers", "exportkit")
 
 
 def dump_tree(tree: Tree) -> Any:
@@ -111,6 +113,22 @@ def load_structure(data: Any) -> Object:
     return structure
 
 
+def dump_rest(rest: Rest) -> Any:
+    """Returns the JSON data of what torch's pytree keeps of an opened object.
+
+    Raises:
+        TreeError: if a constant in it cannot be written as JSON.
+    """
+    constants = [[position, _exact(value, "An attribute")] for position, value in rest.constants]
+    return {"parts": list(map(_dump_part, rest.skeleton.parts)), "constants": constants}
+
+
+def load_rest(data: Any) -> Rest:
+    """Returns what `dump_rest` wrote."""
+    constants = [(position, load_value(value)) for position, value in data["constants"]]
+    return Rest.of(Skeleton(tuple(map(_load_part, data["parts"]))), constants)
+
+
 class _Writer:
     """Writes a structure, and the constants among its leaves.
 
@@ -128,7 +146,7 @@ class _Writer:
             return self._dump_containers(node.around(node.items), node.inside)
         if kind is Object:
             state = [[name, self.dump(value, True)] for name, value in zip(node.names, node.items, strict=True)]
-            return {"object": class_name(node.cls, *_CACHE_CLASSES), "state": state}
+            return {"object": class_name(node.cls, *CACHE_CLASSES), "state": state}
         if kind is Table:
             return [self.dump(row) for row in node.items]
         if kind is Registered:
@@ -140,7 +158,7 @@ class _Writer:
             self._tensors += 1
             return {"tensor": self._tensors - 1}
         if inside and isinstance(value, type):
-            return {"type": class_name(value, *_CACHE_CLASSES)}
+            return {"type": class_name(value, *CACHE_CLASSES)}
         data = _dump_leaf(value)
         if inside and type(data) is dict and "placeholder" in data:
             raise TreeError(
@@ -156,14 +174,14 @@ class _Writer:
         if cls is dict:
             items = [[_exact(key, "A key of a dict"), self._dump_containers(v, inside)] for key, v in value.items()]
             return {"dict": items}
-        if cls in _COLLECTIONS:
+        if cls in COLLECTIONS:
             node: Any = registered_node(cls)
             children, context = node.flatten(value)
             default = getattr(value, "default_factory", None)
             if inside and default is not None:
-                class_name(default, *_CACHE_CLASSES)  # refuses any other
+                class_name(default, *CACHE_CLASSES)  # refuses any other
             return self._dump_registered(cls, [self._dump_containers(v, inside) for v in children], context)
-        if cls is not list and cls is not tuple and not _has_fields(cls):
+        if cls is not list and cls is not tuple and not has_fields(cls):
             return self.dump(value, inside)
         data = [self._dump_containers(v, inside) for v in value]
         if cls is list:
@@ -171,6 +189,8 @@ class _Writer:
         return {"tuple": data} if cls is tuple else {"fields": class_name(cls), "items": data}
 
     def _dump_registered(self, cls: type, items: list[Any], context: Any) -> Any:
+        if type(context) is Skeleton:
+            return {"instance": list(map(_dump_part, context.parts)), "items": items}
         data = {"registered": class_name(cls), "items": items}
         if registered_node(cls) is None:
             raise TreeError(
@@ -184,6 +204,27 @@ class _Writer:
             return data | {"dumped": json.dumps(writer.dump(context), allow_nan=False)}
         except (TypeError, ValueError) as error:
             raise TreeError("The context of a registered class was not written as JSON.", got=error) from error
+
+
+def _dump_part(part: Part) -> Any:
+    keys, extra = (
+        _exact(list(part.keys), "A key of a dict"),
+        _exact(part.extra, "What a dict makes missing values with"),
+    )
+    refs = list(map(list, part.refs))
+    return {"cls": class_name(part.cls, *PART_CLASSES), "names": list(part.names), "keys": keys, "refs": refs} | (
+        {} if extra is None else {"extra": extra}
+    )
+
+
+def _load_part(data: Any) -> Part:
+    names, keys, extra = data["names"], load_value(data["keys"]), load_value(data.get("extra"))
+    refs = [(kind, _position(number)) for kind, number in data["refs"]]
+    if not all(isinstance(name, str) for name in names) or any(kind not in REFS for kind, _ in refs):
+        raise TypeError("a part of an object is damaged")
+    if extra is not None and type(extra) is not int and not belongs_to_cache(extra):
+        raise ValueError(f"a dict in an object makes its missing values with {extra}")
+    return Part(find_class(data["cls"], *PART_CLASSES), tuple(names), tuple(keys), tuple(refs), extra)
 
 
 def _dump_leaf(value: Any) -> Any:
@@ -280,13 +321,16 @@ class _Reader:
                 raise ValueError("a dict has a key twice")
             return loaded
         if kind == "fields":
-            cls = find_class(value, _has_fields, "a named tuple")
+            cls = find_class(value, has_fields, "a named tuple")
             items = [self.load(item, inside) for item in data["items"]]
             return cls(*items) if optree.is_namedtuple_class(cls) else cls(items)
         if kind == "registered":
             return self._load_registered(value, data, inside)
+        if kind == "instance":
+            skeleton = Skeleton(tuple(map(_load_part, value)))
+            return self._leaf(build_object(load_value(data["items"], self._tensors or ()), skeleton), inside)
         if kind == "object":
-            cls = find_class(value, *_CACHE_CLASSES)
+            cls = find_class(value, *CACHE_CLASSES)
             names, values = [name for name, _ in data["state"]], [self.load(item, True) for _, item in data["state"]]
             return Object(cls, tuple(names), tuple(values))
         if kind == "length":
@@ -300,7 +344,7 @@ class _Reader:
         return TENSOR
 
     def _load_registered(self, name: str, data: Any, inside: bool) -> Any:
-        cls = find_class(name, *(_CACHE_CLASSES if inside else ()))
+        cls = find_class(name, *(CACHE_CLASSES if inside else ()))
         node = registered_node(cls)
         if node is None:
             raise TreeError(
@@ -308,11 +352,11 @@ class _Reader:
                 expected=f"{name.replace(':', '.')} registered, as when the value was written",
                 hint="torch.utils._pytree.register_pytree_node, or torch.export.register_dataclass, before reading.",
             )
-        if cls in _COLLECTIONS:
+        if cls in COLLECTIONS:
             items = [self.load(item, inside) for item in data["items"]]
             loaded = node.unflatten(items, load_value(data["context"]))
             default = getattr(loaded, "default_factory", None)
-            if inside and default is not None and not _belongs_to_cache(default):
+            if inside and default is not None and not belongs_to_cache(default):
                 raise ValueError(f"a dict in a cache makes its missing values with {default}")
             return loaded
         items = load_value(data["items"], self._tensors or ())
@@ -354,69 +398,7 @@ def _load_leaf(kind: str, value: Any, data: Any, inside: bool) -> Any:
     if kind == "device":
         return torch.device(value)
     if kind == "type":
-        return find_class(value, *(_CACHE_CLASSES if inside else ()))
+        return find_class(value, *(CACHE_CLASSES if inside else ()))
     if kind == "placeholder":
         return Placeholder(value, data["text"], from_json(data.get("fingerprint")))
     raise KeyError(kind)
-
-
-def class_name(cls: type, accepted: Callable[[Any], bool] | None = None, expected: str = "a class") -> str:
-    """Returns the name under which `find_class` finds a class.
-
-    Raises:
-        TreeError: if it does not, for example because the class is defined in a function.
-    """
-    name = f"{cls.__module__}:{cls.__qualname__}"
-    if find_class(name, accepted, expected) is not cls:
-        raise TreeError("Another class is found under the name of this class.", got=name.replace(":", "."))
-    return name
-
-
-def find_class(name: str, accepted: Callable[[Any], bool] | None = None, expected: str = "a class") -> Any:
-    """Returns the class of that name.
-
-    Args:
-        name: Its module, a colon, and its qualified name.
-        accepted: Says whether a class is one of those that may be named here.
-        expected: What these are, for the message.
-
-    Raises:
-        TreeError: if there is no such class, or its module is not loaded.
-    """
-    module, _, qualified = name.partition(":")
-    cause: object = "not loaded, and reading a file loads no module from elsewhere"
-    found: Any = sys.modules.get(module)
-    if found is None and module.partition(".")[0] in _IMPORTED:
-        try:
-            found = importlib.import_module(module)
-        except Exception as error:  # whatever a module raises that cannot be imported here
-            cause = error
-    if found is None:
-        raise TreeError(
-            f"Class {qualified} belongs to a module that is not available.",
-            where=f"module {module}",
-            got=cause,
-            hint=f"import {module} first, in the version with which the file was written.",
-        )
-    for step in qualified.split("."):
-        found = getattr(found, step, None)
-    if not isinstance(found, type) or (accepted is not None and not accepted(found)):
-        raise TreeError(
-            f"No class is found under the name {qualified}.",
-            where=f"module {module}",
-            expected=f"{expected}, defined at the top level of its module",
-            got=found,
-        )
-    return found
-
-
-def _has_fields(cls: Any) -> bool:
-    return optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)
-
-
-def _belongs_to_cache(cls: Any) -> bool:
-    return cls in (*_DEFAULTS, *_COLLECTIONS) or optree.is_namedtuple_class(cls) or is_cache_part(cls)
-
-
-# Classes that a cache may name in a file, as objects of its classes are built without asking them.
-_CACHE_CLASSES = _belongs_to_cache, "a cache, a layer of one, or a plain container"

@@ -19,7 +19,8 @@ from exportkit._torch_compat.pytree import deregister_node, register_node, regis
 from exportkit._torch_compat.transformers import cache_bases
 from exportkit.trees.caches import is_cache_class
 from exportkit.trees.flatten import flattened_cache
-from exportkit.trees.json_form import dump_structure, load_structure
+from exportkit.trees.json_form import dump_rest, dump_structure, load_rest, load_structure
+from exportkit.trees.objects import flatten_tensors, opened_classes, tensor_names, unflatten_tensors
 from exportkit.trees.structure import Leaves, Object, build
 
 
@@ -59,7 +60,8 @@ def register_flattening_functions(patch_transformers: bool = False) -> Iterator[
 def registered_caches() -> Iterator[None]:
     """Registers the cache classes that are loaded, as `register_flattening_functions` does; imports nothing.
 
-    These are the classes of transformers, and ``...Cache`` classes of its models.
+    These are the classes of transformers, and ``...Cache`` classes of its models; and with them the classes of other
+    objects that were opened by their attributes.
     """
     bases = cache_bases()
     caches = _with_subclasses(bases[:1])
@@ -68,7 +70,7 @@ def registered_caches() -> Iterator[None]:
             for cls in vars(module).values():
                 if isinstance(cls, type) and cls.__module__ == name and is_cache_class(cls):
                     caches[cls] = None
-    with _nodes.held(caches), _loadable.held(caches | _with_subclasses(bases[1:])):
+    with _nodes.held(caches | dict.fromkeys(opened_classes)), _loadable.held(caches | _with_subclasses(bases[1:])):
         yield
 
 
@@ -137,10 +139,16 @@ def _node(cls: type) -> contextlib.AbstractContextManager[None] | None:
 
 @contextlib.contextmanager
 def _registered(cls: type) -> Iterator[None]:
-    register_node(cls, flattened_cache, _unflatten, _keys, dump_structure, load_structure)
+    if is_cache_class(cls):
+        register_node(cls, flattened_cache, _unflatten, _keys, dump_structure, load_structure)
+    else:
+        register_node(cls, flatten_tensors, unflatten_tensors, tensor_names, dump_rest, load_rest)
     yield
     node = registered_node(cls)
-    if node is not None and node.flatten is flattened_cache:  # unless other code replaced it meanwhile
+    if node is not None and node.flatten in (
+        flattened_cache,
+        flatten_tensors,
+    ):  # unless other code replaced it meanwhile
         deregister_node(cls)
 
 

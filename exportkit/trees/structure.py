@@ -19,6 +19,7 @@ import torch
 
 from exportkit._torch_compat.pytree import Registered as Registration
 from exportkit.trees.caches import DERIVED, GROWING, Growth, growth_of
+from exportkit.trees.object_parts import Path
 
 # In this namespace optree opens only what it opens natively: plain containers. Dicts keep the order of their keys, as
 # in torch. Entered and never left: the namespace is ours alone.
@@ -389,7 +390,9 @@ def path_of(steps: Sequence[Any], start: str = "") -> str:
     """Returns the path that leads from ``start`` along the keys, names and positions of ``steps``."""
     path = start
     for step in steps:
-        if isinstance(step, str) and step.isidentifier():
+        if type(step) is Path:
+            path = join(path, step.removeprefix("."))
+        elif isinstance(step, str) and step.isidentifier():
             path = f"{path}.{step}" if path else step
         else:
             path += f"[{step!r}]"

@@ -9,6 +9,7 @@ import torch
 
 from exportkit._torch_compat.pytree import registered_node
 from exportkit.trees.caches import Growth, is_cache_class
+from exportkit.trees.object_parts import Skeleton
 from exportkit.trees.structure import Leaves, Nested, Object, Part, Registered, build, joined_parts
 
 
@@ -55,6 +56,16 @@ class Tree:
                 return found.spec.type
             found = found.items[0]
         return found.cls if type(found) in (Object, Registered) else object
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether it holds objects that were opened by their attributes."""
+        nodes = [self.structure]
+        for node in nodes:
+            if type(node) is Registered and type(node.context) is Skeleton:
+                return True
+            nodes += node.items if type(node) in (Nested, Registered) else ()
+        return False
 
     @property
     def leaves(self) -> tuple[Any, ...]:

@@ -109,10 +109,11 @@ def test_layer_of_an_unknown_kind_is_recorded_with_its_tensors():
     ]
 
 
-def test_object_of_an_unknown_class_is_passed_through_and_named_when_it_is_needed():
-    model, observer = Unboxes(), InputObserver()
+def test_object_that_cannot_be_built_again_is_passed_through_and_named_when_it_is_needed():
+    model, observer, box = Unboxes(), InputObserver(), Box(torch.ones(2))
+    box.lock = threading.Lock()
     with observer(model):
-        result = model(Box(torch.ones(2)))
+        result = model(box)
 
     assert result.tensor.tolist() == [2, 2]
     assert observer.num_obs() == 1

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -402,8 +403,10 @@ def test_tensor_that_is_not_dense_is_refused(tmp_path):
 
 
 def test_object_that_holds_tensors_out_of_reach_is_refused(tmp_path):
-    with pytest.raises(UnregisteredClassError, match=r"Holder holds tensors(.|\n)*where: x\[0\]"):
-        _saved(tmp_path, [Holder(torch.ones(1))])
+    holder = Holder(torch.ones(1))
+    holder.lock = threading.Lock()
+    with pytest.raises(UnregisteredClassError, match=r"Holder holds tensors(.|\n)*where: x\[0\](.|\n)*lock is a lock"):
+        _saved(tmp_path, [holder])
 
 
 def test_container_that_cannot_be_written_is_refused_and_located(tmp_path):

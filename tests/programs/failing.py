@@ -130,13 +130,16 @@ class Untranslated(torch.nn.Module):
         return self.layers(x)
 
 
+LOCK = threading.Lock()
+
+
 class Box:
     def __init__(self, tensor):
-        self.tensor = tensor
+        self.tensor, self.lock = tensor, LOCK
 
 
 class Boxed(torch.nn.Module):
-    """Returns an object that nothing describes."""
+    """Returns an object that cannot be built again."""
 
     def forward(self, x):
         return Box(x * 2)

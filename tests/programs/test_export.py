@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import threading
 import warnings
 
 import pytest
@@ -251,10 +252,10 @@ def test_wrong_types_are_errors(model, source):
 
 
 class Holder:
-    """An object with tensors that nothing describes."""
+    """An object with tensors that cannot be built again."""
 
     def __init__(self, tensor):
-        self.tensor = tensor
+        self.tensor, self.lock = tensor, threading.Lock()
 
 
 class TakesHolder(torch.nn.Module):
@@ -262,7 +263,7 @@ class TakesHolder(torch.nn.Module):
         return x + holder.tensor
 
 
-def test_an_unregistered_class_is_an_error_with_a_hint():
+def test_an_object_that_cannot_be_built_again_is_an_error_with_a_hint():
     model = TakesHolder()
     observer = observe(model, ((torch.ones(2, 3), Holder(torch.ones(2, 3))), {}))
     with pytest.raises(UnregisteredClassError) as caught:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -179,8 +180,10 @@ def test_an_object_that_hides_tensors_cannot_be_exported():
         def forward(self, graph):
             return graph.store.factor.sum()
 
+    graph = Graph(X)
+    graph.lock = threading.Lock()
     with pytest.raises(UnregisteredClassError, match=r"with tensors in store\.factor"):
-        exported(Sums(), (Graph(X),))
+        exported(Sums(), (graph,))
 
 
 @pytest.mark.runtime

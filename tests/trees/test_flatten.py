@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import sys
+import threading
 import typing
 
 import pytest
@@ -218,11 +220,11 @@ def test_class_registered_after_it_was_seen_is_opened_from_then_on():
             self.x = x
 
     value = Late(torch.ones(1))
-    assert flatten([value]).leaves == (value,)
+    assert flatten([value]).paths == ("[0].x",)
 
     torch.utils._pytree.register_pytree_node(Late, lambda late: ([late.x], None), lambda leaves, _: Late(*leaves))
     try:
-        assert flatten([value]).leaves == (value.x,)
+        assert flatten([value]).paths == ("[0][0]",)
     finally:
         deregister_node(Late)
 
@@ -263,16 +265,23 @@ class Slots:
     x: typing.Any
 
 
+class Closes:
+    def __init__(self, x):
+        self.x = x
+
+    def __del__(self): ...
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        Holder(x=torch.ones(1)),
-        Holder(x=[torch.ones(1)]),
-        Holder(x={"a": (1, torch.ones(1))}),
-        Slots(torch.ones(1)),
+        Holder(x=torch.ones(1), lock=threading.Lock()),
+        Holder(x=[torch.ones(1)], inner=Holder(lock=threading.Lock())),
+        Holder(x={"a": (1, torch.ones(1))}, file=sys.__stdout__),
+        Closes(torch.ones(1)),
     ],
 )
-def test_object_that_holds_tensors_is_refused_with_its_name_and_place(value):
+def test_object_that_cannot_be_built_again_and_holds_tensors_is_refused_with_its_name_and_place(value):
     with pytest.raises(UnregisteredClassError) as raised:
         check_opened("batch", flatten([value]))
 
