@@ -65,7 +65,7 @@ def _product_of(times: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda one, other: _product(one, other, times)
 
 
-def _einsum(equation: str, tensors: Sequence[torch.Tensor], path: Any = None) -> Any:
+def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_options: Any) -> Any:
     if len(tensors) != 2:
         return NotImplemented
     return _product(tensors[0], tensors[1], lambda x, y: torch.einsum(equation, x, y))
@@ -183,39 +183,33 @@ def _transform_to_real(value: torch.Tensor, dim: Sequence[int], normalization: i
     return _parts(a)[0] + _parts(b)[1]
 
 
-def _inverse_short_transform(  # noqa: PLR0917 (the operator has them)
-    value: torch.Tensor,
-    n_fft: int,
-    hop_length: int | None = None,
-    win_length: int | None = None,
-    window: torch.Tensor | None = None,
-    center: bool = True,
-    normalized: bool = False,
-    onesided: bool | None = None,
-    length: int | None = None,
-    return_complex: bool = False,
-) -> Any:
+_SHORT = ("hop_length", "win_length", "window", "center", "normalized", "onesided", "length", "return_complex")
+
+
+def _inverse_short_transform(value: torch.Tensor, n_fft: int, *options: Any, **named: Any) -> Any:
     """The sum of the frames where they overlap, divided by that of the squared windows."""
-    if return_complex or onesided is False:
+    given = {**dict(zip(_SHORT, options, strict=False)), **named}
+    if given.get("return_complex") or given.get("onesided") is False:
         return NotImplemented
-    width = n_fft if win_length is None else win_length
-    hop = width // 4 if hop_length is None else hop_length
+    width, length = given.get("win_length") or n_fft, given.get("length")
+    hop, window = given.get("hop_length") or width // 4, given.get("window")
     spectrum = value if value.ndim == 3 else value[None]
     window = torch.ones(width, dtype=value.dtype.to_real()) if window is None else window
     left = (n_fft - width) // 2
     window = torch.nn.functional.pad(window, (left, n_fft - width - left))
-    frames = _transform_to_real(spectrum.transpose(1, 2), [2], 1 if normalized else 2, n_fft) * window
+    frames = _transform_to_real(spectrum.transpose(1, 2), [2], 1 if given.get("normalized") else 2, n_fft) * window
     count = spectrum.shape[2]
     total = n_fft + hop * (count - 1)
     fold = torch.nn.functional.fold
     added = fold(frames.transpose(1, 2), (1, total), (1, n_fft), stride=(1, hop))[:, 0, 0]
     squares = (window * window)[None, :, None].expand(1, n_fft, count)
     weight = fold(squares, (1, total), (1, n_fft), stride=(1, hop))[0, 0, 0]
-    start = n_fft // 2 if center else 0
-    end = total - start if length is None else min(start + length, total)
-    result = added[:, start:end] / weight[start:end]
-    if length is not None:
-        result = torch.nn.functional.pad(result, (0, length - (end - start)))
+    start = n_fft // 2 if given.get("center", True) else 0
+    result = added[:, start:] / weight[start:]
+    if length is None:
+        result = result[:, : total - 2 * start]
+    else:
+        result = torch.nn.functional.pad(result, (0, length))[:, :length]
     return result if value.ndim == 3 else result[0]
 
 

@@ -346,6 +346,16 @@ def _roll(values: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ())
     return values
 
 
+def _fftshift(values: torch.Tensor, dim: Sequence[int] | None = None) -> torch.Tensor:
+    dims = range(values.ndim) if dim is None else dim
+    return _roll(values, [values.shape[axis] // 2 for axis in dims], dims)
+
+
+def _ifftshift(values: torch.Tensor, dim: Sequence[int] | None = None) -> torch.Tensor:
+    dims = range(values.ndim) if dim is None else dim
+    return _roll(values, [(values.shape[axis] + 1) // 2 for axis in dims], dims)
+
+
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, *rest: Any, **more: Any
 ) -> Any:
@@ -377,6 +387,8 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.bucketize.Tensor: _bucketize,
     aten.searchsorted.Tensor: _searchsorted,
     aten.roll.default: _roll,
+    aten.fft_fftshift.default: _fftshift,
+    aten.fft_ifftshift.default: _ifftshift,
     aten.scaled_dot_product_attention.default: _attention,
     **_POOLS,
     **EXACT,

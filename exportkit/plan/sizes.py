@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from exportkit.errors import ArgumentError
@@ -88,7 +88,7 @@ def _export_sizes(variable: Variable, most: int | None, taken: frozenset[int], c
     seen, step = _seen_and_step(variable)
     least, top = max(variable.minimum, 2), math.inf if most is None else most
     for size in reversed(seen):
-        if 1 < size <= top and size not in taken:
+        if least <= size <= top and size not in taken:
             yield size
     start = (max(seen, default=2) // step) * step
     for distance in itertools.count(1):
@@ -137,6 +137,18 @@ def _shorten(plan: Plan, sizes: dict[str, int]) -> bool:
                 return False
             sizes[variable.name] = shorter
     return True
+
+
+def beyond_recorded(plan: Plan) -> Plan:
+    """Returns the plan in which batches are larger than any recorded one, and lengths at least twice as large."""
+    variables = []
+    for variable in plan.variables:
+        most = max(known(variable.seen), default=1)
+        least = most + 1 if variable.role == "batch" else 2 * most
+        if variable.maximum is not None:
+            least = min(least, variable.maximum)
+        variables.append(replace(variable, minimum=max(variable.minimum, least)))
+    return replace(plan, variables=tuple(variables))
 
 
 def solve_sizes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

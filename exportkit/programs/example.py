@@ -12,7 +12,7 @@ from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError
 from exportkit.plan.leaves import known
-from exportkit.plan.sizes import choose_sizes
+from exportkit.plan.sizes import beyond_recorded, choose_sizes
 from exportkit.probing.missing import find_missing_defaults
 from exportkit.probing.planning import BoundPlan
 from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
@@ -35,7 +35,7 @@ from exportkit.trees import flatten
 
 
 def chosen_example(
-    model: torch.nn.Module, method: str, plan: BoundPlan, required: Sequence[Rewrite]
+    model: torch.nn.Module, method: str, plan: BoundPlan, required: Sequence[Rewrite], larger: bool = False
 ) -> tuple[Example, list[Rewrite]]:
     """Returns what to trace a model with, and the rewrites that its structure asks for.
 
@@ -44,6 +44,7 @@ def chosen_example(
         method: The method.
         plan: The plan.
         required: Rewrites that are in force in any case.
+        larger: Whether all sizes are larger than the recorded ones.
 
     Raises:
         ArgumentError: if the model raises for the arguments that the plan leads to.
@@ -54,7 +55,8 @@ def chosen_example(
     rules += [FEATURE_ROWS] if plan.placeholders else []
     adapting = [rule for rule in rules if rule.adapt is not None]
     raised: ArgumentError | None = None
-    for limited in (plan, _within_recorded(plan)):  # a model may have no more positions than the recorded calls needed
+    # a model may have no more positions than the recorded calls needed
+    for limited in (beyond_recorded(plan),) if larger else (plan, _within_recorded(plan)):
         try:
             sizes = choose_sizes(limited, bool(adapting), chunk_size_of(model))
             call = build_call(plan, observation, sizes)

@@ -220,6 +220,7 @@ def trace(
             again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
             request = TraceRequest(model, method, plan, example.call, names, again)
             raise failure("torch.export could not trace the model.", error, request) from error
+        _leave_buffers(program)
         numbers: dict[str, Any] = {}
         if tensors_only:
             _require_given_back(outputs, observation)
@@ -244,6 +245,17 @@ def trace(
         example.joined_outputs,
         example.member_rows,
     )
+
+
+def _leave_buffers(program: torch.export.ExportedProgram) -> None:
+    """Erases assignments of buffers of other shapes, such as a longer table: torch copies into the old ones."""
+    for node in list(program.graph.nodes):
+        if node.target is not torch.ops.aten.copy_.default or node.users or node.args[0].op != "placeholder":
+            continue
+        old, new = (str(tuple(value.meta["val"].shape)) for value in node.args[:2])
+        if node.args[0].name in program.graph_signature.inputs_to_buffers and old != new:
+            program.graph.erase_node(node)
+    program.graph_module.recompile()
 
 
 def _specs(flat: FlatSignature, plan: Plan) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Strategy:
         applies: Whether it applies, given how far the search has come.
         adds: Rewrites that are put in force, besides those that the structure of the model asks for.
         drops: Rewrites that are left out.
+        enlarges: Whether the model is traced at sizes beyond the recorded ones.
         replans: Returns another plan to begin again with.
         splits: Whether it makes a program for each kind of calls.
     """
@@ -71,6 +72,7 @@ class Strategy:
     applies: Callable[[Search], bool]
     adds: tuple[Rewrite, ...] = ()
     drops: tuple[Rewrite, ...] = ()
+    enlarges: bool = False
     replans: Callable[[BoundPlan], BoundPlan | None] | None = None
     splits: bool = False
 
@@ -106,6 +108,13 @@ STRATEGIES = (
         drops=(LISTS_OF_ONE,),
     ),
     Strategy(
+        "larger sizes",
+        "the trace fixed a size, left out a recorded call, or keeps a decision by size; a size that is 1 at the sizes "
+        "of the trace, or was cached by an earlier call, may be the reason",
+        lambda search: search.size_fixed or search.leaves_out_calls or search.refuses_sizes,
+        enlarges=True,
+    ),
+    Strategy(
         "lengths kept symbolic",
         "the trace fixed a size, left out a recorded call, or keeps a decision by size",
         lambda search: search.size_fixed or search.leaves_out_calls or search.keeps_decision,
@@ -136,7 +145,7 @@ STRATEGIES = (
         splits=True,
     ),
 )
-_LENGTHS = next(number for number, strategy in enumerate(STRATEGIES) if SYMBOLIC_LENGTHS in strategy.adds)
+_IMPROVING = next(number for number, strategy in enumerate(STRATEGIES) if strategy.enlarges)
 
 
 class Search:
@@ -184,7 +193,6 @@ class Search:
         self._plan: BoundPlan | None = None
         self._example: Example | None = None
         self._audit: Audit | None = None  # of the result
-        self._improved = False  # whether another program was looked for that serves more
 
     @property
     def trace_failed(self) -> bool:
@@ -205,9 +213,16 @@ class Search:
     @property
     def keeps_decision(self) -> bool:
         """Whether the program keeps a decision by size of the model that leaves out sizes, and another one may not."""
-        if self.result is None or self._audit is None or self._improved or SYMBOLIC_LENGTHS.name in self.result.rules:
+        if self.result is None or self._audit is None or SYMBOLIC_LENGTHS.name in self.result.rules:
             return False
         return self._audit.by_model
+
+    @property
+    def refuses_sizes(self) -> bool:
+        """Whether the program leaves out sizes because of the model's code, or of a size that is 1 in the trace."""
+        if self._audit is None or not self._audit.refused:
+            return False
+        return self._audit.by_model or any(item.text.endswith("== 1") for item in self._audit.domain.conditions)
 
     @property
     def is_of_library(self) -> bool:
@@ -237,7 +252,8 @@ class Search:
         while position < len(STRATEGIES):
             strategy = STRATEGIES[position]
             position += 1
-            if not strategy.applies(self):
+            name = strategy.name + suffix
+            if not strategy.applies(self) or any(attempt.strategy == name for attempt in self.attempts):
                 continue
             if strategy.splits:
                 self._make_several(strategy.name)
@@ -249,9 +265,10 @@ class Search:
                     self._plan, self._example, self.error, self._raised = plan, None, None, None
                     position, suffix = 0, f"{suffix}, {strategy.name}"
             else:
-                self._try(strategy, strategy.name + suffix, self._plan)
-                if self.keeps_decision:
-                    position = _LENGTHS
+                is_first = self.result is None
+                self._try(strategy, name, self._plan)
+                if is_first and (self.keeps_decision or self.refuses_sizes):
+                    position = _IMPROVING
         if self._raised is not None and self.result is None and self.several is None:
             raise self._raised
 
@@ -266,18 +283,23 @@ class Search:
     def _try(self, strategy: Strategy, name: str, plan: BoundPlan) -> None:
         """Traces with the rewrites of a strategy, and keeps the program if it is the first one or a better one."""
         improving = self.result is not None
-        self._improved = improving
         try:
             if self._example is None:
                 with stage("arguments", self._seconds):
                     self._example, self.rules = chosen_example(self.model, self.method, plan, self.required)
+            example = self._example
+            if strategy.enlarges:
+                with stage("arguments", self._seconds):
+                    example, _ = chosen_example(self.model, self.method, plan, self.required, larger=True)
             rules = [*strategy.adds, *(rule for rule in self.rules if rule not in strategy.drops)]
             with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
-                traced = trace(self.model, self.method, plan.plan, plan.observation, self._example, rules)
+                traced = trace(self.model, self.method, plan.plan, plan.observation, example, rules)
                 audit = audit_sizes(traced)
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
             self.attempts.append(Attempt(name, "failed", _reason(error)))
+            if strategy.enlarges:  # the model may have no more positions, which says nothing about its trace
+                return
             is_refused = error.__cause__ is None  # it could be traced, and serves less than the plan
             if self.error is None or is_refused:
                 self.error = error

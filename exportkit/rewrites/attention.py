@@ -70,6 +70,41 @@ def skipped_causal_check(_model: torch.nn.Module) -> _Context:
     return replaced_attributes(owner, {name: detect})
 
 
+# Padding behind the sequences
+#
+# For inference, `TransformerEncoder` leaves padding out if it is behind all sequences of a batch, and puts zeros in
+# its place. Whether it is there depends on the mask; in a trace, no padding is left out.
+
+
+def has_encoder_without_padding(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
+    """Returns whether some encoder leaves padding out."""
+    return any(_leaves_padding_out(module) for module in model.modules())
+
+
+def _leaves_padding_out(module: torch.nn.Module) -> bool:
+    is_encoder = isinstance(module, torch.nn.TransformerEncoder) and torch.backends.mha.get_fastpath_enabled()
+    return is_encoder and bool(module.use_nested_tensor) and not module.layers[0].training
+
+
+def zeros_at_padding(_model: torch.nn.Module) -> _Context:
+    """Puts zeros in place of padding behind the sequences, as in eager mode without gradients."""
+    forward = original_attribute(torch.nn.TransformerEncoder, "forward")
+
+    def with_zeros(
+        self: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, *args: Any, **kw: Any
+    ) -> Any:
+        output = forward(self, src, mask, src_key_padding_mask, *args, **kw)
+        if src_key_padding_mask is None or mask is not None or src.ndim != 3 or not _leaves_padding_out(self):
+            return output
+        is_padding = src_key_padding_mask != 0
+        is_behind = (is_padding[:, 1:] >= is_padding[:, :-1]).all()
+        zeros = torch.zeros_like(output)
+        padding = zeros if self.norm is None else self.norm(zeros)
+        return torch.where((is_padding & is_behind).unsqueeze(-1), padding, output)
+
+    return replaced_attributes(torch.nn.TransformerEncoder, {"forward": with_zeros})
+
+
 # Top-k keys
 #
 # transformers picks the top k keys if there are more than k, and decides that in Python, which a trace freezes. In the

@@ -143,6 +143,11 @@ REWRITES = (
         matches=attention.has_torch_transformer,
     ),
     Rewrite(
+        "zeros in place of padding behind the sequences",
+        attention.zeros_at_padding,
+        matches=attention.has_encoder_without_padding,
+    ),
+    Rewrite(
         "attention of tokens that see nothing is zero",
         attention.zeros_for_fully_masked_rows,
         argument="attention_mask",

@@ -214,3 +214,30 @@ def test_attention_is_zero_for_a_query_that_sees_no_key(kind):
     (found,) = exported(attention, query, mask).run(None, {"tensors_0": query.numpy(), "tensors_1": mask.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), attention(query, mask))
     assert not found[:, :, 0].any()
+
+
+INDEXED = {
+    "embedding": lambda x, index: functional.embedding(index, x),
+    "picked": lambda x, index: x.gather(0, index[:, None]),
+    "selected": lambda x, index: x.index_select(0, index.clone()),
+    "added": lambda x, index: x.index_add(0, index, x[:3] * 2),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_indices_that_torch_refuses_are_refused(name):
+    function, x = INDEXED[name], torch.arange(12.0).reshape(6, 2)
+    session = exported(function, x, ints(1, 5, 0))
+
+    check(session, function, x, ints(3, 3, 5))
+    for index in (ints(0, -1, 2), ints(0, 6, 2)):
+        with pytest.raises((IndexError, RuntimeError)):
+            function(x, index)
+        feeds = {value.name: tensor.numpy() for value, tensor in zip(session.get_inputs(), (x, index), strict=True)}
+        with pytest.raises(Exception, match=r"INVALID_ARGUMENT|RUNTIME_EXCEPTION|FAIL"):
+            session.run(None, feeds)
+
+
+def test_indices_that_are_counted_are_not_checked():
+    program = torch.export.export(Operator(lambda x: x.gather(1, x.argmax(1, keepdim=True))), (SCORES,))
+    assert "Less" not in {node.op_type for node in onnx_program(program).model_proto.graph.node}

@@ -30,6 +30,17 @@ def attended_behind_a_mask(x):
     return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
 
+def filtered(x):
+    found, kept = torch.fft.rfft(x), torch.zeros(len(x), 4, x.shape[2] // 2 + 1, dtype=torch.cfloat)
+    kept[:, :, :3] = found[:, :, :3]
+    return torch.fft.irfft(kept, n=x.shape[2])
+
+
+def frames(x):
+    return torch.stft(x[:, 0], 12, 4, window=WINDOW, return_complex=True)
+
+
+WINDOW = torch.hann_window(12)
 FUNCTIONS = {
     "masked select": lambda x: x.masked_select(x > 0),
     "masked select by a mask to broadcast": lambda x: x.masked_select(x[:1] > 0),
@@ -48,6 +59,14 @@ FUNCTIONS = {
     "average of all": lambda x: functional.adaptive_avg_pool1d(x, 1),
     "largest of windows": lambda x: functional.adaptive_max_pool1d(x, 4, return_indices=True),
     "largest of a plane": lambda x: functional.adaptive_max_pool2d(x[:, None], (3, 5), return_indices=True),
+    "complex arithmetic": lambda x: ((2 + x) * torch.exp(1j * x[..., :1]) / (x * 1j + 2) - 1j / 3).abs(),
+    "complex choice": lambda x: torch.where(x > 0, torch.complex(x, x).conj() ** 2, 0.5).imag,
+    "complex matrix product": lambda x: torch.einsum("bij,bkj->bik", torch.complex(x, x), torch.polar(x, x)).real,
+    "complex tensor in parts": filtered,
+    "transform and back": lambda x: torch.fft.irfft(torch.fft.rfft(x) * 2, n=x.shape[2]),
+    "transform of two axes and back": lambda x: torch.fft.ifft2(torch.fft.fft2(x, norm="ortho"), norm="forward").real,
+    "frames and back": lambda x: torch.istft(frames(x) * 2, 12, 4, window=WINDOW),
+    "shifted by half": lambda x: (x.roll(x.shape[2] // 2, 2), torch.fft.ifftshift(x)),
     "attention without heads": attended,
     "attention without heads, behind a mask": attended_behind_a_mask,
 }

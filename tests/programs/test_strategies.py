@@ -21,6 +21,7 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
     assert [strategy.name for strategy in STRATEGIES] == [
         "plain trace",
         "lists as separate tensors",
+        "larger sizes",
         "lengths kept symbolic",
         "strict tracing",
         "transformers' export patches",
@@ -49,3 +50,50 @@ def test_where_nothing_helps_the_error_is_about_the_plain_trace():
     model = failing.Loop()
     with pytest.raises(ExportError, match="became static"):
         exportkit.export(model, observed(model, (2, 5, 6), (3, 7, 6)))
+
+
+class Table(torch.nn.Module):
+    """Keeps the table of the last length, as an attribute or as a buffer, or the longest one so far."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("table", None, persistent=False)
+        if kind != "buffer":
+            del self.table
+            self.table = None
+
+    def forward(self, x):
+        length, old = x.shape[1], 0 if self.table is None else self.table.shape[0]
+        if old < length if self.kind == "longest" else old != length:
+            self.table = torch.arange(length, dtype=torch.float32)[:, None].sin()
+        return x + self.table[:length]
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "longest"])
+def test_what_earlier_calls_cached_for_their_sizes_limits_no_size(kind, tmp_path):
+    model = Table(kind)
+    exported = exportkit.export(model, observed(model, (2, 5, 4), (3, 8, 4)))
+    assert exported.attempts[-1].strategy == "larger sizes"
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    for length in (3, 8, 11):
+        x = torch.randn(2, length, 4)
+        torch.testing.assert_close(onnx_model(x), model(x))
+
+
+class Pooled(torch.nn.Module):
+    """Has a size of 1 in the recorded calls, for which it takes a branch of its own."""
+
+    def forward(self, x):
+        pooled = torch.nn.functional.avg_pool1d(x, 4)
+        return pooled[..., 0] if pooled.shape[-1] == 1 else pooled.mean(-1)
+
+
+def test_a_size_that_is_1_in_the_recorded_calls_limits_no_size(tmp_path):
+    model = Pooled()
+    exported = exportkit.export(model, observed(model, (2, 3, 5), (3, 3, 7)))
+    assert [str(attempt) for attempt in exported.attempts] == ["plain trace: succeeded", "larger sizes: succeeded"]
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    for length in (5, 7, 13):
+        x = torch.randn(2, 3, length)
+        torch.testing.assert_close(onnx_model(x), model(x))

@@ -8,7 +8,6 @@ from tests.trust.table import FILES
 
 # What does not hold yet, and why.
 KNOWN = {
-    "operators-EncoderWithPadding": "not proven: the fast path of TransformerEncoder has zeros at padded positions",
 }
 
 

@@ -1,0 +1,42 @@
+"""Operators that torch gives sizes as numbers, in a graph that serves any size."""
+
+import pytest
+import torch
+
+import exportkit
+
+
+class Computed(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def upper_pairs(x):
+    rows, columns = torch.triu_indices(x.shape[1], x.shape[1], 1)
+    return x[:, rows] * x[:, columns]
+
+
+FUNCTIONS = {
+    "steps to a size": lambda x: x * torch.linspace(0.5, x.shape[1] - 0.5, x.shape[1]),
+    "upper triangle": upper_pairs,
+    "lower triangle": lambda x: x[:, torch.tril_indices(x.shape[1], 3)[0]],
+    "parts of almost equal size": lambda x: [part.sum(1) for part in x.tensor_split(3, 1)],
+}
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_any_size_is_served(name, tmp_path):
+    model, observer = Computed(FUNCTIONS[name]), exportkit.InputObserver()
+    with observer(model):
+        for length in (5, 7):
+            model(torch.randn(2, length))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for length in (4, 6, 12):
+        x = torch.randn(3, length)
+        torch.testing.assert_close(graph(x), model(x))
