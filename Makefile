@@ -12,6 +12,7 @@ TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 ORT    := $(shell sed -n '/^onnxruntime==/p' constraints.txt)
 OTHER  := .venv-clients
 MODELS := .venv-coverage
+OLDEST := .venv-oldest
 CODE   := $(wildcard exportkit tests gallery benchmarks docs/*.py)
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 ARGS   ?=
@@ -22,7 +23,7 @@ export HF_HUB_OFFLINE := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast durations trust lint type docs doctest gallery bench peers conformance coverage clients build clean
+.PHONY: help setup demo test test-fast durations trust lint type docs doctest gallery bench peers conformance coverage oldest clients build clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-11s  %s\n", $$1, $$2}'
@@ -113,6 +114,19 @@ $(MODELS)/.stamp: benchmarks/coverage/requirements.txt benchmarks/coverage/depen
 
 coverage: $(MODELS)/.stamp  ## Export models of other libraries and research code (docs/coverage.rst)
 	@OMP_NUM_THREADS=1 PYTHONPATH=benchmarks:. $(MODELS)/bin/python benchmarks/coverage $(ARGS)
+
+$(OLDEST)/.stamp: pyproject.toml constraints.txt
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@sed -n '/^dependencies/,$$s/.*"\([a-z-]*\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml >$(OLDEST)/versions.txt
+	@echo "Installing in $(OLDEST) (some minutes): $$(tr '\n' ' ' <$(OLDEST)/versions.txt)"
+	@$(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) setuptools
+	@$(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(OLDEST)/versions.txt --no-build-isolation \
+	    -e '.[runtime]' expecttest hypothesis psutil pytest pytest-timeout
+	@touch $@
+
+oldest: $(OLDEST)/.stamp  ## Run the demo and a part of the tests with the oldest versions of pyproject.toml
+	@$(OLDEST)/bin/python -m exportkit demo
+	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -m "not slow" tests/plan tests/running tests/onnx_files/test_forms.py
 
 # optimum-onnx needs an older transformers than exportkit is tested with, hence the second environment.
 $(OTHER)/.stamp: tests/clients/requirements.txt constraints.txt

@@ -179,12 +179,17 @@ def _root_cause(error: BaseException, request: TraceRequest) -> Cause | None:
     with contextlib.suppress(Exception):
         if request.onnx:
             return _cause_of_translation(error)
-        if hasattr(error, "cond") or "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+        if is_data_dependent(error):
             return _data_dependent(error, request.model)
         if violations := list(_FIXED.finditer(str(error))):
             return _fixed_axis(violations, request)
         return _raised(error, request.model)
     return None
+
+
+def is_data_dependent(error: BaseException | None) -> bool:
+    """Returns whether a trace failed because the model decides by the values of tensors."""
+    return hasattr(error, "cond") or "data-dependent" in str(error) or "DataDependent" in type(error).__name__
 
 
 def _written(details: str) -> Path | None:

@@ -33,8 +33,9 @@ from exportkit.programs.failure import failure
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.subject import FlatSignature, WithEffects
+from exportkit.rewrites.known_values import KnownValues
 from exportkit.rewrites.lists import operators_at_any_length
-from exportkit.rewrites.table import STRICT, Rewrite, adapted_call, applied
+from exportkit.rewrites.table import BUFFER_VALUES, STRICT, Rewrite, adapted_call, applied
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import (
     Tree,
@@ -170,12 +171,13 @@ def trace(
     kwargs = {name: parameter.tree.map(_clone).build() for name, parameter in flat.parameters.items()}
     tensors_only = any(leaf is not None for leaf in outputs.constants().values()) or outputs.has_objects
     traced_outputs: list[Tree] = []
-    target = getattr(model, method)
+    buffers = list(model.buffers()) if BUFFER_VALUES in rules else []
+    own = vars(model).get(method)  # a method of the class is looked up while rewrites are in force
     past = plan.with_role("past")
 
     def call_method(values: Mapping[str, Any]) -> Any:
         args, kwargs = flat.signature.unbind(values)
-        return target(*args, **kwargs)
+        return getattr(type(model), method)(model, *args, **kwargs) if own is None else own(*args, **kwargs)
 
     def forward(**given: Any) -> Any:
         # Strict tracing follows this function, too: Dynamo knows sets and dicts of plain values, not views of them.
@@ -188,7 +190,9 @@ def trace(
             length = size_in(plan, past.name, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
             for value in given.values() if length is not None else ():
                 set_stored_length(value, length)
-        result = adapted_call(rules, model, flat.values(given), flat.signature.names, call_method)
+        known = KnownValues(zip(model.buffers(), buffers, strict=True)) if buffers else contextlib.nullcontext()
+        with known:
+            result = adapted_call(rules, model, flat.values(given), flat.signature.names, call_method)
         tree = with_joined_lists(flatten(result), example.joined_outputs)
         inputs = {id(tensor) for tensor in tensors.values()}
         if any(id(leaf) in inputs for leaf in tree.leaves):  # an input of a graph cannot be its output

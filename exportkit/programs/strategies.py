@@ -17,6 +17,7 @@ from exportkit.probing.planning import BoundPlan
 from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import Audit, audit_effects, audit_sizes, findings_of, rule_findings
 from exportkit.programs.example import chosen_example
+from exportkit.programs.failure import is_data_dependent
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_constants_left_out, with_traits
 from exportkit.programs.patterns import add_patterns
@@ -24,6 +25,7 @@ from exportkit.programs.program import Example, TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.rewrites.lists import SYMBOLIC_LENGTH
 from exportkit.rewrites.table import (
+    BUFFER_VALUES,
     LIBRARY_PATCHES,
     LISTS_OF_ONE,
     STRICT,
@@ -121,6 +123,12 @@ STRATEGIES = (
         adds=(SYMBOLIC_LENGTHS,),
     ),
     Strategy(
+        "values of buffers",
+        "the trace needed the value of a tensor, which may follow from buffers alone",
+        lambda search: search.needs_values,
+        adds=(BUFFER_VALUES,),
+    ),
+    Strategy(
         "strict tracing",
         "the trace fixed a size, or left out a recorded call",
         lambda search: search.size_fixed or search.leaves_out_calls,
@@ -204,6 +212,11 @@ class Search:
         """Whether torch could not trace the model because its code fixes a dynamic size."""
         message = str(self.error.__cause__) if self.error is not None and self.trace_failed else ""
         return "specialized" in message or SYMBOLIC_LENGTH in message
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether torch could not trace the model because its code decides by the values of tensors."""
+        return self.trace_failed and self.error is not None and is_data_dependent(self.error.__cause__)
 
     @property
     def leaves_out_calls(self) -> bool:

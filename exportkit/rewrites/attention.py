@@ -81,9 +81,11 @@ def has_encoder_without_padding(model: torch.nn.Module, _arguments: Mapping[str,
     return any(_leaves_padding_out(module) for module in model.modules())
 
 
-def _leaves_padding_out(module: torch.nn.Module) -> bool:
-    is_encoder = isinstance(module, torch.nn.TransformerEncoder) and torch.backends.mha.get_fastpath_enabled()
-    return is_encoder and bool(module.use_nested_tensor) and not module.layers[0].training
+def _leaves_padding_out(module: Any) -> bool:
+    if not isinstance(module, torch.nn.TransformerEncoder) or not torch.backends.mha.get_fastpath_enabled():
+        return False
+    layers: Any = module.layers
+    return bool(module.use_nested_tensor) and not layers[0].training
 
 
 def zeros_at_padding(_model: torch.nn.Module) -> _Context:

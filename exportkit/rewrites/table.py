@@ -173,10 +173,12 @@ PACKED_SEQUENCES = Rewrite("packed sequences as padded ones with a mask", packed
 
 # What is tried, one after the other, if a trace fails; the first two only if it fixed a size.
 SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lists.symbolic_lengths)
+BUFFER_VALUES = Rewrite("buffers read as numbers", lambda _: contextlib.nullcontext())
 STRICT = Rewrite("traced from bytecode (strict)", lambda _: contextlib.nullcontext())
 LIBRARY_PATCHES = Rewrite("transformers' own export patches", library_patches)
 
-# By name, for `get_patch_mapping` and `apply_patches`. Strict tracing is left out: it rewrites nothing.
+# By name, for `get_patch_mapping` and `apply_patches`. Strict tracing and values of buffers are left out: they belong
+# to a trace.
 _CHOSEN = (FEATURE_ROWS, LISTS_OF_ONE, ALL_EXPERTS, PACKED_SEQUENCES, SYMBOLIC_LENGTHS, LIBRARY_PATCHES)
 BUILT_IN = {rewrite.name: rewrite for rewrite in (*REWRITES, *_CHOSEN)}
 

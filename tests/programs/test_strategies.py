@@ -23,6 +23,7 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
         "lists as separate tensors",
         "larger sizes",
         "lengths kept symbolic",
+        "values of buffers",
         "strict tracing",
         "transformers' export patches",
         "static lengths",
@@ -97,3 +98,34 @@ def test_a_size_that_is_1_in_the_recorded_calls_limits_no_size(tmp_path):
     for length in (5, 7, 13):
         x = torch.randn(2, 3, length)
         torch.testing.assert_close(onnx_model(x), model(x))
+
+
+class Flags(torch.nn.Module):
+    """Decides by the values of its buffers; may change them."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.counts = counts
+        self.register_buffer("is_ready", torch.tensor([True]))
+        self.register_buffer("times", torch.linspace(0, 1, 5))
+        self.register_buffer("shift", torch.tensor(3))
+
+    def forward(self, x):
+        assert (self.times.diff() > 0).all() or not self.is_ready
+        if self.counts:
+            self.shift += 1
+        return x[:, int(self.shift) :] * 2 if self.is_ready else x
+
+
+def test_a_buffer_is_read_as_a_number():
+    model = Flags(counts=False).eval()
+    exported = exportkit.export(model, observed(model, (2, 6), (3, 8)))
+    assert exported.attempts[-1].strategy == "values of buffers"
+    x = torch.randn(4, 9)
+    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+
+
+def test_a_buffer_that_changes_is_not_read_as_a_number():
+    model = Flags(counts=True).eval()
+    with pytest.raises(ExportError):
+        exportkit.export(model, observed(model, (2, 9), (3, 8)))

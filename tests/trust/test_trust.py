@@ -8,6 +8,8 @@ from tests.trust.table import FILES
 
 # What does not hold yet, and why.
 KNOWN = {
+    "operators-EncoderWithPadding": "not proven: without gradients, TransformerEncoder has zeros at padded positions; "
+    "the calls were recorded with gradients",
 }
 
 

@@ -58,29 +58,6 @@ def video_of_torchvision():
     return model, lambda batch, frames: model(randn(batch, 3, frames, 32, 32))
 
 
-@case([(2, 4), (3, 6)], [(1, 5), (4, 9)])
-def boxes_aligned():
-    import torchvision
-
-    class Regions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4 * 9, 5)
-
-        def forward(self, image, boxes):
-            found = torchvision.ops.roi_align(self.body(image), boxes, output_size=(3, 3), sampling_ratio=2)
-            return self.head(found.flatten(1))
-
-    model = Regions()
-
-    def use(batch, count):
-        corners = torch.rand(count, 2) * 8
-        boxes = torch.cat([torch.arange(count).unsqueeze(1) % batch, corners, corners + 4], 1)
-        model(images(batch, 16), boxes)
-
-    return model, use
-
-
 @case([(5,), (9,)], [(1,), (20,)])
 def boxes_suppressed():
     import torchvision
