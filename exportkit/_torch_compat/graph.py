@@ -41,6 +41,16 @@ def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
     return {argument.name: argument.default_value for argument in arguments} | given | dict(node.kwargs)
 
 
+def takes_number(node: torch.fx.Node, number: torch.fx.Node) -> bool:
+    """Returns whether an operator calculates with a number, and makes no size or index of it. Seen in torch 2.13."""
+    schema = schema_of(node.target)
+    if schema is None:
+        return False
+    kinds = {argument.name: str(argument.type) for argument in schema.arguments}
+    given = [kinds[name] for name, value in arguments_of(node).items() if value is number]
+    return bool(given) and all(kind in ("number", "Optional[number]", "Tensor") for kind in given)
+
+
 def is_assertion(node: torch.fx.Node) -> bool:
     """Returns whether a node only asserts something. Seen in torch 2.13."""
     return node.op == "call_function" and getattr(node.target, "_opname", None) in _ASSERTIONS

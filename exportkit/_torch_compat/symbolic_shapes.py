@@ -99,6 +99,13 @@ def depends_on_values(condition: Any) -> bool:
     return bool(require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))
 
 
+def value_error() -> type[Exception]:
+    """Returns the error that torch raises in a trace for a decision by values of tensors. Seen in torch 2.13."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return require(symbolic_shapes, "GuardOnDataDependentSymNode", "torch 2.13")  # type: ignore[no-any-return]
+
+
 def at_most(number: Any, limit: Any) -> Any:
     """Returns a size that a trace read from a tensor, promising that it lies between 0 and a limit.
 

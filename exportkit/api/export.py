@@ -14,11 +14,12 @@ from exportkit.api.exported import Exported
 from exportkit.api.observer import InputObserver
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Part
-from exportkit.errors import InvalidTypeError, PlanError
+from exportkit.errors import ExportkitError, InvalidTypeError, PlanError
 from exportkit.plan.plan import Plan
 from exportkit.probing.planning import BoundPlan, plan_calls
 from exportkit.programs.exported import ExportedModel, export_calls
 from exportkit.programs.failure import explained
+from exportkit.programs.number_inputs import is_arithmetic, varying_numbers
 from exportkit.programs.strategies import export_program
 from exportkit.programs.subject import exported_form
 from exportkit.programs.weights import with_weights
@@ -75,14 +76,34 @@ def export(
     if isinstance(observer_or_plan, Plan):
         return Exported.of(_planned(model, observer_or_plan, outputs or {}))
     observation = _observed(observer_or_plan)
-    form, calls = exported_form(model, observation, outputs or {})
-    plan_of = functools.partial(plan_calls, model=form if probe else None, method=calls.method_name)
-    exported = export_calls(form, calls, plan_of, problems_of)
+    exported = None if outputs else _with_number_inputs(model, observation, probe)
+    if exported is None:
+        exported = _exported(*exported_form(model, observation, outputs or {}), probe)
     if isinstance(observer_or_plan, InputObserver) and observer_or_plan.parts:
         found = observer_or_plan.parts
         parts = {name: _part(model, part, probe) for name, part in found.items()}
         exported = replace(exported, parts=parts, edges={name: part.edges for name, part in found.items()})
     return Exported.of(exported)
+
+
+def _exported(form: torch.nn.Module, calls: Observation, probe: bool) -> ExportedModel:
+    plan_of = functools.partial(plan_calls, model=form if probe else None, method=calls.method_name)
+    return export_calls(form, calls, plan_of, problems_of)
+
+
+def _with_number_inputs(model: torch.nn.Module, observation: Observation, probe: bool) -> ExportedModel | None:
+    """The model exported with Python numbers that vary as inputs; None if a graph cannot follow them."""
+    numbers = varying_numbers(observation) if probe else {}
+    if not numbers:
+        return None
+    try:
+        exported = _exported(*exported_form(model, observation, {}, numbers=numbers), probe)
+        for traced in exported.programs.values():
+            if not is_arithmetic(traced.program) or problems_of(traced, True):
+                return None
+    except ExportkitError:
+        return None
+    return exported
 
 
 def _planned(model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]) -> ExportedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -97,15 +98,23 @@ class InputObserver(Observer):
                 vary are distinct and greater than 1, so that no axis is specialised.
 
         Returns:
-            A tuple if all calls gave all inputs by position, else a dict in signature order.
+            A tuple if all calls gave all inputs by position, else a dict in signature order. Booleans and None that
+            ``**kwargs`` caught are left out, as torch.export takes none; a RuntimeWarning says so if they matter.
 
         Raises:
             NoCallsError: before any call.
             InvalidRequestError: if the first argument is neither None, an index, a tuple nor a dict.
             PlanError: if positional ``*args`` and named inputs are mixed, unless ``as_args_kwargs`` is set.
         """
-        from exportkit.peers.recorded import exportable_arguments, recorded_arguments
+        from exportkit.peers.recorded import exportable_arguments, flags_that_matter, recorded_arguments
 
+        model = None if self._model is None or self.is_empty() else self._model()
+        flags = {} if model is None else flags_that_matter(self.observation, model)
+        if flags:
+            left_out = ", ".join(f"{name}={value}" for name, value in flags.items())
+            text = f"exportkit: {left_out} is left out, since torch.export takes no Python value in **kwargs, and the"
+            text += " model returns something else without it. exportkit.export makes it part of the graph."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         if not exportable:
             return recorded_arguments(self.observation, index_or_args_or_kwargs, flat, as_args_kwargs)
         if index_or_args_or_kwargs is not None:

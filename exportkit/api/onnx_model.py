@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from exportkit.api.in_place import InPlace, Outside
 from exportkit.calls.call import Call
+from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.proof.calls import Tensors
 from exportkit.proof.prove import prove
@@ -38,6 +40,9 @@ class OnnxModel(OnnxRunner):
     def verify(self, unseen: bool = True) -> Report:
         """Returns the proof: a row for each recorded call, and for calls at sizes that were never run.
 
+        Sizes that turn out wrong leave the domain. The metadata of the ONNX file say so, too, unless it belongs to a
+        saved folder, which stays as it is.
+
         Args:
             unseen: Also try sizes that were not recorded. The model runs them in eager mode as the truth; a model that
                 was loaded from a folder has what the model returned when it was saved.
@@ -47,7 +52,22 @@ class OnnxModel(OnnxRunner):
         """
         notes = self.check_files() if self.check_files is not None else ()
         self.reopen_changed()
-        return prove(self, unseen, notes, _located)
+        before = {graph: graph.contract.domain for graph in _graphs(self)}
+        report = prove(self, unseen, notes, _located)
+        for graph, domain in before.items():
+            if graph.contract.domain != domain:
+                from exportkit.folder.folder import MANIFEST  # only where the proof found something
+                from exportkit.onnx_files.translate import write_domain
+
+                if not (graph.path.parent / MANIFEST).exists():
+                    try:
+                        write_domain(graph.contract)
+                    except OSError as error:
+                        text = (
+                            f"{graph.path} could not be written, so its metadata promise more than is proven: {error}"
+                        )
+                        report = replace(report, findings=(*report.findings, text))
+        return report
 
     def in_place_of(self, model: torch.nn.Module, *, outside: Outside = "raise") -> InPlace:
         """Returns a context manager inside which the model computes with these graphs.
@@ -92,6 +112,12 @@ class OnnxModel(OnnxRunner):
             RuntimeFailure: if onnxruntime refuses the graph.
         """
         return self.verify().locate(model)
+
+
+def _graphs(runner: OnnxRunner) -> Iterator[OnnxGraph]:
+    yield from runner.graphs.values()
+    for part in runner.parts.values():
+        yield from _graphs(part)
 
 
 def _located(

@@ -31,6 +31,7 @@ class Signature:
         var_keyword: Name of ``**kwargs``, if there is one.
         defaults: Default values by name, of the parameters that have one.
         positional_only: Names of parameters that cannot be given by name.
+        numbers: Parameters whose Python numbers a graph takes as 0-d tensors, with their types: ``int`` or ``float``.
     """
 
     names: tuple[str, ...]
@@ -38,6 +39,7 @@ class Signature:
     var_keyword: str | None
     defaults: Mapping[str, Any]
     positional_only: frozenset[str]
+    numbers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, method: Callable[..., Any]) -> Signature:
@@ -81,7 +83,25 @@ class Signature:
             (values if name in plain else extra)[name] = value
         if self.var_keyword is not None and extra:
             values[self.var_keyword] = extra
+        for name, kind in self.numbers.items():
+            value: Any = values.get(name, self.defaults.get(name))
+            if type(value).__name__ == kind and _fits(value):
+                values[name] = number_as_tensor(value)
         return {name: values[name] for name in self.names if name in values}
+
+    def require_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises ArgumentError if a Python number that a graph takes as a tensor is given as anything else."""
+        values = dict(zip(self._positions(), args, strict=False)) | dict(kwargs)
+        for name, kind in self.numbers.items():
+            value = values.get(name, self.defaults.get(name))
+            if type(value).__name__ != kind or not _fits(value):
+                raise ArgumentError(
+                    "This argument is a Python number, as the model takes it.",
+                    where=name,
+                    expected={"int": "an int of 64 bits"}.get(kind, f"a {kind}"),
+                    got=f"{type(value).__name__} {value}"[:200],
+                    hint="calls with this type were recorded, and none with another one.",
+                )
 
     def require_fit(self, args: tuple[Any, ...], kwargs: Iterable[str]) -> None:
         """Raises ArgumentError if more arguments are given by position than there are, or one of them twice.
@@ -148,6 +168,15 @@ class Signature:
         names = self.names
         stop = names.index(self.var_positional) if self.var_positional is not None else len(names)
         return tuple([name for name in names[:stop] if name != self.var_keyword])
+
+
+def number_as_tensor(value: float) -> torch.Tensor:
+    """Returns a Python number as a tensor that holds exactly this number."""
+    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+
+
+def _fits(value: Any) -> bool:
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class _SignatureData:
     var_keyword: str | None
     positional_only: frozenset[str]
     defaults: Mapping[str, Any]
+    numbers: Mapping[str, str] = field(default_factory=dict)
 
 
 def save_calls(
@@ -220,9 +221,7 @@ def _dump_tree(place: str, tree: Tree, kept: KeptTensors) -> dict[str, Any]:
 
 def _dump_signature(signature: Signature) -> dict[str, Any]:
     return {
-        "names": list(signature.names),
-        "var_positional": signature.var_positional,
-        "var_keyword": signature.var_keyword,
+        **vars(signature),
         "positional_only": sorted(signature.positional_only),
         "defaults": {name: dump_constant(value) for name, value in signature.defaults.items()},
     }
@@ -266,7 +265,7 @@ def _load_signature(data: _SignatureData) -> Signature:
         raise InvalidDataError("a signature with each of its parameters once", ", ".join(data.names), ".signature")
     with _located("defaults"):
         defaults = {name: load_value(value) for name, value in data.defaults.items()}
-    return Signature(data.names, data.var_positional, data.var_keyword, defaults, data.positional_only)
+    return Signature(data.names, data.var_positional, data.var_keyword, defaults, data.positional_only, data.numbers)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ later ones.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import sys
@@ -31,7 +30,7 @@ from exportkit.folder.manifest import GraphData, dump_graph, load_graph
 from exportkit.json_data import InvalidDataError, parse_json, read
 from exportkit.onnx_files.graph import Contract, OnnxGraph, Runtime
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
-from exportkit.onnx_files.translate import DOMAIN_KEY, input_names
+from exportkit.onnx_files.translate import input_names, write_domain
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.kinds import Split
 from exportkit.programs.strategies import Attempt
@@ -171,15 +170,11 @@ def _without_model(runner: OnnxRunner, with_unseen: bool) -> OnnxRunner:
 
 def _take_domains(runner: OnnxRunner, proven: OnnxRunner) -> None:
     """Gives graphs the domains with which they were proven, and the findings on what these leave out."""
-    import onnx_ir
-
     for name, graph in runner.graphs.items():
         contract = proven.graphs[name].contract
         if contract.domain != graph.contract.domain:
             graph.contract = replace(graph.contract, domain=contract.domain, plan=contract.plan)
-            model = onnx_ir.load(contract.path)
-            model.metadata_props[DOMAIN_KEY] = json.dumps(contract.domain.to_json())
-            onnx_ir.save(model, contract.path)
+            write_domain(contract)
     for name, part in runner.parts.items():
         _take_domains(part, proven.parts[name])
 

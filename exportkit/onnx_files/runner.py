@@ -136,6 +136,7 @@ class OnnxRunner:
             RuntimeFailure: if onnxruntime refuses them.
         """
         contract = self.contract
+        contract.signature.require_numbers(args, kwargs)
         if contract.stateful and STATE not in kwargs and self._goes_on(args, kwargs):
             kwargs[STATE] = self.module_state
         returned = self.run(args, kwargs)

@@ -116,6 +116,19 @@ def fused_opset(opset: int | None) -> int:
     return FUSED_OPSET
 
 
+def write_domain(contract: Contract) -> None:
+    """Writes the domain of a graph into the metadata of its file, without touching the weights.
+
+    Args:
+        contract: The graph, whose proof may have narrowed its domain.
+    """
+    import onnx_ir
+
+    model = onnx_ir.load(contract.path)
+    model.metadata_props[DOMAIN_KEY] = json.dumps(contract.domain.to_json())
+    onnx_ir.save(model, contract.path)
+
+
 def onnx_program(
     program: torch.export.ExportedProgram,
     opset: int | None = None,

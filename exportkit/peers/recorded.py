@@ -23,6 +23,8 @@ from exportkit.plan.infer import infer_plan
 from exportkit.plan.leaves import Leaf
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
+from exportkit.running.compare import outputs_close
+from exportkit.running.eager import EagerRunner
 from exportkit.trees import Growth, Tree, flatten, join
 
 _FEW_ELEMENTS = 2**16  # smaller tensors are copied: many share one memory, which copy-on-write would copy as a whole
@@ -235,6 +237,30 @@ def _without_caught_flags(trees: Mapping[str, Tree], observation: Observation) -
         if extra:
             kept[catch_all] = flatten(extra)
     return kept
+
+
+def flags_that_matter(observation: Observation, model: torch.nn.Module) -> dict[str, Any]:
+    """Returns the flags that are left out of inferred arguments, if the model returns something else without them.
+
+    Args:
+        observation: The calls.
+        model: The model, which is run.
+    """
+    catch_all = observation.signature.var_keyword or ""
+    for call in observation.calls if observation.has_values else ():
+        fewer = _without_caught_flags(call.arguments, observation)
+        caught = call.arguments[catch_all].build() if catch_all in call.arguments else {}
+        flags = {key: caught[key] for key in caught if catch_all not in fewer or key not in fewer[catch_all].build()}
+        if not flags:
+            continue
+        run = EagerRunner(model, observation.method_name)
+        try:
+            without = run(call.with_arguments(fewer))
+            matter = not outputs_close(call.outputs.tensors(), without) and not outputs_close(run(call), without)
+        except Exception:  # whatever the model raises without them
+            matter = True
+        return flags if matter else {}
+    return {}
 
 
 def _empty(tensor: torch.Tensor, axes: list[int], growth: Growth | None) -> torch.Tensor:

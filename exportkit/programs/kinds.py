@@ -14,7 +14,7 @@ from typing import Any
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
 from exportkit.json_data import Size, read
-from exportkit.trees import Fingerprint, Tree, constants_in, fingerprint, is_cache_class, join
+from exportkit.trees import Fingerprint, Tree, constants_in, fingerprint, is_cache_class, join, text_of
 from exportkit.trees.constants import from_json
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -112,7 +112,12 @@ class Split:
     @property
     def text(self) -> str:
         """One sentence about the split."""
-        return f"one graph failed, so {len(self.kinds)} programs: {', '.join(self.kinds)}. The cause: {self.reason}"
+        shared = frozenset.intersection(*(kind.constants for kind in self.kinds.values()))
+        names = []
+        for name, kind in self.kinds.items():
+            own = ", ".join(f"{path} = {text_of(value)}" for path, value in sorted(kind.constants - shared))
+            names.append(f"{name} ({own})" if own else name)
+        return f"one graph failed, so {len(self.kinds)} programs: {', '.join(names)}. The cause: {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the split as JSON data."""

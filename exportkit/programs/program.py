@@ -16,20 +16,20 @@ import torch
 
 from exportkit._torch_compat.graph import trace_module
 from exportkit._torch_compat.pytree import tree_leaves
-from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression
+from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression, value_error
 from exportkit.arguments.build import build_call
 from exportkit.arguments.table import nested_spec
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
 from exportkit.errors import ExportError
-from exportkit.overrides import replaced_attributes
+from exportkit.overrides import original_attribute, replaced_attributes
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import size_in
 from exportkit.probing.missing import Absences, MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.programs.domain import Domain
-from exportkit.programs.failure import failure
+from exportkit.programs.failure import Place, failure, is_model_code
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.subject import FlatSignature, WithEffects
@@ -218,8 +218,10 @@ def trace(
     ):
         specs, order = _specs(flat, plan), _input_order(flat, kwargs)
         try:
-            with modules_kept(model):
+            with modules_kept(model), _no_error_caught():
                 program = torch.export.export(model, (), kwargs=kwargs, dynamic_shapes=specs, strict=STRICT in rules)
+        except ExportError:
+            raise
         except Exception as error:
             again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
             request = TraceRequest(model, method, plan, example.call, names, again)
@@ -358,6 +360,31 @@ def _not_followed(where: str, expected: str, got: str) -> ExportError:
         got=f"{got} in the trace",
         hint="return tensors, or numbers that are computed from sizes or with .item().",
     )
+
+
+@contextlib.contextmanager
+def _no_error_caught() -> Iterator[None]:
+    """Raises ExportError if a model catches the error of a decision that cannot be traced: it went on without it."""
+    cls, noted = value_error(), list[BaseException]()
+    made = original_attribute(cls, "__init__")
+
+    def init(self: BaseException, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        noted.append(self)
+
+    with replaced_attributes(cls, {"__init__": init}):
+        yield
+    for error in noted:  # its traceback begins where it was caught
+        caught = error.__traceback__
+        if caught is not None and is_model_code(caught.tb_frame.f_code.co_filename):
+            place = Place(caught.tb_frame.f_code.co_filename, caught.tb_lineno)
+            noted.clear()
+            raise ExportError(
+                "The model decides by the values of a tensor, and catches the error that a trace raises there.",
+                where=str(place),
+                expected="code that goes the same way in a trace as in eager mode",
+                hint="compute both results, and choose with torch.where; or decide outside of the model.",
+            )
 
 
 @contextlib.contextmanager

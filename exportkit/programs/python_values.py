@@ -89,7 +89,7 @@ class PythonValues:
                 raise _unlike(found)
         missing = {path: found for path, found in self._left_out.items() if path not in given and path not in made}
         if missing:
-            raise _are_missing(missing)
+            raise _are_missing(missing, self.catch_all)
         for path, keys in self.orders.items():
             got = [key for key in value_at(values, path) or () if key in keys]
             expected = [key for key in keys if key in got]
@@ -188,13 +188,14 @@ def _unlike(found: Mismatch) -> ArgumentError:
     return ArgumentError(what, where=found.path, expected=found.expected, got=found.got, hint=hint)
 
 
-def _are_missing(missing: Mapping[str, Mismatch]) -> ArgumentError:
+def _are_missing(missing: Mapping[str, Mismatch], catch_all: str | None) -> ArgumentError:
     is_plural = len(missing) > 1
+    given = [f"{path.removeprefix(f'{catch_all}.')}={found.expected}" for path, found in missing.items()]
     return ArgumentError(
         f"A call has to give {'these constants' if is_plural else 'this constant'}: "
         f"left out, {'they' if is_plural else 'it'} would have another value.",
         where=", ".join(missing),
         expected=", ".join(found.expected for found in missing.values()),
         got=", ".join(found.got for found in missing.values()),
-        hint=f"give {', '.join(f'{path}={found.expected}' for path, found in missing.items())}.",
+        hint=f"give {', '.join(given)}.",
     )

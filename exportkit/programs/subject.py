@@ -12,6 +12,7 @@ import keyword
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from exportkit._torch_compat.modules import has_hooks
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
 from exportkit.probing.effects import written_arguments
+from exportkit.programs.number_inputs import with_numbers
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
 from exportkit.trees import Tree, flatten, join
@@ -30,7 +32,11 @@ RESULT = "result"
 
 
 def exported_form(
-    model: torch.nn.Module, observation: Observation, outputs: Mapping[str, Any], carries_state: bool = True
+    model: torch.nn.Module,
+    observation: Observation,
+    outputs: Mapping[str, Any],
+    carries_state: bool = True,
+    numbers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[torch.nn.Module, Observation]:
     """Returns the model in the form to export, and its calls as they would have been made to that.
 
@@ -39,6 +45,7 @@ def exported_form(
         observation: Its calls.
         outputs: What modules inside the model return and the graph shall return too, by key.
         carries_state: Whether a state that the model keeps on its modules becomes an argument and a result.
+        numbers: Python numbers that become inputs, with their types.
 
     Raises:
         InvalidRequestError: if ``outputs`` names modules that the model does not have.
@@ -50,16 +57,19 @@ def exported_form(
     written = written_arguments(observation, model, method)
     lost = [name for name, item in written.items() if item.place is None]
     hooked = method == "forward" and has_hooks(model)
+    if numbers:
+        model, observation = with_numbers(model, observation, numbers)
+        method = "forward"
     stateful = with_module_state(model, method, observation, lost) if carries_state else None
     if stateful is not None:
         model, observation = stateful
-    elif lost or hooked:
+    elif lost or (hooked and not numbers):
         model = WithEffects(model, observation, written=lost)
         observation = replayed(replace(observation, has_values=False, method_name="forward"), model, "forward")
     if isinstance(model, WithEffects) and model.wraps:
         for name, item in written.items():
             written[name] = replace(item, place=name if item.place is None else join(RESULT, item.place))
-    if hooked and isinstance(model, WithEffects):
+    if hooked and (numbers or isinstance(model, WithEffects)):
         target = "__call__"
     return model, replace(observation, written=written, target=target)
 

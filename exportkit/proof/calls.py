@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from exportkit.calls.call import Call
+from exportkit.calls.call import Call, number_as_tensor
+from exportkit.calls.observation import Observation
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
@@ -141,12 +142,18 @@ def call_at(traced: TracedProgram, sizes: Mapping[str, int], label: str) -> Call
     """
     plan, observation = traced.plan, traced.observation
     try:
-        call = sized_call(plan, observation, traced.defaults, sizes)
+        call = _with_other_numbers(sized_call(plan, observation, traced.defaults, sizes), observation)
         return run_sized(plan, traced.model, traced.method, replace(call, label=label))
     except Exception as error:
         reason = " ".join(str(error).split())[:240]
         text = f"the model itself raises {type(error).__name__}: {reason}"
         return Call({}, observation.signature, label=label, sizes=sizes, error=text)
+
+
+def _with_other_numbers(call: Call, observation: Observation) -> Call:
+    """The call with values that no recorded call had of the Python numbers that are inputs."""
+    values = {n: [made.tensors()[n].item() for made in observation.calls] for n in observation.signature.numbers}
+    return call.with_tensors({name: number_as_tensor(2 * max(found) + 1) for name, found in values.items()})
 
 
 def assembled_calls(runner: OnnxRunner) -> Iterator[tuple[str, Call, dict[str, Any]]]:

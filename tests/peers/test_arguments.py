@@ -348,6 +348,18 @@ def test_flags_in_variadic_keywords_are_left_out():
     assert observer.infer_dynamic_shapes() == {"x": {0: D}}
 
 
+def test_flags_in_variadic_keywords_that_matter_are_not_left_out_silently():
+    class Negated(torch.nn.Module):
+        def forward(self, x, **kwargs):
+            return -x if kwargs.get("negate") else x
+
+    model, observer = Negated(), InputObserver()
+    with observer(model):
+        model(ones(2), negate=True, return_dict=False)
+    with pytest.warns(RuntimeWarning, match="negate=True, return_dict=False is left out"):
+        assert text(observer.infer_arguments()) == "dict(x:T1s2)"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -431,3 +431,21 @@ def test_parameters_need_gradients_again_afterwards(tmp_path):
     model = torch.nn.Linear(4, 2)
     exportkit.export(model, observe(model, ((torch.ones(3, 4),), {}))).to_onnx(tmp_path / "model.onnx")
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_decision_by_values_whose_error_the_model_catches_is_not_exported():
+    class Tries(torch.nn.Module):
+        def forward(self, x):
+            try:
+                if x.min() > 0:
+                    return x * 2
+            except Exception:
+                pass
+            return x * 3
+
+    model, observer = Tries(), exportkit.InputObserver()
+    with observer(model):
+        for rows in (2, 3):
+            model(torch.randn(rows, 5))
+    with pytest.raises(ExportError, match=r"catches the error that a trace raises there\.\n.*test_export\.py"):
+        exportkit.export(model, observer)

@@ -1,7 +1,9 @@
 """The proof: what it finds, and what it says."""
 
+import json
 from dataclasses import replace
 
+import onnx_ir
 import pytest
 import torch
 
@@ -95,6 +97,8 @@ def test_small_sizes_that_differ_in_onnxruntime_alone_leave_the_domain(tmp_path,
     assert report.ok
     assert any(text.startswith("onnxruntime does not serve x_axis_1 = 1: ") for text in report.findings)
     assert {"x_axis_1": 1} not in [pattern.sizes for pattern in onnx_model.domain.patterns]
+    written = onnx_ir.load(onnx_model.path).metadata_props["exportkit.domain"]
+    assert json.loads(written) == json.loads(json.dumps(onnx_model.domain.to_json()))
     assert onnx_model.verify().findings == report.findings
     with pytest.raises(ArgumentError, match="was not shown to be right for x_axis_1 = 1"):
         onnx_model(torch.randn(2, 1))

@@ -1,0 +1,76 @@
+"""Python numbers that vary between calls become inputs, where a model only calculates with them."""
+
+import pytest
+import torch
+
+import exportkit
+from exportkit.errors import ArgumentError
+
+pytestmark = pytest.mark.runtime
+
+
+class Scales(torch.nn.Module):
+    def forward(self, x, scale=1.0, step=0):
+        return x * scale + torch.full_like(x, step) - step / 1000
+
+
+class Branches(torch.nn.Module):
+    def forward(self, x, scale):
+        return x * scale if scale > 1 else x - scale
+
+
+class Cuts(torch.nn.Module):
+    def forward(self, x, count):
+        return x[:, :count] * 2
+
+
+class AsksForTheType(torch.nn.Module):
+    def forward(self, x, step):
+        return x * step if isinstance(step, int) else x * 3
+
+
+def onnx_model(model, folder, *calls):
+    observer = exportkit.InputObserver()
+    with observer(model):
+        for args, kwargs in calls:
+            model(*args, **kwargs)
+    exported = exportkit.export(model, observer)
+    exported.save(folder / "folder")
+    return exported.to_onnx(folder / "model.onnx")
+
+
+def test_numbers_that_a_model_calculates_with_are_inputs(tmp_path):
+    model, x = Scales(), torch.randn(4, 6)
+    calls = [((torch.randn(2, 3), 2.0), {"step": 3}), ((torch.randn(3, 5),), {"scale": 0.5})]
+    runner = onnx_model(model, tmp_path, *calls)
+    assert runner.split is None
+    assert runner.verify().ok
+    for each in (runner, exportkit.load(tmp_path / "folder")):
+        for args, kwargs in (((x, -7.25), {"step": 900}), ((x,), {}), ((x,), {"step": -1})):
+            got, wanted = each(*args, **kwargs), model(*args, **kwargs)
+            assert got.dtype is wanted.dtype
+            torch.testing.assert_close(got, wanted)
+        for kwargs in ({"scale": 2}, {"step": True}, {"step": torch.tensor(3)}, {"step": 2**63}):
+            with pytest.raises(ArgumentError, match="is a Python number"):
+                each(x, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("model", "numbers", "other"), [(Branches(), (2.0, 0.5), 3.0), (Cuts(), (2, 1), -1)], ids=["branches", "cuts"]
+)
+def test_numbers_that_decide_or_make_sizes_stay_constants_and_the_programs_say_which(tmp_path, model, numbers, other):
+    runner = onnx_model(model, tmp_path, *[((torch.randn(n, 5), number), {}) for n, number in enumerate(numbers, 2)])
+    x = torch.randn(4, 5)
+    assert runner.split is not None
+    assert all(f"= {number})" in runner.split.text for number in numbers)
+    for number in numbers:
+        torch.testing.assert_close(runner(x, number), model(x, number))
+    with pytest.raises(ArgumentError):
+        runner(x, other)
+
+
+def test_a_model_that_asks_for_the_type_of_a_number_gets_a_number(tmp_path):
+    model, x = AsksForTheType(), torch.randn(4, 5)
+    runner = onnx_model(model, tmp_path, ((torch.randn(2, 5), 1), {}), ((torch.randn(3, 5), 2), {}))
+    for step in (1, 2):
+        torch.testing.assert_close(runner(x, step), x * step)
