@@ -84,9 +84,9 @@ class Signature:
         if self.var_keyword is not None and extra:
             values[self.var_keyword] = extra
         for name, kind in self.numbers.items():
-            value: Any = values.get(name, self.defaults.get(name))
-            if type(value).__name__ == kind and _fits(value):
-                values[name] = number_as_tensor(value)
+            number: Any = values.get(name, self.defaults.get(name))
+            if type(number).__name__ == kind and _fits(number):
+                values[name] = number_as_tensor(number)
         return {name: values[name] for name in self.names if name in values}
 
     def require_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ onnxruntime has no kernel for, or that is written differently, is translated as 
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from onnxscript import opset23
 from onnxscript.function_libs.torch_lib.ops import nn
 
-from exportkit._torch_compat.graph import UNSAFE_VIEW, arguments_of, schema_of, with_graph_module
+from exportkit._torch_compat.graph import VIEWS, arguments_of, schema_of, with_graph_module
 from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression
 from exportkit.onnx_files.decompositions import erase_unused
-from exportkit.onnx_files.exact import call_node
+from exportkit.onnx_files.exact import any_visible, call_node
+from exportkit.onnx_files.written_attention import written_attention
 
 aten = torch.ops.aten
 op: Any = opset23  # its annotations know values of one graph, not numbers
@@ -33,7 +35,7 @@ Zeros = Mapping[Any, int]
 # The operators. They are torch's own, under names that are neither decomposed nor translated in the usual way, and with
 # the arguments of the ONNX operator.
 
-_OPTIONS = "*, bool is_causal=False, float? scale=None"
+_OPTIONS = "*, bool is_causal=False, float? scale=None, float softcap=0.0"
 
 
 @torch.library.custom_op(
@@ -41,9 +43,17 @@ _OPTIONS = "*, bool is_causal=False, float? scale=None"
     mutates_args=(),
     schema=f"(Tensor query, Tensor key, Tensor value, Tensor? mask, {_OPTIONS}) -> Tensor",
 )
-def _attention(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> torch.Tensor:
-    attend: Any = torch.nn.functional.scaled_dot_product_attention
-    result: torch.Tensor = attend(query, key, value, mask, enable_gqa=True, **options)
+def _attention(query: Any, key: Any, value: Any, mask: Any, *, softcap: float = 0.0, **options: Any) -> torch.Tensor:
+    result: torch.Tensor
+    if not softcap:
+        attend: Any = torch.nn.functional.scaled_dot_product_attention
+        result = attend(query, key, value, mask, enable_gqa=True, **options)
+        return result
+    key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+    scores = (query @ key.mT * options["scale"] / softcap).tanh() * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+    result = scores.softmax(-1) @ value
     return result
 
 
@@ -77,10 +87,8 @@ _attention.register_fake(_fake_attention)
 _cached_attention.register_fake(_fake_cached_attention)
 
 
-def _form(
-    query: Any, key: Any, value: Any, mask: Any, *past: Any, is_causal: bool = False, scale: float | None = None
-) -> Any:
-    options = {"is_causal": int(is_causal)} | ({} if scale is None else {"scale": scale})
+def _form(query: Any, key: Any, value: Any, mask: Any, *past: Any, is_causal: bool = False, **options: Any) -> Any:
+    options = {"is_causal": int(is_causal), **{name: number for name, number in options.items() if number}}
     results = op.Attention(query, key, value, mask, *past, **options)
     return results[:3] if past else results[0]
 
@@ -114,10 +122,17 @@ def with_whole_attention(program: torch.export.ExportedProgram, zeros: Sequence[
     return with_graph_module(program, module)
 
 
+def _arguments(node: torch.fx.Node) -> dict[str, Any] | None:
+    """The arguments of the attention that a node computes, by name."""
+    if node.target is aten.scaled_dot_product_attention.default:
+        return {**arguments_of(node), "softcap": 0.0}
+    return written_attention(node)
+
+
 def _is_fusible(node: torch.fx.Node, zeros: Sequence[Zeros]) -> bool:
-    if node.target is not aten.scaled_dot_product_attention.default:
+    given = _arguments(node)
+    if given is None:
         return False
-    given = arguments_of(node)
     query, key, value = (given[name].meta["val"] for name in ("query", "key", "value"))
     if any(part.ndim != 4 or part.dtype != query.dtype or part.dtype not in _DTYPES for part in (query, key, value)):
         return False
@@ -149,20 +164,33 @@ def _same(first: Any, second: Any) -> bool:
 
 def _make_whole(node: torch.fx.Node, masks: dict[Any, Any]) -> None:
     """Makes a node the operator itself: the program knows its outputs by name."""
-    given = arguments_of(node)
-    query, old = given["query"], (given["key"], given["value"])
-    single = [_unrepeated(part) for part in old]
-    key, value = map(_source, old if None in single else single)
-    mask = given["attn_mask"] if given["attn_mask"] is None else _full_mask(node, given["attn_mask"], query, masks)
-    options = {name: given[name] for name in ("is_causal", "scale") if given[name]}
+    given, graph = _arguments(node) or {}, node.graph
+    query, mask, old = given["query"], given["attn_mask"], (given["key"], given["value"])
+    is_written = node.target is aten.matmul.default
+    if is_written and mask is not None:
+        old = *old, *node.args
+        with graph.inserting_before(node):
+            if given["filled"] is not None:
+                mask = call_node(graph, aten.where.Scalar, mask, given["filled"], 0.0)
+            visible = any_visible(graph, mask)
+            inner = graph.create_node("call_function", node.target)
+        inner.meta = dict(node.meta)
+        # without a visible key, the softmax that the model computes itself is not a number
+        node.target, node.args, node.kwargs = aten.where.ScalarOther, (visible, inner, math.nan), {}
+        node = inner
+    single = [_unrepeated(part) for part in old[:2]]
+    key, value = map(_source, old[:2] if None in single else single)
+    mask = mask if mask is None else _full_mask(node, mask, query, masks)
+    options = {name: given[name] for name in ("is_causal", "scale", "softcap") if given[name]}
+    old = *old, *node.args
     node.target, node.args, node.kwargs = torch.ops.exportkit.attention.default, (query, key, value, mask), options
-    erase_unused(old)
+    erase_unused([other for other in old if isinstance(other, torch.fx.Node)])
     if not _is_cached(node, query, key, value):
         return
     (past_key, new_key), (past_value, new_value) = key.args[0], value.args[0]
-    with node.graph.inserting_before(node):
+    with graph.inserting_before(node):
         arguments = (query, new_key, new_value, mask, past_key, past_value)
-        whole = node.graph.call_function(torch.ops.exportkit.cached_attention.default, arguments, options)
+        whole = graph.call_function(torch.ops.exportkit.cached_attention.default, arguments, options)
     whole.meta = {**node.meta, "val": tuple(result.meta["val"] for result in (node, key, value))}
     node.append(key)  # which moves it behind the node
     key.append(value)
@@ -170,7 +198,6 @@ def _make_whole(node: torch.fx.Node, masks: dict[Any, Any]) -> None:
         result.target, result.args, result.kwargs = operator.getitem, (whole, place), {}
 
 
-_VIEWS = (aten.reshape.default, aten.view.default, UNSAFE_VIEW, aten.flatten.using_ints)
 _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 
 
@@ -192,7 +219,7 @@ def _unrepeated(value: Any) -> Any:
     view = _source(value)
     if view.target is aten.repeat_interleave.self_int and arguments_of(view)["dim"] in (1, -3):
         return view.args[0]
-    if view.target not in _VIEWS or (repeated := _source(view.args[0])).target is not aten.expand.default:
+    if view.target not in VIEWS or (repeated := _source(view.args[0])).target is not aten.expand.default:
         return None
     single = _source(repeated.args[0])
     if single.target is not aten.unsqueeze.default or repeated.meta["val"].ndim != 5 or single.args[1] not in (2, -3):

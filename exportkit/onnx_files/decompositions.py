@@ -14,7 +14,14 @@ from typing import Any, cast
 
 import torch
 
-from exportkit._torch_compat.graph import arguments_of, copied_module, is_assertion, schema_of, with_graph_module
+from exportkit._torch_compat.graph import (
+    arguments_of,
+    copied_module,
+    is_assertion,
+    is_inactive_dropout,
+    schema_of,
+    with_graph_module,
+)
 from exportkit.onnx_files.complex_numbers import complex_decompositions
 from exportkit.onnx_files.exact import (
     EXACT,
@@ -81,7 +88,7 @@ def _is_removable(node: torch.fx.Node) -> bool:
 
     Sizes stay as well: torch.fx keeps track of them, and an unused size costs nothing.
     """
-    if node.op != "call_function" or node.users or node.is_impure():
+    if node.op != "call_function" or node.users or (node.is_impure() and not is_inactive_dropout(node)):
         return False
     return not getattr(schema_of(node.target), "is_mutable", False) and "sym_size" not in str(node.target)
 

@@ -33,7 +33,7 @@ def with_zeros_for_masked_rows(program: torch.export.ExportedProgram) -> torch.e
             continue
         with module.graph.inserting_before(node):
             if mask not in visible:
-                visible[mask] = _any_visible(module.graph, mask)
+                visible[mask] = any_visible(module.graph, mask)
             attention = module.graph.call_function(node.target, node.args, node.kwargs)
         attention.meta = dict(node.meta)
         # the node itself becomes the choice, since the program knows its outputs by name
@@ -50,7 +50,8 @@ def _mask_of(node: torch.fx.Node) -> torch.fx.Node | None:
     return mask if isinstance(mask, torch.fx.Node) else None
 
 
-def _any_visible(graph: torch.fx.Graph, mask: torch.fx.Node) -> torch.fx.Node:
+def any_visible(graph: torch.fx.Graph, mask: torch.fx.Node) -> torch.fx.Node:
+    """Returns a new node that says, for each query, whether a mask leaves it a key."""
     shown = mask
     if mask.meta["val"].dtype is not torch.bool:
         shown = call_node(graph, aten.ne.Scalar, mask, -math.inf)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.errors import ArgumentError, ExportkitError
+from exportkit.errors import ArgumentError, ExportkitError, RuntimeFailure
 from exportkit.onnx_files.graph import Measured, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
 from exportkit.plan.leaves import Finding
@@ -133,9 +133,19 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
             further += [_unseen_row(graph, call, locate) for call in small_calls(graph.traced, left)]
     further = _narrowed(graph, rows, further)
     contract = graph.contract
-    findings = tuple(finding.text for finding in contract.plan.findings)
+    findings = (*(finding.text for finding in contract.plan.findings), *_computed_otherwise(graph))
     inside = sum(row.status != "outside" for row in further)
     return Report((*rows, *further), min(_ENOUGH_UNSEEN, inside), findings, limits=tuple(contract.domain.limits()))
+
+
+def _computed_otherwise(graph: OnnxGraph) -> Iterator[str]:
+    """Says which operators computed in float32 for the proof."""
+    with contextlib.suppress(RuntimeFailure):
+        if names := graph.session.in_float32:
+            yield (
+                f"onnxruntime has no kernel of {', '.join(names)} for the dtype of the model on the CPU: here they "
+                "compute in float32, between casts; the file keeps its dtype."
+            )
 
 
 def _is_wrong(row: Row) -> bool:
@@ -270,6 +280,10 @@ def _left_out(differences: Sequence[Difference]) -> str:
     return f"{most.path or 'output'}: {most.left_out} elements are arbitrary in the model, and were not compared"
 
 
+def _in_float32(tensors: Tensors) -> Tensors:
+    return {path: t.to(torch.float32) if t.dtype is torch.float64 else t for path, t in tensors.items()}
+
+
 def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Tensors) -> tuple[Difference, ...]:
     """Returns one difference for each output leaf.
 
@@ -284,6 +298,8 @@ def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Ten
     """
     joined = graph.contract.joined_outputs
     expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
+    if graph.session.in_float32:
+        expected, got = _in_float32(expected), _in_float32(got)
     bound = rounding_bound if graph.eager is not None else functools.partial(rounding_bound, times=_ELSEWHERE)
 
     def compared(measured: Measured) -> tuple[Difference, ...]:

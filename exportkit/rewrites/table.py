@@ -16,7 +16,7 @@ import torch
 
 from exportkit._torch_compat.transformers import exporter_patches
 from exportkit.overrides import namespaces, replaced_attributes, replaced_functions
-from exportkit.rewrites import attention, caches, grids, images, lists, packed_sequences, token_scans
+from exportkit.rewrites import attention, caches, grids, images, lists, packed_sequences, quantised, token_scans
 from exportkit.rewrites.chunk_scans import delta_rule, state_space_scan
 
 
@@ -63,6 +63,9 @@ def library_patches(_model: torch.nn.Module) -> Iterator[None]:
 
 
 REWRITES = (
+    Rewrite(
+        "quantised layers as arithmetic on integers", quantised.dynamic_layers, matches=quantised.has_dynamic_layers
+    ),
     Rewrite("sliding windows of symbolic length", caches.symbolic_windows, matches=caches.has_sliding_window),
     Rewrite("experts as batched matrix products", lists.batched_experts, matches=lists.has_experts),
     Rewrite(

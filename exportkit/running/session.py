@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
+from exportkit.running.kernels import with_float32_where_needed
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -87,6 +89,7 @@ class Session:
         inputs: Names of the graph's inputs.
         shapes: Shape of each input by name, with the names of dynamic axes.
         outputs: Names of the graph's outputs.
+        in_float32: Names of operators that have no kernel for the dtype of the model, and compute in float32.
 
     Raises:
         MissingPackageError: if onnxruntime is not installed.
@@ -104,6 +107,7 @@ class Session:
             options.add_session_config_entry("session.disable_prepacking", "1")  # not worth its time for a single run
         self._source = model if isinstance(model, bytes) else str(model)
         self._options = options
+        self.in_float32: tuple[str, ...] = ()
         self._open()
         self._dangers: tuple[bool, bool] | None = None  # of empty inputs; looked for when there are some
         self.shapes: dict[str, tuple[str | int, ...]] = {}
@@ -113,17 +117,30 @@ class Session:
         self.outputs: list[str] = [value.name for value in self._session.get_outputs()]
 
     def _open(self, **options: Any) -> None:
-        runtime = self._runtime
         try:
-            self._session: onnxruntime.InferenceSession = runtime.InferenceSession(
-                self._source, self._options, providers=["CPUExecutionProvider"], **options
-            )
+            self._session: onnxruntime.InferenceSession = self._opened(self._source, options)
         except Exception as error:
-            raise RuntimeFailure(
-                "onnxruntime cannot load the model.",
-                where="serialised model" if isinstance(self._source, bytes) else self._source,
-                got=_first_line(error),
-            ) from error
+            found = self._opened_in_float32(options)
+            if found is None:
+                raise RuntimeFailure(
+                    "onnxruntime cannot load the model.",
+                    where="serialised model" if isinstance(self._source, bytes) else self._source,
+                    got=_first_line(error),
+                ) from error
+            self._session = found
+
+    def _opened(self, source: str | bytes, options: Mapping[str, Any]) -> Any:
+        return self._runtime.InferenceSession(source, self._options, providers=["CPUExecutionProvider"], **options)
+
+    def _opened_in_float32(self, options: Mapping[str, Any]) -> Any:
+        """The model with casts around operators that have no kernel for its dtype; None if that does not help."""
+        with contextlib.suppress(Exception):  # whatever is wrong with the model, the first error says it
+            model, self.in_float32 = with_float32_where_needed(self._source)
+            if isinstance(self._source, str):
+                self._options.add_session_config_entry(_FOLDER, str(Path(self._source).resolve().parent))
+            if self.in_float32:
+                return self._opened(model, options)
+        return None
 
     def run(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the outputs by name, in order.

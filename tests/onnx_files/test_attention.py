@@ -204,3 +204,74 @@ def test_a_program_with_whole_attention_computes_the_same_in_torch():
     args = cached_call(3, 4, 2)
     for one, other in zip(program.module()(*args), whole.module()(*args), strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Written(torch.nn.Module):
+    """Attention in single steps, over a cache."""
+
+    def __init__(self, hide, softcap=None):
+        super().__init__()
+        self.hide, self.softcap = hide, softcap
+
+    def forward(self, heads, past_key, past_value, mask):
+        query, key, value = heads.split([4, 2, 2], 1)
+        keys, values = torch.cat([past_key, key], -2), torch.cat([past_value, value], -2)
+        key, value = (part.repeat_interleave(2, 1) for part in (keys, values))
+        scores = torch.matmul(query, key.transpose(2, 3)) * 0.3
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        weights = functional.dropout(self.hide(scores, mask).softmax(-1), 0.1, self.training)
+        return torch.matmul(weights, value), keys, values
+
+
+def hidden_by(number):
+    return lambda scores, mask: scores + torch.where(mask, 0.0, number)
+
+
+HIDDEN = {
+    "added": hidden_by(LOWEST),
+    "added infinity": hidden_by(-torch.inf),
+    "filled": lambda scores, mask: scores.masked_fill(~mask, -torch.inf),
+    "filled with the smallest number": lambda scores, mask: scores.masked_fill(~mask, LOWEST),
+}
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_attention_in_single_steps_becomes_one_operator(name, softcap):
+    model = Written(HIDDEN[name], softcap)
+    nodes, run = fused(model, cached_call(2, 3, 5), AXES)
+    (attention,) = nodes["Attention"]
+    assert len(attention.inputs) == 6
+    assert "Softmax" not in nodes
+    for sizes in ((2, 3, 5), (3, 1, 1), (1, 4, 0)):
+        call = cached_call(*sizes)
+        call[-1][0, :, -1] = False  # an average of all values, or not a number
+        assert_same(model, run, call)
+
+
+UNLIKE = {
+    "the weights are used": lambda scores, mask: scores,
+    "a mask of integers is added": lambda scores, mask: scores + mask,
+    "scores are clamped": lambda scores, mask: scores.clamp(max=1.0).masked_fill(~mask, -torch.inf),
+    "some are hidden less": lambda scores, mask: scores.masked_fill(~mask, -3.0),
+    "more than the mask is added": lambda scores, mask: scores.add(mask.float(), alpha=2),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_is_not_quite_attention_stays_as_it_is(name):
+    class Model(Written):
+        def forward(self, heads, past_key, past_value, mask):
+            results = super().forward(heads, past_key, past_value, mask)
+            return (*results, self.scores.sum()) if name == "the weights are used" else results
+
+        def keep(self, scores, mask):
+            self.scores = scores
+            return UNLIKE[name](scores, mask)
+
+    model = Model(None)
+    model.hide = model.keep
+    args = cached_call(2, 3, 5)
+    program = torch.export.export(model, args, dynamic_shapes=dynamic(AXES))
+    assert with_whole_attention(program, []) is program

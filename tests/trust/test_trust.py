@@ -7,10 +7,7 @@ from tests.trust.judge import judge
 from tests.trust.table import FILES
 
 # What does not hold yet, and why.
-KNOWN = {
-    "operators-EncoderWithPadding": "not proven: without gradients, TransformerEncoder has zeros at padded positions; "
-    "the calls were recorded with gradients",
-}
+KNOWN = {}
 
 
 def _with_known_fault(case):

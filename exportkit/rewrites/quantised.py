@@ -1,0 +1,64 @@
+"""Layers that torch quantises dynamically, which a trace cannot enter: the same arithmetic with operators of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from exportkit.overrides import ChildOf, replaced
+
+# As torch chooses the steps that inputs are rounded to; it leaves out one of 8 bits, so that kernels do not overflow.
+_LEVELS = 127.0
+_LEAST_STEP = 6.1e-5
+
+
+class _DynamicLinear(torch.nn.Module):
+    """A linear layer with weights of 8 bits, whose input is rounded to 7 bits between its extremes."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        weight, self.bias = layer.weight(), layer.bias()
+        by_row = weight.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+        scale = weight.q_per_channel_scales()[:, None] if by_row else torch.tensor(weight.q_scale())
+        zero = weight.q_per_channel_zero_points()[:, None] if by_row else torch.tensor(weight.q_zero_point())
+        for name, value in (("weight", weight.int_repr()), ("scale", scale.float()), ("zero", zero.float())):
+            self.register_buffer(name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low, high = -x.amin().double().neg().relu(), x.amax().double().relu()
+        step = (high - low) / _LEVELS
+        zero = torch.where(step == 0, 0.0, -low / step).round().float()
+        step = torch.where(step == 0, 0.1, torch.where(step < _LEAST_STEP, _LEAST_STEP, step))
+        step = step.float()
+        rounded = ((x * (1 / step)).round() + zero).clamp(0.0, _LEVELS) - zero
+        weight = (self.weight.float() - self.zero) * self.scale
+        return torch.nn.functional.linear(rounded * step, weight, self.bias)
+
+
+def _layers(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    module = sys.modules.get("torch.ao.nn.quantized.dynamic")  # imported if there is such a layer
+    kinds = () if module is None else (module.Linear,)
+    found = [(name, part) for name, part in model.named_modules() if name and type(part) in kinds]
+    return [(name, part) for name, part in found if part.weight().is_quantized]
+
+
+def has_dynamic_layers(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a part of the model is quantised dynamically."""
+    return bool(_layers(model))
+
+
+def dynamic_layers(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Puts layers that a trace can enter in place of those that are quantised dynamically."""
+    replacements = []
+    for path, layer in _layers(model):
+        parent, _, name = path.rpartition(".")
+        replacements.append((ChildOf(model.get_submodule(parent), name), _DynamicLinear(layer)))
+    return replaced(replacements)
