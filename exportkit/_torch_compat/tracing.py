@@ -92,6 +92,15 @@ def traced_tensor_classes() -> tuple[type, ...]:
     return tuple(cls for cls in classes if "tolist" in vars(cls))
 
 
+def distribution_checks() -> tuple[type, str]:
+    """Returns the attribute by which distributions check the values of their arguments. Seen in torch 2.13."""
+    from torch.distributions import Distribution
+
+    name = "_validate_args"
+    require(Distribution, name, "torch 2.13")
+    return Distribution, name
+
+
 def in_backward() -> bool:
     """Returns whether the thread runs a backward pass, in which checkpointed layers run again. Seen in torch 2.13."""
     return bool(_current_graph_task()() != -1)

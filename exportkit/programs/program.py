@@ -17,6 +17,7 @@ import torch
 from exportkit._torch_compat.graph import trace_module
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression, value_error
+from exportkit._torch_compat.tracing import distribution_checks
 from exportkit.arguments.build import build_call
 from exportkit.arguments.table import nested_spec
 from exportkit.calls.call import Call
@@ -402,9 +403,13 @@ def without_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings, and the partial graph that torch prints when a trace fails: the error says what is wrong."""
+    """Silences warnings, checks of the values that distributions take, and the partial graph of a failed trace.
+
+    torch prints such a graph, and the error says what is wrong.
+    """
+    owner, name = distribution_checks()
     silent = replaced_attributes(trace_module(), {"print": lambda *_, **__: None})
-    with warnings.catch_warnings(), silent:
+    with warnings.catch_warnings(), silent, replaced_attributes(owner, {name: False}):
         warnings.simplefilter("ignore")
         yield
 

@@ -211,7 +211,7 @@ class Search:
     def size_fixed(self) -> bool:
         """Whether torch could not trace the model because its code fixes a dynamic size."""
         message = str(self.error.__cause__) if self.error is not None and self.trace_failed else ""
-        return "specialized" in message or SYMBOLIC_LENGTH in message
+        return any(text in message for text in ("specialized", SYMBOLIC_LENGTH, "unhashable type: non-nested SymInt"))
 
     @property
     def needs_values(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,18 +147,24 @@ def _tolist_of(cls: Any) -> Callable[[torch.Tensor], Any]:
 
 
 def symbolic_lengths(model: torch.nn.Module) -> _Context:
-    """Shadows what makes ints of lengths, in the Python modules that define the classes of the model."""
+    """Shadows what makes ints of lengths, and caches by length, where the classes of the model are defined."""
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     own = [sys.modules[n] for n in sorted(names) if n.partition(".")[0] not in ("torch", "builtins", "exportkit")]
     shadows = {"len": _length, "int": Int, "torch_int": Int}
-    return replaced(
-        [
-            (Attribute(module, name), shadow)
-            for module in own
-            for name, shadow in shadows.items()
-            if name != "torch_int" or hasattr(module, name)
-        ]
-    )
+    replacements: list[tuple[Any, Any]] = [
+        (Attribute(module, name), shadow)
+        for module in own
+        for name, shadow in shadows.items()
+        if name != "torch_int" or hasattr(module, name)
+    ]
+    for owner in (*own, *{cls for module in model.modules() for cls in type(module).__mro__}):
+        for name, value in vars(owner).items():
+            if isinstance(value, _Cached):  # a cache cannot look a symbolic length up
+                replacements.append((Attribute(owner, name), value.__wrapped__))
+    return replaced(replacements)
+
+
+_Cached = type(functools.cache(len))
 
 
 def _length(value: Any) -> Any:

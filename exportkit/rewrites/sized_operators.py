@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.graph import scan
+
 aten = torch.ops.aten
 
 
@@ -65,10 +67,57 @@ def _tensor_split(values: torch.Tensor, sections: int, dim: int = 0) -> Any:
     return values.split(sizes, dim)
 
 
+def _recurrence(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """A plain recurrent layer as one loop operator for each layer and direction."""
+
+    def run(  # noqa: PLR0917 (torch's positions)
+        inputs: torch.Tensor,
+        first: torch.Tensor,
+        weights: list[torch.Tensor],
+        has_biases: bool,
+        count: int,
+        dropout: float,
+        is_training: bool,
+        is_bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values, last = inputs.transpose(0, 1) if batch_first else inputs, []
+        directions, size = 2 if is_bidirectional else 1, 4 if has_biases else 2
+        for layer in range(count):
+            found = []
+            for index in range(layer * directions, (layer + 1) * directions):
+                kernel, inner, *biases = weights[index * size : (index + 1) * size]
+                tokens = torch.nn.functional.linear(values, kernel, *biases[:1])
+                is_reverse = index % directions == 1
+                state, outputs = _run(
+                    activation, inner, biases[1:], first[index], tokens.flip(0) if is_reverse else tokens
+                )
+                found.append(outputs.flip(0) if is_reverse else outputs)
+                last.append(state)
+            values = torch.cat(found, dim=-1)
+            if layer < count - 1:
+                values = torch.dropout(values, dropout, is_training)
+        return values.transpose(0, 1) if batch_first else values, torch.stack(last)
+
+    return run
+
+
+def _run(activation: Any, weight: torch.Tensor, bias: Any, state: torch.Tensor, tokens: torch.Tensor) -> Any:
+    def step(state: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        new = activation(token + torch.nn.functional.linear(state, weight, *bias))
+        return new, new.clone()
+
+    return scan(step, state.clone(), tokens)  # a view starts at an offset, which the loop operator makes a number
+
+
 # Python functions of torch by name, and kernels by composite operator.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "linspace": _linspace,
     "triu_indices": _triu_indices,
     "tril_indices": _tril_indices,
 }
-KERNELS: dict[Any, Callable[..., Any]] = {aten.tensor_split.sections: _tensor_split}
+KERNELS: dict[Any, Callable[..., Any]] = {
+    aten.tensor_split.sections: _tensor_split,
+    aten.rnn_tanh.input: _recurrence(torch.tanh),
+    aten.rnn_relu.input: _recurrence(torch.relu),
+}

@@ -1,5 +1,7 @@
 """The table of strategies: their order, and what a report says about the attempts."""
 
+import functools
+
 import pytest
 import torch
 
@@ -82,6 +84,22 @@ def test_what_earlier_calls_cached_for_their_sizes_limits_no_size(kind, tmp_path
         torch.testing.assert_close(onnx_model(x), model(x))
 
 
+@functools.lru_cache
+def table_of(length):
+    return torch.arange(length, dtype=torch.float32)[:, None].sin()
+
+
+def test_a_function_that_caches_by_length_is_called_in_the_trace():
+    class OfTable(torch.nn.Module):
+        def forward(self, x):
+            return x + table_of(x.shape[1])
+
+    exported = exportkit.export(OfTable(), observed(OfTable(), (2, 5, 4), (3, 8, 4)))
+    x = torch.randn(2, 11, 4)
+    torch.testing.assert_close(exported.program.module()(x=x), OfTable()(x))
+    assert table_of.cache_info().currsize > 0
+
+
 class Pooled(torch.nn.Module):
     """Has a size of 1 in the recorded calls, for which it takes a branch of its own."""
 
@@ -129,3 +147,14 @@ def test_a_buffer_that_changes_is_not_read_as_a_number():
     model = Flags(counts=True).eval()
     with pytest.raises(ExportError):
         exportkit.export(model, observed(model, (2, 9), (3, 8)))
+
+
+def test_distributions_do_not_check_the_values_of_a_trace():
+    class Density(torch.nn.Module):
+        def forward(self, x):
+            return torch.distributions.Normal(x, x.exp()).log_prob(x + 1)
+
+    exported = exportkit.export(Density(), observed(Density(), (2, 6), (3, 6)))
+    assert [str(attempt) for attempt in exported.attempts] == ["plain trace: succeeded"]
+    with pytest.raises(ValueError, match="scale"):  # as before
+        torch.distributions.Normal(0.0, -1.0)

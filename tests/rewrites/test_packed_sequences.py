@@ -47,6 +47,17 @@ def test_sequences_of_different_lengths(model, has_first, tmp_path):
         torch.testing.assert_close(onnx_model(*made), model(*made))
 
 
+def test_plain_recurrent_layers_without_packing_take_any_length(tmp_path):
+    model = torch.nn.RNN(4, 6, nonlinearity="relu", bidirectional=True, num_layers=2)
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for length, rows in ((5, 2), (7, 3)):
+            model(torch.randn(length, rows, 4))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    x = torch.randn(9, 1, 4)
+    torch.testing.assert_close(onnx_model(x), model(x))
+
+
 def test_lengths_as_a_list_of_numbers(tmp_path):
     class OfMask(Packing):
         def forward(self, x, mask):
