@@ -25,11 +25,13 @@ class Work:
         path: The file for its result, one line of JSON. What the process prints goes beside it, into a ``.log``.
         run: Returns the result.
         failed: Returns the result for a process that was stopped or crashed, given the reason.
+        again: Run it although there is a result; that one is kept until then.
     """
 
     path: Path
     run: Callable[[], dict[str, Any]]
     failed: Callable[[str], dict[str, Any]]
+    again: bool = False
 
 
 @dataclass
@@ -41,7 +43,9 @@ class _Running:
 
 
 def run_all(pieces: Iterable[Work], *, jobs: int, seconds: float, memory: int, starts: int = 1) -> None:
-    """Runs the pieces whose file does not exist. The processes are forked: what is imported before is imported once.
+    """Runs the pieces whose file does not exist, or that are to be run again.
+
+    The processes are forked: what is imported before is imported once.
 
     Args:
         pieces: The work.
@@ -51,11 +55,12 @@ def run_all(pieces: Iterable[Work], *, jobs: int, seconds: float, memory: int, s
         starts: How often a process that crashes is started.
     """
     context = multiprocessing.get_context("fork")
-    todo = [(work, 1) for work in pieces if not work.path.exists()][::-1]
+    todo = [(work, 1) for work in pieces if work.again or not work.path.exists()][::-1]
     total, done, running = len(todo), 0, list[_Running]()
     while todo or running:
         while todo and len(running) < jobs:
             work, count = todo.pop()
+            work.path.unlink(missing_ok=True)
             process = context.Process(target=_run, args=(work, seconds, memory))
             process.start()
             running.append(_Running(work, process, count, time.monotonic()))

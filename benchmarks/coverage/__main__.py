@@ -84,11 +84,11 @@ def _pieces(case: Case, options: argparse.Namespace) -> Iterator[Work]:
         if by == "torch.onnx" and not (case.plain and options.plain):
             continue
         path = options.results / f"{case.id}.{by}.json"
-        if by == "exportkit" and path.exists() and json.loads(path.read_text())["verdict"] in options.again.split(","):
-            path.unlink()
+        verdict = json.loads(path.read_text())["verdict"] if path.exists() else ""
+        again = by == "exportkit" and verdict in options.again.split(",")
         named = {"name": case.name, "family": case.family, "by": by, "seconds": {}}
         run = functools.partial(_run, judged, case, named)
-        yield Work(path, run, lambda reason, named=named: named | {"verdict": LOUD, "reason": reason})
+        yield Work(path, run, lambda reason, named=named: named | {"verdict": LOUD, "reason": reason}, again)
 
 
 def _run(judged: Callable[[Case], dict[str, Any]], case: Case, named: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,17 @@ import torch
 
 from exportkit._torch_compat.transformers import exporter_patches
 from exportkit.overrides import namespaces, replaced_attributes, replaced_functions
-from exportkit.rewrites import attention, caches, grids, images, lists, packed_sequences, quantised, token_scans
+from exportkit.rewrites import (
+    attention,
+    branches,
+    caches,
+    grids,
+    images,
+    lists,
+    packed_sequences,
+    quantised,
+    token_scans,
+)
 from exportkit.rewrites.chunk_scans import delta_rule, state_space_scan
 
 
@@ -171,6 +181,9 @@ LISTS_OF_ONE = Rewrite("lists as one tensor", lists.lists_of_one)
 ALL_EXPERTS = Rewrite("loops over the chosen experts as loops over all", lists.loops_over_all)
 ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(lists.loops_over_all, left_out=1))
 
+# Branches such as `if mask.any()` that change nothing where they need not be taken; the lines are found by running.
+EVERY_BRANCH = Rewrite("branches by tensor.any() taken in every case", branches.branches_taken)
+
 # Sequences of different lengths are packed, which a run of the model shows.
 PACKED_SEQUENCES = Rewrite("packed sequences as padded ones with a mask", packed_sequences.masked_layers)
 
@@ -182,7 +195,7 @@ LIBRARY_PATCHES = Rewrite("transformers' own export patches", library_patches)
 
 # By name, for `get_patch_mapping` and `apply_patches`. Strict tracing and values of buffers are left out: they belong
 # to a trace.
-_CHOSEN = (FEATURE_ROWS, LISTS_OF_ONE, ALL_EXPERTS, PACKED_SEQUENCES, SYMBOLIC_LENGTHS, LIBRARY_PATCHES)
+_CHOSEN = (FEATURE_ROWS, LISTS_OF_ONE, ALL_EXPERTS, EVERY_BRANCH, PACKED_SEQUENCES, SYMBOLIC_LENGTHS, LIBRARY_PATCHES)
 BUILT_IN = {rewrite.name: rewrite for rewrite in (*REWRITES, *_CHOSEN)}
 
 
