@@ -90,12 +90,13 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
 
     Longer axes repeat the recorded values, slightly smaller at first; masks (integers or booleans with at most two
     values) are stretched, so that padding stays where it was, on the left or on the right. Repeated rows are rolled
-    along another axis, so that rows differ and an export that mixes them up is detected.
+    along another axis that varies, so that rows differ and an export that mixes them up is detected. Values along
+    static axes stay in their places, as in a matrix of a transformation; and offsets in a list stay in order.
 
     Args:
         tensor: A recorded tensor of the same rank.
         shape: Wanted size of each axis.
-        dynamic: Axes along which integers may be rolled; floating-point tensors are rolled along their last axis.
+        dynamic: Axes along which rows may be rolled.
     """
     if tuple(tensor.shape) == tuple(shape):
         return tensor.clone()
@@ -110,12 +111,23 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
         if is_mask:
             result = result.index_select(axis, _stretched(result, axis, size))
             continue
+        rising = size > have and _is_rising(tensor)
         result = _repeated(result, axis, size)
-        along = range(1, tensor.ndim) if tensor.is_floating_point() else sorted({*dynamic} - {0})
+        if rising:
+            result = result.sort().values
+        along = sorted({*dynamic} - {0})
         if size > have and axis == 0 and along:
             chunks = result.split(have)
             result = torch.cat([chunk.roll(turn, dims=along[-1]) for turn, chunk in enumerate(chunks)])
     return result.contiguous()
+
+
+def _is_rising(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lists offsets: rising integers, which are not just positions."""
+    if tensor.ndim != 1 or len(tensor) < 2 or tensor.is_floating_point() or tensor.is_complex():
+        return False
+    steps = tensor.diff()
+    return bool((steps >= 0).all()) and bool((steps > 1).any())
 
 
 def _repeated(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:

@@ -126,7 +126,7 @@ def test_a_mask_of_one_position_hides_no_row_if_it_can():
 
 
 def test_repeated_rows_differ():
-    made = resize(torch.arange(6.0).reshape(1, 6), (3, 6))
+    made = resize(torch.arange(6.0).reshape(1, 6), (3, 6), dynamic=(0, 1))
     assert not torch.equal(made[0], made[1])
     assert not torch.equal(made[1], made[2])
 
@@ -139,6 +139,17 @@ def test_repeated_values_differ_slightly_and_the_largest_come_last(dtype):
     assert made[6:9].abs().lt(made[12:15].abs()).all()
     assert torch.allclose(made[:3], tensor[0, :3], rtol=0.15)
     assert made[3:6].tolist() == made[9:12].tolist() == [0.0, -torch.inf, 3.0]
+
+
+def test_values_along_static_axes_stay_in_their_places():
+    matrix = torch.tensor([[[0.5, 0.1, 2.0], [0.2, 0.7, 1.0], [0.0, 0.0, 1.0]]])
+    made = resize(matrix, (4, 3, 3), dynamic=(0,))
+    assert made[:, 2].tolist() == [[0, 0, 1]] * 4
+    assert torch.allclose(made, matrix.expand(4, 3, 3), rtol=0.15)
+
+
+def test_offsets_stay_in_order():
+    assert resize(torch.tensor([0, 2, 5]), (7,), dynamic=(0,)).tolist() == [0, 0, 0, 2, 2, 5, 5]
 
 
 def test_integers_are_rolled_along_axes_that_vary_only():
