@@ -18,13 +18,7 @@ _ASSERTIONS = (
 )  # fmt: skip
 # Operators of aten with private names.
 FFT_R2C, FFT_C2C, FFT_C2R = torch.ops.aten._fft_r2c, torch.ops.aten._fft_c2c, torch.ops.aten._fft_c2r
-
-# Operators that give the same values other axes, and operators that give them another dtype. Seen in torch 2.13.
-VIEWS = (
-    torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.flatten.using_ints,
-)  # fmt: skip
-CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+UNSAFE_VIEW, TO_COPY = torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default
 
 
 def schema_of(target: Any) -> Any:
@@ -62,6 +56,14 @@ def is_assertion(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "_opname", None) in _ASSERTIONS
 
 
+def is_inactive_dropout(node: torch.fx.Node) -> bool:
+    """Returns whether a node is a dropout that leaves its input as it is. Seen in torch 2.13."""
+    if node.target is not torch.ops.aten.dropout.default:
+        return False
+    given = arguments_of(node)
+    return not (given["p"] and given["train"])
+
+
 def copied_module(program: torch.export.ExportedProgram) -> torch.fx.GraphModule:
     """Returns a copy of a program's graph, for `with_graph_module`. Seen in torch 2.13.
 
@@ -72,14 +74,6 @@ def copied_module(program: torch.export.ExportedProgram) -> torch.fx.GraphModule
     for node, original in zip(module.graph.nodes, program.graph.nodes, strict=True):
         node.name = original.name
     return module
-
-
-def is_inactive_dropout(node: torch.fx.Node) -> bool:
-    """Returns whether a node is a dropout that leaves its input as it is. Seen in torch 2.13."""
-    if node.target is not torch.ops.aten.dropout.default:
-        return False
-    given = arguments_of(node)
-    return not (given["p"] and given["train"])
 
 
 def with_graph_module(

@@ -7,7 +7,6 @@ onnxruntime has no kernel for, or that is written differently, is translated as 
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from onnxscript import opset23
 from onnxscript.function_libs.torch_lib.ops import nn
 
-from exportkit._torch_compat.graph import VIEWS, arguments_of, schema_of, with_graph_module
+from exportkit._torch_compat.graph import UNSAFE_VIEW, arguments_of, copied_module, schema_of, with_graph_module
 from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression
 from exportkit.onnx_files.decompositions import erase_unused
 from exportkit.onnx_files.exact import any_visible, call_node
@@ -113,7 +112,7 @@ def with_whole_attention(program: torch.export.ExportedProgram, zeros: Sequence[
     """
     if not any(_is_fusible(node, zeros) for node in program.graph.nodes):
         return program
-    module = copy.deepcopy(program.graph_module)
+    module = copied_module(program)
     masks: dict[Any, Any] = {}
     for node in list(module.graph.nodes):
         if _is_fusible(node, zeros):
@@ -198,6 +197,7 @@ def _make_whole(node: torch.fx.Node, masks: dict[Any, Any]) -> None:
         result.target, result.args, result.kwargs = operator.getitem, (whole, place), {}
 
 
+_VIEWS = (aten.reshape.default, aten.view.default, UNSAFE_VIEW, aten.flatten.using_ints)
 _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 
 
@@ -219,7 +219,7 @@ def _unrepeated(value: Any) -> Any:
     view = _source(value)
     if view.target is aten.repeat_interleave.self_int and arguments_of(view)["dim"] in (1, -3):
         return view.args[0]
-    if view.target not in VIEWS or (repeated := _source(view.args[0])).target is not aten.expand.default:
+    if view.target not in _VIEWS or (repeated := _source(view.args[0])).target is not aten.expand.default:
         return None
     single = _source(repeated.args[0])
     if single.target is not aten.unsqueeze.default or repeated.meta["val"].ndim != 5 or single.args[1] not in (2, -3):
@@ -241,6 +241,8 @@ def _is_cached(node: torch.fx.Node, query: Any, key: Any, value: Any) -> bool:
     order = {other: place for place, other in enumerate(node.graph.nodes)}
     for whole in (key, value):
         if whole.target is not aten.cat.default or len(whole.args[0]) != 2 or whole.args[1:] not in ((2,), (-2,)):
+            return False
+        if whole.args[0][0].meta["val"].ndim != 4:  # the empty tensor that an unused cache begins with
             return False
         if any(order[user] < order[node] for user in whole.users):
             return False

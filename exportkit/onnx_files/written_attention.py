@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import CASTS, is_inactive_dropout
+from exportkit._torch_compat.graph import TO_COPY, is_inactive_dropout
 
 aten = torch.ops.aten
 
@@ -73,7 +73,8 @@ def _changes_nothing(value: Any) -> bool:
     if is_inactive_dropout(value):
         return True
     return (
-        value.target in (*CASTS, aten.contiguous.default) and value.meta["val"].dtype is value.args[0].meta["val"].dtype
+        value.target in (aten.to.dtype, TO_COPY, aten.contiguous.default)
+        and value.meta["val"].dtype is value.args[0].meta["val"].dtype
     )
 
 

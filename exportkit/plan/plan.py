@@ -276,6 +276,9 @@ class Plan:
     def range(self, name: str, minimum: int = 0, maximum: int | None = None) -> Self:
         """Returns the plan in which a variable is between ``minimum`` and ``maximum``.
 
+        An export that serves less raises an ExportError. Sizes of 0 and 1 are an exception, as torch.export assumes
+        larger ones: if the graph does not serve them, a finding says so.
+
         Raises:
             PlanError: if a recorded size is outside.
         """

@@ -157,11 +157,12 @@ def _why_refused(traced: TracedProgram, sizes: Mapping[str, int]) -> str:
 def _require_ranges(traced: TracedProgram, domain: Domain) -> None:
     """Raises ExportError if the program does not serve the whole range that a user asked for with `Plan.range`."""
     for variable in traced.plan.variables:
-        if not variable.required or variable.maximum is None:
+        if not variable.required or (variable.maximum is None and variable.minimum < SMALLEST):
             continue
         least = max(variable.minimum, SMALLEST)
-        step = max((variable.maximum - least) // _TRIED_IN_RANGE, 1)
-        for size in (*range(least, variable.maximum, step), variable.maximum):
+        most = least if variable.maximum is None else variable.maximum
+        step = max((most - least) // _TRIED_IN_RANGE, 1)
+        for size in (*range(least, most, step), most):
             sizes = settled(traced.plan, {**traced.sizes, variable.name: size})
             broken = [condition for condition in domain.conditions if not condition.holds(sizes)]
             if broken and not _why_refused(traced, sizes):

@@ -128,6 +128,19 @@ def test_keys_that_something_else_reads_before_are_appended_outside():
         assert_same(model, run, cached_call(*sizes))
 
 
+class Unused(Cached):
+    """A cache that begins with a tensor without axes, as in transformers."""
+
+    def forward(self, heads):
+        return super().forward(heads, torch.tensor([]), torch.tensor([]), None)
+
+
+def test_a_cache_that_is_only_begun_stays_outside():
+    nodes, run = fused(Unused(), (torch.randn(2, 8, 3, 8),), ({0: "b", 2: "s"},))
+    assert len(nodes["Attention"]) == 1
+    assert_same(Unused(), run, (torch.randn(3, 8, 5, 8),))
+
+
 class Cross(torch.nn.Module):
     """Attention to the states of an encoder, which are computed once: with a cache, there are no new ones."""
 

@@ -105,6 +105,19 @@ def test_a_limit_within_a_range_that_a_user_asked_for_is_an_error():
         exportkit.export(model, plan)
 
 
+class Long(torch.nn.Module):
+    """Does something else for few columns."""
+
+    def forward(self, x):
+        return x * 2 if x.shape[1] >= 4 else x + 1
+
+
+def test_the_minimum_of_a_range_is_required_without_a_maximum_too():
+    plan = observed(Long(), *rows((2, 5, 6), (3, 7, 6))).plan().range("x_axis_1", 3)
+    with pytest.raises(ExportError, match="serves less than the plan promises: x_axis_1 >= 4 only"):
+        exportkit.export(Long(), plan)
+
+
 def test_a_limit_that_the_plan_has_too_is_fine(tmp_path):
     model = failing.Short()
     plan = observed(model, *rows((2, 5, 6), (3, 7, 6))).plan().range("x_axis_1", 1, 8)
