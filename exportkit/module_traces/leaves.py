@@ -10,7 +10,7 @@ import enum
 import math
 import numbers
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,12 @@ import torch
 from exportkit.trees import flatten, join
 from exportkit.trees.caches import ATOMS
 from exportkit.trees.flatten import flattened, holds_tensor
+from exportkit.trees.objects import OBJECT, can_open
 from exportkit.trees.structure import Closed, Nested, Registered, Structure, path_of
 
 _LONGEST_TEXT = 500  # characters of a text, which may be a whole prompt
 _DEEPEST = 8  # objects inside objects that are opened; deeper ones become texts, as objects can refer to each other
+_PLAIN = (dict, list, tuple)
 _UNOPENED = (type, torch.nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _SHORT = (slice, range, complex, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
 
@@ -75,6 +77,8 @@ class LeafReader:
         if any(type(other) is Closed and _inside(other.value) is not None for other in others):
             return self._opened(value)
         key = taken.structure.marks
+        if key not in self._known and _has_objects(taken.structure.root):  # which list a tensor held twice once
+            return self._opened(value)
         paths = self._known.get(key) or self._new(value, key, *_paths(taken.structure))
         return FoundLeaves(paths, [taken.tensors[i] for i in paths.order], [_plain(other) for other in others])
 
@@ -137,6 +141,12 @@ def _paths(structure: Structure) -> tuple[tuple[str, ...], tuple[str, ...], tupl
 
 def _collect(value: Any, start: str, tensors: dict[str, torch.Tensor], others: dict[str, Any], depth: int) -> None:
     """Adds the leaves of a value by path, also those of the objects in it."""
+    inside = _inside(value) if depth and can_open(type(value)) else None
+    items = _items(value if inside is None else inside)
+    if items is not None:
+        for key, item in items:
+            _collect(item, path_of((key,), start), tensors, others, depth - (inside is not None))
+        return
     tree = flatten(value)
     for path, leaf in zip(tree.paths, tree.leaves, strict=True):
         place = join(start, path)
@@ -148,6 +158,19 @@ def _collect(value: Any, start: str, tensors: dict[str, torch.Tensor], others: d
             others[place] = leaf
         else:
             _collect(inside, place, tensors, others, depth - 1)
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Keys and values of a plain container; None for anything else."""
+    if type(value) not in _PLAIN:
+        return None
+    return value.items() if isinstance(value, dict) else enumerate(value)
+
+
+def _has_objects(item: Any) -> bool:
+    """Whether a structure has objects that were opened by their attributes."""
+    kinds = (Nested, Registered)
+    return getattr(item, "node", None) is OBJECT or any(type(i) in kinds and _has_objects(i) for i in item.items)
 
 
 def _inside(value: Any) -> dict[Any, Any] | None:

@@ -28,6 +28,7 @@ from exportkit.rewrites.table import (
     FEATURE_ROWS,
     LISTS_OF_ONE,
     PACKED_SEQUENCES,
+    ZEROS_AT_PADDING,
     Rewrite,
     adapted_call,
     applied,
@@ -73,6 +74,7 @@ def chosen_example(
         raise raised or ArgumentError("There are no sizes to trace with.")
     rules += [LISTS_OF_ONE] if listing.found else []
     rules += [PACKED_SEQUENCES] if listing.packs else []
+    rules += [ZEROS_AT_PADDING] if listing.asks_for_padding else []
     rules += _rule_for_branches(model, method, plan, branches.reached) if branches.reached else []
     if listing.of_places:
         rules.append(_rule_for_experts(model, method, call, rules))

@@ -20,7 +20,7 @@ from exportkit.programs.example import chosen_example
 from exportkit.programs.failure import is_data_dependent
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_constants_left_out, with_traits
-from exportkit.programs.patterns import add_patterns
+from exportkit.programs.patterns import ProgramProbe, add_patterns
 from exportkit.programs.program import Example, TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.rewrites.lists import SYMBOLIC_LENGTH
@@ -304,10 +304,14 @@ class Search:
             if strategy.enlarges:
                 with stage("arguments", self._seconds):
                     example, _ = chosen_example(self.model, self.method, plan, self.required, larger=True)
+                if example.outputs.paths != self._example.outputs.paths:
+                    raise ExportError("The model returns something else at larger sizes.")
             rules = [*strategy.adds, *(rule for rule in self.rules if rule not in strategy.drops)]
             with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
                 traced = trace(self.model, self.method, plan.plan, plan.observation, example, rules)
                 audit = audit_sizes(traced)
+                if strategy.enlarges and (difference := ProgramProbe(traced).difference(traced.sizes)):
+                    raise ExportError("The program does not return what the model returns.", got=difference)
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
             self.attempts.append(Attempt(name, "failed", _reason(error)))

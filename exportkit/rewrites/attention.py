@@ -76,11 +76,6 @@ def skipped_causal_check(_model: torch.nn.Module) -> _Context:
 # its place. Whether it is there depends on the mask; in a trace, no padding is left out.
 
 
-def has_encoder_without_padding(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
-    """Returns whether some encoder leaves padding out."""
-    return any(_leaves_padding_out(module) for module in model.modules())
-
-
 def _leaves_padding_out(module: Any) -> bool:
     if not isinstance(module, torch.nn.TransformerEncoder) or not torch.backends.mha.get_fastpath_enabled():
         return False

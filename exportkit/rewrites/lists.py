@@ -26,6 +26,7 @@ from exportkit.rewrites.sized_operators import FUNCTIONS, KERNELS
 
 aten = torch.ops.aten
 PACK = "_pack_padded_sequence"  # the function that packs sequences of different lengths for a recurrent layer
+_ALIGNED = "_nested_tensor_from_mask_left_aligned"  # asked by an encoder that may leave padding out
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
 
 _Context = contextlib.AbstractContextManager[None]
@@ -42,11 +43,12 @@ class ListingNoted(TorchFunctionMode):
         found: Whether it makes such a list.
         of_places: Whether it makes a list of the nonzero places of a mask.
         packs: Whether it packs padded sequences.
+        asks_for_padding: Whether it asks if all padding is behind the sequences.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__()
-        self.found = self.of_places = self.packs = False
+        self.found = self.of_places = self.packs = self.asks_for_padding = False
         self._sizes = set(sizes.values())
         self._places: list[torch.Tensor] = []
 
@@ -54,6 +56,7 @@ class ListingNoted(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         result = func(*args, **(kwargs or {}))
         self.packs |= name == PACK
+        self.asks_for_padding |= name == _ALIGNED
         if not args or not isinstance(args[0], torch.Tensor):
             return result
         if name == "nonzero" and isinstance(result, torch.Tensor) and is_mask(args[0]):

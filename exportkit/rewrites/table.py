@@ -156,11 +156,6 @@ REWRITES = (
         matches=attention.has_torch_transformer,
     ),
     Rewrite(
-        "zeros in place of padding behind the sequences",
-        attention.zeros_at_padding,
-        matches=attention.has_encoder_without_padding,
-    ),
-    Rewrite(
         "attention of tokens that see nothing is zero",
         attention.zeros_for_fully_masked_rows,
         argument="attention_mask",
@@ -184,7 +179,8 @@ ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(lists.loops_over_all,
 # Branches such as `if mask.any()` that change nothing where they need not be taken; the lines are found by running.
 EVERY_BRANCH = Rewrite("branches by tensor.any() taken in every case", branches.branches_taken)
 
-# Sequences of different lengths are packed, which a run of the model shows.
+# A run of the model shows that padding may be left out, or that sequences of different lengths are packed.
+ZEROS_AT_PADDING = Rewrite("zeros in place of padding behind the sequences", attention.zeros_at_padding)
 PACKED_SEQUENCES = Rewrite("packed sequences as padded ones with a mask", packed_sequences.masked_layers)
 
 # What is tried, one after the other, if a trace fails; the first two only if it fixed a size.

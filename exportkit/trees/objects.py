@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -149,7 +149,7 @@ class _Walk:
             self._seen[id(value)] = number
         state = state_of(value) if cls not in CONTAINERS and not isinstance(value, tuple) else {}
         keys, items, extra = _content_of(value)
-        steps = [f".{name}" for name in state]
+        steps = ["" if _holds_items(value, name, state) else f".{name}" for name in state]
         for key in keys if isinstance(value, dict) else range(len(items)):
             is_name = isinstance(key, str) and key.isidentifier() and key not in state
             steps.append(f".{key}" if is_name else f"[{key!r}]")
@@ -163,6 +163,13 @@ class _Walk:
             return self._leaf(value, path)
         self.parts[number] = Part(cls, tuple(state), keys, tuple(refs), extra)
         return ("part", number)
+
+
+def _holds_items(value: Any, name: str, state: Mapping[str, Any]) -> bool:
+    """Whether an attribute has the items of a mapping or a list, whose paths are those in the object itself."""
+    if name != "data" or not isinstance(value, UserDict | UserList):
+        return False
+    return isinstance(value, UserList) or not state.keys() & state[name].keys() - {name}
 
 
 def _content_of(value: Any) -> tuple[tuple[Any, ...], list[Any], Any]:

@@ -5,6 +5,7 @@ The first part shows what torch's copy-on-write does: exportkit/calls/snapshot.p
 
 import ctypes
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -428,7 +429,7 @@ def test_list_and_dict_that_change_during_the_call_are_recorded_as_they_were():
 def test_class_that_is_registered_later_stays_closed():
     class Box:
         def __init__(self, tensor):
-            self.tensor = tensor
+            self.tensor, self.lock = tensor, threading.Lock()
 
     class Takes(torch.nn.Module):
         def forward(self, box):
