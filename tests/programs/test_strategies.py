@@ -154,6 +154,7 @@ def test_distributions_do_not_check_the_values_of_a_trace():
         def forward(self, x):
             return torch.distributions.Normal(x, x.exp()).log_prob(x + 1)
 
+    torch.distributions.Distribution.set_default_validate_args(True)  # once Dynamo is used, it turns the checks off
     exported = exportkit.export(Density(), observed(Density(), (2, 6), (3, 6)))
     assert [str(attempt) for attempt in exported.attempts] == ["plain trace: succeeded"]
     with pytest.raises(ValueError, match="scale"):  # as before

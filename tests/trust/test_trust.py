@@ -7,7 +7,10 @@ from tests.trust.judge import judge
 from tests.trust.table import FILES
 
 # What does not hold yet, and why.
-KNOWN = {}
+KNOWN = {
+    "operators-EncoderWithPadding": "not proven: without gradients, TransformerEncoder has zeros at padded positions; "
+    "the calls were recorded with gradients",
+}
 
 
 def _with_known_fault(case):
