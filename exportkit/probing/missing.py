@@ -25,7 +25,7 @@ from exportkit.plan.sizes import is_hidden, solve_sizes
 from exportkit.probing.simplify import as_simplified
 from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
 from exportkit.running.eager import EagerRunner, run_eager
-from exportkit.running.runner import Compare, Runner, compare_runs, recorded
+from exportkit.running.runner import Compare, Runner, compare_calls, recorded
 from exportkit.trees import flatten, is_cache_class, join, stored_length
 
 _MOST_TRIALS = 64
@@ -161,7 +161,7 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
 
     compare = beyond_rounding(EagerRunner(model, method), model)
     for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
-        outcomes = compare_runs(recorded, functools.partial(run, values), tried, compare)
+        outcomes = compare_calls(recorded, functools.partial(run, values), tried, compare)
         wrong = [position for position, outcome in enumerate(outcomes) if not outcome.agrees]
         if len(wrong) < len(fewest):
             best, fewest = values, wrong

@@ -25,7 +25,7 @@ from exportkit.probing.model_probe import ModelProbe
 from exportkit.probing.placeholders import ValueRelations, find_value_relations
 from exportkit.probing.simplify import simplify_calls
 from exportkit.running.eager import replayed
-from exportkit.running.runner import compare_runs, recorded
+from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import flatten, is_cache_class, stored_length
 
 _MASK = "attention_mask"
@@ -120,7 +120,7 @@ def restore_mask(plan: Plan, probe: ModelProbe) -> Observation | None:
     if masked is None:
         return None
     whole = [masked.calls[0], *masked.calls[1:][-1:]]
-    if not all(outcome.agrees for outcome in compare_runs(recorded, probe.run, whole)):
+    if not all(outcome.agrees for outcome in compare_calls(recorded, probe.run, whole)):
         return None
     # A 0 in the mask has to change a result: otherwise it is a mask over something else, or is ignored. In a call past
     # the window of a model, what the mask hides may have left the window before.
@@ -128,7 +128,7 @@ def restore_mask(plan: Plan, probe: ModelProbe) -> Observation | None:
     for call in whole:
         mask = flatten(padded(call.tensors()[_MASK].clone()))
         hiding.append(replace(call, arguments={**call.arguments, _MASK: mask}))
-    if not any(outcome.wrong for outcome in compare_runs(recorded, probe.run, hiding)):
+    if not any(outcome.wrong for outcome in compare_calls(recorded, probe.run, hiding)):
         return None
     return replace(masked, restored=observation.restored | {_MASK})
 

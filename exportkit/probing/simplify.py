@@ -19,7 +19,7 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, SeenShapes
 from exportkit.probing.model_probe import ModelProbe
 from exportkit.running.eager import replayed
-from exportkit.running.runner import compare_runs, recorded
+from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import Tree, is_cache_class, join, with_list
 
 _MEMBER = re.compile(r"^(?P<list>.+)\[(?P<index>\d+)\]$")
@@ -230,7 +230,7 @@ def _is_unread(probe: ModelProbe, path: str) -> bool:
         if path in call.tensors()
         for other in (_other_values(call.tensors()[path]), None)
     )
-    return all(outcome.agrees for outcome in compare_runs(recorded, probe.run, changed))
+    return all(outcome.agrees for outcome in compare_calls(recorded, probe.run, changed))
 
 
 def _without_outputs(observation: Observation, names: Collection[str]) -> Observation:
@@ -283,7 +283,7 @@ def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
             return False
         other = [whole] if len(members) > 1 else [whole[:1], whole[1:]]
         changed.append(_with_list(call, parent, members, other))
-    return all(outcome.agrees for outcome in compare_runs(recorded, probe.run, changed))
+    return all(outcome.agrees for outcome in compare_calls(recorded, probe.run, changed))
 
 
 def _with_list(call: Call, parent: str, members: list[torch.Tensor], tensors: list[torch.Tensor]) -> Call:

@@ -26,7 +26,7 @@ from exportkit.programs.program import TracedProgram
 from exportkit.running.eager import EagerRunner
 from exportkit.running.masks import find_mask
 from exportkit.running.program import ProgramRunner
-from exportkit.running.runner import Runner, compare_runs
+from exportkit.running.runner import Runner, compare_calls
 
 Pattern = frozenset[str]
 
@@ -104,7 +104,7 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
         found = ""
         for runner in (program, model):
             outcome = next(
-                iter(compare_runs(model, completed(runner), [given], beyond_rounding(model, traced.model))), None
+                iter(compare_calls(model, completed(runner), [given], beyond_rounding(model, traced.model))), None
             )
             if outcome is None:
                 break

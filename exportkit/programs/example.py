@@ -35,7 +35,7 @@ from exportkit.rewrites.table import (
     matching_rewrites,
 )
 from exportkit.running.eager import EagerRunner, run_eager
-from exportkit.running.runner import compare_runs, recorded
+from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import flatten
 
 
@@ -88,7 +88,7 @@ def chosen_example(
 def _rule_for_branches(model: torch.nn.Module, method: str, plan: BoundPlan, lines: set[Line]) -> list[Rewrite]:
     """Takes branches in every case if recorded calls did not take them, and return the same when they are taken."""
     with branches_noted(taken=True) as noted:
-        agree = all(o.agrees for o in compare_runs(recorded, EagerRunner(model, method), plan.observation.calls))
+        agree = all(o.agrees for o in compare_calls(recorded, EagerRunner(model, method), plan.observation.calls))
     is_harmless = agree and lines | noted.reached <= noted.skipped
     return [replace(EVERY_BRANCH, applied=partial(branches_taken, lines=lines))] if is_harmless else []
 

@@ -33,7 +33,7 @@ from exportkit.programs.strategies import Attempt, Programs, Search, export_prog
 from exportkit.running.compare import Difference, Tensors, compare_outputs
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import ProgramRunner
-from exportkit.running.runner import Runner, compare_runs, recorded
+from exportkit.running.runner import Runner, compare_calls, recorded
 
 _MOST_PROGRAMS = 6  # with more clusters than these, they are not kinds of calls
 
@@ -268,4 +268,4 @@ def _serves(traced: TracedProgram, model: Runner, calls: Iterable[Call]) -> bool
         joined = traced.joined_outputs
         return compare_outputs(as_simplified(expected, joined, ()), as_simplified(got, joined, ()))
 
-    return all(outcome.agrees for outcome in compare_runs(model, program, calls, compare))
+    return all(outcome.agrees for outcome in compare_calls(model, program, calls, compare))

@@ -28,7 +28,7 @@ from exportkit.programs.program import TracedProgram
 from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
 from exportkit.running.masks import find_mask, visible_by_shape
 from exportkit.running.program import ProgramRunner
-from exportkit.running.runner import compare_runs, recorded
+from exportkit.running.runner import compare_calls, recorded
 
 # A call at other, larger sizes is run if parameters times rows and tokens stay below this: about two seconds.
 _MOST_WORK = 2**36
@@ -100,7 +100,7 @@ class ProgramProbe:
                     yield compare_tensors(path, expected[path], got[path], visible)
 
         expected = recorded(call) if returned is None else returned
-        (outcome,) = compare_runs(lambda _: expected, self._program, [call], compare)
+        (outcome,) = compare_calls(lambda _: expected, self._program, [call], compare)
         if outcome.error is not None:
             return f"the program raises {type(outcome.error).__name__}: {' '.join(str(outcome.error).split())[:160]}"
         return next((f"{wrong.path or 'output'}: {wrong.reason}" for wrong in outcome.wrong), "")

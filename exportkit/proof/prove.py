@@ -34,7 +34,7 @@ from exportkit.proof.report import Divergence, Report, Row
 from exportkit.proof.values import value_differences
 from exportkit.running.bounds import rounding_bound
 from exportkit.running.compare import Difference, compare_outputs
-from exportkit.running.runner import Returned, Runner, compare_runs
+from exportkit.running.runner import Returned, Runner, compare_calls
 
 _ENOUGH_UNSEEN = 3
 # A folder is proven without the model, on machines and with kernels that round differently from those that saved it.
@@ -251,7 +251,7 @@ def _row(
         if isinstance(got, Returned):
             yield from value_differences(graph, call.outputs, got.tree)
 
-    (outcome,) = compare_runs(lambda _: expected, got or runner.run_call, [call], compare)
+    (outcome,) = compare_calls(lambda _: expected, got or runner.run_call, [call], compare)
     if isinstance(outcome.error, ExportkitError):
         where = " ".join(str(outcome.error).split())[:240]
         return replace(row, status="refused", where=where, locator=locator((), where))

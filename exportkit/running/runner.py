@@ -77,7 +77,7 @@ def recorded(call: Call, /) -> dict[str, torch.Tensor]:
     return call.outputs.tensors()
 
 
-def compare_runs(
+def compare_calls(
     expected: Runner, got: Runner, calls: Iterable[Call], compare: Compare | None = None
 ) -> Iterator[Outcome]:
     """Yields what comes of each call on two runners.

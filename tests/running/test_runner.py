@@ -8,7 +8,7 @@ from exportkit.calls.call import Call, Signature
 from exportkit.errors import RuntimeFailure
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import ProgramRunner
-from exportkit.running.runner import compare_runs, recorded
+from exportkit.running.runner import compare_calls, recorded
 from exportkit.running.session import Session, SessionRunner
 from exportkit.trees import flatten
 
@@ -37,7 +37,7 @@ def program():
 def test_runners_agree_but_for_the_calls_that_the_trace_did_not_see(program):
     calls = [call_of(2, 5), call_of(3, 5), call_of(4, 5)]
 
-    outcomes = list(compare_runs(EagerRunner(Doubles(), "forward"), program, calls))
+    outcomes = list(compare_calls(EagerRunner(Doubles(), "forward"), program, calls))
 
     assert [outcome.agrees for outcome in outcomes] == [True, False, True]
     assert [outcome.call for outcome in outcomes] == calls
@@ -45,14 +45,14 @@ def test_runners_agree_but_for_the_calls_that_the_trace_did_not_see(program):
 
 
 def test_calls_that_the_model_does_not_accept_are_left_out(program):
-    assert not list(compare_runs(EagerRunner(Doubles(), "forward"), program, [call_of(2, 0)]))
+    assert not list(compare_calls(EagerRunner(Doubles(), "forward"), program, [call_of(2, 0)]))
 
 
 def test_an_error_of_the_second_runner_is_a_disagreement():
     def fails(call):
         raise ValueError(call.tensors()["x"].shape)
 
-    (outcome,) = compare_runs(EagerRunner(Doubles(), "forward"), fails, [call_of(2, 5)])
+    (outcome,) = compare_calls(EagerRunner(Doubles(), "forward"), fails, [call_of(2, 5)])
 
     assert not outcome.agrees
     assert isinstance(outcome.error, ValueError)
@@ -63,14 +63,14 @@ def test_what_came_back_from_a_call_can_stand_for_the_model():
     right = {"y": torch.full((2, 5), 2.0), "row": torch.ones(1, 5)}
     calls = [call_of(2, 5, outputs=right), call_of(2, 5, outputs=right | {"more": torch.ones(1)})]
 
-    outcomes = list(compare_runs(recorded, EagerRunner(Doubles(), "forward"), calls))
+    outcomes = list(compare_calls(recorded, EagerRunner(Doubles(), "forward"), calls))
 
     assert outcomes[0].agrees
     assert [(wrong.path, wrong.reason) for wrong in outcomes[1].wrong] == [("more", "only the model returns it")]
 
 
 def test_other_ways_to_compare_can_be_given(program):
-    found = compare_runs(EagerRunner(Doubles(), "forward"), program, [call_of(3, 5)], lambda *_: [])
+    found = compare_calls(EagerRunner(Doubles(), "forward"), program, [call_of(3, 5)], lambda *_: [])
 
     assert [outcome.agrees for outcome in found] == [True]
 
@@ -82,7 +82,9 @@ def test_an_onnx_model_is_a_runner():
     runner = SessionRunner(session, {"a": "x"}, {"b": "y"})
     eager = EagerRunner(Doubles(), "forward")
 
-    outcomes = compare_runs(lambda call: {"y": eager(call)["y"]}, runner, [call_of(2, 5), call_of(3, 5), call_of(2, 4)])
+    outcomes = compare_calls(
+        lambda call: {"y": eager(call)["y"]}, runner, [call_of(2, 5), call_of(3, 5), call_of(2, 4)]
+    )
 
     assert [outcome.agrees for outcome in outcomes] == [True, False, False]
     with pytest.raises(RuntimeFailure, match="refused the call"):
