@@ -16,7 +16,7 @@ import torch
 from exportkit.api.in_place import Outside
 from exportkit.api.onnx_model import OnnxModel
 from exportkit.calls.method_wrapper import attach
-from exportkit.errors import ArgumentError, InvalidTypeError
+from exportkit.errors import ExportkitError, InvalidTypeError
 from exportkit.running.compare import Difference, compare_outputs
 from exportkit.trees import flatten
 from exportkit.trees.constants import text_of
@@ -47,7 +47,7 @@ class RunComparison:
     steps: int
     inside: int
     outside: int
-    refusal: ArgumentError | None
+    refusal: ExportkitError | None
     eager_seconds: float
     onnx_seconds: float
     expected: Any = field(repr=False)

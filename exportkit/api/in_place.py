@@ -13,7 +13,7 @@ import torch
 from exportkit._torch_compat.modules import CALL_WITH_HOOKS
 from exportkit._torch_compat.tracing import is_tracing
 from exportkit.calls.method_wrapper import attach
-from exportkit.errors import ArgumentError, InvalidRequestError, InvalidTypeError, UnknownMethodError
+from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, InvalidTypeError, UnknownMethodError
 from exportkit.onnx_files.runner import OnnxRunner
 
 Outside = Literal["raise", "eager"]
@@ -58,7 +58,7 @@ class InPlace:
         self._entered: list[contextlib.ExitStack] = []
         self._lock = threading.Lock()
         self.inside = self.outside = 0
-        self.last_refusal: ArgumentError | None = None
+        self.last_refusal: ExportkitError | None = None
 
     @property
     def place(self) -> tuple[torch.nn.Module, str]:
