@@ -16,7 +16,7 @@ import torch
 from exportkit.api.in_place import Outside
 from exportkit.api.onnx_model import OnnxModel
 from exportkit.calls.method_wrapper import attach
-from exportkit.errors import ExportkitError, InvalidTypeError
+from exportkit.errors import ExportkitError, InvalidRequestError, InvalidTypeError
 from exportkit.running.compare import Difference, compare_outputs
 from exportkit.trees import flatten
 from exportkit.trees.constants import text_of
@@ -86,7 +86,8 @@ def compare_runs(
 
     Raises:
         ArgumentError: if a call is outside of the domain, and ``outside`` is "raise".
-        InvalidTypeError: if ``run`` cannot be called.
+        InvalidRequestError: if the application does not call the model.
+        InvalidTypeError: if ``run`` cannot be called, or ``onnx_model`` is not an `OnnxModel`.
 
     Example:
         >>> import tempfile, torch, exportkit
@@ -103,12 +104,26 @@ def compare_runs(
         raise InvalidTypeError(
             "The application is a function without arguments.", where="run", expected="a callable", got=repr(run)
         )
+    if not isinstance(onnx_model, OnnxModel):
+        raise InvalidTypeError(
+            "The second run needs the exported model.",
+            where="onnx_model",
+            expected="an OnnxModel, as to_onnx, save and load return it",
+            got=type(onnx_model).__name__,
+        )
     replaced = onnx_model.in_place_of(model, outside=outside)
     module, method = replaced.place
     onnx_model.open()
     eager, onnx = _Watch(), _Watch()
     with _seeded(seed), _attached(module, method, eager):
         expected = run()
+    if not eager.seconds:
+        raise InvalidRequestError(
+            "The application did not call the model, so there is nothing to compare.",
+            where="run",
+            expected=f"a call of {type(module).__name__}.{method}",
+            hint="pass the model that the application uses: `pipe.model`, not a copy of it.",
+        )
     onnx.compared_with = eager.outputs
     with _seeded(seed), replaced, _attached(module, method, onnx):
         got = run()

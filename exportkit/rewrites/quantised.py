@@ -56,7 +56,7 @@ def has_dynamic_layers(model: torch.nn.Module, _arguments: Mapping[str, Any]) ->
 
 
 def dynamic_layers(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Puts layers that a trace can enter in place of those that are quantised dynamically."""
+    """Replaces dynamically quantised layers by layers that can be traced."""
     replacements = []
     for path, layer in _layers(model):
         parent, _, name = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""Objects of classes that nobody registered: which of them are opened by their attributes, and what is in them.
+"""Objects of unregistered classes: which of them are opened by their attributes, and what they hold.
 
 An object is opened if it holds tensors, and if another object can be built around other tensors that nobody can tell
 from it: of the same class, with the same attributes, and with the same references between its parts. Its ``__init__``

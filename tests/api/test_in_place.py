@@ -201,6 +201,24 @@ def test_states_of_random_numbers_are_restored(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("run", "graph", "error", "text"),
+    [
+        (lambda: nn.Linear(3, 3)(torch.ones(2, 3)), None, InvalidRequestError, "did not call the model"),
+        (None, None, InvalidTypeError, "a callable"),
+        (print, "model.onnx", InvalidTypeError, "an OnnxModel"),
+    ],
+    ids=["another model", "no function", "a path"],
+)
+def test_wrong_arguments_of_a_comparison(run, graph, error, text, tmp_path):
+    model, x = nn.Linear(3, 3), torch.ones(2, 3)
+    made = exported(model, lambda: model(x), tmp_path)
+    before = dict(vars(model))
+    with pytest.raises(error, match=text):
+        exportkit.compare_runs(run, model, made if graph is None else graph)
+    assert vars(model) == before
+
+
+@pytest.mark.parametrize(
     ("model", "options", "error", "text"),
     [
         (nn.ReLU(), {"outside": "ignore"}, InvalidRequestError, "'raise' or 'eager'"),
