@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from exportkit.arguments.integers import fitted
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
@@ -21,13 +22,14 @@ _STEP = 8  # the first copy of repeated values is at most this part smaller than
 _MASK_VALUES = 2  # integers or booleans with at most this many different values are a mask
 
 
-def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int]) -> Call:
+def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int], reaching: bool = True) -> Call:
     """Returns a call in which each leaf of the plan has the shape that the plan gives it for ``sizes``.
 
     Args:
         plan: The plan; inputs that it does not have are left out.
         observation: Calls whose values are used.
         sizes: Sizes of all variables.
+        reaching: Whether integers reach the sizes that they always reached, as the longest of some lengths does.
 
     Raises:
         ArgumentError: if the token ids have no room for the placeholders that belong to these sizes.
@@ -49,7 +51,8 @@ def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int]) -
             full = join(name, path)
             if full in shapes:
                 tensor = resize(sources[full], shapes[full], dynamic[full])
-                made[full] = padded(tensor) if plan.by_path[full].restored else tensor
+                tensor = padded(tensor) if plan.by_path[full].restored else tensor
+                made[full] = fitted(full, tensor, observation, shapes, dynamic, reaching)
     for grid in plan.grids:
         made[grid.path] = torch.tensor(grid.taken(shapes[grid.path][0])).reshape(shapes[grid.path]).to(made[grid.path])
     for path, blocks in needed.items():
@@ -91,7 +94,7 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
     Longer axes repeat the recorded values, slightly smaller at first; masks (integers or booleans with at most two
     values) are stretched, so that padding stays where it was, on the left or on the right. Repeated rows are rolled
     along another axis that varies, so that rows differ and an export that mixes them up is detected. Values along
-    static axes stay in their places, as in a matrix of a transformation; and offsets in a list stay in order.
+    static axes stay in their places, as in a matrix of a transformation.
 
     Args:
         tensor: A recorded tensor of the same rank.
@@ -111,23 +114,12 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
         if is_mask:
             result = result.index_select(axis, _stretched(result, axis, size))
             continue
-        rising = size > have and _is_rising(tensor)
         result = _repeated(result, axis, size)
-        if rising:
-            result = result.sort().values
         along = sorted({*dynamic} - {0})
         if size > have and axis == 0 and along:
             chunks = result.split(have)
             result = torch.cat([chunk.roll(turn, dims=along[-1]) for turn, chunk in enumerate(chunks)])
     return result.contiguous()
-
-
-def _is_rising(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lists offsets: rising integers, which are not just positions."""
-    if tensor.ndim != 1 or len(tensor) < 2 or tensor.is_floating_point() or tensor.is_complex():
-        return False
-    steps = tensor.diff()
-    return bool((steps >= 0).all()) and bool((steps > 1).any())
 
 
 def _repeated(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:

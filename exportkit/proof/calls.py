@@ -6,6 +6,7 @@ through the parts of the model.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call, number_as_tensor
 from exportkit.calls.observation import Observation
 from exportkit.onnx_files.runner import OnnxRunner
@@ -72,6 +74,7 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
             yield Call({}, traced.observation.signature, label=label, sizes=sizes, error="outside of the domain")
     patterns = [pattern.sizes for pattern in domain.patterns]
     yield from small_calls(traced, covering(patterns, covered, [variable.name for variable in plan.variables]))
+    yield from _short_calls(traced)
     yield from _absent_calls(traced)
     yield from _repeated_calls(traced)
 
@@ -87,6 +90,17 @@ def small_calls(traced: TracedProgram, patterns: Iterable[Mapping[str, int]]) ->
         default = at_pattern(traced.plan, traced.sizes, pattern)
         sizes = next((sizes for sizes in traced.samples if small(sizes) == pattern), default)
         yield call_at(traced, sizes, str(SmallSizes(pattern)))
+
+
+def _short_calls(traced: TracedProgram) -> Iterator[Call]:
+    """Yields a call with integers below the sizes that they reached in every recorded call, if the model accepts it."""
+    plan, observation, sizes = traced.plan, traced.observation, traced.sizes
+    usual, short = (build_call(plan, observation, sizes, reaching).tensors() for reaching in (True, False))
+    changed = {path: tensor for path, tensor in short.items() if not torch.equal(tensor, usual[path])}
+    if changed:
+        call = sized_call(plan, observation, traced.defaults, sizes).with_tensors(changed)
+        with contextlib.suppress(Exception):  # a model may ask for lengths that reach the size
+            yield run_sized(plan, traced.model, traced.method, replace(call, label="integers below sizes"))
 
 
 def _absent_calls(traced: TracedProgram) -> Iterator[Call]:

@@ -148,10 +148,6 @@ def test_values_along_static_axes_stay_in_their_places():
     assert torch.allclose(made, matrix.expand(4, 3, 3), rtol=0.15)
 
 
-def test_offsets_stay_in_order():
-    assert resize(torch.tensor([0, 2, 5]), (7,), dynamic=(0,)).tolist() == [0, 0, 0, 2, 2, 5, 5]
-
-
 def test_integers_are_rolled_along_axes_that_vary_only():
     grid = torch.tensor([[1, 4, 6]])
     assert resize(grid, (2, 3), dynamic=(0,)).tolist() == [[1, 4, 6], [1, 4, 6]]

@@ -42,6 +42,7 @@ def test_sequences_of_different_lengths(model, has_first, tmp_path):
         for lengths in ([5, 3, 2], [7, 7, 4, 1]):
             model(*call(model, lengths, has_first))
     onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
     for lengths in ([9, 4, 3, 2, 2], [6]):
         made = call(model, lengths, has_first)
         torch.testing.assert_close(onnx_model(*made), model(*made))
