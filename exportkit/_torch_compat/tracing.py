@@ -154,3 +154,43 @@ def operators_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[Any, ...]]]:
 
     with Log():
         return run(), log
+
+
+def modules_left_on_errors() -> tuple[type, dict[str, Any]]:
+    """Returns a class and a replacement of its method that notes which module a trace is in.
+
+    torch stays in a module that raises, also where the model catches the error. Seen in torch 2.13.
+    """
+    from torch.fx import Tracer
+
+    enter = Tracer.call_module
+
+    def call_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+        depth = len(self.module_stack)
+        try:
+            return enter(self, *args, **kwargs)
+        finally:
+            while len(self.module_stack) > depth:
+                self.module_stack.popitem()
+
+    return Tracer, {"call_module": call_module}
+
+
+def constraints_that_solve() -> tuple[type, dict[str, Any]]:
+    """Returns a class and a replacement of its method that simplifies constraints on sizes for messages.
+
+    What torch has found is complete before; it raises for a relation that sympy reduces to true. Seen in torch 2.13.
+    """
+    from torch.fx.experimental import symbolic_shapes
+
+    owner = require(symbolic_shapes, "DimConstraints", "torch 2.13")
+    simplify = owner.solve
+
+    def solve(self: Any) -> None:
+        try:
+            simplify(self)
+        except ValueError as error:
+            if "unpack" not in str(error):  # constraints that contradict each other
+                raise
+
+    return owner, {"solve": solve}

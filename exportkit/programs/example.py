@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +17,11 @@ from exportkit.probing.missing import find_missing_defaults
 from exportkit.probing.planning import BoundPlan
 from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
 from exportkit.programs.program import Example
-from exportkit.rewrites.branches import Line, branches_noted, branches_taken
 from exportkit.rewrites.chunk_scans import chunk_size_of
 from exportkit.rewrites.lists import ListingNoted
 from exportkit.rewrites.table import (
     ALL_BUT_NONE,
     ALL_EXPERTS,
-    EVERY_BRANCH,
     FEATURE_ROWS,
     LISTS_OF_ONE,
     PACKED_SEQUENCES,
@@ -34,8 +31,7 @@ from exportkit.rewrites.table import (
     applied,
     matching_rewrites,
 )
-from exportkit.running.eager import EagerRunner, run_eager
-from exportkit.running.runner import compare_calls, recorded
+from exportkit.running.eager import run_eager
 from exportkit.trees import flatten
 
 
@@ -65,7 +61,7 @@ def chosen_example(
         try:
             sizes = choose_sizes(limited, bool(adapting), chunk_size_of(model))
             call = build_call(plan, observation, sizes)
-            with ListingNoted(sizes) as listing, branches_noted(taken=False) as branches:
+            with ListingNoted(sizes) as listing:
                 outputs = flatten(_eager_outputs(model, method, call, rules))
             break
         except ArgumentError as error:
@@ -75,7 +71,6 @@ def chosen_example(
     rules += [LISTS_OF_ONE] if listing.found else []
     rules += [PACKED_SEQUENCES] if listing.packs else []
     rules += [ZEROS_AT_PADDING] if listing.asks_for_padding else []
-    rules += _rule_for_branches(model, method, plan, branches.reached) if branches.reached else []
     if listing.of_places:
         rules.append(_rule_for_experts(model, method, call, rules))
     returned = [outputs.tensors(), *(call.outputs.tensors() for call in observation.calls)]
@@ -83,14 +78,6 @@ def chosen_example(
     defaults = find_missing_defaults(plan, observation, model, method)
     member_rows = rows_of_members(returned, joined)
     return Example(sizes, call, defaults, with_joined_lists(outputs, joined), joined, member_rows), rules
-
-
-def _rule_for_branches(model: torch.nn.Module, method: str, plan: BoundPlan, lines: set[Line]) -> list[Rewrite]:
-    """Takes branches in every case if recorded calls did not take them, and return the same when they are taken."""
-    with branches_noted(taken=True) as noted:
-        agree = all(o.agrees for o in compare_calls(recorded, EagerRunner(model, method), plan.observation.calls))
-    is_harmless = agree and lines | noted.reached <= noted.skipped
-    return [replace(EVERY_BRANCH, applied=partial(branches_taken, lines=lines))] if is_harmless else []
 
 
 def _within_recorded(plan: BoundPlan) -> BoundPlan:

@@ -17,7 +17,7 @@ import torch
 from exportkit._torch_compat.graph import trace_module
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression, value_error
-from exportkit._torch_compat.tracing import distribution_checks
+from exportkit._torch_compat.tracing import constraints_that_solve, distribution_checks, modules_left_on_errors
 from exportkit.arguments.build import build_call
 from exportkit.arguments.table import nested_spec
 from exportkit.calls.call import Call
@@ -406,11 +406,12 @@ def without_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None
 def _quiet() -> Iterator[None]:
     """Silences warnings, checks of the values that distributions take, and the partial graph of a failed trace.
 
-    torch prints such a graph, and the error says what is wrong.
+    torch prints such a graph, and the error says what is wrong. What torch itself gets wrong is repaired.
     """
     owner, name = distribution_checks()
     silent = replaced_attributes(trace_module(), {"print": lambda *_, **__: None})
-    with warnings.catch_warnings(), silent, replaced_attributes(owner, {name: False}):
+    repaired = replaced_attributes(*modules_left_on_errors()), replaced_attributes(*constraints_that_solve())
+    with warnings.catch_warnings(), silent, replaced_attributes(owner, {name: False}), repaired[0], repaired[1]:
         warnings.simplefilter("ignore")
         yield
 

@@ -16,6 +16,7 @@ from exportkit.plan.leaves import Finding
 from exportkit.probing.planning import BoundPlan
 from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import Audit, audit_effects, audit_sizes, findings_of, rule_findings
+from exportkit.programs.decisions import rules_for_decisions
 from exportkit.programs.example import chosen_example
 from exportkit.programs.failure import is_data_dependent
 from exportkit.programs.kinds import Split
@@ -65,6 +66,7 @@ class Strategy:
         adds: Rewrites that are put in force, besides those that the structure of the model asks for.
         drops: Rewrites that are left out.
         enlarges: Whether the model is traced at sizes beyond the recorded ones.
+        decides: Whether decisions by the values of tensors are looked into. What is found stays in force afterwards.
         replans: Returns another plan to begin again with.
         splits: Whether it makes a program for each kind of calls.
     """
@@ -75,6 +77,7 @@ class Strategy:
     adds: tuple[Rewrite, ...] = ()
     drops: tuple[Rewrite, ...] = ()
     enlarges: bool = False
+    decides: bool = False
     replans: Callable[[BoundPlan], BoundPlan | None] | None = None
     splits: bool = False
 
@@ -110,6 +113,13 @@ STRATEGIES = (
         drops=(LISTS_OF_ONE,),
     ),
     Strategy(
+        "decisions by values",
+        "the trace needed the value of a tensor, which may follow from buffers alone, or make no difference",
+        lambda search: search.needs_values,
+        adds=(BUFFER_VALUES,),
+        decides=True,
+    ),
+    Strategy(
         "larger sizes",
         "the trace fixed a size, left out a recorded call, or keeps a decision by size; a size that is 1 at the sizes "
         "of the trace, or was cached by an earlier call, may be the reason",
@@ -121,12 +131,6 @@ STRATEGIES = (
         "the trace fixed a size, left out a recorded call, or keeps a decision by size",
         lambda search: search.size_fixed or search.leaves_out_calls or search.keeps_decision,
         adds=(SYMBOLIC_LENGTHS,),
-    ),
-    Strategy(
-        "values of buffers",
-        "the trace needed the value of a tensor, which may follow from buffers alone",
-        lambda search: search.needs_values,
-        adds=(BUFFER_VALUES,),
     ),
     Strategy(
         "strict tracing",
@@ -306,7 +310,11 @@ class Search:
                     example, _ = chosen_example(self.model, self.method, plan, self.required, larger=True)
                 if example.outputs.paths != self._example.outputs.paths:
                     raise ExportError("The model returns something else at larger sizes.")
-            rules = [*strategy.adds, *(rule for rule in self.rules if rule not in strategy.drops)]
+            if strategy.decides:
+                with stage("arguments", self._seconds):
+                    found_rules = rules_for_decisions(self.model, self.method, plan.observation.calls)
+                self.rules = [*strategy.adds, *found_rules, *self.rules]
+            rules = [*strategy.adds, *(rule for rule in self.rules if rule not in (*strategy.adds, *strategy.drops))]
             with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
                 traced = trace(self.model, self.method, plan.plan, plan.observation, example, rules)
                 audit = audit_sizes(traced)
@@ -318,7 +326,7 @@ class Search:
             if strategy.enlarges:  # the model may have no more positions, which says nothing about its trace
                 return
             is_refused = error.__cause__ is None  # it could be traced, and serves less than the plan
-            if self.error is None or is_refused:
+            if self.error is None or is_refused or (strategy.decides and not is_data_dependent(error.__cause__)):
                 self.error = error
             if improving:
                 self.rules = [*strategy.adds, *self.rules] if SYMBOLIC_LENGTHS in strategy.adds else self.rules

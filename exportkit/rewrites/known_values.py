@@ -6,6 +6,7 @@ computed beside the trace.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,9 +45,10 @@ class KnownValues(TorchFunctionMode):
             raise TypeError("a buffer is read as a number, and buffers are changed: a graph cannot follow both")
         value = None
         if len(known) == len(tensors) and not self._is_written:
-            with apart_from_modes():
+            # a symbolic size has no value, and whatever a function raises, it raises in the trace
+            with apart_from_modes(), contextlib.suppress(Exception):
                 value = func(*self._real(args), **self._real(kwargs))
-        if is_number:
+        if is_number and value is not None:
             return value
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and isinstance(value, torch.Tensor) and value.numel() <= _LARGEST:

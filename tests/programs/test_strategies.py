@@ -23,9 +23,9 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
     assert [strategy.name for strategy in STRATEGIES] == [
         "plain trace",
         "lists as separate tensors",
+        "decisions by values",
         "larger sizes",
         "lengths kept symbolic",
-        "values of buffers",
         "strict tracing",
         "transformers' export patches",
         "static lengths",
@@ -138,7 +138,7 @@ class Flags(torch.nn.Module):
 def test_a_buffer_is_read_as_a_number():
     model = Flags(counts=False).eval()
     exported = exportkit.export(model, observed(model, (2, 6), (3, 8)))
-    assert exported.attempts[-1].strategy == "values of buffers"
+    assert exported.attempts[-1].strategy == "decisions by values"
     x = torch.randn(4, 9)
     torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
 
@@ -159,3 +159,26 @@ def test_distributions_do_not_check_the_values_of_a_trace():
     assert [str(attempt) for attempt in exported.attempts] == ["plain trace: succeeded"]
     with pytest.raises(ValueError, match="scale"):  # as before
         torch.distributions.Normal(0.0, -1.0)
+
+
+class Asking(torch.nn.Module):
+    """Tries a layer with an argument that it may not take."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6), torch.nn.ReLU()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            try:
+                x = layer(x, lengths=None)
+            except TypeError:
+                x = layer(x)
+        return x
+
+
+def test_a_model_may_catch_the_errors_of_its_modules():
+    model = Asking()
+    exported = exportkit.export(model, observed(model, (2, 6), (3, 6)))
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))

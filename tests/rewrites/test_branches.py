@@ -1,4 +1,4 @@
-"""Branches by ``tensor.any()`` are taken in every case where that changes nothing, and stay errors elsewhere."""
+"""Decisions by the values of tensors are left to a graph where they change nothing, and stay errors elsewhere."""
 
 import pytest
 import torch
@@ -50,3 +50,107 @@ def test_a_branch_that_changes_the_result_stays_an_error():
     model = Marked(1.0).eval()
     with pytest.raises(ExportError, match="decides by the values of a tensor"):
         exportkit.export(model, observed(model))
+
+
+class Deciding(torch.nn.Module):
+    """Calls a function with a linear layer and its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = torch.nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer, x)
+
+
+def exported_with_decisions(function):
+    torch.manual_seed(0)
+    model, observer = Deciding(function).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 4))
+        model(torch.randn(3, 4))
+    return model, exportkit.export(model, observer)
+
+
+def with_places_of_a_mask(layer, x):
+    result, mask = layer(x), x > 0
+    if torch.any(mask):  # in every recorded call
+        result[mask] = result[mask] * 2
+    return result
+
+
+def without_a_full_mask(layer, x):
+    mask = x > -9
+    if mask.all():
+        return layer(x)
+    return layer(torch.where(mask, x, 0.0))
+
+
+@pytest.mark.parametrize("function", [with_places_of_a_mask, without_a_full_mask])
+def test_a_branch_may_be_taken_if_it_changes_nothing_for_an_emptied_mask(function):
+    model, exported = exported_with_decisions(function)
+    for x in (torch.randn(4, 4), -torch.rand(2, 4), -20 * torch.rand(5, 4)):
+        torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+
+
+def checked(layer, x):
+    if torch.isnan(x).any() or x.min() < -100:
+        text = "not a number"
+        raise ValueError(text)
+    assert (x < 100).all()
+    assert x.max() < 100
+    return layer(x)
+
+
+def test_a_check_is_left_out_and_named():
+    model, exported = exported_with_decisions(checked)
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+    assert any("checks of values left out (test_branches.py:" in str(finding) for finding in exported.plan.findings)
+
+
+def with_an_error_that_is_caught(layer, x):
+    try:
+        if (x > 20).any():
+            raise ValueError("too large")
+    except ValueError:
+        return x
+    return layer(x)
+
+
+def with_an_error_inside_a_branch(layer, x):
+    large = x[x > 20]
+    if (x > 20).any():
+        if large.numel() == 0:
+            raise ValueError("none")
+        return layer(x) + large.mean()
+    return layer(x)
+
+
+def with_a_limit_that_no_call_reached(layer, x):
+    result = layer(x)
+    if torch.isinf(result).any():
+        result = result.clamp(-1000, 1000)
+    return result
+
+
+def until_nothing_is_left(layer, x):
+    mask = x > 1
+    while mask.any():
+        x = torch.where(mask, x / 2, x)
+        mask = x > 1
+    return layer(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        with_an_error_that_is_caught,
+        with_an_error_inside_a_branch,
+        with_a_limit_that_no_call_reached,
+        until_nothing_is_left,
+    ],
+)
+def test_a_decision_that_matters_stays_an_error(function):
+    with pytest.raises(ExportError, match="decides by the values of a tensor"):
+        exported_with_decisions(function)

@@ -1,0 +1,80 @@
+"""Finds out which decisions by the values of tensors a graph need not make, by running the model both ways."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from exportkit.calls.call import Call
+from exportkit.rewrites.branches import Decisions, Place, decisions_made, decisions_noted, is_check
+from exportkit.rewrites.table import CHECKS_LEFT_OUT, EVERY_BRANCH, Rewrite
+from exportkit.running.eager import EagerRunner
+from exportkit.running.runner import Runner, compare_calls, recorded
+
+_SCALES = (1e3, 1e6)  # a branch may limit values that no recorded call reaches
+
+
+def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Call]) -> list[Rewrite]:
+    """Returns the rewrites for code that decides by the values of tensors; none if recorded calls come out differently.
+
+    Args:
+        model: The model.
+        method: The method.
+        calls: The recorded calls.
+    """
+    eager = EagerRunner(model, method)
+    tried = [*calls, *(_scaled(call, scale) for call in calls[:1] for scale in _SCALES)]
+    made: dict[Place, bool] = {}
+    checks, seen = set[Place](), set[Place]()
+
+    def deciding(place: Place, decision: bool | None, emptied: Collection[Place] = ()) -> Runner:
+        def run(call: Call) -> Mapping[str, torch.Tensor]:
+            with decisions_noted(made if decision is None else made | {place: decision}, emptied):
+                return eager(call)
+
+        return run
+
+    def is_harmless(place: Place, noted: Decisions) -> bool:
+        """Whether a branch changes nothing if its mask has no places, or at least did not where it was skipped."""
+        taken = noted.for_some[place]
+        runs = deciding(place, None, {place}), deciding(place, taken, {place})
+        outcomes = list(compare_calls(*runs, tried))
+        if any(outcome.wrong for outcome in outcomes):
+            return False
+        is_shown = bool(outcomes) and all(outcome.error is None for outcome in outcomes)
+        return is_shown or (not taken) in noted.outcomes[place]
+
+    while True:  # a branch that is taken may hold other ones
+        with decisions_noted(made) as noted:
+            agrees = all(outcome.agrees for outcome in compare_calls(recorded, eager, calls))
+        fresh = noted.outcomes.keys() - seen if agrees else set()
+        if not fresh:
+            break
+        seen |= fresh
+        for place in fresh:
+            outcomes = noted.outcomes[place]
+            if len(outcomes) == 1 and is_check(place):
+                (outcome,) = outcomes
+                if not list(compare_calls(deciding(place, not outcome), recorded, calls[:1])):  # it raises
+                    made[place] = outcome
+                    checks.add(place)
+            elif place in noted.for_some and is_harmless(place, noted):
+                made[place] = noted.for_some[place]
+    if not agrees or not made:
+        return []
+    lines = ", ".join(sorted({f"{Path(file).name}:{line}" for file, line, _ in checks}))
+    names = ([EVERY_BRANCH.name] if checks != made.keys() else []) + (
+        [f"{CHECKS_LEFT_OUT} ({lines})"] if checks else []
+    )
+    first, *others = (replace(EVERY_BRANCH, name=name, applied=lambda _: contextlib.nullcontext()) for name in names)
+    return [replace(first, applied=partial(decisions_made, forced=made)), *others]
+
+
+def _scaled(call: Call, scale: float) -> Call:
+    floats = {path: tensor for path, tensor in call.tensors().items() if tensor.is_floating_point()}
+    return call.with_tensors({path: tensor * scale for path, tensor in floats.items()})
