@@ -9,6 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputSpec
+from torch.utils._pytree import tree_flatten
 
 from exportkit._torch_compat import require
 
@@ -92,6 +95,39 @@ def with_graph_module(
         module_call_graph=program.module_call_graph,
         example_inputs=program.example_inputs,
         constants=program.constants,
+        verifiers=require(program, "verifiers", "torch 2.13"),
+    )
+
+
+def program_of(
+    program: torch.export.ExportedProgram,
+    graph: torch.fx.Graph,
+    inputs: list[InputSpec],
+    outputs: list[OutputSpec],
+) -> torch.export.ExportedProgram:
+    """Returns a program of its own for a graph that was made from a part of another program. Seen in torch 2.13.
+
+    Args:
+        program: The program, whose weights and submodules are used.
+        graph: The graph.
+        inputs: Its inputs, weights included.
+        outputs: Its outputs.
+    """
+    module = torch.fx.GraphModule(program.graph_module, graph)
+    module.meta.update(program.graph_module.meta)
+    names = [str(getattr(spec.arg, "name", "")) for spec in inputs if spec.kind is InputKind.USER_INPUT]
+    given: Any = ((0,) * len(names), {})
+    returned: Any = (0,) * len(outputs)
+    signature = ModuleCallSignature([], [], tree_flatten(given)[1], tree_flatten(returned)[1], names)
+    weights = {spec.target for spec in inputs if spec.target is not None}
+    return torch.export.ExportedProgram(
+        root=module,
+        graph=graph,
+        graph_signature=ExportGraphSignature(inputs, outputs),
+        state_dict={name: value for name, value in program.state_dict.items() if name in weights},
+        range_constraints=program.range_constraints,
+        module_call_graph=[ModuleCallEntry("", signature)],
+        constants={name: value for name, value in program.constants.items() if name in weights},
         verifiers=require(program, "verifiers", "torch 2.13"),
     )
 

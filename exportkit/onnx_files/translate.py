@@ -22,7 +22,7 @@ from exportkit._torch_compat.graph import copied_module, exact_no_ops, quiet_onn
 from exportkit._torch_compat.symbolic_shapes import input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
-from exportkit.onnx_files.decompositions import translatable
+from exportkit.onnx_files.decompositions import translatable, without_assertions
 from exportkit.onnx_files.findings import operator_findings
 from exportkit.onnx_files.graph import Contract, Runtime
 from exportkit.overrides import replaced_attributes
@@ -149,6 +149,7 @@ def onnx_program(
     from exportkit.onnx_files.attention import ATTENTION_FORMS, with_whole_attention
     from exportkit.onnx_files.forms import FORMS  # onnxscript takes half a second to import
     from exportkit.onnx_files.fused import complete_fusions
+    from exportkit.onnx_files.repeated_layers import RepeatedLayers
 
     forms = FORMS if zeros is None else FORMS | ATTENTION_FORMS
     with (
@@ -160,22 +161,33 @@ def onnx_program(
     ):
         for constant, exact in exact_no_ops():  # otherwise the epsilon of a norm may be left out
             stack.enter_context(replaced_attributes(constant, exact))
-        source = translatable(program)
-        if zeros is not None:
-            source = with_whole_attention(source, zeros)
+
+        def translated(source: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
+            source, table = translatable(source), forms
+            if zeros is not None:
+                source = with_whole_attention(source, zeros)
+            if extra is not None:
+                source = with_graph_module(source, copied_module(source))
+                extra.fix_nodes(source.graph_module)
+                table = forms | extra.table
+            found = torch.onnx.export(source, (), verbose=False, opset_version=opset, custom_translation_table=table)
+            if found is None:
+                raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
+            if extra is not None:
+                extra.fix_program(found)
+            if zeros is not None:
+                complete_fusions(found.model)
+            return found
+
         if extra is not None:
             stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
-            source = with_graph_module(source, copied_module(source))
-            extra.fix_nodes(source.graph_module)
-            forms = forms | extra.table
-        translated = torch.onnx.export(source, (), verbose=False, opset_version=opset, custom_translation_table=forms)
-        if translated is None:
-            raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
-        if extra is not None:
-            extra.fix_program(translated)
-        if zeros is not None:
-            complete_fusions(translated.model)
-        return translated
+        else:
+            with contextlib.suppress(Exception):  # then all layers are translated
+                repeated = RepeatedLayers(without_assertions(program), zeros)
+                found = translated(repeated.reduced)
+                repeated.repeat(found.model)
+                return found
+        return translated(program)
 
 
 def _zeros(traced: TracedProgram) -> list[dict[Any, int]]:
