@@ -29,6 +29,7 @@ _DEFINED_IN = {
     "load": "api.onnx_model",
     "Exported": "api.exported",
     "OnnxModel": "api.onnx_model",
+    "Quantisation": "onnx_files.quantised",
     "compare_runs": "api.application",
     "Report": "proof.report",
     "show_progress": "report.progress",

@@ -16,6 +16,7 @@ from exportkit.module_outputs.decorate import merge_with_config_defaults as merg
 from exportkit.module_outputs.record import OutputRecorder as OutputRecorder
 from exportkit.module_traces.trace import Trace as Trace
 from exportkit.module_traces.trace import trace_model as trace_model
+from exportkit.onnx_files.quantised import Quantisation as Quantisation
 from exportkit.peers.debugger import model_addition_debugger_context as model_addition_debugger_context
 from exportkit.plan.expression import Expression as Expression
 from exportkit.plan.plan import Plan as Plan

@@ -282,6 +282,7 @@ def test_public_names_are_these():
         "OnnxModel",
         "OutputRecorder",
         "Plan",
+        "Quantisation",
         "Report",
         "Trace",
         "apply_patches",

@@ -11,8 +11,10 @@ from exportkit.api.onnx_model import OnnxModel
 from exportkit.errors import InvalidRequestError
 from exportkit.files import as_path, check_file, replacing
 from exportkit.onnx_files.graph import Runtime
+from exportkit.onnx_files.quantised import Bits, Quantisation
 from exportkit.onnx_files.runner import write_graphs
 from exportkit.programs.exported import ExportedModel
+from exportkit.proof.quantise import Accuracy, quantisation_of, quantised_runner
 
 
 class Exported(ExportedModel):
@@ -30,7 +32,13 @@ class Exported(ExportedModel):
         return cls(exported.programs, parts, exported.edges, exported.split, exported.attempts)
 
     def to_onnx(
-        self, path: str | os.PathLike[str], opset: int | None = None, *, runtime: Literal["onnxruntime"] | None = None
+        self,
+        path: str | os.PathLike[str],
+        opset: int | None = None,
+        *,
+        runtime: Literal["onnxruntime"] | None = None,
+        weights: Bits | Quantisation | None = None,
+        accuracy: Accuracy | None = None,
     ) -> OnnxModel:
         """Writes the model as ONNX and returns it as something to call like the model.
 
@@ -40,17 +48,23 @@ class Exported(ExportedModel):
             opset: ONNX opset; by default torch's own choice.
             runtime: "onnxruntime" for a graph in which attention, norms and rotary embeddings are single operators of
                 opset 23, which is faster there; by default, a graph of operators that every runtime has.
+            weights: "int4" or "int8" to store weights in fewer bits, or a `Quantisation` with more options. The graph
+                is proven before that, and only runs in onnxruntime.
+            accuracy: How far the quantised graph may be from the model: the least top-1 agreement, such as 0.99, or a
+                dict with limits of ``top1``, ``kl`` and ``error``. Layers are stored in more bits until it holds.
 
         Raises:
             DestinationError: if the path cannot be written.
             ExportError: if an operator cannot be translated.
-            InvalidRequestError: if the runtime is unknown, or its graphs cannot have the opset.
+            InvalidRequestError: if the runtime is unknown, its graphs cannot have the opset, or the weights cannot be
+                quantised like this.
             MissingPackageError: if the installed onnxruntime cannot run such a graph.
         """
         if runtime not in (None, "onnxruntime"):
             raise InvalidRequestError(
                 "No graph is made for this runtime alone.", where="runtime", expected="'onnxruntime'", got=repr(runtime)
             )
+        quantisation = quantisation_of(weights, accuracy)
         target = check_file(path)
         with replacing(target.parent, "an ONNX file") as folder:
 
@@ -59,6 +73,8 @@ class Exported(ExportedModel):
                 return folder / (f"{target.stem}.{name}{target.suffix}" if name else target.name)
 
             runner = write_graphs(self, file_of, opset, runtime)
+            if quantisation is not None:
+                runner = quantised_runner(runner, quantisation, accuracy)
         runner.move(target.parent)
         return OnnxModel.of(runner)
 
@@ -86,6 +102,8 @@ class Exported(ExportedModel):
         *,
         runtime: Runtime | None = None,
         opset: int | None = None,
+        weights: Bits | Quantisation | None = None,
+        accuracy: Accuracy | None = None,
         values: bool = True,
         verify: bool = True,
     ) -> OnnxModel:
@@ -100,6 +118,8 @@ class Exported(ExportedModel):
                 that onnxruntime-genai can run in any case: a model with sliding windows is exported again, with caches
                 that hold every token. By default, graphs of operators that every runtime has.
             opset: ONNX opset; by default torch's own choice.
+            weights: "int4" or "int8" to store weights in fewer bits, or a `Quantisation`, as for `to_onnx`.
+            accuracy: How far the quantised graph may be from the model, as for `to_onnx`.
             values: Also write the values of the calls, so that the folder can be proven without the model.
             verify: Prove the graphs, which takes memory for the weights once more; if that fails, a RuntimeWarning says
                 so. Without it there is no report, and ``exportkit verify`` proves the folder later.
@@ -107,12 +127,24 @@ class Exported(ExportedModel):
         Raises:
             DestinationError: if the directory cannot be written, or holds something else.
             ExportError: if an operator cannot be translated.
-            InvalidRequestError: if the runtime cannot run the model, or its graphs cannot have the opset.
+            InvalidRequestError: if the runtime cannot run the model, its graphs cannot have the opset, or the weights
+                cannot be quantised like this.
             MissingPackageError: if the installed onnxruntime cannot run a graph that is made for it.
         """
         from exportkit.folder.folder import save_folder
 
-        return OnnxModel.of(save_folder(self, directory, runtime=runtime, opset=opset, values=values, verify=verify))
+        return OnnxModel.of(
+            save_folder(
+                self,
+                directory,
+                runtime=runtime,
+                opset=opset,
+                weights=weights,
+                accuracy=accuracy,
+                values=values,
+                verify=verify,
+            )
+        )
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Writes one HTML page with everything that is known about this export, its proof included.

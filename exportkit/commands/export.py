@@ -6,7 +6,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 Runtime = Literal["onnxruntime", "genai"]
+Weights = Literal["int4", "int8"]
 
 
 class Pipeline:
@@ -71,20 +72,20 @@ class Pipeline:
         with self._stage("export"):
             self.exported = exportkit.export(self.example.model, self.observer)
 
-    def write(self, path: Path, opset: int | None = None, runtime: Any = None) -> None:
-        """Writes an ONNX file."""
+    def write(self, path: Path, opset: int | None = None, **options: Any) -> None:
+        """Writes an ONNX file; the options are those of `exportkit.Exported.to_onnx`."""
         with self._stage("ONNX"):
-            self.onnx_model = self.exported.to_onnx(path, opset, runtime=runtime)
+            self.onnx_model = self.exported.to_onnx(path, opset, **options)
 
     def verify(self) -> None:
         """Proves the ONNX file."""
         with self._stage("verify"):
             self.report = self.onnx_model.verify()
 
-    def save(self, folder: Path, opset: int | None, runtime: Runtime | None, verify: bool) -> None:
-        """Writes a folder that can be loaded without the model, with its proof."""
+    def save(self, folder: Path, opset: int | None, verify: bool, **options: Any) -> None:
+        """Writes a folder that can be loaded without the model, with its proof; see `exportkit.Exported.save`."""
         with self._stage("save"):
-            self.onnx_model = self.exported.save(folder, runtime=runtime, opset=opset, verify=verify)
+            self.onnx_model = self.exported.save(folder, opset=opset, verify=verify, **options)
 
     def problem(self) -> str:
         """Returns why the example is not proven; empty if it is."""
@@ -125,6 +126,13 @@ def export(
     runtime: Annotated[
         Runtime | None, typer.Option(help="What to fuse operators for; genai also has caches that hold every token.")
     ] = None,
+    weights: Annotated[Weights | None, typer.Option(help="Store weights in fewer bits, for onnxruntime.")] = None,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="With --weights, the least share of equal top-1 choices; some layers keep more bits."
+        ),
+    ] = None,
 ) -> None:
     """Export a local transformers checkpoint to ONNX, and prove it.
 
@@ -134,7 +142,10 @@ def export(
     If OUT is a folder, it holds everything that `exportkit verify` and `exportkit report` need. If OUT ends in .onnx,
     only the graph and its weights are written.
 
-    Exits with 0 if the result is proven, 1 if it is not, 2 for invalid usage.
+    With --weights, the graph is proven before its weights are quantised. What is quantised is not proven but measured:
+    the report says how far its outputs are from the model's.
+
+    Exits with 0 if the result is proven, or measured and as accurate as asked for, 1 if it is not, 2 for invalid usage.
     """
     from exportkit.examples.run import load_checkpoint
     from exportkit.files import check_file
@@ -142,6 +153,9 @@ def export(
     from exportkit.running.session import require_onnxruntime
 
     to_file = out.suffix == ".onnx"
+    options = {"runtime": runtime, "weights": weights, "accuracy": accuracy}
+    if accuracy is not None and weights is None:
+        raise typer.BadParameter("--accuracy is for quantised weights: add --weights.")
     if to_file and runtime == "genai":
         raise typer.BadParameter("onnxruntime-genai needs a folder: --out may not end in .onnx.")
     with quiet_libraries():
@@ -155,7 +169,7 @@ def export(
             make_folder(out.parent if to_file else out)
         with exit_on_error(NOT_PROVEN, debug, as_json):
             pipeline.export()
-            text, report = (_write_file if to_file else _save_folder)(pipeline, out, opset, runtime, not no_verify)
+            text, report = (_write_file if to_file else _save_folder)(pipeline, out, opset, not no_verify, options)
     ok, plan = no_verify or report["ok"], pipeline.exported.plan
     if as_json:
         found = {"ok": ok, "out": str(out), "plan": json.loads(plan.to_json()), "report": report}
@@ -171,10 +185,10 @@ def export(
 
 
 def _write_file(
-    pipeline: Pipeline, file: Path, opset: int | None, runtime: Runtime | None, verify: bool
+    pipeline: Pipeline, file: Path, opset: int | None, verify: bool, options: Mapping[str, Any]
 ) -> tuple[str, Any]:
     """Writes only the graph; returns its proof as text and as data."""
-    pipeline.write(file, opset, runtime)
+    pipeline.write(file, opset, **options)
     if not verify:
         return "not verified", None
     pipeline.verify()
@@ -182,12 +196,12 @@ def _write_file(
 
 
 def _save_folder(
-    pipeline: Pipeline, folder: Path, opset: int | None, runtime: Runtime | None, verify: bool
+    pipeline: Pipeline, folder: Path, opset: int | None, verify: bool, options: Mapping[str, Any]
 ) -> tuple[str, Any]:
     """Writes the folder; returns the proof that it holds, as text and as data."""
     from exportkit.folder.folder import REPORT_JSON, REPORT_TEXT
 
-    pipeline.save(folder, opset, runtime, verify)
+    pipeline.save(folder, opset, verify, **options)
     if not verify:
         return "not verified", None
     return (folder / REPORT_TEXT).read_text("utf-8").rstrip(), json.loads((folder / REPORT_JSON).read_text("utf-8"))

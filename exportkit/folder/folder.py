@@ -29,6 +29,7 @@ from exportkit.folder.clients import for_runtime, write_client_files
 from exportkit.folder.manifest import GraphData, dump_graph, load_graph
 from exportkit.json_data import InvalidDataError, parse_json, read
 from exportkit.onnx_files.graph import Contract, OnnxGraph, Runtime
+from exportkit.onnx_files.quantised import Bits, Quantisation
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
 from exportkit.onnx_files.translate import input_names, write_domain
 from exportkit.programs.exported import ExportedModel
@@ -37,6 +38,7 @@ from exportkit.programs.strategies import Attempt
 from exportkit.proof.calls import unseen_calls
 from exportkit.proof.leeway import measure
 from exportkit.proof.prove import prove
+from exportkit.proof.quantise import Accuracy, quantisation_of, quantised_runner
 from exportkit.running.session import require_onnxruntime
 
 MANIFEST, REPORT_TEXT, REPORT_JSON = "manifest.json", "report.txt", "report.json"
@@ -58,16 +60,21 @@ def save_folder(
     *,
     runtime: Runtime | None = None,
     opset: int | None = None,
+    weights: Bits | Quantisation | None = None,
+    accuracy: Accuracy | None = None,
     values: bool = True,
     verify: bool = True,
 ) -> OnnxRunner:
     """Writes a folder, and returns its graphs as something to call; see `Exported.save`."""
+    quantisation = quantisation_of(weights, accuracy)
     target = check_destination(directory)
     if verify:
         require_onnxruntime()
     exported = for_runtime(exported, runtime)
     with replacing(target, _NOUN, last=MANIFEST, clear=lambda: _remove_old(target)) as folder:
         runner = _write_graphs(exported, folder, opset, runtime)
+        if quantisation is not None:
+            runner = quantised_runner(runner, quantisation, accuracy, verify=verify)
         finding = write_client_files(exported, runner.contract, folder)
         if finding is not None:
             contract = runner.contract

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from exportkit.calls.parts import Edge
 from exportkit.folder.checked import CheckedFiles, inside
 from exportkit.json_data import InvalidDataError, Positive, Size
 from exportkit.onnx_files.graph import Contract, Measured, OnnxGraph, Runtime
+from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import MissingDefaults, dependent_outputs
@@ -99,6 +100,7 @@ class GraphData:
     parts: Mapping[str, Any] = field(default_factory=dict)
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
     runtime: Runtime | None = None
+    quantised: Quantised | None = None
 
 
 def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> dict[str, Any]:
@@ -147,6 +149,7 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
         "seconds": dict(contract.seconds),
         "domain": domain,
         "runtime": contract.runtime,
+        "quantised": None if contract.quantised is None else asdict(contract.quantised),
     }
 
 
@@ -192,6 +195,7 @@ def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph
         sizes=graph.sizes,
         seconds=graph.seconds,
         runtime=graph.runtime,
+        quantised=graph.quantised,
     )
     _require_consistent(contract)
     unseen = _load_unseen(graph.unseen, place / _UNSEEN, contract)

@@ -18,6 +18,7 @@ from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation, Written
 from exportkit.errors import ArgumentError, RuntimeFailure
 from exportkit.files import Stamp, stamp_of
+from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.conditions import evaluate
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
@@ -63,6 +64,7 @@ class Contract:
         sizes: Sizes of the variables during the trace.
         seconds: Duration of each stage.
         runtime: What the graph was fused for; None for a graph of operators that every runtime has.
+        quantised: How its weights were quantised; None if they were not.
     """
 
     path: Path
@@ -88,6 +90,7 @@ class Contract:
     sizes: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     runtime: Runtime | None = None
+    quantised: Quantised | None = None
 
     @functools.cached_property
     def numbers(self) -> tuple[str, ...]:

@@ -78,12 +78,7 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int = _R
             return as_simplified(run(call), joined, ()), rounding.chooses
 
     with contextlib.suppress(Exception):  # whatever the model raises for values that it was not made for
-        returned = as_simplified(call.outputs.tensors(), joined, ())
-        found: dict[str, torch.Tensor] = {}
-        for mask, visible in _maskings(graph, call):
-            changed = _with_other_padding(graph.contract.plan, call, mask, visible)
-            if changed is not None:
-                found |= _arbitrary(returned, as_simplified(run(changed), joined, ()), visible)
+        found = hidden_by_padding(graph, call)
         if found:
             yield Measured({}, found)
         base, chooses = outputs(0, 0.0)
@@ -97,6 +92,22 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int = _R
         for seed in range(runs):
             moved = _moved(base, outputs(seed, 1.0)[0], moved)
             yield Measured(ties, {path: _allowed(base[path], apart, found.get(path)) for path, apart in moved.items()})
+
+
+def hidden_by_padding(graph: OnnxGraph, call: Call) -> dict[str, torch.Tensor]:
+    """Returns infinity for elements of outputs that padding decides about, by path, and 0 for all others.
+
+    Args:
+        graph: The graph, with the model at hand.
+        call: The call, with what the model returned.
+    """
+    joined, found = graph.contract.joined_outputs, dict[str, torch.Tensor]()
+    returned = as_simplified(call.outputs.tensors(), joined, ())
+    for mask, visible in _maskings(graph, call) if graph.eager is not None else ():
+        changed = _with_other_padding(graph.contract.plan, call, mask, visible)
+        if changed is not None and graph.eager is not None:
+            found |= _arbitrary(returned, as_simplified(graph.eager(changed), joined, ()), visible)
+    return found
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:

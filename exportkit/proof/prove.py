@@ -29,7 +29,9 @@ from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
 from exportkit.proof.calls import Tensors, as_made, assembled_calls, small_calls, unseen_calls
+from exportkit.proof.figures import Figures
 from exportkit.proof.leeway import measurements, name_of
+from exportkit.proof.lossy import lossy_differences
 from exportkit.proof.report import Divergence, Report, Row
 from exportkit.proof.values import value_differences
 from exportkit.running.bounds import rounding_bound
@@ -135,7 +137,8 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
     contract = graph.contract
     findings = (*(finding.text for finding in contract.plan.findings), *_computed_otherwise(graph))
     inside = sum(row.status != "outside" for row in further)
-    return Report((*rows, *further), min(_ENOUGH_UNSEEN, inside), findings, limits=tuple(contract.domain.limits()))
+    limits = tuple(contract.domain.limits())
+    return Report((*rows, *further), min(_ENOUGH_UNSEEN, inside), findings, limits=limits, quantised=contract.quantised)
 
 
 def _computed_otherwise(graph: OnnxGraph) -> Iterator[str]:
@@ -239,14 +242,18 @@ def _row(
     locate: Locate | None = None,
 ) -> Row:
     """The row of a call with its result; ``got`` is the runner that is compared, by default that of the graph."""
-    runner = OnnxRunner({"": graph})
+    runner, is_lossy = OnnxRunner({"": graph}), graph.contract.quantised is not None
+    figures: dict[str, Figures] = {}
 
     def locator(wrong: Sequence[str], where: str) -> Callable[[torch.nn.Module | None], Divergence] | None:
-        if locate is None:
+        if locate is None or is_lossy:
             return None
         return functools.partial(locate, runner, call, expected, wrong, where)
 
     def compare(call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
+        if is_lossy:
+            yield from lossy_differences(graph, call, expected, got, figures)
+            return
         yield from output_differences(graph, call, expected, got)
         if isinstance(got, Returned):
             yield from value_differences(graph, call.outputs, got.tree)
@@ -262,12 +269,13 @@ def _row(
     outputs = {difference.path: difference.absolute for difference in outcome.differences}
     return replace(
         row,
-        status="differs" if wrong else "proven",
+        status="differs" if wrong else "measured" if is_lossy else "proven",
         absolute=max(outputs.values(), default=0.0),
         where=where,
         eager_seconds=call.latency,
         onnx_seconds=outcome.seconds,
         outputs=outputs,
+        figures=figures,
         locator=locator([d.path for d in wrong if d.path in expected], where) if wrong else None,
     )
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 
 from exportkit.errors import InvalidRequestError
+from exportkit.onnx_files.quantised import Quantised
+from exportkit.proof.figures import Figures, layer_table, over_budget, together, worst
 
 _SHOWN_PROBLEMS = 3
 LOCATE_HINT = "locate() names the module, line and node where the difference begins"
 
-Status = Literal["proven", "differs", "refused", "no call", "outside"]
+Status = Literal["proven", "measured", "differs", "refused", "no call", "outside"]
+Kind = Literal["recorded", "given", "unseen", "assembled"]
 
 
 class Divergence(Protocol):
@@ -43,20 +46,23 @@ class Row:
     """One call, in eager mode and in onnxruntime.
 
     Attributes:
-        kind: Whether the call was recorded, has sizes that were never run, or went through all parts.
+        kind: Whether the call was recorded, was given as further data, has sizes that were never run, or went through
+            all parts.
         label: The recorded call's number, or what the sizes stand for.
         sizes: Sizes of the variables.
-        status: ``proven``; ``differs``: a different result; ``refused``: onnxruntime raised; ``no call``: the model
-            itself raises for these sizes, so there is nothing to prove; ``outside``: the sizes are not in the domain.
+        status: ``proven``; ``measured``: the graph is quantised, and ``figures`` say how far it is from the model;
+            ``differs``: a different result; ``refused``: onnxruntime raised; ``no call``: the model itself raises for
+            these sizes, so there is nothing to prove; ``outside``: the sizes are not in the domain.
         absolute: Largest absolute difference over all outputs.
         where: Output leaf and position of the difference, or the error.
         eager_seconds: Duration of the model.
         onnx_seconds: Duration of onnxruntime.
         outputs: Largest absolute difference of each output, by its path.
+        figures: Of a quantised graph, how far each output is from the model's, by its path.
         locator: Finds the module where a difference begins; None if there is nothing to find.
     """
 
-    kind: Literal["recorded", "unseen", "assembled"]
+    kind: Kind
     label: str
     sizes: Mapping[str, int]
     status: Status
@@ -65,6 +71,7 @@ class Row:
     eager_seconds: float = float("nan")
     onnx_seconds: float = float("nan")
     outputs: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, Figures] = field(default_factory=dict)
     locator: Callable[[torch.nn.Module | None], Divergence] | None = field(default=None, repr=False, compare=False)
 
     def locate(self, model: torch.nn.Module | None = None) -> Divergence:
@@ -98,6 +105,7 @@ class Report:
         parts: Reports of the parts that feed the model and, if there are several graphs, of each graph, by name.
         attempts: The strategies that were tried to export the model, in order, each with its outcome.
         limits: Where the graph may be used, in words.
+        quantised: How the graph was quantised; None if it was not.
     """
 
     rows: tuple[Row, ...]
@@ -106,11 +114,32 @@ class Report:
     parts: Mapping[str, Report] = field(default_factory=dict)
     attempts: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
+    quantised: Quantised | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether every recorded call is proven, no unseen call is wrong, and enough unseen calls are proven."""
+        """Whether every recorded call is proven, no unseen call is wrong, and enough unseen calls are proven.
+
+        A quantised graph is measured, not proven: the graph that it was made from has to be proven, and the figures
+        have to be within the budget, if there is one.
+        """
         return not self.problems()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a graph was quantised, so that nothing is proven."""
+        return self.quantised is not None or any(part.is_measured for part in self.parts.values())
+
+    @property
+    def figures(self) -> Mapping[Kind, Mapping[str, Figures]]:
+        """Of a quantised graph, how far each output is from the model's: by kind of calls, and by its path."""
+        found: dict[Kind, dict[str, Figures]] = {}
+        for kind in dict.fromkeys(row.kind for row in self.rows if row.figures):
+            rows = [row.figures for row in self.rows if row.kind == kind]
+            paths = dict.fromkeys(path for figures in rows for path in figures)
+            items = {path: together(figures[path] for figures in rows if path in figures) for path in paths}
+            found[kind] = {path: item for path, item in items.items() if item is not None}
+        return found
 
     def problems(self) -> tuple[str, ...]:
         """Returns what stands against a proof, a sentence each."""
@@ -120,9 +149,13 @@ class Report:
         found += [f"recorded call {r.label}: {r.where}" for r in recorded if r.status == "no call"]
         if not recorded:
             found.append("no recorded call was checked")
-        proven = sum(row.status == "proven" for row in self.rows if row.kind == "unseen")
+        proven = sum(row.status in ("proven", "measured") for row in self.rows if row.kind == "unseen")
         if proven < self.expected_unseen:
             found.append(f"only {proven} of {self.expected_unseen} unseen combinations of sizes could be proven")
+        if self.quantised is not None:
+            found += [f"before it was quantised: {problem}" for problem in self.quantised.problems]
+            for kind, figures in self.figures.items():
+                found += over_budget(figures, self.quantised.budget, f"{kind} calls")
         found += [f"{name}: {problem}" for name, part in self.parts.items() for problem in part.problems()]
         return tuple(found)
 
@@ -150,17 +183,22 @@ class Report:
     def _data(self) -> dict[str, Any]:
         return {
             "ok": self.ok,
+            "measured": self.is_measured,
+            "verdict": self.verdict(),
             "problems": list(self.problems()),
             "limits": list(self.limits),
             "rows": [{key: _plain(value) for key, value in vars(row).items() if key != "locator"} for row in self.rows],
             "findings": list(self.findings),
             "attempts": list(self.attempts),
+            "quantised": _plain(self.quantised),
+            "figures": _plain(self.figures),
             "parts": {name: part._data() for name, part in self.parts.items()},
         }
 
     def __str__(self) -> str:
         parts = [line for name, part in self.parts.items() for line in (name, *part.lines(), "")]
-        return "\n".join([*parts, *self.lines(), self.verdict()])
+        first = [self.verdict(), ""] if self.is_measured else []
+        return "\n".join([*first, *parts, *self.lines(), self.verdict()])
 
     def lines(self) -> list[str]:
         """Returns where the graph may be used, the table of the calls, the findings and the attempts."""
@@ -172,19 +210,34 @@ class Report:
         hints = [LOCATE_HINT] if self._to_locate() is not None else []
         tried = [f"tried: {text}" for text in self.attempts]
         if self.limits:
-            lines = [f"{'proven' if self.ok else 'NOT PROVEN'} for {', '.join(self.limits)}", "", *lines]
+            lines = [f"{self._word} for {', '.join(self.limits)}", "", *lines]
+        if self.quantised is not None:
+            lines += ["", *layer_table(self.quantised), ""]
         return lines + [f"note: {text}" for text in (*self.findings, *hints)] + tried
 
     def verdict(self) -> str:
-        """Returns ``proven``, or ``NOT PROVEN`` and the first reasons."""
-        problems = self.problems()
+        """Returns ``proven``, or ``NOT PROVEN`` and the first reasons; the figures of a quantised graph."""
+        problems, found = self.problems(), ""
+        if self.is_measured:
+            texts = [f"{worst(figures).text} at {kind} calls" for kind, figures in self.figures.items()]
+            found = ": " + "; ".join(texts) if texts else ""
         if not problems:
-            return "proven"
+            return self._word + found
         more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
-        return "NOT PROVEN: " + "; ".join(problems[:_SHOWN_PROBLEMS]) + more
+        return f"{self._word}: " + "; ".join(problems[:_SHOWN_PROBLEMS]) + more + found.replace(":", "; measured:", 1)
+
+    @property
+    def _word(self) -> str:
+        if self.is_measured:
+            return "measured" if self.ok else "measured, NOT ACCEPTED"
+        return "proven" if self.ok else "NOT PROVEN"
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return {key: _plain(part) for key, part in value.items()} if isinstance(value, Mapping) else value
@@ -193,4 +246,5 @@ def _plain(value: Any) -> Any:
 def _cells(row: Row) -> tuple[str, str, str, str, str]:
     sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
     absolute = "" if row.absolute != row.absolute else f"{row.absolute:.1e}"
-    return f"{row.kind} {row.label}", sizes, row.status, absolute, row.where
+    where = row.where or (worst(row.figures).text if row.figures else "")
+    return f"{row.kind} {row.label}", sizes, row.status, absolute, where

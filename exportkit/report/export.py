@@ -233,8 +233,9 @@ def _steps(programs: Sequence[Program], manifest: Mapping[str, Any], proof: Mapp
     if proof is None:
         return [*steps, Step("verify", "", "not verified")]
     rows = proof["rows"] if split is None else [row for program in programs for row in program.rows]
-    proven = sum(row["status"] == "proven" for row in rows)
-    text = f"{proven} of {count(len(rows), 'call')} proven"
+    word = "measured" if proof.get("measured") else "proven"
+    done = sum(row["status"] == word for row in rows)
+    text = f"{done} of {count(len(rows), 'call')} {word}"
     return [*steps, Step("verify", "good" if proof["ok"] else "bad", text, took.get("verify"))]
 
 

@@ -1,0 +1,89 @@
+"""Which layers keep more bits so that a quantised graph stays within a budget."""
+
+import pytest
+import torch
+
+import exportkit
+from exportkit.errors import InvalidRequestError
+from exportkit.onnx_files.quantised import Quantisation, Quantised
+from exportkit.proof.report import Report
+
+
+class Uneven(torch.nn.Module):
+    """Two branches; what the second one returns hardly matters."""
+
+    def __init__(self):
+        super().__init__()
+        self.much, self.little = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.head = torch.nn.Linear(64, 32)
+
+    def forward(self, x):
+        return {"logits": self.head(self.much(x).tanh() + 0.01 * self.little(x).tanh())}
+
+
+@pytest.fixture(scope="module")
+def exported():
+    torch.manual_seed(0)
+    model, observer = Uneven().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for size in (40, 50):
+            model(3 * torch.randn(size, 64))
+    return exportkit.export(model, observer)
+
+
+def test_layers_that_do_harm_keep_more_bits_until_the_budget_holds(exported, tmp_path):
+    plain = exported.to_onnx(tmp_path / "plain.onnx", weights="int4").verify()
+    error = plain.figures["recorded"]["logits"].error
+    budget = {"error": error / 2}
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx", weights="int4", accuracy=budget)
+    report = onnx_model.verify()
+    assert report.ok
+    assert all(figures["logits"].error <= error / 2 for figures in report.figures.values())
+    layers = {layer.name: layer for layer in onnx_model.file.quantised.layers}
+    assert layers["little"].stored == "int4"
+    assert layers["much"].stored == "int8"
+    assert layers["little"].harm < layers["much"].harm / 10
+    table = str(report).partition("stored in")[2]
+    assert table.index("much") < table.index("little") < table.index("head")
+
+
+def test_a_budget_that_no_quantised_layer_keeps_leaves_all_layers(exported, tmp_path):
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx", weights="int8", accuracy={"error": 1e-6, "top1": 1})
+    assert {layer.stored for layer in onnx_model.file.quantised.layers} == {"float32"}
+    report = onnx_model.verify()
+    assert report.ok
+    assert report.verdict().startswith("measured: top-1 agreement 1.0000")
+
+
+def test_figures_over_the_budget_are_not_accepted(exported, tmp_path):
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx", weights="int4")
+    graph = onnx_model.graph
+    quantised = graph.contract.quantised
+    object.__setattr__(graph.contract, "quantised", type(quantised)(**{**vars(quantised), "budget": {"kl": 1e-9}}))
+    report = onnx_model.verify()
+    assert not report.ok
+    assert report.verdict().startswith("measured, NOT ACCEPTED: KL divergence ")
+    assert "at recorded calls is more than 1e-09" in report.verdict()
+
+
+def test_a_graph_that_was_not_proven_before_is_not_accepted():
+    report = Report((), 0, quantised=Quantised(Quantisation(), (), problems=("recorded call 0: differs",)))
+    assert "before it was quantised: recorded call 0: differs" in report.problems()
+    whole = Report((), 0, parts={"encoder": report})
+    assert whole.is_measured
+    assert str(whole).startswith("measured, NOT ACCEPTED: ")
+
+
+@pytest.mark.parametrize("accuracy", [1.5, {"bleu": 3}, {"top1": 2}, {"kl": -1}, "high"])
+def test_budgets_that_make_no_sense_are_refused(exported, accuracy, tmp_path):
+    with pytest.raises(InvalidRequestError, match="not a budget"):
+        exported.to_onnx(tmp_path / "model.onnx", weights="int4", accuracy=accuracy)
+
+
+def test_a_budget_of_logits_needs_logits(tmp_path):
+    model, observer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for size in (4, 5):
+            model(torch.randn(size, 64))
+    with pytest.raises(InvalidRequestError, match="the graph returns none"):
+        exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx", weights="int4", accuracy=0.99)
