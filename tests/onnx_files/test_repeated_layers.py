@@ -7,6 +7,7 @@ from collections import Counter
 import onnx
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import exportkit
 from exportkit.onnx_files import repeated_layers
@@ -115,9 +116,10 @@ def test_the_file_is_that_of_a_translation_of_all_layers(monkeypatch, tmp_path):
     monkeypatch.setattr(repeated_layers, "LikeLayers", lambda *_: (_ for _ in ()).throw(repeated_layers.NotRepeated))
     slow = export.to_onnx(tmp_path / "slow.onnx")
     assert operators(quick.path)[0] == operators(slow.path)[0]
-    assert quick.inputs == slow.inputs and quick.outputs == slow.outputs
+    assert quick.inputs == slow.inputs
+    assert quick.outputs == slow.outputs
     call = (torch.randn(4, 2, 8), [torch.randn(4, 6 + i, 8) for i in range(4)])
-    for one, other in zip(torch.utils._pytree.tree_leaves(quick(*call)), torch.utils._pytree.tree_leaves(slow(*call))):
+    for one, other in zip(tree_leaves(quick(*call)), tree_leaves(slow(*call)), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
