@@ -78,9 +78,10 @@ class Known:
 
     @property
     def scale(self) -> float:
-        """The largest finite input."""
-        floats = [x[x.isfinite()].abs() for x in self.tensors if x.is_floating_point()]
-        return max((float(x.max()) for x in floats if x.numel()), default=0.0)
+        """The largest finite input; integers count as far as single precision has all of them."""
+        wide = [(x.double().abs(), x.is_floating_point()) for x in self.tensors if x.dtype is not torch.bool]
+        known = [x[x.isfinite() if is_float else x <= 2**24] for x, is_float in wide]
+        return max((float(x.max()) for x in known if x.numel()), default=0.0)
 
 
 class Journal:

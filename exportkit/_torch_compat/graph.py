@@ -80,17 +80,29 @@ def copied_module(program: torch.export.ExportedProgram) -> torch.fx.GraphModule
 
 
 def with_graph_module(
-    program: torch.export.ExportedProgram, module: torch.fx.GraphModule
+    program: torch.export.ExportedProgram,
+    module: torch.fx.GraphModule,
+    constants: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.export.ExportedProgram:
     """Returns the program with a different graph for the same inputs and outputs; weights are shared.
 
     Seen in torch 2.13.
+
+    Args:
+        program: The program.
+        module: The graph.
+        constants: Tensors for placeholders that the program does not have, each put before all other nodes.
     """
+    from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+
+    added = dict(constants or {})
+    specs = [InputSpec(InputKind.BUFFER, TensorArgument(name=name), name, persistent=True) for name in added][::-1]
+    signature = program.graph_signature
     return torch.export.ExportedProgram(
         root=module,
         graph=module.graph,
-        graph_signature=program.graph_signature,
-        state_dict=program.state_dict,
+        graph_signature=ExportGraphSignature([*specs, *signature.input_specs], signature.output_specs),
+        state_dict={**program.state_dict, **added},
         range_constraints=program.range_constraints,
         module_call_graph=program.module_call_graph,
         example_inputs=program.example_inputs,

@@ -52,16 +52,30 @@ class ShapeGuard(NamedTuple):
 
 def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
     """Returns the guards on sizes that torch recorded while it traced a program. Seen in torch 2.13."""
-    environment: Any = None
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            for size in value.shape:
-                environment = environment if isinstance(size, int) else size.node.shape_env
-    found = []
+    environment, found = _environment(program), []
     for guard in require(environment, "guards", "torch 2.13") if environment is not None else ():
         found.append(ShapeGuard(guard.expr, guard.expr.xreplace(environment.replacements), *_place(guard.sloc)))
     return found
+
+
+def forget_pending_sizes(program: torch.export.ExportedProgram) -> None:
+    """Forgets sizes by values that a translation of the program has left: the next one would look for them in vain.
+
+    Seen in torch 2.13.
+    """
+    environment = _environment(program)
+    if environment is not None:
+        require(environment, "pending_fresh_unbacked_symbols", "torch 2.13").clear()
+
+
+def _environment(program: torch.export.ExportedProgram) -> Any:
+    """The symbols of a program; None if it has none."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                return size.node.shape_env
+    return None
 
 
 def traced_expression(value: Any) -> Any:

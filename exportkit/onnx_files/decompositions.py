@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from exportkit._torch_compat.graph import (
     copied_module,
     is_assertion,
     is_inactive_dropout,
+    operator_name,
     schema_of,
     with_graph_module,
 )
@@ -27,9 +28,14 @@ from exportkit.onnx_files.exact import (
     EXACT,
     is_plain_cross_entropy,
     is_plain_pool,
+    is_plain_scatter,
     with_checked_indices,
     with_zeros_for_masked_rows,
 )
+from exportkit.onnx_files.linear_algebra import LINEAR_ALGEBRA
+from exportkit.onnx_files.ordering import ORDERING
+from exportkit.onnx_files.pools import POOLS
+from exportkit.onnx_files.special_functions import SPECIAL_FUNCTIONS
 
 aten = torch.ops.aten
 
@@ -93,54 +99,75 @@ def _is_removable(node: torch.fx.Node) -> bool:
     return not getattr(schema_of(node.target), "is_mutable", False) and "sym_size" not in str(node.target)
 
 
-# Numbers that depend on constants alone, computed here where ONNX has no operator for them. An example is the quantile
-# of a normal distribution that a model looks up for a threshold: ``erfinv`` of a constant.
+# Functions of weights and constants alone that ONNX does not have: the quantile of a normal distribution that a model
+# looks up for a threshold, a weight that is orthogonal by construction.
 
-_UNTRANSLATED = (aten.erfinv.default, aten.special_ndtri.default)
+_COMPUTED_HERE = (
+    "cholesky", "digamma", "erfinv", "i0", "inverse", "lgamma", "linalg_", "logdet", "lu_", "matrix_exp", "pinverse",
+    "polygamma", "qr", "slogdet", "special_", "svd",
+)  # fmt: skip
 
 
 def with_constants(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Returns the program with numbers in place of operators on constants that ONNX does not have."""
-    if not any(node.target in _UNTRANSLATED for node in program.graph.nodes):
+    """Returns the program with constants in place of functions of weights that ONNX does not have."""
+    found = [node for node in program.graph.nodes if operator_name(node.target).startswith(_COMPUTED_HERE)]
+    given = _given(program) if found else {}
+    fixed = {node for root in found if (needed := _sources(root, given)) is not None for node in needed}
+    if not fixed:
         return program
-    module = copied_module(program)
-    known = _given(program, module.graph)
-    for node in list(module.graph.nodes):
-        if node.op == "call_function" and _depends_on(node, known):
-            arguments, options = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
-            value = node.target(*arguments, **options)
-            if isinstance(value, torch.Tensor):
-                known[node] = value
-                if node.target in _UNTRANSLATED and not value.ndim:
-                    _put_number(module.graph, node, value)
+    module, constants = copied_module(program), dict[str, torch.Tensor]()
+    values: dict[torch.fx.Node, Any] = {}
+    for original, node in zip(list(program.graph.nodes), list(module.graph.nodes), strict=True):
+        if original in given:
+            values[node] = given[original]
+        elif original in fixed or (node.target is operator.getitem and isinstance(values.get(node.args[0]), tuple)):
+            arguments, options = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            with torch.no_grad():
+                values[node] = node.target(*arguments, **options)
+            if isinstance(values[node], torch.Tensor) and (original in found or original not in fixed):
+                constant = _put_constant(module.graph, node)
+                values[constant] = constants[constant.name] = values[node].detach()
     module.graph.eliminate_dead_code()
     module.recompile()
-    return with_graph_module(program, module)
+    return with_graph_module(program, module, constants)
 
 
-def _given(program: torch.export.ExportedProgram, graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.Tensor]:
-    """The constants that the model creates itself, by their placeholder."""
-    names = program.graph_signature.inputs_to_lifted_tensor_constants
-    placeholders = [node for node in graph.nodes if node.op == "placeholder" and node.name in names]
-    return {node: program.constants[names[node.name]] for node in placeholders}
+def _given(program: torch.export.ExportedProgram) -> dict[torch.fx.Node, torch.Tensor]:
+    """The weights and constants of a program that it does not change, by their placeholder."""
+    signature, tensors = program.graph_signature, {**program.state_dict, **program.constants}
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    changed = {*signature.buffers_to_mutate.values()}
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    return {node: tensors[names[node.name]] for node in placeholders if names[node.name] not in changed}
 
 
-def _depends_on(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> bool:
-    """Whether a node only reads constants, and neither writes nor draws random numbers."""
-    if not node.all_input_nodes or any(other not in known for other in node.all_input_nodes):
-        return False
-    target: Any = node.target
-    schema = schema_of(target)
-    writes = schema is None or (schema.is_mutable and target is not aten.detach_.default)
-    return not writes and torch.Tag.nondeterministic_seeded not in target.tags
+def _sources(node: torch.fx.Node, given: Collection[torch.fx.Node]) -> set[torch.fx.Node] | None:
+    """All nodes that a node is computed from, itself included; None if they need more than what is given."""
+    found, left = set[torch.fx.Node](), [node]
+    while left:
+        node = left.pop()
+        if node in given or node in found:
+            continue
+        schema = schema_of(node.target)
+        fixed = node.op == "call_function" and (node.target is operator.getitem or schema is not None)
+        writes = schema is not None and schema.is_mutable and node.target is not aten.detach_.default
+        if not fixed or writes or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return None
+        found.add(node)
+        left += node.all_input_nodes
+    return found
 
 
-def _put_number(graph: torch.fx.Graph, node: torch.fx.Node, value: torch.Tensor) -> None:
-    with graph.inserting_before(node):
-        number = graph.call_function(aten.full.default, ([], value.item()), {"dtype": value.dtype})
-    number.meta = dict(node.meta)
-    node.replace_all_uses_with(number)
-    graph.erase_node(node)
+def _put_constant(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+    with graph.inserting_before(next(iter(graph.nodes))):
+        constant = graph.placeholder(f"{node.name}_value")
+    constant.meta = {"val": node.meta["val"]}
+    node.replace_all_uses_with(constant)
+    return constant
 
 
 # Complex numbers. torch.onnx stores a complex tensor as a real one with a last axis of 2. It translates arithmetic on
@@ -235,6 +262,7 @@ def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
 def _is_known(node: torch.fx.Node) -> bool:
     """Whether torch.onnx translates this use: attention over heads, pools to a single output."""
     first, *others = cast(tuple[Any, ...], node.args)
+    named = cast(dict[str, Any], node.kwargs)
     if node.target is aten.cross_entropy_loss.default:
         return is_plain_cross_entropy(first, *others)
     if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
@@ -242,105 +270,21 @@ def _is_known(node: torch.fx.Node) -> bool:
     if node.target is aten.roll.default:
         return all(isinstance(shift, int) for shift in others[0])
     if node.target is aten.scatter_reduce.two:
-        return bool(others[3] != "mean")
+        return is_plain_scatter(first, *others, **named)
+    if node.target is aten.conv2d.default:
+        return isinstance(arguments_of(node)["groups"], int)
     if node.target is aten.scaled_dot_product_attention.default:
         return bool(first.meta["val"].ndim >= _RANK)
-    return node.target in _POOLS and set(others[0]) == {1}
-
-
-def _masked_select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    values, mask = torch.broadcast_tensors(values, mask)
-    return values[mask]
-
-
-def _median(values: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    median, index = _kthvalue(values, (values.shape[dim] + 1) // 2, dim, keepdim)
-    if not values.is_floating_point():
-        return median, index
-    unknown = values.isnan()  # a median with NaN is the first one of them
-    has_unknown = unknown.any(dim, keepdim)
-    first = unknown.to(torch.float32).argmax(dim, keepdim)
-    return torch.where(has_unknown, math.nan, median), torch.where(has_unknown, first, index)
-
-
-def _median_of_all(values: torch.Tensor) -> torch.Tensor:
-    return _median(values.flatten(), 0)[0]
-
-
-def _kthvalue(values: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    found = [part.narrow(dim, k - 1, 1) for part in torch.sort(values, dim)]
-    smallest, index = found if keepdim else [part.squeeze(dim) for part in found]
-    return smallest, index
-
-
-def _cumprod(values: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    factors = values.to(dtype or values.dtype).movedim(dim, -1)
-    length = factors.shape[-1]
-    position = torch.arange(length, device=values.device)
-    one = torch.ones((), dtype=factors.dtype, device=values.device)
-    return torch.where(position <= position[:, None], factors[..., None, :], one).prod(-1).movedim(-1, dim)
+    return node.target in POOLS and set(others[0]) == {1}
 
 
 def _cdist(one: torch.Tensor, other: torch.Tensor, p: float = 2.0, _mode: int | None = None) -> torch.Tensor:
     distance = (one[..., :, None, :] - other[..., None, :, :]).abs()
     if math.isinf(p):
         return distance.amax(-1)
+    if p == 0:
+        return torch.where(distance == 0, 0.0, distance * 0 + 1).sum(-1)
     return distance.sum(-1) if p == 1 else distance.pow(p).sum(-1).pow(1 / p)
-
-
-def _searchsorted(
-    limits: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    out_int32: bool = False,
-    right: bool = False,
-    side: str | None = None,
-    sorter: torch.Tensor | None = None,
-) -> Any:
-    if sorter is not None:
-        return NotImplemented
-    limits, places = limits if limits.ndim == 1 else limits[..., None, :], values[..., None]
-    # counted so that NaN, for which no comparison holds, is behind all limits
-    before = ~(limits > places) if right or side == "right" else ~(limits >= places)
-    return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
-
-
-def _bucketize(values: torch.Tensor, limits: torch.Tensor, *, out_int32: bool = False, right: bool = False) -> Any:
-    return _searchsorted(limits, values, out_int32=out_int32, right=right)
-
-
-def _adaptive_avg_pool1d(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    return _adaptive_avg_pool2d(values.unsqueeze(-2), [1, *sizes]).squeeze(-2)
-
-
-def _adaptive_avg_pool2d(values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    rows, columns = (inside.to(values.dtype) for inside in _windows(values, sizes))
-    summed = rows @ values @ columns.transpose(0, 1)
-    return summed / (rows.sum(1)[:, None] * columns.sum(1))
-
-
-def _adaptive_max_pool1d(values: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    largest, index = _adaptive_max_pool2d(values.unsqueeze(-2), [1, *sizes])
-    return largest.squeeze(-2), index.squeeze(-2)
-
-
-def _adaptive_max_pool2d(values: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, columns = _windows(values, sizes)
-    inside = rows[:, None, :, None] & columns[None, :, None, :]
-    seen = values[..., None, None, :, :].masked_fill(~inside, -math.inf).flatten(-2)
-    return seen.amax(-1), seen.argmax(-1)
-
-
-def _windows(values: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Which inputs an adaptive pool looks at for each of its outputs, (size, length), for the last two axes.
-
-    torch.onnx uses the window size of the trace if the length is a multiple of the outputs.
-    """
-    for length, size in zip(values.shape[-2:], sizes, strict=True):
-        position = torch.arange(length, device=values.device)
-        output = torch.arange(size, device=values.device)[:, None]
-        first, end = output * length // size, ((output + 1) * length + size - 1) // size
-        yield (position >= first) & (position < end)
 
 
 def _roll(values: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
@@ -363,6 +307,28 @@ def _ifftshift(values: torch.Tensor, dim: Sequence[int] | None = None) -> torch.
     return _roll(values, [(values.shape[axis] + 1) // 2 for axis in dims], dims)
 
 
+def _conv2d(  # noqa: PLR0917 (torch's positions)
+    images: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+) -> Any:
+    """A convolution with as many groups as an axis is long, such as the batch: products of matrices."""
+    count, channels, *kernel = weight.shape
+    unfold: Any = torch.nn.functional.unfold
+    rows = unfold(images.reshape(-1, channels, *images.shape[2:]), kernel, dilation, padding, stride)
+    found = weight.reshape(groups, count // groups, -1) @ rows.unflatten(0, (-1, groups))
+    sizes = [
+        (size + 2 * pad - step * (length - 1) - 1) // by + 1
+        for size, pad, step, length, by in zip(images.shape[2:], padding, dilation, kernel, stride, strict=True)
+    ]
+    found = found.reshape(-1, count, *sizes)
+    return found if bias is None else found + bias[:, None, None]
+
+
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, *rest: Any, **more: Any
 ) -> Any:
@@ -378,25 +344,21 @@ def _attention(
 
 
 _RANK = 4  # batch, heads, tokens, size
-_POOLS = {
-    aten.adaptive_avg_pool1d.default: _adaptive_avg_pool1d,
-    aten.adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
-    aten.adaptive_max_pool1d.default: _adaptive_max_pool1d,
-    aten.adaptive_max_pool2d.default: _adaptive_max_pool2d,
-}
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    aten.masked_select.default: _masked_select,
-    aten.median.dim: _median,
-    aten.median.default: _median_of_all,
-    aten.kthvalue.default: _kthvalue,
-    aten.cumprod.default: _cumprod,
     aten.cdist.default: _cdist,
-    aten.bucketize.Tensor: _bucketize,
-    aten.searchsorted.Tensor: _searchsorted,
+    aten.conv2d.default: _conv2d,
+    # other names, with which torch.onnx does not convert operands to one dtype
+    aten.divide.Tensor: torch.div,
+    aten.multiply.Tensor: torch.mul,
+    aten.subtract.Tensor: torch.sub,
+    aten.true_divide.Tensor: torch.div,
     aten.roll.default: _roll,
     aten.fft_fftshift.default: _fftshift,
     aten.fft_ifftshift.default: _ifftshift,
     aten.scaled_dot_product_attention.default: _attention,
-    **_POOLS,
     **EXACT,
+    **LINEAR_ALGEBRA,
+    **ORDERING,
+    **POOLS,
+    **SPECIAL_FUNCTIONS,
 }

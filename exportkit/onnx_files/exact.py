@@ -133,7 +133,7 @@ def call_node(graph: torch.fx.Graph, target: Any, value: torch.fx.Node, *options
     return node
 
 
-# Means of what is scattered, and losses with label smoothing or with probabilities as targets.
+# What is scattered, and losses with label smoothing or with probabilities as targets.
 
 
 def _cross_entropy(
@@ -167,16 +167,35 @@ def is_plain_cross_entropy(_scores: Any, target: Any, *options: Any) -> bool:
     return not target.meta["val"].is_floating_point() and not smoothing
 
 
-def _scatter_mean(
+def _scatter_reduce(
     values: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
+    scatter = torch.scatter_reduce
+    if reduce in ("amax", "amin") and not include_self and values.is_floating_point():
+        values = values.scatter(dim, index, math.inf if reduce == "amin" else -math.inf)
+        return scatter(values, dim, index, source, reduce)
     if reduce != "mean":
         return NotImplemented
-    scatter = torch.scatter_reduce
     total = scatter(values, dim, index, source, "sum", include_self=include_self)
     ones, added = torch.ones_like(values), torch.ones_like(source)
     count = scatter(ones, dim, index, added, "sum", include_self=include_self)
     return total / count if values.is_floating_point() else torch.div(total, count, rounding_mode="floor")
+
+
+def is_plain_scatter(*arguments: Any, include_self: bool = True) -> bool:
+    """Whether torch.onnx translates a reduction of what is scattered."""
+    return arguments[4] != "mean" and (include_self or arguments[4] not in ("amax", "amin"))
+
+
+def _index_reduce(
+    values: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    behind = values.ndim - 1 - dim % values.ndim if values.ndim else 0
+    places = index.view(-1, *[1] * behind).expand(source.shape) if source.ndim else index.view(())
+    found = _scatter_reduce(values, dim, places, source, reduce, include_self=include_self)
+    if found is NotImplemented:
+        return torch.scatter_reduce(values, dim, places, source, reduce, include_self=include_self)
+    return found
 
 
 # Averages that are divided by a number of the model's choice, which torch.onnx forgets.
@@ -204,7 +223,8 @@ def is_plain_pool(_values: Any, _kernel: Any, *options: Any) -> bool:
 
 EXACT: dict[Any, Callable[..., Any]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
-    aten.scatter_reduce.two: _scatter_mean,
+    aten.index_reduce.default: _index_reduce,
+    aten.scatter_reduce.two: _scatter_reduce,
     aten.avg_pool2d.default: _avg_pool2d,
     aten.avg_pool3d.default: _avg_pool3d,
 }

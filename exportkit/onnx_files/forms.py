@@ -16,6 +16,7 @@ from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core
 
 from exportkit._torch_compat.graph import FFT_R2C
+from exportkit.onnx_files.integer_forms import INTEGER_FORMS, as_value
 from exportkit.onnx_files.reduction_forms import REDUCTION_FORMS, number
 from exportkit.onnx_files.size_forms import SIZE_FORMS
 
@@ -23,15 +24,11 @@ aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
 
 
-def _as_value(value: Any, like: Any) -> Any:
-    return number(value, like) if isinstance(value, bool | int | float) else value
-
-
 # Division. The quotient of two floats may be rounded up to the next whole number; the remainder is exact.
 
 
 def _remainder(x: Any, y: Any) -> Any:
-    y = _as_value(y, x)
+    y = as_value(y, x)
     if not x.dtype.is_floating_point():
         return op.Mod(x, y)
     rest = op.Mod(x, y, fmod=1)
@@ -39,7 +36,7 @@ def _remainder(x: Any, y: Any) -> Any:
 
 
 def _fmod(x: Any, y: Any) -> Any:
-    y = _as_value(y, x)
+    y = as_value(y, x)
     if x.dtype.is_floating_point():
         return op.Mod(x, y, fmod=1)
     return op.Sub(x, op.Mul(op.Div(x, y), y))  # onnxruntime computes the rest of integers in double precision
@@ -52,7 +49,7 @@ def _has_other_sign(rest: Any, divisor: Any, like: Any) -> Any:
 
 
 def _div_mode(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
-    y = _as_value(y, x)
+    y = as_value(y, x)
     if rounding_mode == "floor":
         return _floor_divide(x, y)
     quotient = op.Div(x, y)
@@ -66,7 +63,7 @@ def _trunc(x: Any) -> Any:
 
 
 def _floor_divide(x: Any, y: Any) -> Any:
-    y, zero = _as_value(y, x), number(0, x)
+    y, zero = as_value(y, x), number(0, x)
     if not x.dtype.is_floating_point():
         negative = op.Xor(op.Less(x, zero), op.Less(y, zero))
         inexact = op.Not(op.Equal(op.Mod(x, y), zero))
@@ -115,53 +112,6 @@ def _apart(x: Any, y: Any) -> Any:
     return op.Where(op.Equal(x, y), number(0, x), op.Abs(op.Sub(x, y)))
 
 
-def _sign(x: Any) -> Any:
-    if x.dtype == onnx_ir.DataType.BOOL:
-        return op.Identity(x)
-    sign = op.Sign(x)
-    return op.Where(op.IsNaN(x), number(0, x), sign) if x.dtype.is_floating_point() else sign
-
-
-# Limits. onnxruntime compares the lower halves of 64-bit integers in Max, Min and Clip; and a Clip without an upper
-# limit takes the largest finite number for one.
-
-
-def _maximum(x: Any, y: Any) -> Any:
-    return _limited(x, y, op.Max, op.Greater, op.Or)
-
-
-def _minimum(x: Any, y: Any) -> Any:
-    return _limited(x, y, op.Min, op.Less, op.And)
-
-
-def _limited(x: Any, y: Any, of_floats: Any, keeps: Any, of_booleans: Any) -> Any:
-    y = _as_value(y, x)
-    if x.dtype == onnx_ir.DataType.BOOL:
-        return of_booleans(x, y)
-    if x.dtype.is_floating_point():
-        return of_floats(x, y)
-    return op.Where(keeps(x, y), x, y)
-
-
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    low, high = (None if limit is None else op.CastLike(_as_value(limit, x), x) for limit in (min, max))
-    if x.dtype.is_floating_point():
-        if low is None or high is None or len(getattr(min, "shape", ())) or len(getattr(max, "shape", ())):
-            x = x if low is None else op.Max(x, low)
-            return x if high is None else op.Min(x, high)
-        return op.Clip(x, low, high)
-    x = x if low is None else op.Where(op.Greater(x, low), x, low)
-    return x if high is None else op.Where(op.Less(x, high), x, high)
-
-
-def _clamp_min(x: Any, min: Any) -> Any:
-    return _clamp(x, min)
-
-
-def _clamp_max(x: Any, max: Any) -> Any:
-    return _clamp(x, None, max)
-
-
 # Angles, with the signs of zeros, and of infinities.
 
 
@@ -207,68 +157,6 @@ def _is_negative(x: Any, zero: Any, one: Any) -> Any:
     return op.Less(op.Where(op.Equal(x, zero), op.Div(one, x), x), zero)
 
 
-# Powers of integers, which onnxruntime computes in double precision.
-
-
-def _pow(x: Any, exponent: Any) -> Any:
-    if not (x.dtype.is_integer() and exponent.dtype.is_integer()):
-        return core.aten_pow(x, exponent)
-    return _int_pow(x, exponent, x.dtype)
-
-
-def _pow_to_number(x: Any, exponent: Any) -> Any:
-    if x.dtype.is_floating_point() or isinstance(exponent, float):
-        return core.aten_pow_tensor_scalar(x, exponent)
-    return _product(x, exponent, x.dtype)
-
-
-def _number_to_pow(x: Any, exponent: Any) -> Any:
-    if isinstance(x, float) or not exponent.dtype.is_integer():
-        return core.aten_pow_scalar(x, exponent)
-    return _int_pow(number(x, exponent), exponent, exponent.dtype)
-
-
-def _product(x: Any, exponent: int, dtype: Any) -> Any:
-    """The power of integers by squaring, in the order of the bits of the exponent."""
-    result = op.Constant(value=onnx_ir.tensor(1, dtype=dtype))
-    if exponent == 0:
-        return op.Expand(result, op.Shape(x))
-    found = None
-    while exponent:
-        if exponent & 1:
-            found = x if found is None else op.Mul(found, x)
-        exponent >>= 1
-        x = op.Mul(x, x) if exponent else x
-    return op.Identity(found)
-
-
-def _int_pow(x: Any, exponent: Any, dtype: Any) -> Any:
-    """The same with exponents that are not known: 64 and more overflow, whatever the number."""
-    one = op.Constant(value=onnx_ir.tensor(1, dtype=dtype))
-    two = op.Constant(value=onnx_ir.tensor(2, dtype=dtype))
-    zero = op.Constant(value=onnx_ir.tensor(0, dtype=dtype))
-    is_negative = op.Less(exponent, zero)
-    result, rest = one, op.Where(is_negative, zero, exponent)
-    factor = x
-    for _ in range(6):
-        is_odd = op.Equal(op.Mod(rest, two), one)
-        result = op.Where(is_odd, op.Mul(result, factor), result)
-        rest, factor = op.Div(rest, two), op.Mul(factor, factor)
-    # 1 / x**n is 0 unless x is 1 or -1
-    sign = op.Where(op.Equal(op.Mod(exponent, two), zero), one, x)
-    unit = op.Where(op.Equal(op.Abs(x), one), sign, zero)
-    return op.Where(is_negative, unit, result)
-
-
-# Products of matrices of integers, for which onnxruntime has no Gemm.
-
-
-def _addmm(x: Any, one: Any, other: Any, beta: float = 1, alpha: float = 1) -> Any:
-    if x.dtype.is_floating_point():
-        return core.aten_addmm(x, one, other, beta, alpha)
-    return op.Add(op.Mul(x, number(beta, x)), op.Mul(op.MatMul(one, other), number(alpha, x)))
-
-
 # Fourier transforms, in double precision: onnxruntime's lose all digits but two at lengths that are not powers of two.
 
 
@@ -296,20 +184,24 @@ def _wide(x: Any) -> Any:
     return wide
 
 
-# Choosing between booleans, for which onnxruntime has no operator.
+# Elements that a mask picks.
 
 
-def _where(condition: Any, x: Any, y: Any) -> Any:
-    if x.dtype != onnx_ir.DataType.BOOL:
-        return op.Where(condition, x, y)
-    return op.Or(op.And(condition, x), op.And(op.Not(condition), y))
+def _masked_select(x: Any, mask: Any) -> Any:
+    shape = op.Shape(op.Expand(mask, op.Shape(x)))
+    rows = [op.Reshape(op.Expand(value, shape), op.Constant(value_ints=[-1])) for value in (x, mask)]
+    return op.Compress(*rows, axis=0)
 
 
-def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
-    if x.dtype == onnx_ir.DataType.BOOL:
-        value = op.Constant(value=onnx_ir.tensor(bool(value))) if isinstance(value, bool | int | float) else value
-        return op.Or(op.And(mask, op.Cast(value, to=x.dtype)), op.And(op.Not(mask), x))
-    return op.Where(mask, op.CastLike(_as_value(value, x), x), x)
+def _nonzero(x: Any) -> Any:
+    if len(x.shape):
+        return op.Transpose(op.NonZero(x), perm=[1, 0])
+    found = op.NonZero(op.Reshape(x, op.Constant(value_ints=[1])))  # without axes: as many rows, and no columns
+    return op.Slice(op.Transpose(found, perm=[1, 0]), *(op.Constant(value_ints=[i]) for i in (0, 0, 1)))
+
+
+def _repeat_interleave(repeats: Any, **_options: Any) -> Any:
+    return core.aten_repeat_interleave_Tensor(repeats)
 
 
 FORMS: dict[Any, Callable[..., Any]] = {
@@ -324,28 +216,16 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.log_sigmoid.default: _log_sigmoid,
     aten.logaddexp.default: _logaddexp,
     aten.logaddexp2.default: _logaddexp2,
-    aten.sign.default: _sign,
-    aten.maximum.default: _maximum,
-    aten.minimum.default: _minimum,
-    aten.clamp.default: _clamp,
-    aten.clamp.Tensor: _clamp,
-    aten.clamp_min.default: _clamp_min,
-    aten.clamp_min.Tensor: _clamp_min,
-    aten.clamp_max.default: _clamp_max,
-    aten.clamp_max.Tensor: _clamp_max,
     aten.atan2.default: _atan2,
     aten.angle.default: _angle,
     aten.signbit.default: _signbit,
     aten.heaviside.default: _heaviside,
-    aten.pow.Tensor_Tensor: _pow,
-    aten.pow.Tensor_Scalar: _pow_to_number,
-    aten.pow.Scalar: _number_to_pow,
-    aten.addmm.default: _addmm,
     FFT_R2C.default: _transform,
     aten.stft.default: _short_transform,
-    aten.where.self: _where,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
+    aten.masked_select.default: _masked_select,
+    aten.nonzero.default: _nonzero,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+    **INTEGER_FORMS,
     **REDUCTION_FORMS,
     **SIZE_FORMS,
 }

@@ -29,10 +29,25 @@ def _reduced(x: Any, dim: Any, keepdim: bool, reduce: Any) -> Any:
         return op.Identity(x)
     if x.dtype == onnx_ir.DataType.BOOL:
         return op.Cast(reduce(op.Cast(x, to=onnx_ir.DataType.UINT8), axes, keepdims=keepdim), to=x.dtype)
+    if x.dtype == onnx_ir.DataType.INT64 and not _is_narrow(x):
+        return _reduced_int64(x, dim, keepdim, op.ArgMax if reduce == op.ReduceMax else op.ArgMin)
     found = reduce(x, axes, keepdims=keepdim)
     if not x.dtype.is_floating_point():
         return found
     return op.Where(_any_nan(x, axes, keepdim), number(math.nan, x), found)
+
+
+def _reduced_int64(x: Any, dim: Any, keepdim: bool, place: Any) -> Any:
+    """The element at its place: onnxruntime compares the lower halves of 64-bit integers in ReduceMax and ReduceMin."""
+    rank = len(x.shape)
+    dims = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
+    if len(dims) == rank:
+        flat = op.Reshape(x, op.Constant(value_ints=[-1]))
+        found = op.Gather(flat, place(flat, axis=0, keepdims=0))
+        return op.Reshape(found, op.Constant(value_ints=[1] * rank)) if keepdim else found
+    for axis in dims:
+        x = op.GatherElements(x, place(x, axis=axis, keepdims=1), axis=axis)
+    return x if keepdim else op.Squeeze(x, op.Constant(value_ints=[*dims]))
 
 
 def _any_nan(x: Any, axes: Any, keepdim: bool) -> Any:
@@ -95,6 +110,7 @@ def _min_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
 
 def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: int = -1) -> Any:
     if not math.isinf(ord):
+        dim = [*range(len(x.shape))] if dim is None and keepdim else dim
         return linalg.aten_linalg_vector_norm(x, ord, dim, keepdim, dtype=dtype)
     size = op.Abs(x)
     size.dtype, size.shape = x.dtype, x.shape

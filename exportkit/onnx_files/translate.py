@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exportkit._torch_compat.graph import copied_module, exact_no_ops, quiet_onnx_export, with_graph_module
-from exportkit._torch_compat.symbolic_shapes import input_axes
+from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
-from exportkit.onnx_files.decompositions import translatable, without_assertions
+from exportkit.onnx_files.decompositions import translatable, with_constants, without_assertions
 from exportkit.onnx_files.findings import operator_findings
 from exportkit.onnx_files.graph import Contract, Runtime
 from exportkit.overrides import replaced_attributes
@@ -161,6 +161,7 @@ def onnx_program(
     ):
         for constant, exact in exact_no_ops():  # otherwise the epsilon of a norm may be left out
             stack.enter_context(replaced_attributes(constant, exact))
+        forget_pending_sizes(program)
 
         def translated(source: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
             source, table = translatable(source), forms
@@ -183,7 +184,7 @@ def onnx_program(
             stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
         else:
             with contextlib.suppress(Exception):  # then all layers are translated
-                repeated = RepeatedLayers(without_assertions(program), zeros)
+                repeated = RepeatedLayers(with_constants(without_assertions(program)), zeros)
                 found = translated(repeated.reduced)
                 repeated.repeat(found.model)
                 return found

@@ -22,6 +22,7 @@ from exportkit._torch_compat.graph import decomposition_attributes, recurrent_lo
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced
+from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.sized_operators import FUNCTIONS, KERNELS
 
 aten = torch.ops.aten
@@ -199,7 +200,8 @@ def operators_at_any_length() -> contextlib.AbstractContextManager[None]:
     torch makes an LSTM as many steps as there are tokens, and the pool asks for the length as a number. The graph has
     the same operators either way, and so has the ONNX file.
     """
-    attributes = decomposition_attributes({**recurrent_loops(), aten.max_pool1d.default: _max_pool1d, **KERNELS})
+    kernels = {**recurrent_loops(), aten.max_pool1d.default: _max_pool1d, **KERNELS, **FAKE_QUANTISATION}
+    attributes = decomposition_attributes(kernels)
     attributes.append((torch, FUNCTIONS))
     return replaced([(Attribute(owner, name), value) for owner, values in attributes for name, value in values.items()])
 

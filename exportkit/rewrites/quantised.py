@@ -1,10 +1,10 @@
-"""Layers that torch quantises dynamically, which a trace cannot enter: the same arithmetic with operators of torch."""
+"""Quantisation that a trace cannot enter: the same arithmetic with other operators of torch."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,3 +62,25 @@ def dynamic_layers(model: torch.nn.Module) -> contextlib.AbstractContextManager[
         parent, _, name = path.rpartition(".")
         replacements.append((ChildOf(model.get_submodule(parent), name), _DynamicLinear(layer)))
     return replaced(replacements)
+
+
+def _rounded(values: torch.Tensor, scale: Any, zero: Any, low: int, high: int) -> Any:
+    """Numbers as the nearest of a few levels."""
+    scale, zero = (torch.as_tensor(value, dtype=torch.float32) for value in (scale, zero))
+    levels = ((values.float() * scale.reciprocal()).round() + zero).clamp(low, high)
+    return ((levels - zero) * scale).to(values.dtype)
+
+
+def _rounded_by_channel(
+    values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, axis: int, low: int, high: int
+) -> Any:
+    shape = [-1 if other == axis % values.ndim else 1 for other in range(values.ndim)]
+    return _rounded(values, scale.view(shape), zero.view(shape), low, high)
+
+
+# Kernels by composite operator.
+FAKE_QUANTISATION: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.fake_quantize_per_tensor_affine.default: _rounded,
+    torch.ops.aten.fake_quantize_per_tensor_affine.tensor_qparams: _rounded,
+    torch.ops.aten.fake_quantize_per_channel_affine.default: _rounded_by_channel,
+}

@@ -67,6 +67,16 @@ def _tensor_split(values: torch.Tensor, sections: int, dim: int = 0) -> Any:
     return values.split(sizes, dim)
 
 
+def _chunk(values: torch.Tensor, chunks: int, dim: int = 0) -> Any:
+    """Slices, as ONNX splits into parts of known sizes only."""
+    length = values.shape[dim]
+    size = (length + chunks - 1) // chunks
+    if not _is_symbolic(length):
+        return values.split(size, dim) if length else [values] * chunks
+    count = int((length + size - 1) // size)
+    return [aten.slice(values, dim, part * size, (part + 1) * size) for part in range(count)]
+
+
 def _recurrence(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """A plain recurrent layer as one loop operator for each layer and direction."""
 
@@ -117,6 +127,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tril_indices": _tril_indices,
 }
 KERNELS: dict[Any, Callable[..., Any]] = {
+    aten.chunk.default: _chunk,
     aten.tensor_split.sections: _tensor_split,
     aten.rnn_tanh.input: _recurrence(torch.tanh),
     aten.rnn_relu.input: _recurrence(torch.relu),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from exportkit.onnx_files.translate import onnx_program
+from exportkit.rewrites.lists import operators_at_any_length
 
 functional = torch.nn.functional
 NAN, INF = math.nan, math.inf
@@ -24,7 +25,8 @@ class Operator(torch.nn.Module):
 def exported(function, *tensors):
     """A session of an operator that was exported with a first axis of any size."""
     axes = {"tensors": tuple({0: torch.export.Dim.AUTO} if x.ndim and len(x) > 1 else None for x in tensors)}
-    program = torch.export.export(Operator(function).eval(), tensors, dynamic_shapes=axes)
+    with operators_at_any_length():
+        program = torch.export.export(Operator(function).eval(), tensors, dynamic_shapes=axes)
     content = onnx_program(program).model_proto.SerializeToString()
     return onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
 
@@ -92,6 +94,39 @@ CASES = {
     ),
     "places": (lambda x: (x.argmax(1), x.argmin(1), x.argmax(), x.argmin(), x.argmax(keepdim=True)), UNKNOWN),
     "median": (lambda x: (*x.median(1), x.median()), UNKNOWN),
+    "largest and smallest integers": (
+        lambda x: (x.amax(), x.amax(1), x.amin((0, 1), keepdim=True), *x.max(0), *x.min(1, keepdim=True)),
+        LARGE.view(2, 3),
+    ),
+    "so far the largest and smallest": (
+        lambda x: (*x.cummax(0), *x.cummin(1), *x.int().cummax(1)),
+        UNKNOWN.nan_to_num(neginf=0.0, posinf=9.0),
+    ),
+    "so far the largest, with NaN": (lambda x: tuple(x.cummax(1)), UNKNOWN),
+    "median of what is known": (lambda x: (*x.nanmedian(1), x.nanmedian()), UNKNOWN),
+    "in a set": (lambda x: (torch.isin(x, ints(7, 3)), torch.isin(x, ints(7), invert=True)), LARGE),
+    "what is not NaN": (lambda x, y: (x.fmax(y), x.fmin(y)), ODD, ODD.flip(0)),
+    "length and sign": (lambda x, y: (x.hypot(y), x.copysign(y)), *torch.cartesian_prod(ANGLES, ANGLES).T),
+    "signs and limits of integers": (
+        lambda x: (x.sign(), x.relu(), functional.relu6(x), x.isnan(), x.isfinite(), x.floor(), (x > 3) + (x < 0)),
+        LARGE,
+    ),
+    "operands of two dtypes": (lambda x, y: (torch.divide(x, y), torch.multiply(x, y)), floats(1, 2, 3), ints(2, 3, 7)),
+    "infinities that are scattered": (
+        lambda x, y: torch.zeros(4, 3).scatter_reduce(1, y, x, "amax", include_self=False),
+        torch.full((4, 3), -INF),
+        ints(0, 0, 1, 2, 2, 2, 0, 1, 1, 0, 1, 2).reshape(4, 3),
+    ),
+    "averages of some rows": (
+        lambda x, y: torch.ones(5, 3).index_reduce(0, y, x, "mean"),
+        torch.arange(12.0).reshape(4, 3),
+        ints(0, 3, 3, 1),
+    ),
+    "averages of windows": (lambda x: functional.adaptive_avg_pool1d(x.T, 3), UNKNOWN),
+    "norm over everything": (
+        lambda x: (torch.linalg.vector_norm(x, keepdim=True), torch.linalg.vector_norm(x, INF, keepdim=True)),
+        torch.arange(12.0).reshape(4, 3),
+    ),
     "norms": (lambda x: (x.norm(INF, dim=1), x.norm(-INF, dim=0), x.norm(dim=1), x.norm(1)), UNKNOWN),
     "sign": (lambda x: (x.sign(), torch.sgn(x)), UNKNOWN),
     "powers of integers": (
@@ -154,6 +189,35 @@ CASES = {
         SCORES,
         SCORES.flip(0).softmax(1),
     ),
+    "gamma functions": (lambda x: (x.lgamma(), x.digamma()), floats(0.0, -0.0, 1e-3, 0.5, 2.3, 7.2, 40.5, -3.3, INF)),
+    "quantiles": (lambda x: (x.erfinv(), torch.special.ndtri(x)), floats(1e-6, 0.01, 0.3, 0.5, 0.77, 1.0, 0.0, 1.5)),
+    "tails of the normal distribution": (
+        lambda x: (torch.special.log_ndtr(x), torch.special.erfcx(x)),
+        floats(-30.0, -3.0, -0.2, 0.0, 0.7, 4.0, 30.0),
+    ),
+    "rounded to levels": (
+        lambda x: (
+            torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -128, 127),
+            torch.fake_quantize_per_channel_affine(x, floats(0.1, 0.2, 0.3), ints(0, 5, 1).int(), 1, 0, 127),
+        ),
+        torch.arange(-6.0, 6.0).reshape(4, 3) / 3,
+    ),
+    "systems of equations": (
+        lambda x, y: (
+            x.inverse(),
+            torch.linalg.solve(x, y),
+            *torch.linalg.slogdet(x),
+            torch.linalg.cholesky(x @ x.mT),
+            torch.linalg.solve_triangular(x, x.mT, upper=True),
+        ),
+        torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[0.0, 2.0], [-1.0, 1.0]], [[3.0, -1.0], [0.5, 2.0]]]),
+        floats(1, 2, 3, 4, 5, 6).view(3, 2),
+    ),
+    "a convolution for each row": (
+        lambda x, y: functional.conv2d(x.flatten(0, 1)[None], y.flatten(0, 1), padding=1, groups=x.shape[0]),
+        torch.arange(64.0).view(2, 2, 4, 4) % 7,
+        torch.arange(108.0).view(2, 3, 2, 3, 3) % 5,
+    ),
     "cross entropy without a batch": (
         lambda x: functional.cross_entropy(x[0], ints(1)[0], label_smoothing=0.1),
         SCORES,
@@ -179,6 +243,7 @@ SIZES = {
         lambda x: functional.interpolate(x[None, None], (13, 5), mode="nearest-exact"),
         (5, 11),
     ),
+    "halves": (lambda x: (*x.chunk(2), *x.chunk(3)), (10, 12)),
     "parts of a static axis": (lambda x: (*x.split(2, 1), *x.tensor_split(3, 1), *x.chunk(3, 1)), (3, 5)),
 }
 
@@ -188,6 +253,21 @@ def test_onnxruntime_computes_what_torch_computes(name):
     function, *tensors = CASES[name]
 
     check(exported(function, *tensors), function, *tensors)
+
+
+def test_functions_of_weights_are_computed_before_the_translation():
+    layer = torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(3, 3))  # by the exponential of a matrix
+
+    scores = SCORES.T.contiguous()
+
+    check(exported(layer, scores), layer, scores)
+
+
+def test_a_program_is_translated_twice():
+    program = torch.export.export(Operator(lambda x: x[x > 0].cumsum(0)), (SCORES,))
+
+    first, second = (onnx_program(program).model_proto.graph for _ in range(2))
+    assert len(first.node) == len(second.node)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -56,6 +56,7 @@ FUNCTIONS = {
     "places in sorted rows": lambda x: torch.searchsorted(x.sort(2).values, x, right=True, out_int32=True),
     "averages of windows": lambda x: functional.adaptive_avg_pool1d(x, 4),
     "averages of a plane": lambda x: functional.adaptive_avg_pool2d(x, (3, 5)),
+    "averages of a volume": lambda x: functional.adaptive_avg_pool3d(x[:, None], (2, 3, 5)),
     "average of all": lambda x: functional.adaptive_avg_pool1d(x, 1),
     "largest of windows": lambda x: functional.adaptive_max_pool1d(x, 4, return_indices=True),
     "largest of a plane": lambda x: functional.adaptive_max_pool2d(x[:, None], (3, 5), return_indices=True),

@@ -1,0 +1,219 @@
+"""Operators in ONNX that have to do with integers and booleans: onnxruntime lacks them, or computes them in floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir
+import torch
+from onnxscript import opset18
+from onnxscript.function_libs.torch_lib.ops import core
+
+from exportkit.onnx_files.reduction_forms import number
+
+aten = torch.ops.aten
+op: Any = opset18  # its annotations know values of one graph, not numbers
+
+
+def as_value(value: Any, like: Any) -> Any:
+    """A number as a constant with the dtype of an argument; a value as it is."""
+    return number(value, like) if isinstance(value, bool | int | float) else value
+
+
+# Limits. onnxruntime compares the lower halves of 64-bit integers in Max, Min and Clip; and a Clip without an upper
+# limit takes the largest finite number for one.
+
+
+def _maximum(x: Any, y: Any) -> Any:
+    return _limited(x, y, op.Max, op.Greater, op.Or)
+
+
+def _minimum(x: Any, y: Any) -> Any:
+    return _limited(x, y, op.Min, op.Less, op.And)
+
+
+def _limited(x: Any, y: Any, of_floats: Any, keeps: Any, of_booleans: Any) -> Any:
+    y = as_value(y, x)
+    if x.dtype == onnx_ir.DataType.BOOL:
+        return of_booleans(x, y)
+    if x.dtype.is_floating_point():
+        return of_floats(x, y)
+    return op.Where(keeps(x, y), x, y)
+
+
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    low, high = (None if limit is None else op.CastLike(as_value(limit, x), x) for limit in (min, max))
+    if x.dtype.is_floating_point():
+        if low is None or high is None or len(getattr(min, "shape", ())) or len(getattr(max, "shape", ())):
+            x = x if low is None else op.Max(x, low)
+            return x if high is None else op.Min(x, high)
+        return op.Clip(x, low, high)
+    x = x if low is None else op.Where(op.Greater(x, low), x, low)
+    return x if high is None else op.Where(op.Less(x, high), x, high)
+
+
+def _clamp_min(x: Any, min: Any) -> Any:
+    return _clamp(x, min)
+
+
+def _clamp_max(x: Any, max: Any) -> Any:
+    return _clamp(x, None, max)
+
+
+def _relu(x: Any) -> Any:
+    return op.Relu(x) if x.dtype.is_floating_point() else _clamp(x, 0)
+
+
+def _hardtanh(x: Any, min_val: float = -1, max_val: float = 1) -> Any:
+    return _clamp(x, min_val, max_val)
+
+
+def _relu6(x: Any) -> Any:
+    return _clamp(x, 0, 6)
+
+
+# Signs, whole numbers and NaN, which integers do not have.
+
+
+def _sign(x: Any) -> Any:
+    if x.dtype == onnx_ir.DataType.BOOL:
+        return op.Identity(x)
+    zero = number(0, x)
+    if not x.dtype.is_floating_point():
+        return op.Sub(op.Cast(op.Greater(x, zero), to=x.dtype), op.Cast(op.Less(x, zero), to=x.dtype))
+    return op.Where(op.IsNaN(x), zero, op.Sign(x))
+
+
+def _of_floats(form: Callable[[Any], Any], otherwise: bool | None = None) -> Callable[[Any], Any]:
+    """A form for floats; integers stay as they are, or give the same answer everywhere."""
+
+    def of_any(x: Any) -> Any:
+        if x.dtype.is_floating_point():
+            return form(x)
+        return (
+            op.Identity(x)
+            if otherwise is None
+            else op.Expand(op.Constant(value=onnx_ir.tensor(otherwise)), op.Shape(x))
+        )
+
+    return of_any
+
+
+def _isfinite(x: Any) -> Any:
+    return op.Not(op.Or(op.IsNaN(x), op.IsInf(x)))
+
+
+# Powers of integers, which onnxruntime computes in double precision.
+
+
+def _pow(x: Any, exponent: Any) -> Any:
+    if not (x.dtype.is_integer() and exponent.dtype.is_integer()):
+        return core.aten_pow(x, exponent)
+    return _int_pow(x, exponent, x.dtype)
+
+
+def _pow_to_number(x: Any, exponent: Any) -> Any:
+    if x.dtype.is_floating_point() or isinstance(exponent, float):
+        return core.aten_pow_tensor_scalar(x, exponent)
+    return _product(x, exponent, x.dtype)
+
+
+def _number_to_pow(x: Any, exponent: Any) -> Any:
+    if isinstance(x, float) or not exponent.dtype.is_integer():
+        return core.aten_pow_scalar(x, exponent)
+    return _int_pow(number(x, exponent), exponent, exponent.dtype)
+
+
+def _product(x: Any, exponent: int, dtype: Any) -> Any:
+    """The power of integers by squaring, in the order of the bits of the exponent."""
+    result = op.Constant(value=onnx_ir.tensor(1, dtype=dtype))
+    if exponent == 0:
+        return op.Expand(result, op.Shape(x))
+    found = None
+    while exponent:
+        if exponent & 1:
+            found = x if found is None else op.Mul(found, x)
+        exponent >>= 1
+        x = op.Mul(x, x) if exponent else x
+    return op.Identity(found)
+
+
+def _int_pow(x: Any, exponent: Any, dtype: Any) -> Any:
+    """The same with exponents that are not known: 64 and more overflow, whatever the number."""
+    one = op.Constant(value=onnx_ir.tensor(1, dtype=dtype))
+    two = op.Constant(value=onnx_ir.tensor(2, dtype=dtype))
+    zero = op.Constant(value=onnx_ir.tensor(0, dtype=dtype))
+    is_negative = op.Less(exponent, zero)
+    result, rest = one, op.Where(is_negative, zero, exponent)
+    factor = x
+    for _ in range(6):
+        is_odd = op.Equal(op.Mod(rest, two), one)
+        result = op.Where(is_odd, op.Mul(result, factor), result)
+        rest, factor = op.Div(rest, two), op.Mul(factor, factor)
+    # 1 / x**n is 0 unless x is 1 or -1
+    sign = op.Where(op.Equal(op.Mod(exponent, two), zero), one, x)
+    unit = op.Where(op.Equal(op.Abs(x), one), sign, zero)
+    return op.Where(is_negative, unit, result)
+
+
+# Products of matrices of integers, for which onnxruntime has no Gemm.
+
+
+def _addmm(x: Any, one: Any, other: Any, beta: float = 1, alpha: float = 1) -> Any:
+    if x.dtype.is_floating_point():
+        return core.aten_addmm(x, one, other, beta, alpha)
+    return op.Add(op.Mul(x, number(beta, x)), op.Mul(op.MatMul(one, other), number(alpha, x)))
+
+
+# Sums of booleans, and choosing between them, for which onnxruntime has no operator.
+
+
+def _add(x: Any, y: Any, alpha: float = 1) -> Any:
+    if getattr(x, "dtype", None) == getattr(y, "dtype", None) == onnx_ir.DataType.BOOL:
+        return op.Or(x, y) if alpha else op.Identity(x)
+    return core.aten_add(x, y, alpha)
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    if x.dtype != onnx_ir.DataType.BOOL:
+        return op.Where(condition, x, y)
+    return op.Or(op.And(condition, x), op.And(op.Not(condition), y))
+
+
+def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
+    if x.dtype == onnx_ir.DataType.BOOL:
+        value = op.Constant(value=onnx_ir.tensor(bool(value))) if isinstance(value, bool | int | float) else value
+        return op.Or(op.And(mask, op.Cast(value, to=x.dtype)), op.And(op.Not(mask), x))
+    return op.Where(mask, op.CastLike(as_value(value, x), x), x)
+
+
+INTEGER_FORMS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: _add,
+    aten.addmm.default: _addmm,
+    aten.ceil.default: _of_floats(op.Ceil),
+    aten.clamp.default: _clamp,
+    aten.clamp.Tensor: _clamp,
+    aten.clamp_min.default: _clamp_min,
+    aten.clamp_min.Tensor: _clamp_min,
+    aten.clamp_max.default: _clamp_max,
+    aten.clamp_max.Tensor: _clamp_max,
+    aten.floor.default: _of_floats(op.Floor),
+    aten.hardtanh.default: _hardtanh,
+    aten.isfinite.default: _of_floats(_isfinite, True),
+    aten.isinf.default: _of_floats(op.IsInf, False),
+    aten.isnan.default: _of_floats(op.IsNaN, False),
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.maximum.default: _maximum,
+    aten.minimum.default: _minimum,
+    aten.pow.Scalar: _number_to_pow,
+    aten.pow.Tensor_Scalar: _pow_to_number,
+    aten.pow.Tensor_Tensor: _pow,
+    aten.relu.default: _relu,
+    aten.relu6.default: _relu6,
+    aten.round.default: _of_floats(op.Round),
+    aten.sign.default: _sign,
+    aten.trunc.default: _of_floats(core.aten_trunc),
+    aten.where.self: _where,
+}

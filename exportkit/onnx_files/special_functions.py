@@ -1,0 +1,174 @@
+"""Functions of numbers that torch.onnx has no form for, in terms of other operators of torch.
+
+Gamma functions, and quantiles and tails of the normal distribution, are computed in double precision.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+# Two numbers.
+
+
+def _fmax(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _unless_nan(x, y, torch.maximum(x, y))
+
+
+def _fmin(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _unless_nan(x, y, torch.minimum(x, y))
+
+
+def _unless_nan(x: torch.Tensor, y: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isnan(), y, torch.where(y.isnan(), x, found)) if found.is_floating_point() else found
+
+
+def _hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    longer, shorter = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
+    ratio = torch.where(longer == shorter, 1.0, shorter / longer)  # of zeros and infinities, too
+    length = torch.where(longer == 0, 0.0, longer * (ratio * ratio + 1).sqrt())
+    return torch.where(x.isinf() | y.isinf(), math.inf, length)
+
+
+def _copysign(x: torch.Tensor, y: Any) -> torch.Tensor:
+    y = y if isinstance(y, torch.Tensor) else torch.full((), y)
+    size = (x if x.is_floating_point() else x.to(torch.get_default_dtype())).abs()
+    return torch.where(y.signbit(), -size, size)
+
+
+# Functions of one number, in double precision.
+
+
+def _in_double(function: Callable[[torch.Tensor], torch.Tensor], most: int = 8) -> Callable[[torch.Tensor], Any]:
+    """Returns the function for any dtype with at most so many bytes."""
+
+    def form(x: torch.Tensor) -> Any:
+        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        return function(x.to(torch.float64)).to(dtype) if dtype.itemsize <= most else NotImplemented
+
+    return form
+
+
+def _double(value: float) -> torch.Tensor:
+    """A number as the sum of two: torch.onnx rounds each to single precision."""
+    (rounded,) = struct.unpack("f", struct.pack("f", value))
+    return torch.full((), rounded, dtype=torch.float64) + torch.full((), value - rounded, dtype=torch.float64)
+
+
+def _polynomial(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
+    found = _double(coefficients[0])
+    for coefficient in coefficients[1:]:
+        found = found * x + _double(coefficient)
+    return found
+
+
+# Lanczos' approximation with g = 7.
+_LANCZOS = (
+    676.5203681218851, -1259.1392167224028, 771.32342877765313, -176.61502916214059,
+    12.507343278686905, -0.13857109526572012, 9.9843695780195716e-6, 1.5056327351493116e-7,
+)  # fmt: skip
+
+
+def _lgamma(x: torch.Tensor) -> torch.Tensor:
+    mirrored = x < 0.5
+    z = torch.where(mirrored, -x, x - 1)
+    total = sum([_double(c) / (z + i) for i, c in enumerate(_LANCZOS, 1)], _double(0.99999999999980993))
+    found = (z + 0.5) * (z + 7.5).log() - (z + 7.5) + (total * _double(math.sqrt(2 * math.pi))).log()
+    pi = _double(math.pi)
+    other = (pi / ((x - x.round()) * pi).sin().abs()).log() - found
+    return torch.where(x.isinf(), math.inf, torch.where(mirrored, other, found))
+
+
+# The asymptotic series, from the last term; its numbers are those of Bernoulli.
+_SERIES = (-691 / 32760, 1 / 132, -1 / 240, 1 / 252, -1 / 120, 1 / 12, 0.0)
+
+
+def _digamma(x: torch.Tensor) -> torch.Tensor:
+    mirrored = x < 0.5
+    y = torch.where(mirrored, 1 - x, x)
+    z = y + 8
+    found = z.log() - 0.5 / z - _polynomial(1 / (z * z), _SERIES) - sum(1 / (y + i) for i in range(8))
+    pi = _double(math.pi)
+    angle = (x - x.round()) * pi
+    whole = (x == x.round()) & (x < 0)
+    found = torch.where(mirrored, found - pi * angle.cos() / angle.sin(), found)
+    found = torch.where(whole, math.nan, torch.where(x == 0, -1 / x, found))
+    return torch.where(x == math.inf, math.inf, found)
+
+
+# Acklam's approximation of the quantiles of a normal distribution, to 1.2e-9.
+_MIDDLE = (
+    -39.69683028665376, 220.9460984245205, -275.9285104469687, 138.3577518672690, -30.66479806614716, 2.506628277459239,
+)  # fmt: skip
+_BELOW_MIDDLE = (-54.47609879822406, 161.5858368580409, -155.6989798598866, 66.80131188771972, -13.28068155288572, 1.0)
+_TAIL = (
+    -0.007784894002430293, -0.3223964580411365, -2.400758277161838, -2.549732539343734, 4.374664141464968,
+    2.938163982698783,
+)  # fmt: skip
+_BELOW_TAIL = (0.007784695709041462, 0.3224671290700398, 2.445134137142996, 3.754408661907416, 1.0)
+
+
+def _quantile(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """The quantile at a distance from the median, given also how much is beyond it."""
+    square = x * x
+    middle = x * _polynomial(square, _MIDDLE) / _polynomial(square, _BELOW_MIDDLE)
+    far = (tail.log() * -2).sqrt()
+    far = -_polynomial(far, _TAIL) / _polynomial(far, _BELOW_TAIL)
+    far = torch.where(tail == 0, math.inf, far)
+    return torch.where(x.abs() <= 0.47575, middle, torch.where(x < 0, -far, far))
+
+
+def _erfinv(x: torch.Tensor) -> torch.Tensor:
+    return _quantile(x / 2, (1 - x.abs()) / 2) * _double(math.sqrt(0.5))
+
+
+def _ndtri(x: torch.Tensor) -> torch.Tensor:
+    return _quantile(x - 0.5, torch.minimum(x, 1 - x))
+
+
+# An approximation of log(erfc(x) * exp(x * x)) + log(1 + x / 2), to 1.2e-7: Press and others, "Numerical Recipes".
+_TAILS = (
+    0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368,
+    -1.26551223,
+)  # fmt: skip
+
+
+def _log_erfcx(x: torch.Tensor) -> torch.Tensor:
+    """The logarithm of the function for numbers that are not negative."""
+    part = 1 / (1 + x / 2)
+    return _polynomial(part, _TAILS) + part.log()
+
+
+def _erfcx(x: torch.Tensor) -> torch.Tensor:
+    found = _log_erfcx(x.abs()).exp()
+    return torch.where(x < 0, 2 * (x * x).exp() - found, found)
+
+
+def _log_ndtr(x: torch.Tensor) -> torch.Tensor:
+    size = _log_erfcx(x.abs() * _double(math.sqrt(0.5))) - x * x / 2 - _double(math.log(2))
+    return torch.where(x < 0, size, torch.log1p(-size.exp()))
+
+
+SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.copysign.Scalar: _copysign,
+    aten.copysign.Tensor: _copysign,
+    aten.digamma.default: _in_double(_digamma),
+    aten.special_digamma.default: _in_double(_digamma),
+    aten.erfinv.default: _in_double(_erfinv, 4),
+    aten.special_erfinv.default: _in_double(_erfinv, 4),
+    aten.fmax.default: _fmax,
+    aten.fmin.default: _fmin,
+    aten.hypot.default: _hypot,
+    aten.lgamma.default: _in_double(_lgamma),
+    aten.special_gammaln.default: _in_double(_lgamma),
+    aten.special_erfcx.default: _in_double(_erfcx, 4),
+    aten.special_log_ndtr.default: _in_double(_log_ndtr, 4),
+    aten.special_ndtri.default: _in_double(_ndtri, 4),
+}
