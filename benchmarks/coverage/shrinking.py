@@ -7,8 +7,20 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-VOCABULARY, LAYERS, IMAGE = 99, 2, 32
-_LARGEST = 40_000_000  # parameters
+VOCABULARY, LAYERS, IMAGE, WIDTH, HEADS = 99, 2, 32, 64, 4
+_LARGEST = 100_000_000  # parameters
+# What is made small, from the smallest models on; a default configuration may need some of its numbers. With equal
+# widths, the parts of a model fit together even where the defaults of their configurations do not.
+_LEVELS = (
+    {"image", "depth", "width"},
+    {"image", "depth", "equal"},
+    {"depth", "width"},
+    {"depth", "equal"},
+    {"width"},
+    {"equal"},
+    {"depth"},
+)
+_DEEPEST = 12
 
 _DEPTH = re.compile(
     r"(num|n)_(\w+_)?(layers?|blocks|stages_layers)|(\w+_)?(layers|depth)|num_hidden_layers|num_blocks_per_stage"
@@ -16,20 +28,23 @@ _DEPTH = re.compile(
 _HEADS = re.compile(r"(\w+_)?(num|n)_(\w+_)?heads?|(\w+_)?attention_heads|num_key_value_heads|\w+_n_heads")
 _EXPERTS = re.compile(r"(num|n)_(\w+_)?experts|moe_num_experts")
 _CHOSEN = re.compile(r"(\w+_)?experts_per_(tok|token)|(\w+_)?top_?k(_experts)?|moe_k")
-_HEAD_WIDTH = re.compile(r"(\w+_)?head_dim|d_kv|(\w+_)?head_size|kv_channels|attention_head_size|\w+_d_head")
+_GROUPS = re.compile(r"(\w+_)?(n|num)_?groups?")
+_QUERIES = re.compile(r"num_(\w+_)?quer(ies|y_tokens)")
+_INNER = re.compile(r"(\w+_)?(intermediate_(size|dim)|ffn_(dim|size)|mlp_dim|d_ff|inner_dim|n_inner|dim_feedforward)")
+_HEAD_WIDTH = re.compile(r"(\w+_)?head_?dim|d_kv|(\w+_)?head_size|kv_channels|attention_head_size|\w+_d_head")
 _WIDTH = re.compile(
     r"(\w+_)?(hidden_size|hidden_dim|d_model|embed_dim|embedding_size|embedding_dim|projection_dim|projection_size"
     r"|intermediate_size|intermediate_dim|ffn_dim|ffn_size|feedforward_dim|mlp_dim|d_ff|inner_dim|n_embd|n_inner|dim"
     r"|channels|hidden_channels|rank|state_size|width|conv_dim|emb_size|fc_size|d_ssm|dim_feedforward|feature_size)"
     r"|(\w+_)?(hidden_sizes|embed_dims|widths|dims|out_channels|neck_hidden_sizes|encoder_hidden_dims)"
 )
-_FIXED = re.compile(r"(num_|in_|out_|image_|input_)?channels|num_channels|in_chans|.*_token_id|.*rope_theta")
+_FIXED = re.compile(r"(num_|in_|out_|image_|input_)?channels|num_channels|patch_dim|in_chans|.*_token_id|.*rope_theta")
 _LENGTH = re.compile(r"max_(\w+_)?(position_embeddings|positions|length|seq_len|sequence_length)|n_positions|n_ctx")
 
 
 def levels(config: Any) -> Iterator[Any]:
     """Yields smaller configurations, from the smallest on."""
-    for level in (0, 1, 2):
+    for level in _LEVELS:
         small = copy.deepcopy(config)
         _shrink(small, level)
         yield small
@@ -54,70 +69,95 @@ def _made(cls: Any, config: Any) -> Any:
     return cls(config if isinstance(config, cls.config_class) else config.get_text_config())
 
 
-def _shrink(config: Any, level: int) -> None:
+def _shrink(config: Any, level: set[str]) -> None:
     from transformers import PretrainedConfig
 
-    names = [name for name in vars(config) if not name.startswith("_")]
-    depth = None
-    for name in names:
-        value = getattr(config, name)
+    given = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    for name, value in given.items():
         if isinstance(value, PretrainedConfig):
             _shrink(value, level)
         elif isinstance(value, dict):
-            setattr(config, name, {key: _nested(key, part) for key, part in value.items()} if level < 2 else value)
+            small = {key: _nested(key, part) for key, part in value.items()}
+            setattr(config, name, small if level & {"width", "equal"} else value)
         elif (small := _small(name, value, level)) is not value:
             _set(config, name, small)
-        if name == "num_hidden_layers":
-            depth = getattr(config, name)
     _tokens(config)
-    types = vars(config).get("layer_types")
-    if isinstance(types, list) and isinstance(depth, int):
-        kinds = list(dict.fromkeys(types))
-        _set(config, "num_hidden_layers", max(depth, len(kinds)))
-        _set(config, "layer_types", (kinds * LAYERS)[: max(depth, len(kinds))])
+    if type(layers := given.get("num_hidden_layers")) is int and "depth" in level:
+        _layers(config, layers)
 
 
-def _small(name: str, value: Any, level: int) -> Any:
+def _layers(config: Any, count: int) -> None:
+    """Lists with an entry for each layer keep one layer of each kind."""
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == count and "layer" in name
+    }
+    kinds = list(zip(*(value for value in lists.values() if isinstance(value[0], str)), strict=True))
+    places = [place for place, kind in enumerate(kinds) if kind not in kinds[:place]]
+    if len(places) < LAYERS:
+        places = list(range(min(LAYERS, count)))
+    if lists:
+        _set(config, "num_hidden_layers", len(places))
+    for name, value in lists.items():
+        _set(config, name, type(value)(value[place] for place in places))
+
+
+def _small(name: str, value: Any, level: set[str]) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, list | tuple) and value and all(type(part) is int for part in value):
-        return _small_list(name, list(value), level)
+        return type(value)(_small_list(name, list(value), level))
     if type(value) is not int:
         return value
     if name in ("vocab_size", "vocabulary_size") or name.endswith("_vocab_size"):
         return min(value, VOCABULARY)
     if _DEPTH.fullmatch(name):
-        return min(value, LAYERS)
+        return min(value, LAYERS if "depth" in level else _DEEPEST)
     if _LENGTH.fullmatch(name):
         return min(value, 128)
-    if level == 2 or _FIXED.fullmatch(name):
+    if _QUERIES.fullmatch(name):
+        return min(value, 8)
+    if name == "image_size" and "image" in level:
+        return min(value, IMAGE)
+    if name == "patch_size" and "image" in level:
+        return min(value, 8)
+    if not level & {"width", "equal"} or _FIXED.fullmatch(name):
         return value
     if _EXPERTS.fullmatch(name):
         return min(value, 4)
-    if _CHOSEN.fullmatch(name):
+    if _CHOSEN.fullmatch(name) or _GROUPS.fullmatch(name):
         return min(value, 2)
-    if name == "image_size" and level == 0:
-        return min(value, IMAGE)
-    if name == "patch_size" and level == 0:
-        return min(value, 8)
+    if name == "topk_group":
+        return 1
     if name == "sliding_window":
         return min(value, 8)
+    return _small_width(name, value, level)
+
+
+def _small_width(name: str, value: int, level: set[str]) -> int:
+    if "equal" in level:
+        if _HEADS.fullmatch(name):
+            return HEADS if "key_value" not in name else min(value, HEADS, 2)
+        if _HEAD_WIDTH.fullmatch(name):
+            return WIDTH // HEADS
+        return 2 * WIDTH if _INNER.fullmatch(name) else WIDTH if _WIDTH.fullmatch(name) else value
     if _HEADS.fullmatch(name):
-        return _power(value, 4, 4)
+        return _power(value, 4, HEADS)
     if _HEAD_WIDTH.fullmatch(name):
         return max(8, value // 8)
     return _power(value, 24, None, 16) if _WIDTH.fullmatch(name) else value
 
 
-def _small_list(name: str, values: list[int], level: int) -> list[int]:
+def _small_list(name: str, values: list[int], level: set[str]) -> list[int]:
     if name in ("depths", "num_blocks", "layers_per_stage", "num_layers"):
-        return [min(value, 1) for value in values]
-    if level == 2 or name in ("kernel_size", "strides", "num_channels"):
-        return values
+        return [min(value, 1) for value in values] if "depth" in level else values
     if name == "image_size":
-        return [min(value, IMAGE) for value in values] if level == 0 else values
+        return [min(value, IMAGE) for value in values] if "image" in level else values
+    if not level & {"width", "equal"} or name in ("kernel_size", "strides", "num_channels"):
+        return values
     if _HEADS.fullmatch(name):
-        return [_power(value, 4, 4) for value in values]
+        return [_power(value, 4, HEADS) for value in values]
     return [_power(value, 24, None, 16) for value in values] if _WIDTH.fullmatch(name) else values
 
 

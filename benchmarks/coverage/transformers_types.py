@@ -37,6 +37,12 @@ _TASKS = (
     ("model", ""),
 )
 _GENERATES = ("causal language model", "sequence to sequence", "speech to text", "image and text to text")
+# Images are given one for each row; or with an axis for several of each row; or not at all, where neither succeeds.
+_IMAGES = ("one", "several", "none")
+# The inputs that hold the shape of each image, of which the pixels are given as patches.
+_GRIDS = ("image_grid_thw", "grid_thw", "grid_thws", "spatial_shapes", "target_sizes")
+_FIRST_LAYERS = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d)
+_Inputs = Callable[[int, int], dict[str, torch.Tensor]]
 _TEXT, _TEXT_TRUTH = [(2, 7)], [(3, 5), (1, 11)]
 _ONE, _ONE_TRUTH = [(1, 7)], [(1, 5), (2, 9)]
 _ROWS, _ROWS_TRUTH = [(2, 7), (3, 9)], [(1, 12), (4, 5)]
@@ -87,32 +93,40 @@ def _case(name: str, task: str, cls: str, batch_one: bool) -> Case:
 def _make(
     name: str, cls: str, task: str, runs: list[Sizes], batch_one: bool
 ) -> tuple[torch.nn.Module, Callable[..., object]]:
-    """The model in the smallest size in which all runs succeed."""
+    """The model in the smallest size, and with the richest inputs, with which all runs succeed."""
     import transformers
 
     error: Exception | None = None
     for config in levels(transformers.AutoConfig.for_model(name)):
-        try:
-            model = small_model(config, getattr(transformers, cls)).eval()
-            use = _generating(model, not batch_one) if task in _GENERATES else functools.partial(_called, model)
-            with torch.no_grad():
-                for sizes in runs:
-                    use(*sizes)
-            return model, use
-        except Exception as found:
-            error = error or found
+        if task == _TASKS[0][0] and hasattr(config, "is_decoder"):
+            config.is_decoder = True
+        for images in _IMAGES:
+            try:
+                model = small_model(config, getattr(transformers, cls)).eval()
+                given = functools.partial(inputs, model, images)
+                use = _generating(model, given, not batch_one) if task in _GENERATES else _called(model, given)
+                with torch.no_grad():
+                    for sizes in runs:
+                        use(*sizes)
+                return model, use
+            except Exception as found:
+                error = error or found
+            if "pixel_values" not in inspect.signature(getattr(transformers, cls).forward).parameters:
+                break
     raise error or RuntimeError(name)
 
 
-def _generating(model: Any, padded: bool) -> Callable[..., object]:
+def _generating(model: Any, inputs: _Inputs, padded: bool) -> Callable[..., object]:
     """A run of ``generate``, three tokens long."""
     settings = model.generation_config
+    if model.config.is_encoder_decoder and settings.bos_token_id is None:
+        settings.bos_token_id = 1
     settings.eos_token_id = settings.forced_eos_token_id = None
     settings.pad_token_id = settings.pad_token_id or 0
     settings.max_length = None
 
     def use(batch: int, length: int) -> object:
-        given = inputs(model, batch, length)
+        given = inputs(batch, length)
         if padded and "attention_mask" in given and given["attention_mask"].shape == (batch, length):
             where = -1 if model.config.is_encoder_decoder else 0
             given["attention_mask"][0, where] = 0
@@ -122,33 +136,46 @@ def _generating(model: Any, padded: bool) -> Callable[..., object]:
     return use
 
 
-def _called(model: Any, batch: int, length: int) -> object:
-    return model(**inputs(model, batch, length))
+def _called(model: Any, inputs: _Inputs) -> Callable[..., object]:
+    return lambda batch, length: model(**inputs(batch, length))
 
 
-def inputs(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Returns random inputs: those that the signature requires, the main one, and what belongs to them."""
+def inputs(model: Any, images: str, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Returns random inputs: those that the signature requires, the main one, and what belongs to them.
+
+    Args:
+        model: The model.
+        images: How images are given: one of ``_IMAGES``.
+        batch: The number of rows.
+        length: The number of tokens, or what inputs of other kinds have instead.
+    """
     parameters = inspect.signature(model.forward).parameters
-    required = [
+    names = [
         name
         for name, item in parameters.items()
         if item.default is item.empty and item.kind == item.POSITIONAL_OR_KEYWORD
     ]
-    names = list(dict.fromkeys([model.main_input_name, *required]))
-    if model.main_input_name == "pixel_values" and _images_in_text(model) and "input_ids" in parameters:
+    names.insert(0, model.main_input_name if model.main_input_name in parameters else names[0])
+    if _image_token(model) is not None and "input_ids" in parameters:
         names.append("input_ids")
-    if "pixel_values" in parameters and "input_ids" in names and "pixel_values" not in names:
+    if "pixel_values" in parameters and "input_ids" in names:
         names.append("pixel_values")
     if model.config.is_encoder_decoder and "decoder_input_ids" in parameters and not model.can_generate():
         names.append("decoder_input_ids")
     names += [name for name in ("bbox",) if name in parameters]
-    found = {name: _input(model, name, batch, length) for name in dict.fromkeys(names)}
-    if "image_grid_thw" in parameters and "pixel_values" in found:
-        found |= _patches(model, batch)
+    if images == "none":
+        names = [name for name in names if name != "pixel_values"]
+    grid = next((name for name in _GRIDS if name in parameters or name in _asked(model)), None)
+    found: dict[str, torch.Tensor] = {}
+    if grid and {"pixel_values", "hidden_states"} & {*names}:
+        found = _patches(model, grid, "pixel_values" if "pixel_values" in names else "hidden_states", batch)
+    found |= {name: _input(model, name, batch, length) for name in dict.fromkeys(names) if name not in found}
+    if images == "several" and "pixel_values" in found:
+        found["pixel_values"] = found["pixel_values"][:, None]
     if "input_ids" in found and "pixel_values" in found and _image_token(model) is not None:
-        given = {name: value for name, value in found.items() if name in ("pixel_values", "image_grid_thw")}
+        given = {name: value for name, value in found.items() if name in _asked(model)}
         found["input_ids"] = _with_image(model, found["input_ids"], given)
-    if "mm_token_type_ids" in parameters and "pixel_values" in found:
+    if "mm_token_type_ids" in parameters and "pixel_values" in found and _image_token(model) is not None:
         found["mm_token_type_ids"] = (found["input_ids"] == _image_token(model)).int()
     if "attention_mask" in parameters and "input_ids" in found:
         found["attention_mask"] = torch.ones_like(found["input_ids"])
@@ -171,21 +198,56 @@ def _input(model: Any, name: str, batch: int, length: int) -> torch.Tensor:
         bins = _field(config, "num_mel_bins", None)
         if bins and _field(config, "max_length", None):
             return randn(batch, config.max_length, bins)
-        return randn(batch, 1600 + 160 * length)
+        channels = _field(config, "audio_channels", None)
+        return randn(batch, *([channels] if channels else []), 1600 + 160 * length)
     if name == "input_features":
         bins = _field(config, "num_mel_bins", None) or _field(config, "feature_size", 80)
         frames = _field(config, "max_source_positions", None)
         if hasattr(config, "max_source_positions") and "conv" in str(list(dict(model.named_modules())))[:4000]:
             return randn(batch, bins, 2 * frames)
         return randn(batch, 40 + 4 * length, bins)
+    if name in ("input_features_mask", "padding_mask"):
+        return torch.ones(_input(model, "input_features", batch, length).shape[:2], dtype=torch.long)
+    if name == "flattened_patches":
+        places = torch.cartesian_prod(torch.arange(1, 5), torch.arange(1, 5)).float().expand(batch, -1, -1)
+        return torch.cat(
+            [places, randn(batch, 16, _field(config, "num_channels", 3) * _field(config, "patch_size", 16) ** 2)], -1
+        )
+    if name == "past_values":
+        return randn(batch, _field(config, "context_length", 32))
     raise ValueError(f"no rule for the input {name}")
 
 
-def _patches(model: Any, batch: int) -> dict[str, torch.Tensor]:
-    """Images as rows of patches, four by four, with the shape of each."""
+def _patches(model: Any, grid: str, rows: str, batch: int) -> dict[str, torch.Tensor]:
+    """Images as patches, four by four, with the shape of each."""
     patch, frames = _field(model.config, "patch_size", 14), _field(model.config, "temporal_patch_size", 1)
-    width = _field(model.config, "in_channels", 3) * frames * patch * patch
-    return {"pixel_values": randn(16 * batch, width), "image_grid_thw": torch.tensor([[1, 4, 4]] * batch)}
+    channels = _field(model.config, "in_channels", 0) or _field(model.config, "num_channels", 3)
+    layer = next(
+        (part for name, part in model.named_modules() if "patch" in name and isinstance(part, _FIRST_LAYERS)), None
+    )
+    shape: tuple[int, ...] = (frames * channels * patch * patch,)
+    if isinstance(layer, torch.nn.Conv2d):
+        shape = (channels, patch, patch)
+    elif isinstance(layer, torch.nn.Linear):
+        shape = (layer.in_features,)
+    if grid == "spatial_shapes":
+        mask = torch.ones(batch, 16, dtype=torch.long)
+        return {rows: randn(batch, 16, *shape), grid: torch.tensor([[4, 4]] * batch), "pixel_attention_mask": mask}
+    if grid == "target_sizes":
+        values = randn(1, channels, patch, 16 * batch * patch)
+        return {rows: values, grid: torch.tensor([[4, 4]] * batch, dtype=torch.int32)}
+    found = {rows: randn(16 * batch, *shape), grid: torch.tensor([[1, 4, 4]] * batch)}
+    merges = {"image_merge_sizes": torch.tensor([2] * batch)}
+    return found | {name: value for name, value in merges.items() if name in _asked(model)}
+
+
+def _asked(model: Any) -> set[str]:
+    """The inputs that features of images are made from."""
+    found = {"pixel_values"}
+    for part in (model, model.base_model):
+        if hasattr(part, "get_image_features"):
+            found |= {*inspect.signature(part.get_image_features).parameters}
+    return found
 
 
 def _field(config: Any, name: str, default: Any) -> Any:
@@ -206,8 +268,9 @@ def _images_in_text(model: Any) -> bool:
 
 def _with_image(model: Any, tokens: torch.Tensor, images: dict[str, torch.Tensor]) -> torch.Tensor:
     """The tokens behind placeholders, as many as an image has features."""
+    encoder = model if hasattr(model, "get_image_features") else model.base_model
     with torch.no_grad():
-        features = model.get_image_features(**images)
+        features = encoder.get_image_features(**images)
     features = getattr(features, "pooler_output", features)
     parts = features if isinstance(features, list | tuple) else [features]
     count = sum(part.flatten(0, -2).shape[0] for part in parts) // len(tokens)

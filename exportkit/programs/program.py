@@ -228,6 +228,7 @@ def trace(
             request = TraceRequest(model, method, plan, example.call, names, again)
             raise failure("torch.export could not trace the model.", error, request) from error
         _leave_buffers(program)
+        _settle_views(program)
         numbers: dict[str, Any] = {}
         if tensors_only:
             _require_given_back(outputs, observation)
@@ -262,6 +263,15 @@ def _leave_buffers(program: torch.export.ExportedProgram) -> None:
         old, new = (str(tuple(value.meta["val"].shape)) for value in node.args[:2])
         if node.args[0].name in program.graph_signature.inputs_to_buffers and old != new:
             program.graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+def _settle_views(program: torch.export.ExportedProgram) -> None:
+    """Writes the size that a -1 stands for where it is always the same: an empty tensor does not show it."""
+    for node in program.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default) and -1 in node.args[1]:
+            sizes = zip(node.args[1], node.meta["val"].shape, strict=True)
+            node.update_arg(1, [real if size == -1 and type(real) is int else size for size, real in sizes])
     program.graph_module.recompile()
 
 

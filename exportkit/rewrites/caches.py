@@ -114,14 +114,17 @@ def with_uncached_states(model: torch.nn.Module, arguments: dict[str, Any], name
     for cache in caches:
         cache.is_updated = dict.fromkeys(cache.is_updated, False)
     value, changed = arguments[_STATES], dict(arguments)
+    ones = states.new_ones(states.shape[:2], dtype=torch.int64)
     if isinstance(value, Mapping):  # masks and other outputs of the encoder are over all positions, and stay
         changed[_STATES] = copy.copy(value)
         changed[_STATES][next(iter(value))] = rest
+        if getattr(value, _MASK, ones) is None:  # the model would make one over the uncached part here, too
+            changed[_STATES][_MASK] = ones
     else:
         changed[_STATES] = type(value)((rest, *value[1:]))
     reducing = next(iter(_reducing(model)), None)
     if _MASK in names and arguments.get(_MASK) is None:
-        changed[_MASK] = states.new_ones(states.shape[:2], dtype=torch.int64)
+        changed[_MASK] = ones
     elif _MASK in names and reducing is not None:
         module = next(module for module in model.modules() if isinstance(module, reducing))
         changed[_MASK] = original_attribute(reducing, REDUCED_MASK)(module, states.shape[1], arguments[_MASK])

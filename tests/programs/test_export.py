@@ -449,3 +449,14 @@ def test_a_decision_by_values_whose_error_the_model_catches_is_not_exported():
             model(torch.randn(rows, 5))
     with pytest.raises(ExportError, match=r"catches the error that a trace raises there\.\n.*test_export\.py"):
         exportkit.export(model, observer)
+
+
+def test_a_size_that_a_view_leaves_open_is_written_out_where_it_never_varies():
+    class Heads(torch.nn.Module):
+        def forward(self, x):
+            return x.view(*x.shape[:2], -1, 4)  # open if there are no rows, for which torch raises
+
+    model = Heads()
+    program = exportkit.export(model, observe(model, *[((torch.randn(n, n + 3, 8),), {}) for n in (2, 3)])).program
+    (view,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
+    assert view.args[1][2:] == [2, 4]

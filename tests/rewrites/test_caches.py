@@ -1,7 +1,10 @@
 """Caches in a trace: uncached encoder states with masks over audio frames, and token types of the first call."""
 
+import dataclasses
+
 import pytest
 import torch
+import transformers
 
 import exportkit
 from exportkit import make_encoder_decoder_cache
@@ -30,6 +33,20 @@ def test_a_mask_over_frames_becomes_one_over_all_states():
 def test_no_mask_becomes_one_that_hides_nothing(build):
     adapted, _ = with_uncached_states(build()[0], call(None), ["attention_mask"])
     assert adapted["attention_mask"].tolist() == [[1] * 7]
+
+
+def test_encoder_outputs_without_a_mask_get_one_that_hides_nothing():
+    @dataclasses.dataclass
+    class States(transformers.utils.ModelOutput):
+        last_hidden_state: torch.Tensor | None = None
+        attention_mask: torch.Tensor | None = None
+
+    given = call(None)
+    given["encoder_outputs"] = States(last_hidden_state=given["encoder_outputs"][0])
+    adapted, _ = with_uncached_states(t5()[0], given, [])
+    assert adapted["encoder_outputs"][0].shape == (1, 2, 32)
+    assert adapted["encoder_outputs"]["attention_mask"].tolist() == [[1] * 7]
+    assert given["encoder_outputs"].attention_mask is None
 
 
 def test_a_mask_over_tokens_stays_as_it_is():
