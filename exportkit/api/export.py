@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.planning import BoundPlan, plan_calls
 from exportkit.programs.exported import ExportedModel, export_calls
 from exportkit.programs.failure import explained
-from exportkit.programs.number_inputs import is_arithmetic, varying_numbers
+from exportkit.programs.number_inputs import Uses, as_sizes, varying_numbers
 from exportkit.programs.strategies import export_program
 from exportkit.programs.subject import exported_form
 from exportkit.programs.weights import with_weights
@@ -94,16 +95,20 @@ def _exported(form: torch.nn.Module, calls: Observation, probe: bool) -> Exporte
 def _with_number_inputs(model: torch.nn.Module, observation: Observation, probe: bool) -> ExportedModel | None:
     """The model exported with Python numbers that vary as inputs; None if a graph cannot follow them."""
     numbers = varying_numbers(observation) if probe else {}
-    if not numbers:
-        return None
-    try:
-        exported = _exported(*exported_form(model, observation, {}, numbers=numbers), probe)
-        for traced in exported.programs.values():
-            if not is_arithmetic(traced.program) or problems_of(traced, True):
-                return None
-    except ExportkitError:
-        return None
-    return exported
+    while numbers:
+        unused, sizes = set[str](), {path for path, kind in numbers.items() if kind == "int"}
+        with contextlib.suppress(ExportkitError):
+            exported = _exported(*exported_form(model, observation, {}, numbers=numbers), probe)
+            uses = [Uses.of(t.program, t.input_paths, numbers) for t in exported.programs.values()]
+            unused = set(frozenset.intersection(*(use.nothing for use in uses)))
+            sizes = set(frozenset.union(*(use.sizes for use in uses)))
+            if not unused | sizes and not any(problems_of(traced, True) for traced in exported.programs.values()):
+                return exported
+        if not unused | sizes or (not unused and "size" in numbers.values()):
+            return None
+        kept = {path: kind for path, kind in numbers.items() if path not in unused}
+        numbers = as_sizes(observation, kept, sizes)
+    return None
 
 
 def _planned(model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]) -> ExportedModel:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from exportkit.errors import ArgumentError, UnknownInputError
 from exportkit.trees import Tree, flatten, join, joined, set_stored_length
 
+NumberKind = Literal["int", "float", "size"]  # a number to calculate with, by its type, or one that makes sizes
 NOTHING = flatten(None)  # the outputs of a call that was not made
 
 
@@ -31,7 +33,7 @@ class Signature:
         var_keyword: Name of ``**kwargs``, if there is one.
         defaults: Default values by name, of the parameters that have one.
         positional_only: Names of parameters that cannot be given by name.
-        numbers: Parameters whose Python numbers a graph takes as 0-d tensors, with their types: ``int`` or ``float``.
+        numbers: Python numbers that a graph takes as tensors, by path.
     """
 
     names: tuple[str, ...]
@@ -39,7 +41,7 @@ class Signature:
     var_keyword: str | None
     defaults: Mapping[str, Any]
     positional_only: frozenset[str]
-    numbers: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, NumberKind] = field(default_factory=dict)
 
     @classmethod
     def of(cls, method: Callable[..., Any]) -> Signature:
@@ -83,25 +85,49 @@ class Signature:
             (values if name in plain else extra)[name] = value
         if self.var_keyword is not None and extra:
             values[self.var_keyword] = extra
-        for name, kind in self.numbers.items():
-            number: Any = values.get(name, self.defaults.get(name))
-            if type(number).__name__ == kind and _fits(number):
-                values[name] = number_as_tensor(number)
+        values |= self.numbers_as_tensors(values)
         return {name: values[name] for name in self.names if name in values}
+
+    def numbers_as_tensors(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments that hold numbers which a graph takes as tensors, with these tensors in them.
+
+        Args:
+            values: Values by parameter; those that are left out have their defaults.
+        """
+        found = {}
+        for name, kinds in self.numbers_by_name().items():
+            tree = flatten(values[name] if name in values else self.defaults.get(name))
+            leaves = dict(zip(tree.paths, tree.leaves, strict=True))
+            fitting = {path: kind for path, kind in kinds.items() if _fits(leaves.get(path), kind)}
+            if fitting:
+                made = {path: number_as_tensor(leaves[path], kind) for path, kind in fitting.items()}
+                found[name] = tree.with_leaves(made).build()
+        return found
 
     def require_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises ArgumentError if a Python number that a graph takes as a tensor is given as anything else."""
-        values = dict(zip(self._positions(), args, strict=False)) | dict(kwargs)
-        for name, kind in self.numbers.items():
-            value = values.get(name, self.defaults.get(name))
-            if type(value).__name__ != kind or not _fits(value):
-                raise ArgumentError(
-                    "This argument is a Python number, as the model takes it.",
-                    where=name,
-                    expected={"int": "an int of 64 bits"}.get(kind, f"a {kind}"),
-                    got=f"{type(value).__name__} {value}"[:200],
-                    hint="calls with this type were recorded, and none with another one.",
-                )
+        values = replace(self, numbers={}).bind(args, kwargs)
+        for name, kinds in self.numbers_by_name().items():
+            tree = flatten(values[name] if name in values else self.defaults.get(name))
+            leaves = dict(zip(tree.paths, tree.leaves, strict=True))
+            for path, kind in kinds.items():
+                value = leaves.get(path)
+                if not _fits(value, kind):
+                    raise ArgumentError(
+                        "This argument is a Python number, as the model takes it.",
+                        where=join(name, path),
+                        expected=_NUMBERS[kind],
+                        got=f"{type(value).__name__} {value}"[:200],
+                        hint="calls with this type were recorded, and none with another one.",
+                    )
+
+    def numbers_by_name(self) -> dict[str, dict[str, NumberKind]]:
+        """Returns the kinds of the numbers by parameter, and by their path in its value."""
+        found: dict[str, dict[str, NumberKind]] = {}
+        for full, kind in self.numbers.items():
+            name = re.split(r"[.\[]", full, maxsplit=1)[0]
+            found.setdefault(name, {})[full[len(name) :].removeprefix(".")] = kind
+        return found
 
     def require_fit(self, args: tuple[Any, ...], kwargs: Iterable[str]) -> None:
         """Raises ArgumentError if more arguments are given by position than there are, or one of them twice.
@@ -170,13 +196,35 @@ class Signature:
         return tuple([name for name in names[:stop] if name != self.var_keyword])
 
 
-def number_as_tensor(value: float) -> torch.Tensor:
-    """Returns a Python number as a tensor that holds exactly this number."""
-    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+_NUMBERS: Mapping[NumberKind, str] = {"int": "an int of 64 bits", "float": "a float", "size": "an int, 0 or larger"}
 
 
-def _fits(value: Any) -> bool:
-    return not isinstance(value, int) or -(2**63) <= value < 2**63
+def number_as_tensor(value: Any, kind: NumberKind) -> torch.Tensor:
+    """Returns a Python number as a tensor that holds exactly this number, or has it as its last size.
+
+    Args:
+        value: The number.
+        kind: What it is.
+    """
+    if kind == "size":  # torch and the plan know sizes; without elements, it takes no memory
+        return torch.empty(0, value)
+    return torch.tensor(value, dtype=torch.int64 if kind == "int" else torch.float64)
+
+
+def number_in(tensor: torch.Tensor, kind: NumberKind) -> Any:
+    """Returns the Python number that `number_as_tensor` made a tensor of.
+
+    Args:
+        tensor: The tensor.
+        kind: What it is.
+    """
+    return tensor.shape[1] if kind == "size" else tensor.item()
+
+
+def _fits(value: Any, kind: NumberKind) -> bool:
+    if kind == "float":
+        return type(value) is float
+    return type(value) is int and (0 if kind == "size" else -(2**63)) <= value < 2**63
 
 
 @dataclass(frozen=True)

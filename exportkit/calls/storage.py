@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call, NumberKind, Signature
 from exportkit.calls.json_file import read_json_file, versions, write_json_file
 from exportkit.errors import DestinationError, ExportkitError, ObservationError, TreeError
 from exportkit.files import as_path, check_folder, digest_of, replacing
@@ -78,7 +78,7 @@ class _SignatureData:
     var_keyword: str | None
     positional_only: frozenset[str]
     defaults: Mapping[str, Any]
-    numbers: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, NumberKind] = field(default_factory=dict)
 
 
 def save_calls(

@@ -79,6 +79,7 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None, runti
             hint="choose another opset, or leave it out to get the one that torch prefers.",
         )
     inputs, outputs = _name_values(program.model.graph, traced)
+    _take_numbers(program.model.graph, inputs, traced.observation.signature.numbers)
     _name_axes(program.model, traced)
     axes = {
         path: tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ())
@@ -235,6 +236,26 @@ def _name_values(graph: onnx_ir.Graph, traced: TracedProgram) -> tuple[dict[str,
     for value, name in zip(graph.outputs, outputs, strict=True):
         value.name = name
     return inputs, outputs
+
+
+def _take_numbers(graph: onnx_ir.Graph, inputs: Mapping[str, str], numbers: Mapping[str, str]) -> None:
+    """Makes inputs whose last size stands for a Python number this number, as an integer without axes."""
+    import onnx_ir
+
+    for position, value in enumerate(graph.inputs):
+        if numbers.get(inputs[value.name or ""]) != "size":
+            continue
+        number = onnx_ir.val(value.name, onnx_ir.DataType.INT64, ())
+        graph.inputs[position] = number
+        tape = onnx_ir.tape.Tape()
+        zero, one = (tape.initializer(onnx_ir.tensor([n], name=f"{value.name}_{n}")) for n in (0, 1))
+        last = tape.op("Reshape", [number, one])
+        empty = tape.op("ConstantOfShape", [tape.op("Concat", [zero, last], {"axis": 0})])
+        for each in tape.initializers:
+            graph.register_initializer(each)
+        first = graph[0]
+        graph.insert_before(first, tape.nodes)
+        value.replace_all_uses_with(empty)
 
 
 def _name_axes(model: onnx_ir.Model, traced: TracedProgram) -> None:

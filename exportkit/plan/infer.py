@@ -209,6 +209,8 @@ def _name_and_role(plan: Plan, variable: Variable, taken: Collection[str]) -> tu
     leaf, axis = leaves[0] if leaves else (plan.leaves[0], 0)
     if _is_image(leaf) and axis >= _IMAGE_RANK - 2:
         return ("height", "width")[axis - 2], "other"
+    if leaf.sizes[0] == Expression.of(0):  # a Python number as the size of a tensor without elements
+        return _identifier(leaf.path), "other"
     return f"{_identifier(leaf.path)}_axis_{axis}", "other"
 
 

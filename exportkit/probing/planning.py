@@ -170,6 +170,9 @@ def findings_of_inputs(plan: Plan, observation: Observation) -> list[Finding]:
     if missing:
         found.append(Finding("never given", missing, f"given in no call, so no input of the graph: {missing}."))
     found += _changing_inputs(plan, observation)
+    for path, kind in observation.signature.numbers.items():
+        form = "the last size of a tensor without elements" if kind == "size" else "a tensor without axes"
+        found.append(Finding("number", path, f"{path} varies: the program takes this Python number as {form}."))
     for path in plan.joined:
         text = f"{path} is one input: its tensors, as many as are given, one after the other."
         found.append(Finding("joined", path, text))
@@ -209,7 +212,7 @@ def one_size(plan: Plan) -> list[Finding]:
     caches = {leaf.argument for leaf in plan.leaves if leaf.growing is not None}
     texts = []
     for leaf in plan.leaves:
-        axes = [str(axis) for axis, size in enumerate(leaf.sizes) if size.is_static and size.constant != 1]
+        axes = [str(axis) for axis, size in enumerate(leaf.sizes) if size.is_static and size.constant > 1]
         if axes and leaf.argument not in caches:
             texts.append(f"{leaf.path} axis {', '.join(axes)}")
     if not texts:

@@ -7,20 +7,24 @@ these; where its result is another one, calls have to be like the one that the g
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError
+from exportkit.overrides import Attribute, replaced
 from exportkit.plan.leaves import Finding
 from exportkit.probing.missing import beyond_rounding
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, fingerprint, flatten, is_cache_class
+from exportkit.trees.fingerprint import class_name
+from exportkit.trees.objects import CONTAINERS
 from exportkit.trees.structure import path_of
 
 Values = dict[str, Any]
@@ -28,11 +32,21 @@ Change = Callable[[Values], Values]
 
 _LAYOUT = frozenset({"as_strided", "data_ptr", "is_contiguous", "storage_offset", "stride", "untyped_storage"})
 _GRADIENT = frozenset({"grad", "grad_fn", "is_leaf", "requires_grad", "retains_grad"})
+_WHOLE = frozenset({"__dict__", "__dir__", "__getstate__", "__reduce__", "__reduce_ex__"})
 _APART = "in memory of its own"
+_PLAIN = "without attributes that a caller set"
 
 
 class _OtherClass(torch.Tensor):
-    """Behaves like a tensor. A parameter would not: modules register it."""
+    """Behaves like a tensor, and notes which attributes are asked for that tensors do not have."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError."""
+        if not name.startswith("_"):  # torch asks for many
+            self.asked.add(name)
+        raise AttributeError(name)
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,12 @@ _TRAITS = (
     _Trait("contiguous", torch.Tensor.is_contiguous, (_transposed, _channels_last), _LAYOUT),
     _Trait("at the start of its memory", lambda t: t.storage_offset() == 0, (_with_offset,), _LAYOUT),
     _Trait("without a gradient", lambda t: not t.requires_grad, (_with_gradient,), _GRADIENT),
-    _Trait("of class Tensor", lambda t: type(t) is torch.Tensor, (lambda t: t.as_subclass(_OtherClass),)),
+    _Trait(
+        "of class Tensor",
+        lambda t: type(t) is torch.Tensor,
+        (lambda t: t.as_subclass(_OtherClass), lambda t: torch.nn.Parameter(t, requires_grad=False)),
+    ),
+    _Trait(_PLAIN, lambda t: not vars(t), ()),
 )
 
 
@@ -159,11 +178,13 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
         return constants[0] != constants[1] or any(found.reason is not None for found in differences)
 
     known(dict)
+    _OtherClass.asked.clear()
     tensors, orders = [], {}
     for trait in _TRAITS:
         if not trait.reads or trait.reads & reads.found:
             changes = [functools.partial(_each, change=changed) for changed in trait.changed]
             tensors += [trait.text] if any(map(differs, changes)) else []
+    tensors += [_PLAIN] if _OtherClass.asked else []
     if _Twins.are_in(call) and differs(_Twins.together, usual=_Twins.apart):
         tensors.append(_APART)
     for path, keys in _dicts(call.values()):
@@ -173,6 +194,38 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
     if found != Traits() and differs(dict):  # by chance, or by what the model keeps
         return Traits()
     return found
+
+
+def attributes_read(model: torch.nn.Module, method: str, calls: Iterable[Call]) -> dict[str, tuple[str, ...]]:
+    """Returns, for each class of objects among the arguments, which of their attributes code reads when the model runs.
+
+    A class is left out if its objects are also read as a whole, such as with ``vars``.
+
+    Args:
+        model: The model.
+        method: The method.
+        calls: The calls; the model may raise for some of them.
+    """
+    calls = list(calls)
+    classes = {cls for call in calls for tree in call.arguments.values() for cls in tree.object_classes()}
+    noted: dict[type, set[str]] = {
+        cls: set() for cls in classes if not issubclass(cls, tuple) and cls not in CONTAINERS
+    }
+
+    def noting(cls: type) -> Any:
+        original: Any = cls.__getattribute__
+
+        def read(self: Any, name: str) -> Any:
+            noted[cls].add(name)
+            return original(self, name)
+
+        return read
+
+    with replaced([(Attribute(cls, "__getattribute__"), noting(cls)) for cls in noted]):
+        for call in calls if noted else ():
+            with contextlib.suppress(Exception):
+                run_eager(model, method, call)
+    return {class_name(cls): tuple(sorted(names)) for cls, names in noted.items() if names.isdisjoint(_WHOLE)}
 
 
 class _Reads(TorchFunctionMode):

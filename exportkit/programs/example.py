@@ -16,6 +16,7 @@ from exportkit.plan.sizes import beyond_recorded, choose_sizes
 from exportkit.probing.missing import find_missing_defaults
 from exportkit.probing.planning import BoundPlan
 from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
+from exportkit.probing.traits import attributes_read
 from exportkit.programs.program import Example
 from exportkit.rewrites.chunk_scans import chunk_size_of
 from exportkit.rewrites.lists import ListingNoted
@@ -77,7 +78,8 @@ def chosen_example(
     joined = lists_of_many(returned)
     defaults = find_missing_defaults(plan, observation, model, method)
     member_rows = rows_of_members(returned, joined)
-    return Example(sizes, call, defaults, with_joined_lists(outputs, joined), joined, member_rows), rules
+    read = attributes_read(model, method, [*observation.calls, call])
+    return Example(sizes, call, defaults, with_joined_lists(outputs, joined), joined, member_rows, read), rules
 
 
 def _within_recorded(plan: BoundPlan) -> BoundPlan:

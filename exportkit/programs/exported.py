@@ -148,10 +148,11 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
         ExportError: if torch cannot trace the model, or its program serves less than the plan.
     """
     method, landmarks = observation.method_name, Landmarks.of(observation)
+    with_lists = landmarks.with_lists(observation)
     kinds = kinds_of(observation, landmarks)
 
     def wrong_on_a_kind(traced: TracedProgram) -> str:
-        if len(kinds) < 2:
+        if len(kinds) < 2 and not with_lists.lists:
             return ""
         if traced.absences.refused:
             return next(finding.text for finding in findings_of(traced) if finding.kind == "missing input")
@@ -163,7 +164,11 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
         return ""
 
     def split(why: str | ExportkitError) -> Programs | None:
-        if not 1 < len(kinds) <= _MOST_PROGRAMS:
+        found = split_by(landmarks, why)
+        return split_by(with_lists, why) if found is None and with_lists.lists else found
+
+    def split_by(landmarks: Landmarks, why: str | ExportkitError) -> Programs | None:
+        if not 1 < len(kinds_of(observation, landmarks)) <= _MOST_PROGRAMS:
             return None
         clusters = clusters_of(observation, landmarks)
         try:

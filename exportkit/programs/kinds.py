@@ -7,6 +7,7 @@ of one kind.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,8 @@ class Kind:
     """What the calls of one cluster have in common.
 
     Attributes:
-        given: Inputs that they give: path without list indices, and rank. Tensors of an empty cache do not count.
+        given: Inputs that they give: path, without indices of lists unless their lengths matter, and rank. Tensors of
+            an empty cache do not count.
         single: Axes of the first input, other than the leading one, that have size 1.
         constants: Python values that are arguments.
     """
@@ -42,10 +44,12 @@ class Landmarks:
     Attributes:
         first: Path of the first input that all calls give and that does not grow; None if there is none.
         growing: Length axes of caches by path.
+        lists: Paths, without indices, in lists whose lengths matter.
     """
 
     first: str | None
     growing: Mapping[str, Size]
+    lists: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, observation: Observation) -> Landmarks:
@@ -59,6 +63,15 @@ class Landmarks:
             common = {path: None for path in common if path in shapes}
         return cls(next((path for path in common if path not in growing), None), growing)
 
+    def with_lists(self, observation: Observation) -> Landmarks:
+        """Returns the landmarks by which calls differ, too, if they give lists of different lengths."""
+        counts: dict[str, set[int]] = {}
+        for call in observation.calls:
+            paths = [_without_indices(path) for path in call.shapes() if path not in self.growing]
+            for path, count in Counter(paths).items():
+                counts.setdefault(path, set()).add(count)
+        return replace(self, lists=frozenset(path for path, found in counts.items() if len(found) > 1))
+
     def kind(self, shapes: Shapes, constants: Mapping[str, Fingerprint]) -> Kind:
         """Returns the kind of a call.
 
@@ -67,7 +80,7 @@ class Landmarks:
             constants: Its other inputs by path, as `constants_of` returns them.
         """
         given = {
-            (re.sub(r"\[\d+\]", "[]", path), len(shape))
+            (path if (general := _without_indices(path)) in self.lists else general, len(shape))
             for path, shape in shapes.items()
             if path not in self.growing or shape[self.growing[path]]
         }
@@ -125,6 +138,7 @@ class Split:
             "reason": self.reason,
             "first": self.landmarks.first,
             "growing": dict(self.landmarks.growing),
+            "lists": sorted(self.landmarks.lists),
             "kinds": {
                 name: {
                     "given": sorted(map(list, kind.given)),
@@ -151,7 +165,7 @@ class Split:
                 read(frozenset[Size], kind["single"]),
                 frozenset((path, from_json(value)) for path, value in constants.items()),
             )
-        landmarks = read(Landmarks, {"first": data["first"], "growing": data["growing"]})
+        landmarks = read(Landmarks, {name: data[name] for name in ("first", "growing", "lists")})
         calls = read(Mapping[str, tuple[Size, ...]], data["calls"])
         return cls(read(str, data["reason"]), landmarks, kinds, calls)
 
@@ -244,6 +258,10 @@ def _ranks(kinds: list[Kind]) -> list[str]:
 
 def _amounts(kinds: list[Kind]) -> list[str]:
     return ["single" if kind.single else "several" for kind in kinds]
+
+
+def _without_indices(path: str) -> str:
+    return re.sub(r"\[\d+\]", "[]", path)
 
 
 def _argument(path: str) -> str:

@@ -1,38 +1,42 @@
-"""Python numbers that vary between calls as inputs of a graph: 0-d tensors that become numbers again inside the model.
+"""Python numbers that vary between calls as inputs of a graph: tensors that become numbers again inside the model.
 
-Such a number has no value while the model is traced, so a graph cannot keep one: where Python code decides by it, or
-makes a size or an index of it, it stays a constant, and there are several programs.
+A number that the model only calculates with is a 0-d tensor. It has no value while the model is traced, so a graph
+cannot keep one; a number that makes sizes is the size of a tensor, on which conditions can depend. Where a graph can
+follow neither, the number stays a constant, and there are several programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from exportkit._torch_compat.graph import is_assertion, takes_number
-from exportkit.calls.call import Signature, number_as_tensor
+from exportkit.calls.call import Call, NumberKind, number_in
 from exportkit.calls.observation import Observation
-from exportkit.trees import flatten
+from exportkit.running.program import tensor_placeholders
+from exportkit.trees import flatten, is_cache_class, join
 
 _ARITHMETIC = frozenset({"add", "sub", "mul", "truediv", "neg", "sym_float"})
 
+Numbers = Mapping[str, NumberKind]  # by path
+
 
 class WithNumbers(torch.nn.Module):
-    """A model that takes some of its Python numbers as 0-d tensors.
+    """A model that takes some of its Python numbers as tensors.
 
     Args:
         model: The model.
         observation: Its calls: which method, and which arguments are given by name.
-        names: The arguments.
+        numbers: The numbers.
     """
 
-    def __init__(self, model: torch.nn.Module, observation: Observation, names: tuple[str, ...]) -> None:
+    def __init__(self, model: torch.nn.Module, observation: Observation, numbers: Numbers) -> None:
         super().__init__()
-        self.model, self._method, self._names = model, observation.method_name, names
-        self._signature = observation.signature
+        self.model, self._method, self._signature = model, observation.method_name, observation.signature
+        self._numbers = replace(observation.signature, numbers=numbers).numbers_by_name()
         by_position = {name for call in observation.calls for name in call.arguments if name not in call.named}
         self._named = frozenset(observation.signature.names) - by_position
         self.training = model.training
@@ -40,75 +44,107 @@ class WithNumbers(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns for the numbers in the tensors."""
         values = self._signature.bind(args, kwargs)
-        values |= {name: values[name].item() for name in self._names}
+        for name, kinds in self._numbers.items():
+            tree = flatten(values[name])
+            tensors = tree.tensors()
+            values[name] = tree.with_leaves({p: number_in(tensors[p], kind) for p, kind in kinds.items()}).build()
         args, kwargs = self._signature.unbind(values, self._named)
         target = self.model if self._method == "forward" else getattr(self.model, self._method)
         return target(*args, **kwargs)
 
 
-def varying_numbers(observation: Observation) -> dict[str, str]:
-    """Returns the arguments that are Python numbers of one type in all calls, and vary, with their types."""
-    signature, found = observation.signature, {}
-    for name in signature.plain():
-        values = [
-            call.arguments[name].leaves[0] if call.arguments[name].paths == ("",) else None
-            for call in observation.calls
-            if name in call.arguments
-        ]
-        if len(values) < len(observation.calls):
-            values.append(signature.defaults.get(name))
-        kinds = {type(value) for value in values}
-        if len(kinds) == 1 and kinds <= {int, float} and len(set(map(repr, values))) > 1:
-            found[name] = kinds.pop().__name__
+def varying_numbers(observation: Observation) -> dict[str, NumberKind]:
+    """Returns the Python numbers among the arguments that are of one type in all calls, and vary, by path."""
+    calls = [dict(_numbers(call)) for call in observation.calls]
+    found: dict[str, NumberKind] = {}
+    for path in calls[0]:
+        values = [numbers.get(path) for numbers in calls]
+        if len({type(value) for value in values}) == 1 and len(set(map(repr, values))) > 1:
+            found[path] = "int" if type(values[0]) is int else "float"
     return found
 
 
-def with_numbers(
-    model: torch.nn.Module, observation: Observation, numbers: Mapping[str, str]
-) -> tuple[WithNumbers, Observation]:
-    """Returns the model and its calls with 0-d tensors in place of Python numbers.
+def _numbers(call: Call) -> Iterator[tuple[str, float]]:
+    """Yields the Python numbers of a call by path, those in defaults of arguments that it leaves out included."""
+    defaults = {name: flatten(call.signature.defaults[name]) for name in call.signature.defaults}
+    for name, tree in {**defaults, **call.arguments}.items():
+        for path, value in tree.constants().items() if not is_cache_class(tree.cls) else ():
+            if type(value) in (int, float):
+                yield join(name, path), value
+
+
+def as_sizes(observation: Observation, numbers: Numbers, sizes: Collection[str]) -> dict[str, NumberKind]:
+    """Returns the numbers in which some make sizes: integers that are never negative, and others are left out.
+
+    Args:
+        observation: The calls.
+        numbers: The numbers.
+        sizes: Paths of those that make sizes, or may.
+    """
+    calls = [dict(_numbers(call)) for call in observation.calls]
+    found: dict[str, NumberKind] = {}
+    for path, kind in numbers.items():
+        if path not in sizes:
+            found[path] = kind
+        elif kind == "int" and min(given[path] for given in calls) >= 0:
+            found[path] = "size"
+    return found
+
+
+def with_numbers(model: torch.nn.Module, observation: Observation, numbers: Numbers) -> tuple[WithNumbers, Observation]:
+    """Returns the model and its calls with tensors in place of Python numbers.
 
     Args:
         model: The model.
         observation: Its calls.
-        numbers: The arguments, with the types of the numbers.
+        numbers: The numbers.
     """
-    signature = observation.signature
+    signature = replace(observation.signature, numbers=numbers)
     calls = []
     for call in observation.calls:
-        given = dict(call.arguments)
-        for name in numbers:
-            value = given[name].leaves[0] if name in given else signature.defaults[name]
-            given[name] = flatten(number_as_tensor(value))
+        made = signature.numbers_as_tensors(call.values())
+        given = {**call.arguments, **{name: flatten(value) for name, value in made.items()}}
         ordered = {name: given[name] for name in signature.names if name in given}
-        named = call.named | (numbers.keys() - call.arguments.keys())
-        calls.append(replace(call, arguments=ordered, named=named, signature=_taking(signature, numbers)))
-    changed = replace(
-        observation, calls=tuple(calls), signature=_taking(signature, numbers), method_name="forward", further=()
-    )
-    return WithNumbers(model, observation, tuple(numbers)), changed
+        named = call.named | (made.keys() - call.arguments.keys())
+        calls.append(replace(call, arguments=ordered, named=named, signature=signature))
+    changed = replace(observation, calls=tuple(calls), signature=signature, method_name="forward", further=())
+    return WithNumbers(model, observation, numbers), changed
 
 
-def _taking(signature: Signature, numbers: Mapping[str, str]) -> Signature:
-    return replace(signature, numbers=numbers)
+@dataclass(frozen=True)
+class Uses:
+    """What a program does with the numbers among its inputs; it calculates with the others.
 
-
-def is_arithmetic(program: torch.export.ExportedProgram) -> bool:
-    """Returns whether a program only calculates with the numbers of its inputs: no size and no index follows from one.
-
-    Args:
-        program: A program as torch traced it, with its assertions.
+    Attributes:
+        nothing: Numbers that it does not use.
+        sizes: Numbers of which it makes sizes or indices, or about which it asserts something.
     """
-    numbers = [node for node in program.graph.nodes if node.op == "call_function" and "item" in str(node.target)]
-    for node in numbers:
-        for user in node.users:
-            if is_assertion(user):
-                return False
-            if isinstance(user.meta.get("val"), torch.Tensor):
-                if not takes_number(user, node):
-                    return False
-            elif getattr(user.target, "__name__", "") in _ARITHMETIC:
-                numbers.append(user)
-            else:
-                return False
-    return True
+
+    nothing: frozenset[str]
+    sizes: frozenset[str]
+
+    @classmethod
+    def of(cls, program: torch.export.ExportedProgram, paths: Sequence[str], numbers: Numbers) -> Uses:
+        """Returns what a program does with numbers.
+
+        Args:
+            program: A program as torch traced it, with its assertions.
+            paths: The paths of its inputs.
+            numbers: The numbers.
+        """
+        inputs = dict(zip(tensor_placeholders(program), paths, strict=True))
+        found: dict[torch.fx.Node, str] = {}  # the nodes of numbers, and of what is calculated from them
+        used, sizes = set[str](), set[str]()
+        for node in program.graph.nodes:
+            if node.op == "placeholder" and inputs.get(node.name) in numbers:
+                found[node] = inputs[node.name]
+            for source in [source for source in node.all_input_nodes if source in found]:
+                path, is_tensor = found[source], isinstance(node.meta.get("val"), torch.Tensor)
+                is_item = source.op == "placeholder" and "item" in str(node.target)
+                is_number = not is_tensor and getattr(node.target, "__name__", "") in _ARITHMETIC
+                if is_item or (is_number and not is_assertion(node)):
+                    found[node] = path
+                elif not (numbers[path] == "size" or (is_tensor and takes_number(node, source))):
+                    sizes.add(path)
+                used |= set() if is_item or is_assertion(node) else {path}
+        return cls(frozenset(numbers.keys() - used), frozenset(sizes))

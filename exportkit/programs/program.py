@@ -63,6 +63,7 @@ class Example:
         joined_outputs: Paths of lists that the program returns as a list of one, their concatenation; so do
             ``outputs``.
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
+        read: Attributes of objects among the arguments that code reads, by the name of the class.
     """
 
     sizes: Mapping[str, int]
@@ -71,6 +72,7 @@ class Example:
     outputs: Tree
     joined_outputs: tuple[str, ...] = ()
     member_rows: Mapping[str, int] = field(default_factory=dict)
+    read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -235,7 +237,9 @@ def trace(
             returned, numbers = _followed(outputs, traced_outputs[-1] if traced_outputs else None)
         else:
             returned = _output_order(outputs.build())
-    values = PythonValues.of(observation.signature, observation.merged_arguments, observation.calls, plan.joined)
+    values = PythonValues.of(
+        observation.signature, observation.merged_arguments, observation.calls, plan.joined, example.read
+    )
     return TracedProgram(
         program,
         order,

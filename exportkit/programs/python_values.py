@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from exportkit.calls.call import Call, Signature
@@ -12,7 +13,7 @@ from exportkit.errors import ArgumentError
 from exportkit.json_data import InvalidDataError, read
 from exportkit.probing.simplify import value_at
 from exportkit.trees import Fingerprint, Tree, fingerprint, text_of
-from exportkit.trees.constants import Mismatch, difference, from_json, has_tensors
+from exportkit.trees.constants import Mismatch, difference, from_json, has_tensors, only_read
 from exportkit.trees.fingerprint import NOTHING
 from exportkit.trees.structure import path_of
 
@@ -34,6 +35,7 @@ class PythonValues:
         catch_all: Name of ``**kwargs``, if there is one.
         lists: Paths of lists that may hold any number of tensors.
         orders: The keys in their order, of each dict whose order matters to the model, by path.
+        read: Names of the attributes that matter of objects, by the name of the class; of other classes, all do.
     """
 
     forms: Mapping[str, tuple[Fingerprint, ...]]
@@ -41,10 +43,16 @@ class PythonValues:
     catch_all: str | None = None
     lists: tuple[str, ...] = ()
     orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, signature: Signature, traced: Mapping[str, Tree], calls: Iterable[Call], lists: Collection[str] = ()
+        cls,
+        signature: Signature,
+        traced: Mapping[str, Tree],
+        calls: Iterable[Call],
+        lists: Collection[str] = (),
+        read: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> PythonValues:
         """Returns the values for a graph.
 
@@ -53,11 +61,13 @@ class PythonValues:
             traced: The arguments that the graph was traced with.
             calls: The recorded calls.
             lists: Paths of lists that are one tensor in the graph.
+            read: Attributes of objects that code reads when the model runs, by the name of the class.
         """
 
         def described(arguments: Mapping[str, Tree]) -> dict[str, Fingerprint]:
             values = {name: tree.build() for name, tree in arguments.items()}
-            return {path: fingerprint(value) for path, value in _by_path(values, signature.var_keyword).items()}
+            found = _by_path(values, signature.var_keyword)
+            return {path: only_read(fingerprint(value), read) for path, value in found.items()}
 
         recorded, first = [described(call.arguments) for call in calls], described(traced)
         plain = [name for name in signature.names if name != signature.var_keyword]
@@ -73,7 +83,7 @@ class PythonValues:
                 seen = [given.get(path, defaults.get(path, form)) for given in recorded]
                 fitting = [other for other in seen if difference(form, other, path, lists, recorded=True) is None]
                 forms[path] = tuple(dict.fromkeys((form, *fitting)))
-        return cls(forms, defaults, signature.var_keyword, tuple(lists))
+        return cls(forms, defaults, signature.var_keyword, tuple(lists), read=dict(read))
 
     def require(self, values: Mapping[str, Any], made: Collection[str] = ()) -> None:
         """Raises ArgumentError if a call has a Python value that the graph was not exported with.
@@ -84,7 +94,7 @@ class PythonValues:
         """
         given = _by_path(values, self.catch_all)
         for path, value in given.items():
-            found = self._mismatch(path, fingerprint(value))
+            found = self._mismatch(path, only_read(fingerprint(value), self.read))
             if found is not None:
                 raise _unlike(found)
         missing = {path: found for path, found in self._left_out.items() if path not in given and path not in made}
@@ -135,7 +145,8 @@ class PythonValues:
         """Returns the values as JSON data."""
         data = {"forms": dict(self.forms), "defaults": dict(self.defaults)}
         orders = {path: list(keys) for path, keys in self.orders.items()}
-        return {**data, "catch_all": self.catch_all, "lists": list(self.lists), "orders": orders}
+        read = {name: list(names) for name, names in self.read.items()}
+        return {**data, "catch_all": self.catch_all, "lists": list(self.lists), "orders": orders, "read": read}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PythonValues:
@@ -150,6 +161,7 @@ class PythonValues:
             read(str | None, data["catch_all"]),
             lists,
             read(Mapping[str, tuple[str, ...]], data["orders"]),
+            read(Mapping[str, tuple[str, ...]], data["read"]),
         )
 
 

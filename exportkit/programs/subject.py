@@ -21,7 +21,7 @@ from exportkit._torch_compat.modules import has_hooks
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
 from exportkit.probing.effects import written_arguments
-from exportkit.programs.number_inputs import with_numbers
+from exportkit.programs.number_inputs import Numbers, with_numbers
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
 from exportkit.trees import Tree, flatten, join
@@ -36,7 +36,7 @@ def exported_form(
     observation: Observation,
     outputs: Mapping[str, Any],
     carries_state: bool = True,
-    numbers: Mapping[str, str] = MappingProxyType({}),
+    numbers: Numbers = MappingProxyType({}),
 ) -> tuple[torch.nn.Module, Observation]:
     """Returns the model in the form to export, and its calls as they would have been made to that.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from exportkit.arguments.build import build_call
-from exportkit.calls.call import Call, number_as_tensor
+from exportkit.calls.call import Call, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.plan import Plan
@@ -165,9 +165,13 @@ def call_at(traced: TracedProgram, sizes: Mapping[str, int], label: str) -> Call
 
 
 def _with_other_numbers(call: Call, observation: Observation) -> Call:
-    """The call with values that no recorded call had of the Python numbers that are inputs."""
-    values = {n: [made.tensors()[n].item() for made in observation.calls] for n in observation.signature.numbers}
-    return call.with_tensors({name: number_as_tensor(2 * max(found) + 1) for name, found in values.items()})
+    """The call with values that no recorded call had of the Python numbers that a graph calculates with."""
+    changed = {}
+    for path, kind in observation.signature.numbers.items():
+        if kind != "size" and path in call.tensors():
+            most = max(number_in(made.tensors()[path], kind) for made in observation.calls)
+            changed[path] = number_as_tensor(2 * most + 1, kind)
+    return call.with_tensors(changed)
 
 
 def assembled_calls(runner: OnnxRunner) -> Iterator[tuple[str, Call, dict[str, Any]]]:

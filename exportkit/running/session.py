@@ -166,6 +166,8 @@ class Session:
                     got="a tensor on the meta device" if feeds[name].is_meta else str(feeds[name].layout),
                 )
             tensor = feeds[name].detach().cpu().contiguous()
+            if not self.shapes[name] and tensor.ndim:  # a Python number, which programs of torch take as a size
+                tensor = torch.tensor(tensor.shape[-1])
             is_empty = is_empty or not tensor.numel()
             if tensor.dtype is torch.bfloat16:
                 values[name] = self._runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(

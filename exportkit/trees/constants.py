@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from exportkit.errors import PlanError, UnregisteredClassError
@@ -102,6 +102,54 @@ def constants_in(value: Fingerprint, path: str) -> dict[str, Fingerprint]:
     for step, part in (parts_of(value) or {}).items():
         found |= constants_in(part, path_of((step,), path))
     return found
+
+
+def only_read(value: Fingerprint, read: Mapping[str, Collection[str]]) -> Fingerprint:
+    """Returns a value without the attributes of opened objects that code does not read.
+
+    Args:
+        value: Fingerprint of the value.
+        read: Names of the attributes that code reads, by the name of the class; other classes stay as they are.
+    """
+    kind = value[0]
+    if kind not in _PARTS or not read:
+        return value
+    if kind == "opened":
+        value = _with_attributes(value, read)
+    place = _PARTS[kind]
+    parts = [
+        (part[0], only_read(part[1], read)) if kind in (*_NAMED, *_KEYED) else only_read(part, read)
+        for part in value[place]
+    ]
+    return (*value[:place], tuple(parts), *value[place + 1 :])
+
+
+def _with_attributes(value: Fingerprint, read: Mapping[str, Collection[str]]) -> Fingerprint:
+    """An opened object without the other attributes; parts and leaves are numbered as the rest leads there."""
+    _, name, parts, items = value
+    numbers: dict[int, int] = {}
+    found: list[Any] = []
+    leaves: list[Any] = []
+
+    def visit(part: int) -> int:
+        if part in numbers:
+            return numbers[part]
+        number = numbers[part] = len(found)
+        found.append(None)
+        cls, names, keys, refs, extra = parts[part]
+        kept = list(zip(names, refs, strict=False))
+        if cls in read:
+            kept = sorted(item for item in kept if item[0] in read[cls])
+        new = []
+        for kind, old in (*(ref for _, ref in kept), *refs[len(names) :]):
+            if kind == "leaf":
+                leaves.append(items[old])
+            new.append((kind, len(leaves) - 1 if kind == "leaf" else visit(old)))
+        found[number] = (cls, tuple(name for name, _ in kept), keys, tuple(new), extra)
+        return number
+
+    visit(0)
+    return ("opened", name, tuple(found), tuple(leaves))
 
 
 def has_tensors(value: Fingerprint) -> bool:

@@ -142,20 +142,20 @@ class _Describer:
         if kind is deque:
             return ("deque", value.maxlen, self._all(value))
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            return ("fields", self._class(kind), self._all(value))
+            return ("fields", class_name(kind), self._all(value))
         return None
 
     def _leaf(self, value: Any, kind: Any) -> Fingerprint:
         if isinstance(value, Unread):
-            return ("unread", self._class(value.cls))
+            return ("unread", class_name(value.cls))
         if isinstance(value, Placeholder):
             return value.fingerprint or _identity(value)
         if isinstance(value, torch.layout | torch.memory_format):
             return ("torch", str(value).removeprefix("torch."))
         if isinstance(value, enum.Enum):
-            return ("enum", self._class(kind), value.name or repr(value.value))
+            return ("enum", class_name(kind), value.name or repr(value.value))
         if isinstance(value, type):
-            return ("type", self._class(value))
+            return ("type", class_name(value))
         if isinstance(value, slice):
             return ("slice", *self._all((value.start, value.stop, value.step)))
         if isinstance(value, range):
@@ -170,24 +170,24 @@ class _Describer:
             return self._numpy(value)
         if not self._in_object:
             if is_cache_class(kind):
-                return ("cache", self._class(kind))
+                return ("cache", class_name(kind))
             opened = open_registered(value)
             if opened is not None:
                 _, context, names, children = opened
                 items = tuple(zip(map(str, names), self._all(children), strict=True))
                 if type(context) is Skeleton:
-                    return ("opened", self._class(kind), tuple(map(self._opened_part, context.parts)), items)
+                    return ("opened", class_name(kind), tuple(map(self._opened_part, context.parts)), items)
                 fields = None if isinstance(value, dict) else self.described(context)  # there, it is the names
-                return ("registered", self._class(kind), fields, items)
+                return ("registered", class_name(kind), fields, items)
         return self._object(value, kind)
 
     def _opened_part(self, part: Part) -> Fingerprint:
-        return (self._class(part.cls), part.names, self._all(part.keys), part.refs, self.described(part.extra))
+        return (class_name(part.cls), part.names, self._all(part.keys), part.refs, self.described(part.extra))
 
     def _callable(self, value: Any, kind: Any) -> Fingerprint | None:
         if isinstance(value, functools.partial):
             inner = (value.func, value.args, value.keywords)
-            return ("partial", self._class(kind), *self._inside(lambda: self._all(inner)))
+            return ("partial", class_name(kind), *self._inside(lambda: self._all(inner)))
         if isinstance(value, types.MethodType):
             return ("method", *self._inside(lambda: self._all((value.__self__, value.__func__))))
         if isinstance(value, types.FunctionType):
@@ -228,7 +228,7 @@ class _Describer:
         if kind.__module__.partition(".")[0] in sys.stdlib_module_names:  # what it is made with: attributes are caches
             reduced: Any = value.__reduce_ex__(4)
             if isinstance(reduced, str):
-                return ("named", self._class(kind), reduced)
+                return ("named", class_name(kind), reduced)
             state = [(str(number), part) for number, part in enumerate(reduced[:3])]
             state += [(str(number), list(part)) for number, part in enumerate(reduced[3:5], 3) if part is not None]
         else:
@@ -243,7 +243,7 @@ class _Describer:
             elif is_in_c(kind):
                 return _identity(value)
         inner = self._inside(lambda: tuple([(name, self.described(part)) for name, part in state]))
-        return ("nn" if isinstance(value, torch.nn.Module) else "object", self._class(kind), inner)
+        return ("nn" if isinstance(value, torch.nn.Module) else "object", class_name(kind), inner)
 
     def _inside(self, step: Callable[[], Fingerprint]) -> Fingerprint:
         self._in_object += 1
@@ -252,8 +252,10 @@ class _Describer:
         finally:
             self._in_object -= 1
 
-    def _class(self, cls: type) -> str:
-        return name_of(cls) or f"{cls.__module__}:{cls.__qualname__} {_identity(cls)[2]}"
+
+def class_name(cls: type) -> str:
+    """Returns the name of a class in fingerprints."""
+    return name_of(cls) or f"{cls.__module__}:{cls.__qualname__} {_identity(cls)[2]}"
 
 
 _CONTENTS = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset)

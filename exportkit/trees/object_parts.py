@@ -149,7 +149,10 @@ def _clear(value: Any) -> None:
 
 def _fill(value: Any, part: Part, values: Sequence[Any]) -> None:
     for name, item in zip(part.names, values, strict=False):
-        object.__setattr__(value, name, item) if name in slots_of(part.cls) else value.__dict__.update({name: item})
+        if name in slots_of(part.cls):
+            object.__setattr__(value, name, item)
+        else:  # no code of the class runs, which may note what is read
+            object.__getattribute__(value, "__dict__")[name] = item
     items = values[len(part.names) :]
     if isinstance(value, dict):
         setter: Any = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__

@@ -60,12 +60,16 @@ class Tree:
     @property
     def has_objects(self) -> bool:
         """Whether it holds objects that were opened by their attributes."""
-        nodes = [self.structure]
+        return bool(self.object_classes())
+
+    def object_classes(self) -> set[type]:
+        """Returns the classes of the objects in it that were opened by their attributes, and of their parts."""
+        nodes, found = [self.structure], set()
         for node in nodes:
             if type(node) is Registered and type(node.context) is Skeleton:
-                return True
+                found |= {part.cls for part in node.context.parts}
             nodes += node.items if type(node) in (Nested, Registered) else ()
-        return False
+        return found
 
     @property
     def leaves(self) -> tuple[Any, ...]:

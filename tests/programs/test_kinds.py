@@ -79,6 +79,15 @@ def test_another_batch_and_other_lists_are_no_other_kind():
     assert len(found) == 1
 
 
+def test_lists_of_other_lengths_are_a_kind_of_their_own_if_they_matter():
+    model, observer, pixels = Takes(), exportkit.InputObserver(), torch.zeros(1, 3)
+    with observer(model):
+        for count, length in ((1, 5), (2, 5), (1, 7)):
+            model(ids(length), pixels=[pixels] * count)
+    landmarks = Landmarks.of(observer.observation).with_lists(observer.observation)
+    assert [cluster.calls for cluster in clusters_of(observer.observation, landmarks)] == [(0, 2), (1,)]
+
+
 def test_calls_of_a_cluster_are_numbered_anew():
     found = clusters({"ids": ids(5)}, {"ids": ids(1)}, {"ids": ids(7)})[0]
     assert found.calls == (0, 2)

@@ -1,4 +1,4 @@
-"""Python numbers that vary between calls become inputs, where a model only calculates with them."""
+"""Python numbers that vary between calls become inputs, where a model calculates with them or makes sizes of them."""
 
 import pytest
 import torch
@@ -19,9 +19,16 @@ class Branches(torch.nn.Module):
         return x * scale if scale > 1 else x - scale
 
 
-class Cuts(torch.nn.Module):
+class Counts(torch.nn.Module):
     def forward(self, x, count):
-        return x[:, :count] * 2
+        return sum(x * number for number in range(count))
+
+
+class Resizes(torch.nn.Module):
+    def forward(self, x, *sizes, options):
+        height, width = sizes
+        x = torch.nn.functional.interpolate(x, (height, width)) * options["scale"]
+        return x[..., : options["count"]] + torch.arange(options["count"]), height * 2
 
 
 class AsksForTheType(torch.nn.Module):
@@ -56,9 +63,9 @@ def test_numbers_that_a_model_calculates_with_are_inputs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "numbers", "other"), [(Branches(), (2.0, 0.5), 3.0), (Cuts(), (2, 1), -1)], ids=["branches", "cuts"]
+    ("model", "numbers", "other"), [(Branches(), (2.0, 0.5), 3.0), (Counts(), (2, 1), 3)], ids=["branches", "counts"]
 )
-def test_numbers_that_decide_or_make_sizes_stay_constants_and_the_programs_say_which(tmp_path, model, numbers, other):
+def test_numbers_that_decide_stay_constants_and_the_programs_say_which(tmp_path, model, numbers, other):
     runner = onnx_model(model, tmp_path, *[((torch.randn(n, 5), number), {}) for n, number in enumerate(numbers, 2)])
     x = torch.randn(4, 5)
     assert runner.split is not None
@@ -74,3 +81,23 @@ def test_a_model_that_asks_for_the_type_of_a_number_gets_a_number(tmp_path):
     runner = onnx_model(model, tmp_path, ((torch.randn(2, 5), 1), {}), ((torch.randn(3, 5), 2), {}))
     for step in (1, 2):
         torch.testing.assert_close(runner(x, step), x * step)
+
+
+def test_numbers_in_containers_that_make_sizes_are_inputs(tmp_path):
+    model = Resizes()
+
+    def call(rows, side, height, width, count, scale):
+        return (torch.randn(rows, 3, side, side), height, width), {"options": {"scale": scale, "count": count}}
+
+    runner = onnx_model(model, tmp_path, call(2, 5, 4, 7, 3, 0.5), call(3, 8, 6, 9, 5, 1.5))
+    assert runner.split is None
+    assert runner.verify().ok
+    for each in (runner, exportkit.load(tmp_path / "folder")):
+        assert each.session.shapes["options.count"] == ()
+        for args, kwargs in (call(1, 6, 2, 8, 7, -2.0), call(4, 9, 11, 5, 1, 0.25)):
+            got, wanted = each(*args, **kwargs), model(*args, **kwargs)
+            torch.testing.assert_close(got[0], wanted[0])
+            assert got[1] == wanted[1]
+        (x, *_), kwargs = call(1, 6, 2, 8, 7, -2.0)
+        with pytest.raises(ArgumentError, match="an int, 0 or larger"):
+            each(x, -1, 8, **kwargs)

@@ -126,3 +126,40 @@ def test_a_model_that_reads_a_value_that_cannot_be_compared_is_refused():
 
     with pytest.raises(ExportError, match="cannot be compared between calls"):
         exported(Reads(), Features(torch.ones(2, 3)), Features(torch.ones(4, 5)))
+
+
+class Batch:
+    def __init__(self, x, texts, scale=1, **others):
+        self.x, self.texts, self.scale = x, texts, scale
+        self.__dict__.update(others)
+
+
+class Reads(torch.nn.Module):
+    def __init__(self, whole=False):
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, batch):
+        factor = len(vars(batch)) if self.whole else 2
+        return batch.x * batch.scale * (factor if getattr(batch, "doubled", False) else 1)
+
+
+def test_attributes_that_the_model_does_not_read_may_differ(tmp_path):
+    model = Reads()
+    program = exported(model, Batch(torch.randn(2, 3), ["a"]), Batch(torch.randn(4, 5), ["b"]))
+    program.save(tmp_path / "folder")
+    runner = program.to_onnx(tmp_path / "model.onnx")
+    x = torch.randn(3, 4)
+    for each in (runner, exportkit.load(tmp_path / "folder")):
+        for given in (Batch(x, [], more=None), Batch(x, {"c": 1})):
+            torch.testing.assert_close(each(given), model(given))
+        for other in (Batch(x, ["a"], scale=3), Batch(x, ["a"], doubled=True)):
+            with pytest.raises(ArgumentError):
+                each(other)
+
+
+def test_an_object_that_is_read_as_a_whole_is_compared_as_a_whole(tmp_path):
+    program = exported(Reads(whole=True), *(Batch(torch.randn(n, 3), ["a"]) for n in (2, 4)))
+    runner = program.to_onnx(tmp_path / "model.onnx")
+    with pytest.raises(ArgumentError):
+        runner(Batch(torch.randn(3, 3), ["b"]))

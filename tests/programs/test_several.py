@@ -286,6 +286,27 @@ class TestSplit:
         assert list(exportkit.export(model, observer.plan()).programs) == [""]
 
 
+def test_lists_of_several_lengths_have_a_program_for_each(tmp_path):
+    class Stacks(torch.nn.Module):
+        def forward(self, parts):
+            return torch.stack(parts).softmax(0)
+
+    def parts(rows, count):
+        return [torch.randn(rows, 4) for _ in range(count)]
+
+    model, observer = Stacks(), exportkit.InputObserver()
+    with observer(model):
+        for rows, count in ((2, 3), (3, 5)):
+            model(parts(rows, count))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    for rows, count in ((4, 3), (1, 5)):
+        given = parts(rows, count)
+        torch.testing.assert_close(onnx_model(given), model(given))
+    with pytest.raises(ArgumentError):
+        onnx_model(parts(2, 4))
+
+
 class TestFolder:
     def test_a_folder_holds_all_programs_and_says_why(self, kernels):
         folder = kernels[3]

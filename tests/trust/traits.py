@@ -71,6 +71,21 @@ def one_tensor_given_twice_without_effect(self, x, y):
     return x * 2 if x is y else x + y
 
 
+@case(serves=at((4, 9)), truth=[call(nn.Parameter(x(2, 5)))])
+def parameter(self, x):
+    return x * 2 if isinstance(x, nn.Parameter) else x * 3
+
+
+def _with_scale(tensor):
+    tensor.scale = 2
+    return tensor
+
+
+@case(serves=at((4, 9)), truth=[call(_with_scale(x(2, 5)))])
+def attribute_that_a_caller_set(self, x):
+    return x * getattr(x, "scale", 1)
+
+
 @case(
     [call({"a": x(2, 5), "b": x(2, 5)}), call({"a": x(3, 7), "b": x(3, 7)})],
     serves=[call({"a": x(4, 9), "b": x(4, 9)})],
