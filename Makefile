@@ -93,6 +93,7 @@ bench: $(STAMP)  ## Run the benchmarks
 	@$(BIN)/python benchmarks/trace.py
 	@$(BIN)/python benchmarks/export.py
 	@$(BIN)/python benchmarks/loading.py
+	@$(BIN)/python benchmarks/quantisation.py
 
 peers: $(STAMP)  ## Let three tools export the same models (docs/comparison.rst)
 	@$(BIN)/python benchmarks/peers.py

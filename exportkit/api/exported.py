@@ -7,14 +7,17 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from exportkit.api.onnx_model import OnnxModel
+from exportkit.api.onnx_model import OnnxModel, recorded
+from exportkit.calls.observation import Observation
+from exportkit.calls.observer import Observer
 from exportkit.errors import InvalidRequestError
 from exportkit.files import as_path, check_file, replacing
 from exportkit.onnx_files.graph import Runtime
-from exportkit.onnx_files.quantised import Bits, Quantisation
+from exportkit.onnx_files.quantised import Bits, Dtype, Quantisation
 from exportkit.onnx_files.runner import write_graphs
 from exportkit.programs.exported import ExportedModel
-from exportkit.proof.quantise import Accuracy, quantisation_of, quantised_runner
+from exportkit.proof.calls import given_calls
+from exportkit.proof.quantise import Accuracy, Lossy, lossy_runner
 
 
 class Exported(ExportedModel):
@@ -38,7 +41,9 @@ class Exported(ExportedModel):
         *,
         runtime: Literal["onnxruntime"] | None = None,
         weights: Bits | Quantisation | None = None,
+        dtype: Dtype | None = None,
         accuracy: Accuracy | None = None,
+        data: Observer | Observation | None = None,
     ) -> OnnxModel:
         """Writes the model as ONNX and returns it as something to call like the model.
 
@@ -50,8 +55,11 @@ class Exported(ExportedModel):
                 opset 23, which is faster there; by default, a graph of operators that every runtime has.
             weights: "int4" or "int8" to store weights in fewer bits, or a `Quantisation` with more options. The graph
                 is proven before that, and only runs in onnxruntime.
+            dtype: "float16" for a graph that computes in float16, with inputs and outputs in the dtypes of the model.
+                Parts whose values are too large stay as they were.
             accuracy: How far the quantised graph may be from the model: the least top-1 agreement, such as 0.99, or a
                 dict with limits of ``top1``, ``kl`` and ``error``. Layers are stored in more bits until it holds.
+            data: What another observer recorded of the model: further calls at which the accuracy has to hold.
 
         Raises:
             DestinationError: if the path cannot be written.
@@ -64,7 +72,7 @@ class Exported(ExportedModel):
             raise InvalidRequestError(
                 "No graph is made for this runtime alone.", where="runtime", expected="'onnxruntime'", got=repr(runtime)
             )
-        quantisation = quantisation_of(weights, accuracy)
+        lossy = Lossy.of(weights, dtype, accuracy, recorded(data))
         target = check_file(path)
         with replacing(target.parent, "an ONNX file") as folder:
 
@@ -73,8 +81,8 @@ class Exported(ExportedModel):
                 return folder / (f"{target.stem}.{name}{target.suffix}" if name else target.name)
 
             runner = write_graphs(self, file_of, opset, runtime)
-            if quantisation is not None:
-                runner = quantised_runner(runner, quantisation, accuracy)
+            if lossy is not None:
+                runner = lossy_runner(runner, lossy)
         runner.move(target.parent)
         return OnnxModel.of(runner)
 
@@ -103,7 +111,9 @@ class Exported(ExportedModel):
         runtime: Runtime | None = None,
         opset: int | None = None,
         weights: Bits | Quantisation | None = None,
+        dtype: Dtype | None = None,
         accuracy: Accuracy | None = None,
+        data: Observer | Observation | None = None,
         values: bool = True,
         verify: bool = True,
     ) -> OnnxModel:
@@ -119,7 +129,9 @@ class Exported(ExportedModel):
                 that hold every token. By default, graphs of operators that every runtime has.
             opset: ONNX opset; by default torch's own choice.
             weights: "int4" or "int8" to store weights in fewer bits, or a `Quantisation`, as for `to_onnx`.
+            dtype: "float16" for graphs that compute in float16, as for `to_onnx`.
             accuracy: How far the quantised graph may be from the model, as for `to_onnx`.
+            data: What another observer recorded of the model: further calls that the report is about.
             values: Also write the values of the calls, so that the folder can be proven without the model.
             verify: Prove the graphs, which takes memory for the weights once more; if that fails, a RuntimeWarning says
                 so. Without it there is no report, and ``exportkit verify`` proves the folder later.
@@ -139,8 +151,8 @@ class Exported(ExportedModel):
                 directory,
                 runtime=runtime,
                 opset=opset,
-                weights=weights,
-                accuracy=accuracy,
+                lossy=Lossy.of(weights, dtype, accuracy, recorded(data)),
+                given=given_calls(recorded(data)),
                 values=values,
                 verify=verify,
             )

@@ -10,9 +10,11 @@ import torch
 
 from exportkit.api.in_place import InPlace, Outside
 from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
+from exportkit.calls.observer import Observer
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
-from exportkit.proof.calls import Tensors
+from exportkit.proof.calls import Tensors, given_calls
 from exportkit.proof.prove import prove
 from exportkit.proof.report import Divergence, Report
 
@@ -37,7 +39,7 @@ class OnnxModel(OnnxRunner):
             check_files=runner.check_files,
         )
 
-    def verify(self, unseen: bool = True) -> Report:
+    def verify(self, unseen: bool = True, *, data: Observer | Observation | None = None) -> Report:
         """Returns the proof: a row for each recorded call, and for calls at sizes that were never run.
 
         Sizes that turn out wrong leave the domain. The metadata of the ONNX file say so, too, unless it belongs to a
@@ -46,6 +48,7 @@ class OnnxModel(OnnxRunner):
         Args:
             unseen: Also try sizes that were not recorded. The model runs them in eager mode as the truth; a model that
                 was loaded from a folder has what the model returned when it was saved.
+            data: What another observer recorded of the model: further calls, each with a row.
 
         Raises:
             DestinationError: if a file of the folder that this was loaded from is not the one that was saved.
@@ -53,7 +56,7 @@ class OnnxModel(OnnxRunner):
         notes = self.check_files() if self.check_files is not None else ()
         self.reopen_changed()
         before = {graph: graph.contract.domain for graph in _graphs(self)}
-        report = prove(self, unseen, notes, _located)
+        report = prove(self, unseen, notes, _located, given_calls(recorded(data)))
         for graph, domain in before.items():
             if graph.contract.domain != domain:
                 from exportkit.folder.folder import MANIFEST  # only where the proof found something
@@ -112,6 +115,11 @@ class OnnxModel(OnnxRunner):
             RuntimeFailure: if onnxruntime refuses the graph.
         """
         return self.verify().locate(model)
+
+
+def recorded(data: Observer | Observation | None) -> Observation | None:
+    """Returns what an observer recorded; None for no observer."""
+    return data.observation if isinstance(data, Observer) else data
 
 
 def _graphs(runner: OnnxRunner) -> Iterator[OnnxGraph]:

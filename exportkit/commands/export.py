@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Runtime = Literal["onnxruntime", "genai"]
 Weights = Literal["int4", "int8"]
+Dtype = Literal["float16"]
 
 
 class Pipeline:
@@ -127,6 +128,7 @@ def export(
         Runtime | None, typer.Option(help="What to fuse operators for; genai also has caches that hold every token.")
     ] = None,
     weights: Annotated[Weights | None, typer.Option(help="Store weights in fewer bits, for onnxruntime.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Compute in float16, except for parts that overflow.")] = None,
     accuracy: Annotated[
         float | None,
         typer.Option(
@@ -142,8 +144,8 @@ def export(
     If OUT is a folder, it holds everything that `exportkit verify` and `exportkit report` need. If OUT ends in .onnx,
     only the graph and its weights are written.
 
-    With --weights, the graph is proven before its weights are quantised. What is quantised is not proven but measured:
-    the report says how far its outputs are from the model's.
+    With --weights or --dtype, the graph is proven before it is quantised or converted. The result is not proven but
+    measured: the report says how far its outputs are from the model's.
 
     Exits with 0 if the result is proven, or measured and as accurate as asked for, 1 if it is not, 2 for invalid usage.
     """
@@ -153,8 +155,8 @@ def export(
     from exportkit.running.session import require_onnxruntime
 
     to_file = out.suffix == ".onnx"
-    options = {"runtime": runtime, "weights": weights, "accuracy": accuracy}
-    if accuracy is not None and weights is None:
+    options = {"runtime": runtime, "weights": weights, "dtype": dtype, "accuracy": accuracy}
+    if accuracy is not None and weights is None and dtype is None:
         raise typer.BadParameter("--accuracy is for quantised weights: add --weights.")
     if to_file and runtime == "genai":
         raise typer.BadParameter("onnxruntime-genai needs a folder: --out may not end in .onnx.")

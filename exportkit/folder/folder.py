@@ -15,11 +15,12 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from exportkit.calls.call import Call
 from exportkit.calls.json_file import read_json_file, versions, write_json_file
 from exportkit.calls.parts import Edge
 from exportkit.errors import ExportkitError
@@ -29,7 +30,6 @@ from exportkit.folder.clients import for_runtime, write_client_files
 from exportkit.folder.manifest import GraphData, dump_graph, load_graph
 from exportkit.json_data import InvalidDataError, parse_json, read
 from exportkit.onnx_files.graph import Contract, OnnxGraph, Runtime
-from exportkit.onnx_files.quantised import Bits, Quantisation
 from exportkit.onnx_files.runner import OnnxRunner, write_graphs
 from exportkit.onnx_files.translate import input_names, write_domain
 from exportkit.programs.exported import ExportedModel
@@ -38,7 +38,7 @@ from exportkit.programs.strategies import Attempt
 from exportkit.proof.calls import unseen_calls
 from exportkit.proof.leeway import measure
 from exportkit.proof.prove import prove
-from exportkit.proof.quantise import Accuracy, quantisation_of, quantised_runner
+from exportkit.proof.quantise import Lossy, lossy_runner
 from exportkit.running.session import require_onnxruntime
 
 MANIFEST, REPORT_TEXT, REPORT_JSON = "manifest.json", "report.txt", "report.json"
@@ -60,21 +60,20 @@ def save_folder(
     *,
     runtime: Runtime | None = None,
     opset: int | None = None,
-    weights: Bits | Quantisation | None = None,
-    accuracy: Accuracy | None = None,
+    lossy: Lossy | None = None,
+    given: Sequence[Call] = (),
     values: bool = True,
     verify: bool = True,
 ) -> OnnxRunner:
     """Writes a folder, and returns its graphs as something to call; see `Exported.save`."""
-    quantisation = quantisation_of(weights, accuracy)
     target = check_destination(directory)
     if verify:
         require_onnxruntime()
     exported = for_runtime(exported, runtime)
     with replacing(target, _NOUN, last=MANIFEST, clear=lambda: _remove_old(target)) as folder:
         runner = _write_graphs(exported, folder, opset, runtime)
-        if quantisation is not None:
-            runner = quantised_runner(runner, quantisation, accuracy, verify=verify)
+        if lossy is not None:
+            runner = lossy_runner(runner, lossy, verify)
         finding = write_client_files(exported, runner.contract, folder)
         if finding is not None:
             contract = runner.contract
@@ -82,7 +81,7 @@ def save_folder(
         saved = _without_model(runner, with_unseen=verify or values)
         if verify:
             started = time.perf_counter()
-            report = prove(saved)
+            report = prove(saved, given=given)
             _take_domains(runner, saved)
             exported.traced.seconds["verify"] = time.perf_counter() - started
             (folder / REPORT_TEXT).write_text(f"{report}\n", "utf-8")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import logging
 import math
 from collections import Counter
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import onnx
 
 Bits = Literal["int4", "int8"]
+Dtype = Literal["float16"]
 BITS: Mapping[Bits, int] = {"int4": 4, "int8": 8}
 _SMALLEST_BLOCK = 16
 # MatMulNBits rounds activations to int8 in blocks and computes with integers, several times as fast on a CPU. On a
@@ -109,20 +111,24 @@ class Quantised:
     """How a graph was quantised.
 
     Attributes:
-        request: What the user asked for.
+        request: How weights were quantised; None if they were not.
         layers: The matrices that can be quantised, in the order of the graph.
         left: What was left as it was, in words.
         logits: Paths of the outputs that are logits.
         problems: What stands against the proof of the graph before it was quantised.
         budget: The least ``top1``, the largest ``kl`` and the largest ``error`` that the user allows.
+        dtype: What the graph computes in, if that is not the dtype of the model.
+        kept: Modules of which a part keeps the dtype of the model, because its values are too large for the other one.
     """
 
-    request: Quantisation
-    layers: tuple[Layer, ...]
+    request: Quantisation | None
+    layers: tuple[Layer, ...] = ()
     left: tuple[str, ...] = ()
     logits: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     budget: Mapping[str, float] = field(default_factory=dict)
+    dtype: Dtype | None = None
+    kept: tuple[str, ...] = ()
 
     @property
     def harm_name(self) -> str:
@@ -131,12 +137,17 @@ class Quantised:
 
     @property
     def text(self) -> str:
-        """What was quantised, in a sentence."""
-        counts = Counter(layer.stored for layer in self.layers)
-        stored = ", ".join(f"{count} in {kind}" for kind, count in counts.most_common())
-        return f"{len(self.layers)} weight matrices: {stored}, in blocks of {self.request.block_size}" + "".join(
-            f"; left as they were: {text}" for text in [", ".join(self.left)] if text
-        )
+        """What was quantised and converted, in sentences."""
+        found = []
+        if self.dtype is not None:
+            kept = f"; too large for it, and kept as they were: parts of {', '.join(self.kept)}" if self.kept else ""
+            found.append(f"computes in {self.dtype}{kept}.")
+        if self.request is not None:
+            counts = Counter(layer.stored for layer in self.layers)
+            stored = ", ".join(f"{count} in {kind}" for kind, count in counts.most_common())
+            left = f"; left as they were: {', '.join(self.left)}" if self.left else ""
+            found.append(f"{len(self.layers)} weight matrices: {stored}, in blocks of {self.request.block_size}{left}.")
+        return " ".join(found)
 
 
 def read_layers(model: onnx.ModelProto, outputs: Collection[str], request: Quantisation) -> tuple[Layer, ...]:
@@ -159,23 +170,22 @@ def read_layers(model: onnx.ModelProto, outputs: Collection[str], request: Quant
         wanted = request.embedding if node.op_type == "Gather" else request.head or not is_head
         elements = math.prod(tensor.dims)
         found.append(
-            Layer(_module(node), node.name, node.op_type, elements, kind, request.weights if wanted else kind, is_head)
+            Layer(
+                module_of(node), node.name, node.op_type, elements, kind, request.weights if wanted else kind, is_head
+            )
         )
     return tuple(found)
 
 
-def write_quantised(model: onnx.ModelProto, layers: Sequence[Layer], request: Quantisation, path: Path) -> None:
-    """Stores weights of a graph in fewer bits, and writes it over its file.
+def write(model: onnx.ModelProto, path: Path) -> None:
+    """Writes a graph over its file.
 
     Args:
-        model: The graph, as `read_quantisable` returns it; it is changed.
-        layers: Its matrices, with what each is stored in.
-        request: What the user asked for.
+        model: The graph.
         path: The file; its weights go beside it.
     """
     import onnx
 
-    quantise(model, layers, request)
     data = path.with_name(path.name + ".data")
     for file in (path, data):
         file.unlink(missing_ok=True)
@@ -193,6 +203,8 @@ def quantise(model: onnx.ModelProto, layers: Sequence[Layer], request: Quantisat
     Raises:
         MissingPackageError: if onnxruntime is not installed.
     """
+    quantiser = quiet_import("onnxruntime.quantization.matmul_nbits_quantizer")
+    quantiser.logger.setLevel(logging.ERROR)  # it logs every node
     described = {node.name: list(node.metadata_props) for node in model.graph.node}
     opsets = {item.domain: item.version for item in model.opset_import}
     for kind, bits in BITS.items():
@@ -200,7 +212,7 @@ def quantise(model: onnx.ModelProto, layers: Sequence[Layer], request: Quantisat
             chosen = {layer.node for layer in layers if layer.stored == kind and layer.operator == operator}
             if chosen:
                 before = {tensor.name for tensor in model.graph.initializer}
-                _quantiser()(
+                quantiser.MatMulNBitsQuantizer(
                     model,
                     bits=bits,
                     block_size=request.block_size,
@@ -275,8 +287,8 @@ def _gets_smaller(tensor: onnx.TensorProto, operator: str, request: Quantisation
     return bool(rows > 1 and columns * blocks * each < rows * columns * dtype.itemsize)
 
 
-def _module(node: onnx.NodeProto) -> str:
-    """The path of the module that a node belongs to; the name of the node if that is not known."""
+def module_of(node: onnx.NodeProto) -> str:
+    """Returns the path of the module that a node belongs to; the name of the node if that is not known."""
     scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
     with contextlib.suppress(ValueError, SyntaxError):
         paths = ast.literal_eval(scopes)
@@ -285,15 +297,17 @@ def _module(node: onnx.NodeProto) -> str:
     return str(node.name)
 
 
-def _quantiser() -> Any:
-    """Onnxruntime's quantiser of weights, which would set up the logging of the whole process when it is imported."""
+def quiet_import(name: str) -> Any:
+    """Returns a module of onnxruntime, some of which set up the logging of the whole process when they are imported.
+
+    Raises:
+        MissingPackageError: if onnxruntime is not installed.
+    """
     require_onnxruntime()
     root = logging.getLogger()
     handlers, level = [*root.handlers], root.level
     try:
-        from onnxruntime.quantization import matmul_nbits_quantizer
+        return importlib.import_module(name)
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
-    matmul_nbits_quantizer.logger.setLevel(logging.ERROR)  # it logs every node
-    return matmul_nbits_quantizer.MatMulNBitsQuantizer

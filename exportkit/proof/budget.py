@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """A call as the graph gets it, and what the model returned."""
 
     kind: Kind
@@ -38,19 +38,30 @@ class _Case:
     hidden: Tensors
 
 
-def within_budget(
-    graph: OnnxGraph, model: onnx.ModelProto, quantised: Quantised, calls: Sequence[tuple[Kind, Call]]
-) -> Quantised:
+def cases_of(graph: OnnxGraph, kind: Kind, call: Call) -> Iterator[Case]:
+    """Yields the call as the graph gets it, unless it is not in the domain, or was not made."""
+    if not call.is_made:
+        return
+    try:
+        args, kwargs = call.args_kwargs() if call.index is None else call.signature.unbind(call.copies(), call.named)
+        feeds = OnnxRunner({"": graph}).feeds(*args, **kwargs)
+    except Exception:  # the proof, which makes the same call, says why
+        return
+    expected = as_simplified(call.outputs.tensors(), graph.contract.joined_outputs, ())
+    yield Case(kind, feeds, expected, hidden_elements(graph, call))
+
+
+def within_budget(graph: OnnxGraph, model: onnx.ModelProto, quantised: Quantised, cases: Sequence[Case]) -> Quantised:
     """Returns how a graph is quantised so that it stays within its budget, or as close to it as it gets.
 
     Args:
         graph: The graph before it is quantised.
         model: The graph, as `read_quantisable` returns it.
         quantised: How it is quantised without regard to the budget.
-        calls: The calls that count, with what the model returned.
+        cases: The calls that count, with what the model returned.
     """
+    assert quantised.request is not None
     chosen = [layer for layer in quantised.layers if layer.stored in BITS]
-    cases = [case for kind, call in calls if (case := _case(graph, kind, call)) is not None]
     own = {layer.node: _precisions(layer) for layer in chosen}
     with tempfile.TemporaryDirectory(prefix="exportkit-switches-") as folder:
         switched = SwitchedGraph(model, chosen, quantised.request, own, Path(folder))
@@ -104,21 +115,8 @@ def _steps(
             yield dict(stored)
 
 
-def _case(graph: OnnxGraph, kind: Kind, call: Call) -> _Case | None:
-    """The call as the graph gets it; None if it is not in the domain, or was not made."""
-    if not call.is_made:
-        return None
-    try:
-        args, kwargs = call.args_kwargs() if call.index is None else call.signature.unbind(call.copies(), call.named)
-        feeds = OnnxRunner({"": graph}).feeds(*args, **kwargs)
-    except Exception:  # the proof, which makes the same call, says why
-        return None
-    expected = as_simplified(call.outputs.tensors(), graph.contract.joined_outputs, ())
-    return _Case(kind, feeds, expected, hidden_elements(graph, call))
-
-
 def _figures(
-    graph: OnnxGraph, quantised: Quantised, switched: SwitchedGraph, cases: Sequence[_Case], stored: Mapping[str, str]
+    graph: OnnxGraph, quantised: Quantised, switched: SwitchedGraph, cases: Sequence[Case], stored: Mapping[str, str]
 ) -> dict[Kind, dict[str, Figures]]:
     found: dict[Kind, dict[str, list[Figures]]] = {}
     for case in cases:

@@ -17,6 +17,7 @@ import torch
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
+from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
@@ -41,6 +42,24 @@ def as_made(plan: Plan, call: Call) -> Call:
         return call
     kept = {name: tree for name, tree in call.arguments.items() if name not in restored}
     return replace(call, arguments=kept)
+
+
+def given_calls(data: Observation | None) -> tuple[Call, ...]:
+    """Returns the calls of further data, with the results of the model, by which an export is judged, too.
+
+    Args:
+        data: What an observer recorded; None for no data.
+
+    Raises:
+        InvalidRequestError: if it has no values.
+    """
+    if data is None:
+        return ()
+    if not data.has_values:
+        raise InvalidRequestError(
+            "The data have no values of calls, so there is nothing to compare with.", where="data"
+        )
+    return tuple(replace(call, label=f"given {call.index}") for call in data.calls)
 
 
 def unseen_calls(traced: TracedProgram) -> Iterator[Call]:

@@ -122,8 +122,8 @@ def over_budget(figures: Mapping[str, Figures], budget: Mapping[str, float], whe
 
 def layer_table(quantised: Quantised) -> list[str]:
     """Returns the table of the layers of a quantised graph, a line each, if there was a budget; else their number."""
-    lines = [quantised.text + "."]
-    if not quantised.budget:
+    lines = [quantised.text]
+    if not quantised.budget or not quantised.layers:
         return lines
     header = ("layer", "weights", "stored in", quantised.harm_name)
     rows = [header] + [

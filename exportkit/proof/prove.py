@@ -60,7 +60,13 @@ class Locate(Protocol):
         """Returns where the graph begins to differ, given the outputs that do; no model means the exported one."""
 
 
-def prove(runner: OnnxRunner, unseen: bool = True, notes: Sequence[str] = (), locate: Locate | None = None) -> Report:
+def prove(
+    runner: OnnxRunner,
+    unseen: bool = True,
+    notes: Sequence[str] = (),
+    locate: Locate | None = None,
+    given: Sequence[Call] = (),
+) -> Report:
     """Returns the proof of an exported model.
 
     A single graph has a row for each of its calls. With several graphs, there is a row for each recorded call, which
@@ -71,6 +77,7 @@ def prove(runner: OnnxRunner, unseen: bool = True, notes: Sequence[str] = (), lo
         unseen: Also try sizes that were not recorded.
         notes: What is known about the files.
         locate: Finds where a graph begins to differ, for the rows that are not proven.
+        given: Further calls, as `given_calls` returns them.
     """
     reports = {name: _graph_report(graph, unseen, locate) for name, graph in runner.graphs.items()}
     parts = {name: prove(part, unseen, (), locate) for name, part in runner.parts.items()}
@@ -86,6 +93,7 @@ def prove(runner: OnnxRunner, unseen: bool = True, notes: Sequence[str] = (), lo
             row = Row("assembled", label, {}, "proven")
             rows.append(_row(runner.graph, row, call, call.outputs.tensors(), functools.partial(assembled, values)))
         findings = (*report.findings, *notes)
+        rows += _given_rows(runner, given)
         return replace(report, rows=tuple(rows), findings=findings, parts=parts, attempts=attempts)
     numbered = []
     for name, graph in runner.graphs.items():
@@ -96,7 +104,14 @@ def prove(runner: OnnxRunner, unseen: bool = True, notes: Sequence[str] = (), lo
             made = as_made(graph.contract.plan, call)
             numbered.append((number, _row(graph, row, made, call.outputs.tensors(), runner.run_call)))
     rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
-    return Report(tuple(rows), 0, (runner.split.text, *notes), {**reports, **parts}, attempts)
+    return Report((*rows, *_given_rows(runner, given)), 0, (runner.split.text, *notes), {**reports, **parts}, attempts)
+
+
+def _given_rows(runner: OnnxRunner, given: Sequence[Call]) -> Iterator[Row]:
+    for call in given:
+        sizes = solve_sizes(runner.contract.plan, call.shapes()) if runner.split is None else {}
+        row = Row("given", call.label.removeprefix("given "), sizes, "proven")
+        yield _row(runner.graph, row, call, call.outputs.tensors(), runner.run_call)
 
 
 def problems_of(traced: TracedProgram, unseen: bool) -> tuple[str, ...]:

@@ -1,70 +1,97 @@
-"""Quantises the graphs of an export, each after it was proven, and within a budget if there is one."""
+"""Quantises and converts the graphs of an export, each after it was proven, within a budget if there is one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.graph import OnnxGraph
+from exportkit.onnx_files.half import in_float16, overflowing_nodes
 from exportkit.onnx_files.matrices import heads_of, read_quantisable
 from exportkit.onnx_files.quantised import (
     Bits,
+    Dtype,
     Quantisation,
     Quantised,
     left_of,
+    module_of,
+    quantise,
     read_layers,
-    write_quantised,
+    write,
 )
 from exportkit.onnx_files.runner import OnnxRunner
-from exportkit.proof.budget import within_budget
-from exportkit.proof.calls import as_made, unseen_calls
+from exportkit.proof.budget import Case, cases_of, within_budget
+from exportkit.proof.calls import as_made, given_calls, unseen_calls
 from exportkit.proof.prove import prove
-from exportkit.proof.report import Kind
 
 Accuracy = float | Mapping[str, float]
 _FIGURES = ("top1", "kl", "error")
 
 
-def quantisation_of(weights: Bits | Quantisation | None, accuracy: Accuracy | None) -> Quantisation | None:
-    """Returns what a user asks for, before any work is done; None for no quantisation.
+@dataclass(frozen=True)
+class Lossy:
+    """What users give up exact results for.
 
-    Args:
-        weights: How weights are stored.
-        accuracy: The budget.
-
-    Raises:
-        InvalidRequestError: if it makes no sense.
+    Attributes:
+        weights: How weights are stored; None to leave them as they are.
+        dtype: What the graph computes in; None for the dtype of the model.
+        budget: How far the result may be from the model; see `budget_of`.
+        given: Further calls at which the budget has to hold.
     """
-    if budget_of(accuracy) and weights is None:
-        raise InvalidRequestError(
-            "A budget is for graphs that are quantised; all others are proven.",
-            where="accuracy",
-            got=repr(accuracy),
-            hint='add weights="int4".',
-        )
-    return weights if weights is None or isinstance(weights, Quantisation) else Quantisation(weights)
+
+    weights: Quantisation | None = None
+    dtype: Dtype | None = None
+    budget: Mapping[str, float] = field(default_factory=dict)
+    given: tuple[Call, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        weights: Bits | Quantisation | None,
+        dtype: Dtype | None,
+        accuracy: Accuracy | None,
+        data: Observation | None,
+    ) -> Lossy | None:
+        """Returns what a user asks for, before any work is done; None for a graph that is to be proven.
+
+        Raises:
+            InvalidRequestError: if it makes no sense.
+        """
+        budget, given = budget_of(accuracy), given_calls(data)
+        if dtype not in (None, *get_args(Dtype)):
+            expected = ", ".join(map(repr, get_args(Dtype)))
+            raise InvalidRequestError("Graphs are not converted to this.", where="dtype", expected=expected, got=dtype)
+        if weights is None and dtype is None:
+            if budget:
+                raise InvalidRequestError(
+                    "A budget is for graphs that are quantised; all others are proven.",
+                    where="accuracy",
+                    got=repr(accuracy),
+                    hint='add weights="int4".',
+                )
+            return None
+        quantisation = weights if weights is None or isinstance(weights, Quantisation) else Quantisation(weights)
+        return cls(quantisation, dtype, budget, given)
 
 
-def quantised_runner(
-    runner: OnnxRunner, weights: Quantisation, accuracy: Accuracy | None = None, *, verify: bool = True
-) -> OnnxRunner:
-    """Returns graphs with quantised weights, whose files are written over.
+def lossy_runner(runner: OnnxRunner, lossy: Lossy, verify: bool = True) -> OnnxRunner:
+    """Returns graphs with quantised weights, or in another dtype, whose files are written over.
 
     Args:
         runner: The graphs in the dtype of the model.
-        weights: How they are quantised.
-        accuracy: The budget; see `budget_of`.
-        verify: Prove each graph before it is quantised, which also finds out where it may be used.
+        lossy: What the user asks for.
+        verify: Prove each graph before that, which also finds out where it may be used.
 
     Raises:
-        InvalidRequestError: if no graph has weights that can be quantised, or the budget makes no sense.
+        InvalidRequestError: if no graph has weights that can be quantised, or what the budget is about.
     """
-    budget = budget_of(accuracy)
-    found = _quantised(runner, weights, budget, verify)
+    found = _lossy(runner, lossy, verify)
     graphs = [*_all_graphs(found)]
-    if not any(graph.contract.quantised and graph.contract.quantised.layers for graph in graphs):
+    if lossy.weights and not any(graph.contract.quantised and graph.contract.quantised.layers for graph in graphs):
         left = dict.fromkeys(text for graph in graphs for text in left_of(read_quantisable(graph.path), ()))
         raise InvalidRequestError(
             "The model has no weights that can be quantised.",
@@ -99,10 +126,11 @@ def budget_of(accuracy: Accuracy | None) -> dict[str, float]:
     return {name: float(limit) for name, limit in budget.items()}
 
 
-def _quantised(runner: OnnxRunner, weights: Quantisation, budget: Mapping[str, float], verify: bool) -> OnnxRunner:
+def _lossy(runner: OnnxRunner, lossy: Lossy, verify: bool) -> OnnxRunner:
+    of_parts = replace(lossy, budget={}, given=())
     return OnnxRunner(
-        {name: _quantised_graph(graph, weights, budget, verify) for name, graph in runner.graphs.items()},
-        {name: _quantised(part, weights, {}, verify) for name, part in runner.parts.items()},
+        {name: _lossy_graph(graph, lossy, verify) for name, graph in runner.graphs.items()},
+        {name: _lossy(part, of_parts, verify) for name, part in runner.parts.items()},
         runner.edges,
         split=runner.split,
         attempts=runner.attempts,
@@ -110,13 +138,12 @@ def _quantised(runner: OnnxRunner, weights: Quantisation, budget: Mapping[str, f
     )
 
 
-def _quantised_graph(graph: OnnxGraph, weights: Quantisation, budget: Mapping[str, float], verify: bool) -> OnnxGraph:
+def _lossy_graph(graph: OnnxGraph, lossy: Lossy, verify: bool) -> OnnxGraph:
     """The graph with quantised weights; if it has none that can be, it is measured together with the others."""
     model = read_quantisable(graph.path)
     outputs = {name: path for name, path in graph.contract.outputs.items() if _may_be_logits(graph, path)}
-    layers = read_layers(model, outputs, weights)
     logits = tuple(outputs[name] for name in heads_of(model, outputs))
-    if budget.keys() & {"top1", "kl"} and not logits:
+    if lossy.budget.keys() & {"top1", "kl"} and not logits:
         raise InvalidRequestError(
             "The budget is about logits, and the graph returns none.",
             where="accuracy",
@@ -124,18 +151,37 @@ def _quantised_graph(graph: OnnxGraph, weights: Quantisation, budget: Mapping[st
             got=", ".join(graph.contract.outputs),
             hint='give a limit of the error instead: accuracy={"error": 0.01}.',
         )
-    unseen = tuple(unseen_calls(graph.traced)) if graph.traced is not None and (verify or budget) else None
+    runs = lossy.budget or lossy.dtype is not None
+    unseen = tuple(unseen_calls(graph.traced)) if graph.traced is not None and (verify or runs) else ()
     proven = OnnxGraph(graph.contract, graph.observation, graph.traced, unseen=unseen, eager=graph.eager)
     problems = prove(OnnxRunner({"": proven})).problems() if verify else ()
-    quantised = Quantised(weights, layers, left_of(model, layers), logits, tuple(problems), budget)
-    if layers and budget:
-        recorded = [as_made(proven.contract.plan, call) for call in proven.observation.calls]
-        calls: list[tuple[Kind, Call]] = [("recorded", call) for call in recorded if proven.observation.has_values]
-        quantised = within_budget(proven, model, quantised, [*calls, *(("unseen", call) for call in unseen or ())])
-    if layers:
-        write_quantised(model, quantised.layers, weights, graph.path)
+    cases = [*_cases(proven, lossy.given)] if runs else []
+    kept: tuple[str, ...] = ()
+    if lossy.dtype is not None:
+        nodes = overflowing_nodes(model, [case.feeds for case in cases])
+        kept = tuple(dict.fromkeys(module_of(node) for node in model.graph.node if node.name in nodes))
+        model = in_float16(model, nodes)
+    layers = read_layers(model, outputs, lossy.weights) if lossy.weights is not None else ()
+    quantised = Quantised(lossy.weights, layers, left_of(model, layers), logits, tuple(problems), lossy.budget)
+    quantised = replace(quantised, dtype=lossy.dtype, kept=kept)
+    if layers and lossy.budget:
+        quantised = within_budget(proven, model, quantised, cases)
+    if lossy.weights is not None:
+        quantise(model, quantised.layers, lossy.weights)
+    write(model, graph.path)
     contract = replace(proven.contract, quantised=quantised)
     return OnnxGraph(contract, graph.observation, graph.traced, eager=graph.eager)
+
+
+def _cases(graph: OnnxGraph, given: Sequence[Call]) -> Iterator[Case]:
+    """Yields the calls at which a budget has to hold."""
+    recorded = graph.observation.calls if graph.observation.has_values else ()
+    for call in recorded:
+        yield from cases_of(graph, "recorded", as_made(graph.contract.plan, call))
+    for call in given:
+        yield from cases_of(graph, "given", call)
+    for call in graph.unseen or ():
+        yield from cases_of(graph, "unseen", call)
 
 
 def _may_be_logits(graph: OnnxGraph, path: str) -> bool:

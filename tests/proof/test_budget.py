@@ -1,5 +1,7 @@
 """Which layers keep more bits so that a quantised graph stays within a budget."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -87,3 +89,35 @@ def test_a_budget_of_logits_needs_logits(tmp_path):
             model(torch.randn(size, 64))
     with pytest.raises(InvalidRequestError, match="the graph returns none"):
         exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx", weights="int4", accuracy=0.99)
+
+
+def test_further_data_have_rows_and_the_budget_holds_there(exported, tmp_path):
+    observer = exportkit.InputObserver()
+    model = exported.model
+    with observer(model), torch.no_grad():
+        model(torch.randn(30, 64))
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx", weights="int8", accuracy={"error": 0.05}, data=observer)
+    report = onnx_model.verify(data=observer)
+    assert report.ok
+    assert [row.status for row in report.rows if row.kind == "given"] == ["measured"]
+    assert report.figures["given"]["logits"].positions == 30
+    assert exported.to_onnx(tmp_path / "whole.onnx").verify(data=observer.observation).rows[-1].status == "proven"
+
+
+def test_further_calls_give_what_they_give_also_where_recorded_calls_left_it_out(tmp_path):
+    class Masked(torch.nn.Module):
+        def forward(self, x, mask):
+            return (x * mask).cumsum(1)
+
+    model, observer, data = Masked(), exportkit.InputObserver(), exportkit.InputObserver()
+    with observer(model):
+        for size in (4, 5):
+            model(torch.randn(2, size), torch.ones(2, size))
+    with data(model):
+        model(torch.randn(1, 3), torch.tensor([[0.0, 1.0, 1.0]]))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    contract = onnx_model.graph.contract
+    leaves = tuple(replace(leaf, restored=leaf.path == "mask") for leaf in contract.plan.leaves)
+    onnx_model.graph.contract = replace(contract, plan=replace(contract.plan, leaves=leaves))
+    row = onnx_model.verify(unseen=False, data=data).rows[-1]
+    assert (row.kind, row.status) == ("given", "proven")

@@ -1,0 +1,99 @@
+"""Graphs that compute in float16, made by onnxruntime's converter; what would overflow stays in float32."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from exportkit.onnx_files.quantised import quiet_import
+from exportkit.running.session import Session
+
+if TYPE_CHECKING:
+    import onnx
+
+# Values that were seen may be this part of the largest one in float16, so that others have some room.
+_ROOM = 0.25
+# What masks hide by, such as the lowest value of float32. It becomes the lowest value of float16, which hides as well.
+_HIDDEN = -1e30
+_LARGEST = torch.finfo(torch.float16).max
+_LARGEST_PROTO = 2**31 - 2**20
+# Operators whose outputs are sequences, which onnxruntime cannot return.
+_NO_TENSOR = ("Sequence", "SplitToSequence", "Optional")
+
+
+def overflowing_nodes(model: onnx.ModelProto, calls: Iterable[Mapping[str, torch.Tensor]]) -> frozenset[str]:
+    """Returns the names of nodes that take or return values which are too large for float16.
+
+    Args:
+        model: The graph, whose nodes have names; it is left as it is.
+        calls: Tensors by name of the graph's input, for each call.
+    """
+    import onnx
+
+    whole = type(model)()
+    whole.CopyFrom(model)
+    names = {value.name for value in whole.graph.output}
+    for node in whole.graph.node:
+        for name in node.output if not node.op_type.startswith(_NO_TENSOR) else ():
+            if name and name not in names:
+                whole.graph.output.add().name = name
+    too_large = {tensor.name for tensor in whole.graph.initializer if _overflows(onnx.numpy_helper.to_array(tensor))}
+    with tempfile.TemporaryDirectory(prefix="exportkit-half-") as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(whole, path, save_as_external_data=True, location="model.onnx.data")
+        session = Session(path, optimised=False)
+        for feeds in calls:
+            values = {**feeds, **session.run(feeds)}
+            too_large |= {name for name, tensor in values.items() if _overflows(tensor.detach().numpy())}
+    return frozenset(node.name for node in model.graph.node if too_large.intersection([*node.input, *node.output]))
+
+
+def in_float16(model: onnx.ModelProto, kept: Collection[str]) -> onnx.ModelProto:
+    """Returns a graph that computes in float16, with the inputs and outputs that it had.
+
+    Args:
+        model: The graph; it is changed.
+        kept: Names of nodes that stay in float32.
+    """
+    converter = quiet_import("onnxruntime.transformers.float16")
+    converter.logger.setLevel(logging.ERROR)
+    converted: onnx.ModelProto = converter.convert_float_to_float16(
+        model,
+        keep_io_types=True,
+        disable_shape_infer=model.ByteSize() > _LARGEST_PROTO,
+        node_block_list=[*kept],
+    )
+    _pass_on(converted.graph, kept)
+    return converted
+
+
+def _pass_on(graph: onnx.GraphProto, kept: Collection[str]) -> None:
+    """Lets nodes in float32 take what others return in float32: the converter casts it to float16 and back."""
+    from onnx import TensorProto
+
+    whole = {name for node in graph.node if node.name in kept for name in node.output}
+    casts = [node for node in graph.node if node.op_type == "Cast"]
+    narrowed = {node.output[0]: node.input[0] for node in casts if node.input[0] in whole}
+    passed = {
+        node.output[0]: narrowed[node.input[0]]
+        for node in casts
+        if node.input[0] in narrowed and node.attribute[0].i == TensorProto.FLOAT
+    }
+    for node in graph.node:
+        if node.name in kept:
+            node.input[:] = [passed.get(name, name) for name in node.input]
+
+
+def _overflows(values: object) -> bool:
+    import numpy
+
+    array = numpy.asarray(values)
+    if array.dtype not in (numpy.float32, numpy.float64) or not array.size:
+        return False
+    shown = numpy.abs(array[(array > _HIDDEN) & numpy.isfinite(array)])
+    return bool(shown.size and shown.max() > _ROOM * _LARGEST)

@@ -1,0 +1,76 @@
+"""Graphs in float16: what would overflow stays in float32, and the result is measured."""
+
+import onnx
+import pytest
+import torch
+
+import exportkit
+from exportkit.errors import InvalidRequestError
+from exportkit.onnx_files.half import overflowing_nodes
+
+
+class Large(torch.nn.Module):
+    """A layer with values that float16 does not have, between two that are harmless; a mask hides by a low value."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 40)
+
+    def forward(self, x, mask):
+        x = self.first(x)
+        x = (x * 3000.0).pow(2).sqrt() / 3000.0
+        scores = x @ x.transpose(-1, -2)
+        scores = scores.masked_fill(~mask[:, None, :], torch.finfo(x.dtype).min)
+        return {"logits": self.last(scores.softmax(-1) @ x)}
+
+
+@pytest.fixture(scope="module")
+def exported():
+    torch.manual_seed(0)
+    model, observer = Large().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, length in ((2, 6), (3, 9)):
+            mask = torch.ones(batch, length, dtype=torch.bool)
+            mask[0, -2:] = False
+            model(torch.randn(batch, length, 64), mask)
+    return exportkit.export(model, observer)
+
+
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_a_graph_in_float16_keeps_what_overflows_in_float32(exported, weights, tmp_path):
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx", dtype="float16", weights=weights)
+    assert {value.type.tensor_type.elem_type for value in onnx.load(onnx_model.path).graph.output} == {1}
+    report = onnx_model.verify()
+    figures = report.figures["recorded"]["logits"]
+    assert report.ok
+    assert str(report).startswith("measured: top-1 agreement ")
+    assert "computes in float16; too large for it, and kept as they were: parts of " in str(report)
+    assert figures.error < (2e-3 if weights is None else 0.1)
+    if weights is None:
+        matrices = [t for t in onnx.load(onnx_model.path).graph.initializer if len(t.dims) == 2]
+        assert {tensor.data_type for tensor in matrices} == {onnx.TensorProto.FLOAT16}
+
+
+def test_a_saved_graph_in_float16_is_measured_again(exported, tmp_path):
+    exported.save(tmp_path / "out", dtype="float16", accuracy={"error": 0.01})
+    loaded = exportkit.load(tmp_path / "out")
+    assert loaded.file.quantised.dtype == "float16"
+    assert loaded.verify().verdict().startswith("measured: ")
+
+
+def test_another_dtype_is_refused(exported, tmp_path):
+    with pytest.raises(InvalidRequestError, match="expected: 'float16'"):
+        exported.to_onnx(tmp_path / "model.onnx", dtype="float8")
+
+
+def test_values_that_hide_do_not_overflow():
+    text = """<ir_version: 10, opset_import: ["" : 18]> g (float[N] x, bool[N] mask) => (float[N] y)
+    <float low = {-3.4e38}> {
+        [large] square = Mul (x, x)
+        [root] small = Sqrt (square)
+        [hide] y = Where (mask, small, low)
+    }"""
+    model = onnx.parser.parse_model(text)
+    feeds = {"x": torch.tensor([3.0, 4.0]), "mask": torch.tensor([True, False])}
+    assert overflowing_nodes(model, [feeds]) == frozenset()
+    assert overflowing_nodes(model, [feeds | {"x": torch.tensor([300.0, 4.0])}]) == {"large", "root"}
