@@ -21,6 +21,7 @@ _ASSERTIONS = (
 )  # fmt: skip
 # Operators of aten with private names.
 FFT_R2C, FFT_C2C, FFT_C2R = torch.ops.aten._fft_r2c, torch.ops.aten._fft_c2c, torch.ops.aten._fft_c2r
+CONJUGATE = torch.ops.aten._conj_physical
 UNSAFE_VIEW, TO_COPY = torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import FFT_C2C, FFT_C2R, FFT_R2C
+from exportkit._torch_compat.graph import CONJUGATE, FFT_C2C, FFT_C2R, FFT_R2C
 
 aten = torch.ops.aten
 
@@ -141,6 +141,44 @@ def _filled(make: Callable[..., Any]) -> Callable[..., Any]:
     return form
 
 
+def _like(make: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that makes a tensor with the size of another one, or with the dtype of another one."""
+
+    def form(other: torch.Tensor, *value: Any, dtype: torch.dtype | None = None, **_options: Any) -> Any:
+        dtype = dtype or other.dtype
+        return make(other, *value, dtype=dtype) if dtype.is_complex else NotImplemented
+
+    return form
+
+
+def _apart(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that does the same to the real and to the imaginary part."""
+
+    def form(value: torch.Tensor, *options: Any, **named: Any) -> Any:
+        real, imaginary = _parts(value)
+        return (
+            NotImplemented if imaginary is None else _joined(*(apply(x, *options, **named) for x in (real, imaginary)))
+        )
+
+    return form
+
+
+def _conjugate(value: torch.Tensor) -> Any:
+    real, imaginary = _parts(value)
+    return NotImplemented if imaginary is None else _joined(real, -imaginary)
+
+
+def _masked_fill(value: torch.Tensor, mask: torch.Tensor, other: Any) -> Any:
+    return _where(mask, other, value)
+
+
+def _equal(one: Any, other: Any) -> Any:
+    if not _has_complex([one, other]):
+        return NotImplemented
+    (a, b), (c, d) = _parts(one), _parts(other)
+    return (a == c) & ((0.0 if b is None else b) == (0.0 if d is None else d))
+
+
 def _scattered(scatter: Any) -> Callable[..., Any]:
     """An operator that puts a tensor into another one along an axis that is counted from the front."""
 
@@ -230,7 +268,22 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.where.ScalarOther: _where,
     aten.where.ScalarSelf: _where,
     aten.zeros.default: _filled(torch.zeros),
+    aten.ones.default: _filled(torch.ones),
     aten.full.default: _filled(torch.full),
+    aten.zeros_like.default: _like(lambda other, dtype: torch.zeros(other.shape, dtype=dtype)),
+    aten.ones_like.default: _like(lambda other, dtype: torch.ones(other.shape, dtype=dtype)),
+    aten.full_like.default: _like(lambda other, value, dtype: torch.full(other.shape, value, dtype=dtype)),
+    aten.new_zeros.default: _like(lambda _, size, dtype: torch.zeros(size, dtype=dtype)),
+    aten.new_ones.default: _like(lambda _, size, dtype: torch.ones(size, dtype=dtype)),
+    aten.new_full.default: _like(lambda _, size, value, dtype: torch.full(size, value, dtype=dtype)),
+    aten.constant_pad_nd.default: _apart(aten.constant_pad_nd.default),
+    aten.pad.default: _apart(aten.pad.default),
+    aten.cumsum.default: _apart(aten.cumsum.default),
+    CONJUGATE.default: _conjugate,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.eq.Tensor: _equal,
+    aten.eq.Scalar: _equal,
     aten.slice_scatter.default: _scattered(torch.slice_scatter),
     aten.select_scatter.default: _scattered(torch.select_scatter),
     aten.copy.default: _copy,

@@ -283,7 +283,7 @@ def _cdist(one: torch.Tensor, other: torch.Tensor, p: float = 2.0, _mode: int | 
     if math.isinf(p):
         return distance.amax(-1)
     if p == 0:
-        return torch.where(distance == 0, 0.0, distance * 0 + 1).sum(-1)
+        return torch.where(distance.isnan(), distance, (distance != 0).to(one.dtype)).sum(-1)
     return distance.sum(-1) if p == 1 else distance.pow(p).sum(-1).pow(1 / p)
 
 

@@ -36,6 +36,14 @@ def filtered(x):
     return torch.fft.irfft(kept, n=x.shape[2])
 
 
+def filled(x):
+    z = torch.complex(x, x + 1)
+    padded = functional.pad(z, (1, 2)).cumsum(2).masked_fill(x.new_zeros(1, dtype=torch.bool), 0)
+    kept = torch.zeros_like(padded)
+    kept[:, :, 1:4] = padded[:, :, 1:4] * torch.ones(3, dtype=torch.cfloat) + torch.full_like(z[:, :, :3], 2j)
+    return (kept * kept.conj() / 2).abs(), kept == 2j
+
+
 def frames(x):
     return torch.stft(x[:, 0], 12, 4, window=WINDOW, return_complex=True)
 
@@ -64,6 +72,7 @@ FUNCTIONS = {
     "complex choice": lambda x: torch.where(x > 0, torch.complex(x, x).conj() ** 2, 0.5).imag,
     "complex matrix product": lambda x: torch.einsum("bij,bkj->bik", torch.complex(x, x), torch.polar(x, x)).real,
     "complex tensor in parts": filtered,
+    "complex tensor like another one": filled,
     "transform and back": lambda x: torch.fft.irfft(torch.fft.rfft(x) * 2, n=x.shape[2]),
     "transform of two axes and back": lambda x: torch.fft.ifft2(torch.fft.fft2(x, norm="ortho"), norm="forward").real,
     "frames and back": lambda x: torch.istft(frames(x) * 2, 12, 4, window=WINDOW),
