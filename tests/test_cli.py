@@ -195,6 +195,16 @@ class TestExport:
         assert (result.exit_code, last_line(result)) == (0, "proven")
         assert "note: fused for onnxruntime: " in result.stdout
 
+    def test_weights_in_fewer_bits_are_measured(self, bert, tmp_path):
+        options = ("--weights", "int8", "--activations", "dynamic", "--accuracy", 0.5)
+        result = run("export", bert, "--out", tmp_path / "bert.onnx", *options)
+        assert result.exit_code == 0
+        assert last_line(result).startswith("measured: ")
+        assert "with dynamic activations" in result.stdout
+        result = run("export", bert, "--out", tmp_path / "bert.onnx", "--accuracy", 0.5)
+        assert result.exit_code == 2
+        assert "add --weights" in result.stderr
+
     def test_a_file_alone_is_nothing_for_genai(self, bert, tmp_path):
         result = run("export", bert, "--out", tmp_path / "bert.onnx", "--runtime", "genai")
         assert result.exit_code == 2

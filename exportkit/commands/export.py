@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Runtime = Literal["onnxruntime", "genai"]
 Weights = Literal["int4", "int8"]
 Dtype = Literal["float16"]
+Activations = Literal["dynamic", "static"]
 
 
 class Pipeline:
@@ -128,6 +129,10 @@ def export(
         Runtime | None, typer.Option(help="What to fuse operators for; genai also has caches that hold every token.")
     ] = None,
     weights: Annotated[Weights | None, typer.Option(help="Store weights in fewer bits, for onnxruntime.")] = None,
+    activations: Annotated[
+        Activations | None,
+        typer.Option(help="With --weights int8, compute with integers: by ranges of each call, or fixed."),
+    ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Compute in float16, except for parts that overflow.")] = None,
     accuracy: Annotated[
         float | None,
@@ -155,9 +160,12 @@ def export(
     from exportkit.running.session import require_onnxruntime
 
     to_file = out.suffix == ".onnx"
-    options = {"runtime": runtime, "weights": weights, "dtype": dtype, "accuracy": accuracy}
+    if activations is not None and weights != "int8":
+        raise typer.BadParameter("--activations are quantised together with --weights int8.")
+    stored = weights if activations is None else exportkit.Quantisation("int8", activations=activations)
+    options = {"runtime": runtime, "weights": stored, "dtype": dtype, "accuracy": accuracy}
     if accuracy is not None and weights is None and dtype is None:
-        raise typer.BadParameter("--accuracy is for quantised weights: add --weights.")
+        raise typer.BadParameter("--accuracy is for graphs that are measured: add --weights or --dtype.")
     if to_file and runtime == "genai":
         raise typer.BadParameter("onnxruntime-genai needs a folder: --out may not end in .onnx.")
     with quiet_libraries():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from exportkit.onnx_files.quantised import quiet_import
+from exportkit.errors import InvalidRequestError
+from exportkit.onnx_files.quantisers import quiet_logging
 from exportkit.running.session import Session
 
 if TYPE_CHECKING:
@@ -53,6 +55,29 @@ def overflowing_nodes(model: onnx.ModelProto, calls: Iterable[Mapping[str, torch
     return frozenset(node.name for node in model.graph.node if too_large.intersection([*node.input, *node.output]))
 
 
+def require_float32(model: onnx.ModelProto) -> None:
+    """Returns if most weights of a graph are in float32.
+
+    Raises:
+        InvalidRequestError: if they are not.
+    """
+    import onnx_ir
+
+    counts = Counter[onnx_ir.DataType]()
+    for tensor in model.graph.initializer:
+        dtype = onnx_ir.DataType(tensor.data_type)
+        counts[dtype] += math.prod(tensor.dims) if dtype.is_floating_point() else 0
+    most = max(counts, key=lambda dtype: counts[dtype], default=onnx_ir.DataType.FLOAT)
+    if counts[most] and most is not onnx_ir.DataType.FLOAT:
+        raise InvalidRequestError(
+            "The model does not compute in float32.",
+            where="dtype",
+            expected="a model in float32",
+            got=f"most weights in {most.name.lower()}",
+            hint="leave out dtype=: a model is exported and proven in its own dtype.",
+        )
+
+
 def in_float16(model: onnx.ModelProto, kept: Collection[str]) -> onnx.ModelProto:
     """Returns a graph that computes in float16, with the inputs and outputs that it had.
 
@@ -60,14 +85,15 @@ def in_float16(model: onnx.ModelProto, kept: Collection[str]) -> onnx.ModelProto
         model: The graph; it is changed.
         kept: Names of nodes that stay in float32.
     """
-    converter = quiet_import("onnxruntime.transformers.float16")
-    converter.logger.setLevel(logging.ERROR)
-    converted: onnx.ModelProto = converter.convert_float_to_float16(
-        model,
-        keep_io_types=True,
-        disable_shape_infer=model.ByteSize() > _LARGEST_PROTO,
-        node_block_list=[*kept],
-    )
+    with quiet_logging():
+        from onnxruntime.transformers import float16
+
+        converted: onnx.ModelProto = float16.convert_float_to_float16(
+            model,
+            keep_io_types=True,
+            disable_shape_infer=model.ByteSize() > _LARGEST_PROTO,
+            node_block_list=[*kept],
+        )
     _pass_on(converted.graph, kept)
     return converted
 

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
-import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from exportkit.errors import InvalidRequestError
-from exportkit.onnx_files.matrices import all_nodes, heads_of
-from exportkit.running.session import require_onnxruntime
+from exportkit.onnx_files.matrices import heads_of
 
 if TYPE_CHECKING:
     import onnx
@@ -27,9 +23,9 @@ Bits = Literal["int4", "int8"]
 Dtype = Literal["float16"]
 BITS: Mapping[Bits, int] = {"int4": 4, "int8": 8}
 _SMALLEST_BLOCK = 16
-# MatMulNBits rounds activations to int8 in blocks and computes with integers, several times as fast on a CPU. On a
-# trained model of two layers that moved the KL divergence from 0.0265 to 0.0268, of int4 weights.
-_COMPUTE_IN_INT8 = 4
+# The operators that can be quantised, with the place of their weights.
+_WEIGHTS_ALONE = {"MatMul": 1, "Gather": 0}
+_WITH_ACTIVATIONS = {"MatMul": 1, "Conv": 1}
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -46,6 +42,9 @@ class Quantisation:
         symmetric: Whether blocks are symmetric around 0, without a zero point of their own.
         embedding: Whether the tables that tokens are looked up in are quantised, too; only to int4.
         head: Whether the product that makes the logits is quantised.
+        activations: Of int8, whether values are quantised, too, so that products and convolutions compute with
+            integers: "dynamic", by the range that they have in each call, or "static", by the range that they have in
+            the recorded calls and in further data. Every channel of the weights has a scale then; there are no blocks.
 
     Raises:
         InvalidRequestError: if there is no such quantisation.
@@ -53,7 +52,7 @@ class Quantisation:
     Example:
         >>> import exportkit
         >>> exportkit.Quantisation("int4", block_size=64, head=False)
-        Quantisation(weights='int4', block_size=64, symmetric=False, embedding=False, head=False)
+        Quantisation(weights='int4', block_size=64, symmetric=False, embedding=False, head=False, activations=None)
     """
 
     weights: Bits = "int4"
@@ -61,6 +60,7 @@ class Quantisation:
     symmetric: bool = False
     embedding: bool = False
     head: bool = True
+    activations: Literal["dynamic", "static"] | None = None
 
     def __post_init__(self) -> None:
         if self.weights not in BITS:
@@ -78,6 +78,22 @@ class Quantisation:
             raise InvalidRequestError(
                 "onnxruntime quantises embeddings to int4 only.", where="embedding", expected="False", got="True"
             )
+        if self.activations is None:
+            return
+        if self.activations not in ("dynamic", "static"):
+            raise InvalidRequestError(
+                "Activations cannot be quantised like this.",
+                where="activations",
+                expected="'dynamic' or 'static'",
+                got=self.activations,
+            )
+        if (self.weights, self.block_size, self.symmetric) != ("int8", Quantisation.block_size, False):
+            raise InvalidRequestError(
+                "Together with activations, weights are int8, with a scale for each channel.",
+                where="activations",
+                expected="weights='int8', and neither block_size nor symmetric",
+                got=repr(self),
+            )
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ class Layer:
     Attributes:
         name: Path of the module that it belongs to.
         node: Name of the node that takes it.
-        operator: MatMul, or Gather for an embedding.
+        operator: MatMul, Conv, or Gather for an embedding.
         elements: How many weights it has.
         dtype: The dtype that they have in the model, such as ``float32``.
         stored: What they are stored in: that dtype, int4 or int8.
@@ -146,7 +162,10 @@ class Quantised:
             counts = Counter(layer.stored for layer in self.layers)
             stored = ", ".join(f"{count} in {kind}" for kind, count in counts.most_common())
             left = f"; left as they were: {', '.join(self.left)}" if self.left else ""
-            found.append(f"{len(self.layers)} weight matrices: {stored}, in blocks of {self.request.block_size}{left}.")
+            how = f"in blocks of {self.request.block_size}"
+            if self.request.activations is not None:
+                how = f"with {self.request.activations} activations"
+            found.append(f"{len(self.layers)} weight matrices: {stored}, {how}{left}.")
         return " ".join(found)
 
 
@@ -162,7 +181,7 @@ def read_layers(model: onnx.ModelProto, outputs: Collection[str], request: Quant
     weights = {tensor.name: tensor for tensor in graph.initializer}
     found = []
     for node in graph.node:
-        place = {"MatMul": 1, "Gather": 0}.get(node.op_type)
+        place = (_WITH_ACTIVATIONS if request.activations else _WEIGHTS_ALONE).get(node.op_type)
         tensor = None if place is None else weights.get(node.input[place])
         if tensor is None or not _gets_smaller(tensor, node.op_type, request):
             continue
@@ -177,70 +196,6 @@ def read_layers(model: onnx.ModelProto, outputs: Collection[str], request: Quant
     return tuple(found)
 
 
-def write(model: onnx.ModelProto, path: Path) -> None:
-    """Writes a graph over its file.
-
-    Args:
-        model: The graph.
-        path: The file; its weights go beside it.
-    """
-    import onnx
-
-    data = path.with_name(path.name + ".data")
-    for file in (path, data):
-        file.unlink(missing_ok=True)
-    onnx.save(model, path, save_as_external_data=True, location=data.name)
-
-
-def quantise(model: onnx.ModelProto, layers: Sequence[Layer], request: Quantisation) -> None:
-    """Stores weights of a graph in fewer bits, with onnxruntime's quantiser.
-
-    Args:
-        model: The graph, as `read_quantisable` returns it; it is changed.
-        layers: Its matrices, with what each is stored in.
-        request: What the user asked for.
-
-    Raises:
-        MissingPackageError: if onnxruntime is not installed.
-    """
-    quantiser = quiet_import("onnxruntime.quantization.matmul_nbits_quantizer")
-    quantiser.logger.setLevel(logging.ERROR)  # it logs every node
-    described = {node.name: list(node.metadata_props) for node in model.graph.node}
-    opsets = {item.domain: item.version for item in model.opset_import}
-    for kind, bits in BITS.items():
-        for operator in ("MatMul", "Gather"):
-            chosen = {layer.node for layer in layers if layer.stored == kind and layer.operator == operator}
-            if chosen:
-                before = {tensor.name for tensor in model.graph.initializer}
-                quantiser.MatMulNBitsQuantizer(
-                    model,
-                    bits=bits,
-                    block_size=request.block_size,
-                    is_symmetric=request.symmetric,
-                    accuracy_level=_COMPUTE_IN_INT8,
-                    nodes_to_exclude=[*({node.name for node in all_nodes(model.graph)} - chosen)],
-                    op_types_to_quantize=(operator,),
-                ).process()
-                _name_apart(model.graph, before, f"{operator}_{kind}")
-        for node in model.graph.node:
-            if node.domain == "com.microsoft" and not node.metadata_props:
-                node.metadata_props.extend(described.get(node.name.removesuffix(f"_Q{bits}"), ()))
-    for item in model.opset_import:  # for embeddings it is raised, without changing what depends on it
-        item.version = opsets.get(item.domain, item.version)
-
-
-def _name_apart(graph: onnx.GraphProto, before: Collection[str], ending: str) -> None:
-    """Gives new weights names of their own: those of one matrix that is stored in two ways are the same otherwise."""
-    new = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in before}
-    kept = [tensor for tensor in graph.initializer if tensor.name in before]
-    for node in graph.node:
-        node.input[:] = [f"{name}_{ending}" if name in new else name for name in node.input]
-    for tensor in new.values():  # once, where two products share a matrix
-        tensor.name = f"{tensor.name}_{ending}"
-    del graph.initializer[:]
-    graph.initializer.extend([*kept, *new.values()])
-
-
 def left_of(model: onnx.ModelProto, layers: Sequence[Layer]) -> tuple[str, ...]:
     """Returns what has weights and is left as it was, such as ``3 Conv`` or ``the embedding model.embed_tokens``.
 
@@ -248,7 +203,13 @@ def left_of(model: onnx.ModelProto, layers: Sequence[Layer]) -> tuple[str, ...]:
         model: The graph, as `read_quantisable` returns it.
         layers: Its matrices, with what each is stored in.
     """
-    weights = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
+    import onnx_ir
+
+    weights = {
+        tensor.name: math.prod(tensor.dims)
+        for tensor in model.graph.initializer
+        if onnx_ir.DataType(tensor.data_type).is_floating_point()
+    }
     taken = {layer.node for layer in layers if layer.stored in BITS}
     named, counts = [], Counter[str]()
     by_node = {layer.node: layer for layer in layers}
@@ -277,6 +238,8 @@ def _gets_smaller(tensor: onnx.TensorProto, operator: str, request: Quantisation
 
     dtype = onnx_ir.DataType(tensor.data_type)
     rows, columns = ([1, *tensor.dims])[-2:]
+    if request.activations is not None:
+        return dtype.is_floating_point() and math.prod(tensor.dims) >= _SMALLEST_BLOCK**2
     if not dtype.is_floating_point() or dtype.itemsize < 2 or math.prod(tensor.dims) != rows * columns:
         return False
     if operator == "Gather":
@@ -295,19 +258,3 @@ def module_of(node: onnx.NodeProto) -> str:
         if len(paths) > 1 and paths[-2]:
             return str(paths[-2])
     return str(node.name)
-
-
-def quiet_import(name: str) -> Any:
-    """Returns a module of onnxruntime, some of which set up the logging of the whole process when they are imported.
-
-    Raises:
-        MissingPackageError: if onnxruntime is not installed.
-    """
-    require_onnxruntime()
-    root = logging.getLogger()
-    handlers, level = [*root.handlers], root.level
-    try:
-        return importlib.import_module(name)
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)

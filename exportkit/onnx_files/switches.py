@@ -1,7 +1,4 @@
-"""One graph that stores each matrix in every way at once, and is told at each call which of them to use.
-
-With it, any choice of quantised layers is measured without writing a graph for it.
-"""
+"""Graphs that are told at each call what each layer is stored in, so that choices of quantised layers are measured."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from exportkit.onnx_files.quantised import BITS, Layer, Quantisation, quantise
+from exportkit.onnx_files.quantised import BITS, Layer, Quantisation
+from exportkit.onnx_files.quantisers import Tensors, quantise, write
 from exportkit.running.session import Session
 
 if TYPE_CHECKING:
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SwitchedGraph:
-    """A graph whose layers can be switched between precisions.
+    """A graph that stores each matrix in every way at once, so that no choice takes another graph.
 
     Args:
         model: The graph, as `read_quantisable` returns it; it is left as it is.
@@ -38,8 +36,6 @@ class SwitchedGraph:
         ways: Mapping[str, Sequence[str]],
         folder: Path,
     ) -> None:
-        import onnx
-
         whole = type(model)()
         whole.CopyFrom(model)
         self._switches: dict[tuple[str, str], str] = {}
@@ -47,7 +43,7 @@ class SwitchedGraph:
             chosen = [replace(layer, stored=kind) for layer in layers if kind in ways[layer.node]]
             if chosen:
                 self._add(whole, model, chosen, replace(request, weights=kind, embedding=False), kind)
-        onnx.save(whole, folder / "model.onnx", save_as_external_data=True, location="model.onnx.data")
+        write(whole, folder / "model.onnx")
         self._session = Session(folder / "model.onnx")
 
     def _add(
@@ -92,3 +88,38 @@ class SwitchedGraph:
         """
         switches = {name: torch.tensor(stored.get(node) == kind) for (node, kind), name in self._switches.items()}
         return self._session.run({**feeds, **switches})
+
+
+class RewrittenGraph:
+    """A graph whose layers can be switched between precisions, and which is written anew for each choice.
+
+    Args:
+        model: The graph, as `read_quantisable` returns it; it is left as it is.
+        layers: Its matrices.
+        request: How they are quantised.
+        calibration: Tensors by name of the graph's input, for each call by which activations are calibrated.
+        folder: An empty folder, which has to stay as long as the graph.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        layers: Sequence[Layer],
+        request: Quantisation,
+        calibration: Sequence[Tensors],
+        folder: Path,
+    ) -> None:
+        self._model, self._layers, self._request, self._calibration = model, layers, request, calibration
+        self._folder = folder
+        self._opened: tuple[Mapping[str, str], Session] | None = None
+
+    def run(self, feeds: Mapping[str, torch.Tensor], stored: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Returns the outputs by name; see `SwitchedGraph.run`."""
+        if self._opened is None or self._opened[0] != stored:
+            copy = type(self._model)()
+            copy.CopyFrom(self._model)
+            layers = [replace(layer, stored=stored.get(layer.node, layer.dtype)) for layer in self._layers]
+            path = self._folder / "model.onnx"
+            write(quantise(copy, layers, self._request, self._calibration), path)
+            self._opened = {**stored}, Session(path)
+        return self._opened[1].run(feeds)

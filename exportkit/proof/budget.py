@@ -16,7 +16,7 @@ from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.quantised import BITS, Layer, Quantised
 from exportkit.onnx_files.runner import OnnxRunner
-from exportkit.onnx_files.switches import SwitchedGraph
+from exportkit.onnx_files.switches import RewrittenGraph, SwitchedGraph
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.calls import Tensors
 from exportkit.proof.figures import Figures, figures_of, over_budget, together, worst
@@ -64,7 +64,12 @@ def within_budget(graph: OnnxGraph, model: onnx.ModelProto, quantised: Quantised
     chosen = [layer for layer in quantised.layers if layer.stored in BITS]
     own = {layer.node: _precisions(layer) for layer in chosen}
     with tempfile.TemporaryDirectory(prefix="exportkit-switches-") as folder:
-        switched = SwitchedGraph(model, chosen, quantised.request, own, Path(folder))
+        switched: SwitchedGraph | RewrittenGraph
+        if quantised.request.activations is None:
+            switched = SwitchedGraph(model, chosen, quantised.request, own, Path(folder))
+        else:
+            calibration = calibration_of(cases)
+            switched = RewrittenGraph(model, chosen, quantised.request, calibration, Path(folder))
 
         def figures(stored: Mapping[str, str], kinds: Sequence[Kind] = ()) -> dict[Kind, dict[str, Figures]]:
             return _figures(graph, quantised, switched, [c for c in cases if not kinds or c.kind in kinds], stored)
@@ -94,6 +99,11 @@ def within_budget(graph: OnnxGraph, model: onnx.ModelProto, quantised: Quantised
     )
 
 
+def calibration_of(cases: Sequence[Case]) -> list[Tensors]:
+    """Returns the inputs by which activations are calibrated: those of calls that were recorded, or given."""
+    return [case.feeds for case in cases if case.kind != "unseen"]
+
+
 def _precisions(layer: Layer) -> tuple[str, ...]:
     """What a layer can be stored in, from the fewest bits; onnxruntime quantises embeddings to int4 only."""
     return ("int4", "int8") if layer.stored == "int4" and layer.operator == "MatMul" else (layer.stored,)
@@ -116,7 +126,11 @@ def _steps(
 
 
 def _figures(
-    graph: OnnxGraph, quantised: Quantised, switched: SwitchedGraph, cases: Sequence[Case], stored: Mapping[str, str]
+    graph: OnnxGraph,
+    quantised: Quantised,
+    switched: SwitchedGraph | RewrittenGraph,
+    cases: Sequence[Case],
+    stored: Mapping[str, str],
 ) -> dict[Kind, dict[str, Figures]]:
     found: dict[Kind, dict[str, list[Figures]]] = {}
     for case in cases:

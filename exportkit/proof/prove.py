@@ -31,7 +31,7 @@ from exportkit.programs.stages import stage
 from exportkit.proof.calls import Tensors, as_made, assembled_calls, small_calls, unseen_calls
 from exportkit.proof.figures import Figures
 from exportkit.proof.leeway import measurements, name_of
-from exportkit.proof.lossy import lossy_differences
+from exportkit.proof.lossy import distance_from_float32, lossy_differences
 from exportkit.proof.report import Divergence, Report, Row
 from exportkit.proof.values import value_differences
 from exportkit.running.bounds import rounding_bound
@@ -150,7 +150,11 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
             further += [_unseen_row(graph, call, locate) for call in small_calls(graph.traced, left)]
     further = _narrowed(graph, rows, further)
     contract = graph.contract
-    findings = (*(finding.text for finding in contract.plan.findings), *_computed_otherwise(graph))
+    findings = (
+        *(finding.text for finding in contract.plan.findings),
+        *_computed_otherwise(graph),
+        *distance_from_float32(graph),
+    )
     inside = sum(row.status != "outside" for row in further)
     limits = tuple(contract.domain.limits())
     return Report((*rows, *further), min(_ENOUGH_UNSEEN, inside), findings, limits=limits, quantised=contract.quantised)

@@ -10,7 +10,7 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.graph import OnnxGraph
-from exportkit.onnx_files.half import in_float16, overflowing_nodes
+from exportkit.onnx_files.half import in_float16, overflowing_nodes, require_float32
 from exportkit.onnx_files.matrices import heads_of, read_quantisable
 from exportkit.onnx_files.quantised import (
     Bits,
@@ -19,12 +19,11 @@ from exportkit.onnx_files.quantised import (
     Quantised,
     left_of,
     module_of,
-    quantise,
     read_layers,
-    write,
 )
+from exportkit.onnx_files.quantisers import quantise, write
 from exportkit.onnx_files.runner import OnnxRunner
-from exportkit.proof.budget import Case, cases_of, within_budget
+from exportkit.proof.budget import Case, calibration_of, cases_of, within_budget
 from exportkit.proof.calls import as_made, given_calls, unseen_calls
 from exportkit.proof.prove import prove
 
@@ -75,6 +74,13 @@ class Lossy:
                 )
             return None
         quantisation = weights if weights is None or isinstance(weights, Quantisation) else Quantisation(weights)
+        if dtype is not None and quantisation is not None and quantisation.activations is not None:
+            raise InvalidRequestError(
+                "Activations are quantised in place of float32.",
+                where="dtype",
+                expected="None, as activations are quantised",
+                got=repr(dtype),
+            )
         return cls(quantisation, dtype, budget, given)
 
 
@@ -127,7 +133,9 @@ def budget_of(accuracy: Accuracy | None) -> dict[str, float]:
 
 
 def _lossy(runner: OnnxRunner, lossy: Lossy, verify: bool) -> OnnxRunner:
-    of_parts = replace(lossy, budget={}, given=())
+    # A budget is about the outputs of the model, on which a part alone has no effect that could be measured.
+    exact = replace(lossy.weights, weights="int8", embedding=False) if lossy.weights and lossy.budget else lossy.weights
+    of_parts = replace(lossy, weights=exact, budget={}, given=())
     return OnnxRunner(
         {name: _lossy_graph(graph, lossy, verify) for name, graph in runner.graphs.items()},
         {name: _lossy(part, of_parts, verify) for name, part in runner.parts.items()},
@@ -151,13 +159,14 @@ def _lossy_graph(graph: OnnxGraph, lossy: Lossy, verify: bool) -> OnnxGraph:
             got=", ".join(graph.contract.outputs),
             hint='give a limit of the error instead: accuracy={"error": 0.01}.',
         )
-    runs = lossy.budget or lossy.dtype is not None
+    runs = lossy.budget or lossy.dtype is not None or (lossy.weights and lossy.weights.activations == "static")
     unseen = tuple(unseen_calls(graph.traced)) if graph.traced is not None and (verify or runs) else ()
     proven = OnnxGraph(graph.contract, graph.observation, graph.traced, unseen=unseen, eager=graph.eager)
     problems = prove(OnnxRunner({"": proven})).problems() if verify else ()
     cases = [*_cases(proven, lossy.given)] if runs else []
     kept: tuple[str, ...] = ()
     if lossy.dtype is not None:
+        require_float32(model)
         nodes = overflowing_nodes(model, [case.feeds for case in cases])
         kept = tuple(dict.fromkeys(module_of(node) for node in model.graph.node if node.name in nodes))
         model = in_float16(model, nodes)
@@ -167,7 +176,7 @@ def _lossy_graph(graph: OnnxGraph, lossy: Lossy, verify: bool) -> OnnxGraph:
     if layers and lossy.budget:
         quantised = within_budget(proven, model, quantised, cases)
     if lossy.weights is not None:
-        quantise(model, quantised.layers, lossy.weights)
+        model = quantise(model, quantised.layers, lossy.weights, calibration_of(cases))
     write(model, graph.path)
     contract = replace(proven.contract, quantised=quantised)
     return OnnxGraph(contract, graph.observation, graph.traced, eager=graph.eager)

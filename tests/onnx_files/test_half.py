@@ -58,6 +58,24 @@ def test_a_saved_graph_in_float16_is_measured_again(exported, tmp_path):
     assert loaded.verify().verdict().startswith("measured: ")
 
 
+def test_a_model_in_half_precision_is_proven_and_its_distance_from_float32_is_said(tmp_path):
+    torch.manual_seed(0)
+    model, observer = torch.nn.Linear(64, 40).to(torch.bfloat16), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for size in (4, 6):
+            model(torch.randn(size, 64, dtype=torch.bfloat16))
+    exported = exportkit.export(model, observer)
+    report = exported.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok
+    (note,) = (text for text in report.findings if "computes in bfloat16" in text)
+    error = float(note.partition("recorded calls are ")[2].split()[0])
+    assert 1e-4 < error < 1e-2
+    assert model.weight.dtype is torch.bfloat16
+    assert exported.to_onnx(tmp_path / "int4.onnx", weights="int4").verify().verdict().startswith("measured: ")
+    with pytest.raises(InvalidRequestError, match="most weights in bfloat16"):
+        exported.to_onnx(tmp_path / "model.onnx", dtype="float16")
+
+
 def test_another_dtype_is_refused(exported, tmp_path):
     with pytest.raises(InvalidRequestError, match="expected: 'float16'"):
         exported.to_onnx(tmp_path / "model.onnx", dtype="float8")

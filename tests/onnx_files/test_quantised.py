@@ -10,7 +10,8 @@ import torch
 import exportkit
 from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.matrices import heads_of, read_quantisable
-from exportkit.onnx_files.quantised import quantise, read_layers
+from exportkit.onnx_files.quantised import read_layers
+from exportkit.onnx_files.quantisers import quantise
 from exportkit.running.compare import distance
 from exportkit.running.session import Session
 
@@ -125,6 +126,8 @@ def test_the_embedding_and_the_head_are_options(exported, tmp_path):
         ({"weights": "int3"}, "int3"),
         ({"block_size": 48}, "power of two"),
         ({"weights": "int8", "embedding": True}, "embeddings to int4 only"),
+        ({"activations": "static"}, "weights='int8'"),
+        ({"weights": "int8", "activations": "both"}, "'dynamic' or 'static'"),
     ],
 )
 def test_quantisations_that_do_not_exist_are_refused(options, text):
@@ -208,3 +211,37 @@ def test_a_matrix_may_be_stored_in_two_ways(tmp_path):
     assert len(names) == len(set(names))
     (expected,), (got,) = before.values(), Session(graph.SerializeToString()).run(feeds).values()
     assert 0 < distance(expected, got).rms < 0.2
+
+
+class Picture(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.layer, self.head = torch.nn.Conv2d(8, 16, 3), torch.nn.Linear(16, 64), torch.nn.Linear(64, 20)
+
+    def forward(self, x):
+        return {"logits": self.head(self.layer(self.conv(x).relu().mean((2, 3))).relu())}
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+def test_activations_are_quantised_together_with_weights(activations, tmp_path):
+    torch.manual_seed(0)
+    model, observer = Picture().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for size in (8, 10):
+            model(torch.randn(4, 8, size, size))
+    exported = exportkit.export(model, observer)
+    handlers = list(logging.getLogger().handlers)
+    wanted = exportkit.Quantisation("int8", activations=activations)
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx", weights=wanted)
+    assert logging.getLogger().handlers == handlers
+    assert stored(onnx_model) == {"conv": "int8", "layer": "int8", "head": "int8"}
+    used = operators(onnx_model)
+    assert ("ConvInteger" in used and "MatMulInteger" in used) if activations == "dynamic" else "QuantizeLinear" in used
+    report = onnx_model.verify()
+    error = report.figures["recorded"]["logits"].error
+    assert report.ok
+    assert 1e-4 < error < 0.1
+    assert f"3 in int8, with {activations} activations." in str(report)
+    kept = exported.to_onnx(tmp_path / "kept.onnx", weights=wanted, accuracy={"error": error / 2})
+    assert kept.verify().ok
+    assert "float32" in stored(kept).values()
