@@ -82,6 +82,22 @@ def tree_leaves(value: Any) -> list[Any]:
     return list(require(torch.utils._pytree, "tree_leaves", "torch 2.13")(value))
 
 
+def tree_flatten(value: Any) -> tuple[list[Any], Any]:
+    """Returns the leaves of ``value`` in torch's order, and its form. Seen in torch 2.13."""
+    leaves, form = torch.utils._pytree.tree_flatten(value)
+    return list(leaves), form
+
+
+def tree_unflatten(leaves: Iterable[Any], form: Any) -> Any:
+    """Returns the value of a form with these leaves. Seen in torch 2.13."""
+    return torch.utils._pytree.tree_unflatten(leaves, form)
+
+
+def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Returns ``value`` with each leaf changed. Seen in torch 2.13."""
+    return torch.utils._pytree.tree_map(change, value)
+
+
 class ContextWriter(NamedTuple):
     """How the context of a registered class is saved and loaded."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,6 +99,31 @@ def _place(location: Any) -> tuple[str, int]:
     if not hasattr(place, "filename") or "/torch/_dynamo/" in Path(place.filename).as_posix():
         return "", 0
     return place.filename, place.lineno
+
+
+def exact_rounding(name: str) -> Callable[[Any], Any]:
+    """Returns ``__ceil__`` or ``__floor__`` for traced numbers, in integers where the number is a quotient of sizes.
+
+    torch keeps ``ceil(a / b)`` as a float division, whose conditions cannot be simplified: every length computed from
+    it becomes a number. For sizes below 2**31, the integers are the same. Seen in torch 2.13.
+    """
+    original = getattr(torch.SymFloat, name)
+
+    def rounded(number: Any) -> Any:
+        import sympy
+        from torch.utils._sympy import functions
+
+        quotient, divide = (require(functions, each, "torch 2.13") for each in ("IntTrueDiv", "FloorDiv"))
+        terms = sympy.Add.make_args(number.node.expr)
+        parts = [term for term in terms if isinstance(term, quotient)]
+        rest = [term for term in terms if not isinstance(term, quotient)]
+        if len(parts) != 1 or not all(term.is_number and float(term).is_integer() for term in rest):
+            return original(number)
+        above, below = parts[0].args
+        whole = divide(above, below) if name == "__floor__" else -divide(-above, below)
+        return number.node.shape_env.create_symintnode(whole + sum(int(term) for term in rest), hint=None)
+
+    return rounded
 
 
 def depends_on_values(condition: Any) -> bool:

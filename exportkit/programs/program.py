@@ -193,8 +193,8 @@ def trace(
             length = size_in(plan, past.name, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
             for value in given.values() if length is not None else ():
                 set_stored_length(value, length)
-        known = KnownValues(zip(model.buffers(), buffers, strict=True)) if buffers else contextlib.nullcontext()
-        with known:
+        is_known = BUFFER_VALUES in rules
+        with KnownValues(zip(model.buffers(), buffers, strict=True)) if is_known else contextlib.nullcontext():
             result = adapted_call(rules, model, flat.values(given), flat.signature.names, call_method)
         tree = with_joined_lists(flatten(result), example.joined_outputs)
         inputs = {id(tensor) for tensor in tensors.values()}

@@ -29,6 +29,7 @@ from exportkit.rewrites.table import (
     BUFFER_VALUES,
     LIBRARY_PATCHES,
     LISTS_OF_ONE,
+    LOOPS,
     STRICT,
     SYMBOLIC_LENGTHS,
     Rewrite,
@@ -133,6 +134,13 @@ STRATEGIES = (
         adds=(SYMBOLIC_LENGTHS,),
     ),
     Strategy(
+        "loops as one operator",
+        "the trace fixed a size, or left out a recorded call; a loop over a length may be the reason",
+        lambda search: search.size_fixed or search.leaves_out_calls,
+        adds=(SYMBOLIC_LENGTHS, LOOPS),
+        drops=(LISTS_OF_ONE,),
+    ),
+    Strategy(
         "strict tracing",
         "the trace fixed a size, or left out a recorded call",
         lambda search: search.size_fixed or search.leaves_out_calls,
@@ -205,6 +213,7 @@ class Search:
         self._plan: BoundPlan | None = None
         self._example: Example | None = None
         self._audit: Audit | None = None  # of the result
+        self._enlarged = False  # whether a trace at larger sizes got further
 
     @property
     def trace_failed(self) -> bool:
@@ -300,12 +309,13 @@ class Search:
     def _try(self, strategy: Strategy, name: str, plan: BoundPlan) -> None:
         """Traces with the rewrites of a strategy, and keeps the program if it is the first one or a better one."""
         improving = self.result is not None
+        enlarges = strategy.enlarges or self._enlarged
         try:
             if self._example is None:
                 with stage("arguments", self._seconds):
                     self._example, self.rules = chosen_example(self.model, self.method, plan, self.required)
             example = self._example
-            if strategy.enlarges:
+            if enlarges:
                 with stage("arguments", self._seconds):
                     example, _ = chosen_example(self.model, self.method, plan, self.required, larger=True)
                 if example.outputs.paths != self._example.outputs.paths:
@@ -318,15 +328,18 @@ class Search:
             with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
                 traced = trace(self.model, self.method, plan.plan, plan.observation, example, rules)
                 audit = audit_sizes(traced)
-                if strategy.enlarges and (difference := ProgramProbe(traced).difference(traced.sizes)):
+                if enlarges and (difference := ProgramProbe(traced).difference(traced.sizes)):
                     raise ExportError("The program does not return what the model returns.", got=difference)
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
             self.attempts.append(Attempt(name, "failed", _reason(error)))
-            if strategy.enlarges:  # the model may have no more positions, which says nothing about its trace
+            if enlarges:  # the model may have no more positions, which says nothing about its trace
+                self._enlarged |= error.__cause__ is None and self.size_fixed
                 return
             is_refused = error.__cause__ is None  # it could be traced, and serves less than the plan
-            if self.error is None or is_refused or (strategy.decides and not is_data_dependent(error.__cause__)):
+            is_plainer = bool(strategy.drops and not strategy.adds)  # less of it is a guess
+            is_other = strategy.decides and not is_data_dependent(error.__cause__)
+            if self.error is None or is_refused or is_plainer or is_other:
                 self.error = error
             if improving:
                 self.rules = [*strategy.adds, *self.rules] if SYMBOLIC_LENGTHS in strategy.adds else self.rules

@@ -1,7 +1,7 @@
 """Buffers that a model reads as numbers: a flag in an ``if``, a length with ``item()``.
 
-In a trace tensors have no values, but a graph has the buffers as they are, so what follows from small buffers alone is
-computed beside the trace.
+In a trace tensors have no values, but a graph has the buffers as they are, and the tensors that the model holds in
+other objects. What follows from small ones alone is computed beside the trace.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ class KnownValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         tensors = [item for value in (*args, *kwargs.values()) for item in _tensors_in(value)]
+        for tensor in tensors:
+            if type(tensor) is torch.Tensor and tensor.device.type != "meta" and tensor.numel() <= _LARGEST:
+                self._known.setdefault(
+                    id(tensor), (tensor, tensor)
+                )  # no tensor of the trace: the model holds it itself
         known = [tensor for tensor in tensors if id(tensor) in self._known]
         if not known:
             return func(*args, **kwargs)
@@ -51,8 +56,9 @@ class KnownValues(TorchFunctionMode):
         if is_number and value is not None:
             return value
         result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and isinstance(value, torch.Tensor) and value.numel() <= _LARGEST:
-            self._known[id(result)] = result, value
+        for traced, real in zip(_tensors_in(result), _tensors_in(value), strict=False):
+            if real.numel() <= _LARGEST:
+                self._known[id(traced)] = traced, real
         return result
 
     def _real(self, value: Any) -> Any:

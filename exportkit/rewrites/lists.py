@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.graph import decomposition_attributes, recurrent_loops
+from exportkit._torch_compat.symbolic_shapes import exact_rounding
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced
@@ -195,7 +196,7 @@ class Int(builtins.int, metaclass=_Symbolic):
 
 
 def operators_at_any_length() -> contextlib.AbstractContextManager[None]:
-    """Decomposes recurrent layers and ``max_pool1d`` so that their inputs may have a symbolic length.
+    """Decomposes recurrent layers and ``max_pool1d``, and rounds quotients, so that lengths may be symbolic.
 
     torch makes an LSTM as many steps as there are tokens, and the pool asks for the length as a number. The graph has
     the same operators either way, and so has the ONNX file.
@@ -203,6 +204,7 @@ def operators_at_any_length() -> contextlib.AbstractContextManager[None]:
     kernels = {**recurrent_loops(), aten.max_pool1d.default: _max_pool1d, **KERNELS, **FAKE_QUANTISATION}
     attributes = decomposition_attributes(kernels)
     attributes.append((torch, FUNCTIONS))
+    attributes.append((torch.SymFloat, {name: exact_rounding(name) for name in ("__ceil__", "__floor__")}))
     return replaced([(Attribute(owner, name), value) for owner, values in attributes for name, value in values.items()])
 
 

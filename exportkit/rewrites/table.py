@@ -23,6 +23,7 @@ from exportkit.rewrites import (
     grids,
     images,
     lists,
+    loops,
     packed_sequences,
     quantised,
     token_scans,
@@ -186,13 +187,23 @@ PACKED_SEQUENCES = Rewrite("packed sequences as padded ones with a mask", packed
 
 # What is tried, one after the other, if a trace fails; the first two only if it fixed a size.
 SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lists.symbolic_lengths)
+LOOPS = Rewrite("loops over a length as one operator", loops.loops_as_operators)
 BUFFER_VALUES = Rewrite("buffers read as numbers", lambda _: contextlib.nullcontext())
 STRICT = Rewrite("traced from bytecode (strict)", lambda _: contextlib.nullcontext())
 LIBRARY_PATCHES = Rewrite("transformers' own export patches", library_patches)
 
 # By name, for `get_patch_mapping` and `apply_patches`. Strict tracing and values of buffers are left out: they belong
 # to a trace.
-_CHOSEN = (FEATURE_ROWS, LISTS_OF_ONE, ALL_EXPERTS, EVERY_BRANCH, PACKED_SEQUENCES, SYMBOLIC_LENGTHS, LIBRARY_PATCHES)
+_CHOSEN = (
+    FEATURE_ROWS,
+    LISTS_OF_ONE,
+    ALL_EXPERTS,
+    EVERY_BRANCH,
+    PACKED_SEQUENCES,
+    SYMBOLIC_LENGTHS,
+    LOOPS,
+    LIBRARY_PATCHES,
+)
 BUILT_IN = {rewrite.name: rewrite for rewrite in (*REWRITES, *_CHOSEN)}
 
 

@@ -405,6 +405,8 @@ def test_a_length_that_only_the_trace_fixes_is_static_and_said_to_be_so(tmp_path
         def forward(self, ids):
             total = torch.zeros_like(ids[:, 0])
             for step in range(ids.shape[1]):
+                if step > 50:
+                    break
                 total = total + ids[:, step]
             return total
 

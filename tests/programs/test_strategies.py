@@ -26,6 +26,7 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
         "decisions by values",
         "larger sizes",
         "lengths kept symbolic",
+        "loops as one operator",
         "strict tracing",
         "transformers' export patches",
         "static lengths",
@@ -140,6 +141,31 @@ def test_a_buffer_is_read_as_a_number():
     exported = exportkit.export(model, observed(model, (2, 6), (3, 8)))
     assert exported.attempts[-1].strategy == "decisions by values"
     x = torch.randn(4, 9)
+    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+
+
+class Schedule:
+    """Holds tensors that are no buffers."""
+
+    def __init__(self):
+        self.steps, self.factors = torch.tensor([3, 1]), torch.linspace(0.1, 1, 5)
+
+
+class Scheduled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.schedule = Schedule()
+
+    def forward(self, x):
+        for step in self.schedule.steps:
+            x = x * self.schedule.factors[step] if step - 2 >= 0 else x + step
+        return x
+
+
+def test_a_tensor_in_an_object_is_read_as_a_number():
+    model = Scheduled()
+    exported = exportkit.export(model, observed(model, (2, 6), (3, 6)))
+    x = torch.randn(4, 6)
     torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
 
 

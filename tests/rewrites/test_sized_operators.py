@@ -1,5 +1,7 @@
 """Operators that torch gives sizes as numbers, in a graph that serves any size."""
 
+import math
+
 import pytest
 import torch
 
@@ -40,3 +42,25 @@ def test_any_size_is_served(name, tmp_path):
     for length in (4, 6, 12):
         x = torch.randn(3, length)
         torch.testing.assert_close(graph(x), model(x))
+
+
+class Padded(torch.nn.Module):
+    """Pads its input so that the last window is full, twice."""
+
+    def forward(self, x):
+        for window, step in ((7, 4), (4, 2)):
+            windows = math.ceil((x.shape[-1] - window) / step + 1)
+            x = torch.nn.functional.pad(x, (0, (windows - 1) * step + window - x.shape[-1]))
+            x = torch.nn.functional.avg_pool1d(x, window, step)
+        return x + torch.zeros(math.ceil(x.shape[-1] / 1)) + math.floor(x.shape[-1] / 2 + 1)
+
+
+def test_quotients_of_lengths_are_rounded_in_integers():
+    model, observer = Padded(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 1, 160))
+        model(torch.randn(3, 1, 243))
+    exported = exportkit.export(model, observer)
+    for length in (37, 38, 39, 40, 95):
+        x = torch.randn(2, 1, length)
+        torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))

@@ -1,0 +1,397 @@
+"""Loops over a length, such as ``for step in x.unbind(1):``, as one loop operator.
+
+A trace unrolls a Python loop, which fixes how often it runs. Under this rewrite, the functions of a model with such
+loops are compiled once more from their source: where the loop runs over a symbolic length, its body becomes a function
+from what it changes, and one element, to what it has changed. A loop that does something else, such as to set an
+attribute or to end early, stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.graph import scan
+from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
+from exportkit.overrides import Attribute, namespaces, replaced
+from exportkit.rewrites.loop_source import HELPERS, with_loops_as_functions
+
+
+def loops_as_operators(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Replaces the functions with loops where the classes of the model are defined, and what joins lists."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    owners = (*classes, *namespaces(model), *model.modules())  # a module may hold a function as its attribute
+    own = [owner for owner in owners if _package(owner) not in ("torch", "builtins", "exportkit")]
+    replacements: list[tuple[Any, Any]] = [
+        (Attribute(torch, name), _joining(getattr(torch, name))) for name in ("stack", "cat")
+    ]
+    for owner in own:
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, types.FunctionType) and (again := _compiled(value)) is not None:
+                replacements.append((Attribute(owner, name), again))
+    return replaced(replacements)
+
+
+def _package(owner: Any) -> str:
+    return str(getattr(owner, "__module__", None) or owner.__name__).partition(".")[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(function: types.FunctionType) -> types.FunctionType | None:
+    """The function with its loops as functions; None if it has none, or its source is not that of a plain function."""
+    try:
+        lines, first = inspect.getsourcelines(function.__code__)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list or hasattr(function, "__wrapped__"):
+        return None
+    names = function.__code__.co_freevars
+    factory = with_loops_as_functions(definition, names)
+    if factory is None:
+        return None
+    ast.increment_lineno(factory, first - 1)
+    module = compile(ast.Module([factory], []), function.__code__.co_filename, "exec")
+    (made,) = (code for code in module.co_consts if isinstance(code, types.CodeType))
+    (code,) = (code for code in made.co_consts if isinstance(code, types.CodeType) and code.co_name == definition.name)
+    cells = dict(zip(names, function.__closure__ or (), strict=True)) | {HELPERS: types.CellType(Helpers)}
+    closure = tuple(cells[name] for name in code.co_freevars)
+    again = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    again.__kwdefaults__, again.__module__ = function.__kwdefaults__, function.__module__
+    return again
+
+
+class Position:
+    """The number of a turn in the body of a loop, ``base * factor + offset``.
+
+    Args:
+        base: The number as a tensor without axes.
+        least: Its smallest value.
+        factor: A factor.
+        offset: A summand, which may be symbolic.
+    """
+
+    def __init__(self, base: torch.Tensor, least: Any, factor: int = 1, offset: Any = 0) -> None:
+        self.base, self.least, self.factor, self.offset = base, least, factor, offset
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The number."""
+        found: torch.Tensor = self.base * self.factor + self.offset
+        return found
+
+    def rows(self, axis_size: Any) -> torch.Tensor:
+        """Returns the number as an index of one element, from the end if it is negative."""
+        value = self.value.reshape(1)
+        return torch.where(value < 0, value + axis_size, value)
+
+    def until(self, stop: Any) -> torch.Tensor:
+        """Returns the indices of a slice that begins here."""
+        if not isinstance(stop, Position) or stop.base is not self.base or stop.factor != self.factor:
+            raise TypeError("the length of a slice depends on the turn of a loop")
+        if not (self.factor > 0 and self.least * self.factor + self.offset >= 0):
+            raise TypeError("a slice may begin before the first element")
+        rows: torch.Tensor = self.value + torch.arange(stop.offset - self.offset)
+        return rows
+
+    def _affine(self, factor: int, offset: Any) -> Position:
+        return Position(self.base, self.least, self.factor * factor, self.offset * factor + offset)
+
+    def __add__(self, other: Any) -> Any:
+        return self._affine(1, other) if _is_int(other) else self.value + _plain(other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._affine(1, -other) if _is_int(other) else self.value - _plain(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._affine(-1, other) if _is_int(other) else other - self.value
+
+    def __mul__(self, other: Any) -> Any:
+        return self._affine(other, 0) if type(other) is int else self.value * _plain(other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __lt__(self, other: Any) -> Any:
+        return self.value < _plain(other)
+
+    def __le__(self, other: Any) -> Any:
+        return self.value <= _plain(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.value > _plain(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.value >= _plain(other)
+
+    def __eq__(self, other: object) -> Any:
+        return self.value == _plain(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int or isinstance(value, torch.SymInt)
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, torch.SymInt)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Position) else value
+
+
+class Steps:
+    """The turns of a loop of symbolic length.
+
+    Args:
+        elements: Nested tensors whose first axis is the loop.
+        given: Makes what the body gets from an element.
+        first: Returns what it gets in the first turn.
+    """
+
+    def __init__(self, elements: Any, given: Callable[[Any], Any], first: Callable[[], Any]) -> None:
+        self.elements, self.given, self.first = elements, given, first
+
+
+class Stacked:
+    """A list to which every turn of a loop adds a tensor.
+
+    Args:
+        parts: Tensors whose first axis goes over elements of the list.
+    """
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self.parts = parts
+
+    def whole(self) -> torch.Tensor:
+        """Returns all elements along the first axis."""
+        return torch.cat(self.parts) if len(self.parts) > 1 else self.parts[0]
+
+    def append(self, element: torch.Tensor) -> None:
+        """Adds an element, as a list does."""
+        self.parts.append(element.unsqueeze(0))
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == slice(None, None, -1):
+            return Stacked([part.flip(0) for part in reversed(self.parts)])
+        return Stacked([self.whole()[index]]) if isinstance(index, slice) else _item(self.whole(), index)
+
+
+def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.stack`` or ``torch.cat``, which also takes what a loop leaves."""
+
+    def join(tensors: Any, dim: int = 0, **options: Any) -> Any:
+        if not isinstance(tensors, Stacked):
+            return original(tensors, dim, **options)
+        if original.__name__ == "stack":
+            return tensors.whole().movedim(0, dim)
+        axis = dim % (tensors.parts[0].ndim - 1)
+        return original([part.movedim(0, axis).flatten(axis, axis + 1) for part in tensors.parts], axis)
+
+    return join
+
+
+class Helpers:
+    """What the source of a loop refers to."""
+
+    @staticmethod
+    def steps(iterated: Any) -> Any:
+        """Returns the turns of a loop over something; the thing itself if its length is a number."""
+        if isinstance(iterated, Stacked):
+            iterated = iterated.whole()
+        if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic(iterated.shape[0]):
+            return Steps(iterated, lambda element: element, lambda: iterated[0])
+        return iterated
+
+    @staticmethod
+    def is_symbolic(iterated: Any) -> bool:
+        """Returns whether a loop has a symbolic length."""
+        return isinstance(iterated, Steps)
+
+    @staticmethod
+    def range(*limits: Any) -> Any:
+        """Returns the turns of ``range``."""
+        start, stop, step = {1: (0, *limits, 1), 2: (*limits, 1)}.get(len(limits), limits)
+        if not any(isinstance(limit, torch.SymInt) for limit in limits):
+            return range(*limits)
+        if not all(map(_is_int, limits)) or (isinstance(step, torch.SymInt) and not start + step < stop):
+            return _one_by_one(start, stop, step)
+        if isinstance(step, torch.SymInt):
+            raise TypeError("the step of a loop is symbolic")
+        least = start if step > 0 else stop - start % -step  # not below the last one
+        elements = torch.arange(start, stop, step)
+        return Steps(elements, lambda element: Position(element, least), lambda: start)
+
+    @staticmethod
+    def enumerate(iterated: Any, start: int = 0) -> Any:
+        """Returns the turns of ``enumerate``."""
+        steps = Helpers.steps(iterated)
+        if not isinstance(steps, Steps):
+            return enumerate(steps, start)
+        return Helpers.zip(Helpers.range(start, _length(steps) + start), steps)
+
+    @staticmethod
+    def zip(*iterated: Any, **options: Any) -> Any:
+        """Returns the turns of ``zip`` over things of the same length."""
+        all_steps = [Helpers.steps(each) for each in iterated]
+        if not any(isinstance(steps, Steps) for steps in all_steps):
+            return zip(*all_steps, **options)  # noqa: B905 (the options of the caller)
+        if not all(isinstance(steps, Steps) and _length(steps) == _length(all_steps[0]) for steps in all_steps):
+            raise TypeError("a loop runs over things of different lengths")
+        givens, firsts = [steps.given for steps in all_steps], [steps.first for steps in all_steps]
+        return Steps(
+            tuple(steps.elements for steps in all_steps),
+            lambda elements: tuple([given(element) for given, element in zip(givens, elements, strict=True)]),
+            lambda: tuple([first() for first in firsts]),
+        )
+
+    @staticmethod
+    def reversed(iterated: Any) -> Any:
+        """Returns the turns of ``reversed``."""
+        steps = Helpers.steps(iterated)
+        if not isinstance(steps, Steps):
+            return reversed(steps)
+        flipped = tree_map(lambda tensor: tensor.flip(0), steps.elements)
+        return Steps(flipped, steps.given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped)))
+
+    @staticmethod
+    def unbind(tensor: Any, dim: int = 0) -> Any:
+        """Returns the turns of a loop over the slices of a tensor."""
+        if isinstance(tensor, torch.Tensor) and isinstance(tensor.shape[dim], torch.SymInt):
+            return Helpers.steps(tensor.movedim(dim, 0))
+        return tensor.unbind(dim)
+
+    @staticmethod
+    def plain(value: Any) -> Any:
+        """Returns the number of a turn as a tensor, and anything else as it is."""
+        return _plain(value)
+
+    @staticmethod
+    def item(value: Any, index: Any) -> Any:
+        """Returns ``value[index]`` in the body of a loop."""
+        return _item(value, index)
+
+    @staticmethod
+    def put(value: Any, index: Any, part: Any) -> Any:
+        """Returns a copy of a tensor in which ``value[index] = part``."""
+        if not isinstance(value, torch.Tensor):
+            raise TypeError("a loop sets an item of something that is not a tensor")
+        axes, index = _axes(value, index)
+        taken = value.clone()
+        for axis, rows in axes:
+            taken = taken.index_select(axis, rows)
+        taken[index] = part
+        if not axes:
+            return taken
+        ((axis, rows),) = axes
+        if isinstance(index[axis] if isinstance(index, tuple) else index, slice):
+            raise TypeError("a loop sets a slice")
+        is_here = (torch.arange(value.shape[axis]) == rows).reshape(-1, *[1] * (value.ndim - axis - 1))
+        return torch.where(is_here, taken, value)
+
+    @staticmethod
+    def run(steps: Steps, body: Callable[[Any, Any], Any], carried: tuple[Any, ...], lists: tuple[Any, ...]) -> Any:
+        """Returns what a loop leaves in the names that it changes, and in the lists to which it appends."""
+        if not all(isinstance(items, list | Stacked) for items in lists):
+            raise TypeError("a loop appends to something that is not a list")
+        before = [items.parts if isinstance(items, Stacked) else [item[None] for item in items] for items in lists]
+        elements = steps.elements
+        if not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(carried)[0]):
+            carried, added = body(carried, steps.first())  # what is None, or not there, becomes a tensor
+            before = [[*parts, part[None]] for parts, part in zip(before, added, strict=True)]
+            elements = tree_map(lambda tensor: tensor[1:], elements)
+        leaves, form = tree_flatten(carried)
+        places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+        def step(state: tuple[torch.Tensor, ...], element: Any) -> Any:
+            given = list(leaves)
+            for place, tensor in zip(places, state, strict=True):
+                given[place] = tensor
+            changed, added = body(tree_unflatten(given, form), steps.given(element))
+            after, form_after = tree_flatten(changed)
+            if form_after != form or any(after[n] is not leaves[n] for n in range(len(leaves)) if n not in places):
+                raise TypeError("a loop changes something other than tensors")
+            return tuple([_own(after[place]) for place in places]), tuple([_own(part) for part in added])
+
+        state = tuple([_own(leaves[place]) for place in places]) or (torch.zeros(1),)
+        if not places:
+            step = functools.partial(_without_state, step)
+        last, outputs = scan(step, state, tree_map(_own, elements))
+        for place, tensor in zip(places, last, strict=False):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, form), tuple(
+            Stacked([*parts, tensor]) for parts, tensor in zip(before, outputs, strict=True)
+        )
+
+
+def _without_state(step: Callable[..., Any], state: Any, element: Any) -> Any:
+    return (state[0].clone(),), step((), element)[1]
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().clone()  # the loop operator takes no views
+
+
+def _length(steps: Steps) -> Any:
+    return tree_flatten(steps.elements)[0][0].shape[0]
+
+
+def _one_by_one(start: Any, stop: Any, step: Any) -> Iterator[Any]:
+    """``range`` that keeps its numbers symbolic, for few turns."""
+    while start < stop:
+        yield start
+        start = start + step
+
+
+def _item(value: Any, index: Any) -> Any:
+    if isinstance(value, Stacked):
+        value = value.whole()
+    if not isinstance(value, torch.Tensor):
+        return value[index]
+    axes, index = _axes(value, index)
+    for axis, rows in axes:
+        value = value.index_select(axis, rows)
+    return value[index]
+
+
+def _axes(value: torch.Tensor, index: Any) -> tuple[list[tuple[int, torch.Tensor]], Any]:
+    """The axes along which an index has numbers of turns, with the rows there, and the index of what is left."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = [Position(part, 0) if _is_number(part) else part for part in parts]
+    if not any(isinstance(part, Position) or _begins_at_turn(part) for part in parts):
+        return [], index
+    used = sum(1 for part in parts if part is not None and part is not Ellipsis)
+    found: list[tuple[int, torch.Tensor]] = []
+    rest: list[Any] = []
+    axis = 0
+    for part in parts:
+        if isinstance(part, torch.Tensor) and part.dtype is torch.bool:
+            raise TypeError("a mask beside the number of a turn")
+        if isinstance(part, Position):
+            found.append((axis, part.rows(value.shape[axis])))
+            rest.append(0)
+        elif _begins_at_turn(part):
+            found.append((axis, part.start.until(part.stop)))
+            rest.append(slice(None))
+        else:
+            rest.append(part)
+        axis += 0 if part is None else value.ndim - used if part is Ellipsis else 1
+    return found, tuple(rest)
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.ndim == 0 and part.dtype is torch.int64
+
+
+def _begins_at_turn(part: Any) -> bool:
+    return isinstance(part, slice) and isinstance(part.start, Position)

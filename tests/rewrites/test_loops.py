@@ -1,0 +1,157 @@
+"""Loops over a length become one operator, or stay what they are: a size that the trace fixes."""
+
+import pytest
+import torch
+
+import exportkit
+from exportkit.errors import ExportError
+from exportkit.rewrites.table import LOOPS
+
+
+class Looping(torch.nn.Module):
+    """Calls a function with itself and its input; has some layers."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.cell, self.layer = torch.nn.LSTMCell(4, 4), torch.nn.Linear(4, 4)
+        self.moves, self.last = torch.nn.Parameter(torch.randn(4, 4)), None
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class OfClass(Looping):
+    """Calls a method of its class."""
+
+    def forward(self, x):
+        return self.run(x)
+
+
+def looping(function, is_method=True):
+    """A model whose class has the function as a method, or which holds the function, and calls of it."""
+    torch.manual_seed(0)
+    cls = type("Looping", (OfClass,), {"run": function, "__module__": __name__}) if is_method else Looping
+    model = cls(function).eval()
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 5, 4))
+        model(torch.randn(3, 8, 4))
+    return model, observer
+
+
+def over_slices(self, x):
+    state, states = None, []
+    for step in x.unbind(1):
+        state = self.cell(step, state)
+        states.append(state[0].unsqueeze(1))
+    return torch.cat(states, dim=1), state[1]
+
+
+def best_path(self, x):
+    scores = self.layer(x)
+    best, back = scores[:, 0], []
+    for step in range(1, x.shape[1]):
+        found = (best.unsqueeze(2) + self.moves).max(1)
+        back.append(found.indices)
+        best = found.values + scores[:, step]
+    back.append(back[-1])
+    return best.logsumexp(-1), torch.stack(back, 1)
+
+
+def from_behind(self, x):
+    result, state = torch.zeros_like(x), x.new_zeros(x.size(0), 1, 4)
+    length = x.size(1)
+    for i in reversed(range(length)):
+        if self.last is None:
+            state = torch.tanh(self.layer(x[:, i : i + 1]) + state)
+        result[:, length - 1 - i] = state[:, 0] * i
+        result[:, i] += state[:, 0]
+    return result
+
+
+def beside_its_number(self, x):
+    total = 0.0
+    for number, (token, other) in enumerate(zip(x.transpose(0, 1), x.flip(1).unbind(1), strict=True), start=2):
+        total = total * 0.5 + self.layer(token) * number - other
+    return total
+
+
+def of_two_lengths(self, x):
+    for i in range(x.shape[1] - 1):
+        y = x[:, i]
+        x = x + self.layer(x[:, i + 1]).unsqueeze(1) * 0.1
+        for _ in range(2):
+            y = y * 0.5
+        x = x + y.unsqueeze(1)
+    return x
+
+
+@pytest.mark.parametrize("function", [over_slices, best_path, from_behind, beside_its_number, of_two_lengths])
+def test_a_loop_over_a_length_is_one_operator(function):
+    model, observer = looping(function)
+    exported = exportkit.export(model, observer)
+    assert LOOPS.name in exported.rules
+    for batch, length in ((4, 13), (2, 6)):
+        x = torch.randn(batch, length, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+    assert vars(type(model))["run"] is function
+
+
+def test_a_loop_over_a_length_is_proven(tmp_path):
+    model, observer = looping(best_path, is_method=False)
+    report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+
+
+def that_ends_early(self, x):
+    for i in range(x.shape[1]):
+        if i > 3:
+            break
+        x = x + self.layer(x[:, i]).unsqueeze(1)
+    return x
+
+
+def that_sets_an_attribute(self, x):
+    for i in range(x.shape[1]):
+        self.last = x[:, i]
+        x = x + self.last.unsqueeze(1)
+    return x
+
+
+def that_grows_a_tensor(self, x):
+    found = x[:, :1]
+    for i in range(x.shape[1]):
+        found = torch.cat([found, self.layer(x[:, i : i + 1])], 1)
+    return found
+
+
+def that_decides_by_its_number(self, x):
+    for i in range(x.shape[1]):
+        if i % 2:
+            x = x + self.layer(x[:, i]).unsqueeze(1)
+    return x
+
+
+def that_collects_elsewhere(self, x):
+    found = {}
+    for i in range(x.shape[1]):
+        found[i] = x[:, i]
+    return torch.stack([*found.values()])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        that_ends_early,
+        that_sets_an_attribute,
+        that_grows_a_tensor,
+        that_decides_by_its_number,
+        that_collects_elsewhere,
+    ],
+)
+def test_other_loops_fix_the_length(function):
+    model, observer = looping(function)
+    with pytest.raises(ExportError, match=r"could not trace|serves less"):
+        exportkit.export(model, observer)
