@@ -91,7 +91,7 @@ _TRAITS = (
         lambda t: type(t) is torch.Tensor,
         (lambda t: t.as_subclass(_OtherClass), lambda t: torch.nn.Parameter(t, requires_grad=False)),
     ),
-    _Trait(_PLAIN, lambda t: not vars(t), ()),
+    _Trait(_PLAIN, lambda t: all(name.startswith("_") for name in vars(t)), ()),  # torch sets some of its own
 )
 
 
@@ -111,7 +111,8 @@ class Traits:
 
     def findings(self) -> list[Finding]:
         """Returns what a person should know about this."""
-        asked = [f"the graph serves inputs {text} only: the model decides by it" for text in self.tensors]
+        shown = [text for text in self.tensors if text != _PLAIN]  # which hardly any tensor has
+        asked = [f"the graph serves inputs {text} only: the model decides by it" for text in shown]
         for path, keys in self.orders.items():
             asked.append(f"the graph serves {path} with its keys in the order {', '.join(keys)} only: it matters")
         found = [Finding("limit", text, f"{text}.") for text in asked]

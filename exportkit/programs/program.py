@@ -272,9 +272,11 @@ def _leave_buffers(program: torch.export.ExportedProgram) -> None:
 
 def _settle_views(program: torch.export.ExportedProgram) -> None:
     """Writes the size that a -1 stands for where it is always the same: an empty tensor does not show it."""
+    views = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
     for node in program.graph.nodes:
-        if node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default) and -1 in node.args[1]:
-            sizes = zip(node.args[1], node.meta["val"].shape, strict=True)
+        shape = getattr(node.meta.get("val"), "shape", None)  # none if the operator raised
+        if node.target in views and -1 in node.args[1] and shape is not None:
+            sizes = zip(node.args[1], shape, strict=True)
             node.update_arg(1, [real if size == -1 and type(real) is int else size for size, real in sizes])
     program.graph_module.recompile()
 
