@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from exportkit.api.onnx_model import OnnxModel, recorded
 from exportkit.calls.observation import Observation
 from exportkit.calls.observer import Observer
@@ -41,7 +43,7 @@ class Exported(ExportedModel):
         *,
         runtime: Literal["onnxruntime"] | None = None,
         weights: Bits | Quantisation | None = None,
-        dtype: Dtype | None = None,
+        dtype: Dtype | torch.dtype | None = None,
         accuracy: Accuracy | None = None,
         data: Observer | Observation | None = None,
     ) -> OnnxModel:
@@ -55,8 +57,8 @@ class Exported(ExportedModel):
                 opset 23, which is faster there; by default, a graph of operators that every runtime has.
             weights: "int4" or "int8" to store weights in fewer bits, or a `Quantisation` with more options. The graph
                 is proven before that, and only runs in onnxruntime.
-            dtype: "float16" for a graph that computes in float16, with inputs and outputs in the dtypes of the model.
-                Parts whose values are too large stay as they were.
+            dtype: "float16" or torch.float16 for a graph that computes in float16, with inputs and outputs in the
+                dtypes of the model. Parts whose values are too large stay as they were.
             accuracy: How far the quantised graph may be from the model: the least top-1 agreement, such as 0.99, or a
                 dict with limits of ``top1``, ``kl`` and ``error``. Layers are stored in more bits until it holds.
             data: What another observer recorded of the model: further calls at which the accuracy has to hold.
@@ -111,7 +113,7 @@ class Exported(ExportedModel):
         runtime: Runtime | None = None,
         opset: int | None = None,
         weights: Bits | Quantisation | None = None,
-        dtype: Dtype | None = None,
+        dtype: Dtype | torch.dtype | None = None,
         accuracy: Accuracy | None = None,
         data: Observer | Observation | None = None,
         values: bool = True,

@@ -12,6 +12,7 @@ from exportkit.api.in_place import InPlace, Outside
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.observer import Observer
+from exportkit.errors import InvalidTypeError
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.proof.calls import Tensors, given_calls
@@ -118,7 +119,18 @@ class OnnxModel(OnnxRunner):
 
 
 def recorded(data: Observer | Observation | None) -> Observation | None:
-    """Returns what an observer recorded; None for no observer."""
+    """Returns what an observer recorded; None for no observer.
+
+    Raises:
+        InvalidTypeError: if this is something else.
+    """
+    if not isinstance(data, Observer | Observation | None):
+        raise InvalidTypeError(
+            "Further calls are given as what an observer recorded.",
+            where="data",
+            expected="an InputObserver or its observation",
+            got=type(data).__name__,
+        )
     return data.observation if isinstance(data, Observer) else data
 
 

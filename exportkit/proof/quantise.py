@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+
+import torch
 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
@@ -51,7 +52,7 @@ class Lossy:
     def of(
         cls,
         weights: Bits | Quantisation | None,
-        dtype: Dtype | None,
+        dtype: Dtype | torch.dtype | None,
         accuracy: Accuracy | None,
         data: Observation | None,
     ) -> Lossy | None:
@@ -61,10 +62,12 @@ class Lossy:
             InvalidRequestError: if it makes no sense.
         """
         budget, given = budget_of(accuracy), given_calls(data)
-        if dtype not in (None, *get_args(Dtype)):
-            expected = ", ".join(map(repr, get_args(Dtype)))
-            raise InvalidRequestError("Graphs are not converted to this.", where="dtype", expected=expected, got=dtype)
-        if weights is None and dtype is None:
+        half: Dtype | None = "float16" if dtype in ("float16", torch.float16) else None
+        if dtype is not None and half is None:
+            raise InvalidRequestError(
+                "Graphs are not converted to this.", where="dtype", expected="'float16'", got=str(dtype)
+            )
+        if weights is None and half is None:
             if budget:
                 raise InvalidRequestError(
                     "A budget is for graphs that are quantised; all others are proven.",
@@ -74,14 +77,14 @@ class Lossy:
                 )
             return None
         quantisation = weights if weights is None or isinstance(weights, Quantisation) else Quantisation(weights)
-        if dtype is not None and quantisation is not None and quantisation.activations is not None:
+        if half is not None and quantisation is not None and quantisation.activations is not None:
             raise InvalidRequestError(
                 "Activations are quantised in place of float32.",
                 where="dtype",
                 expected="None, as activations are quantised",
-                got=repr(dtype),
+                got=half,
             )
-        return cls(quantisation, dtype, budget, given)
+        return cls(quantisation, half, budget, given)
 
 
 def lossy_runner(runner: OnnxRunner, lossy: Lossy, verify: bool = True) -> OnnxRunner:

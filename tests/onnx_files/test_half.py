@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.errors import InvalidRequestError
+from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.half import overflowing_nodes
 
 
@@ -52,7 +52,7 @@ def test_a_graph_in_float16_keeps_what_overflows_in_float32(exported, weights, t
 
 
 def test_a_saved_graph_in_float16_is_measured_again(exported, tmp_path):
-    exported.save(tmp_path / "out", dtype="float16", accuracy={"error": 0.01})
+    exported.save(tmp_path / "out", dtype=torch.float16, accuracy={"error": 0.01})
     loaded = exportkit.load(tmp_path / "out")
     assert loaded.file.quantised.dtype == "float16"
     assert loaded.verify().verdict().startswith("measured: ")
@@ -79,6 +79,8 @@ def test_a_model_in_half_precision_is_proven_and_its_distance_from_float32_is_sa
 def test_another_dtype_is_refused(exported, tmp_path):
     with pytest.raises(InvalidRequestError, match="expected: 'float16'"):
         exported.to_onnx(tmp_path / "model.onnx", dtype="float8")
+    with pytest.raises(InvalidTypeError, match="an InputObserver or its observation"):
+        exported.to_onnx(tmp_path / "model.onnx", dtype="float16", data=[])
 
 
 def test_values_that_hide_do_not_overflow():
