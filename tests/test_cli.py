@@ -75,7 +75,7 @@ def differs(monkeypatch):
     """Makes every proof report a difference."""
     row = Row("recorded", "0", {}, "differs", 0.5, "logits: 0.5 off")
     monkeypatch.setattr(exportkit.OnnxModel, "verify", lambda self: exportkit.Report((row,), 0))
-    monkeypatch.setattr("exportkit.folder.folder.prove", lambda runner: exportkit.Report((row,), 0))
+    monkeypatch.setattr("exportkit.folder.folder.prove", lambda runner, **_: exportkit.Report((row,), 0))
 
 
 class TestHelp:

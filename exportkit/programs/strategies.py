@@ -145,6 +145,7 @@ STRATEGIES = (
         "the trace fixed a size, or left out a recorded call",
         lambda search: search.size_fixed or search.leaves_out_calls,
         adds=(STRICT,),
+        drops=(BUFFER_VALUES,),  # a mode for torch functions, which strict tracing would trace, too
     ),
     Strategy(
         "transformers' export patches",
@@ -343,7 +344,7 @@ class Search:
                 self.error = error
             if improving:
                 self.rules = [*strategy.adds, *self.rules] if SYMBOLIC_LENGTHS in strategy.adds else self.rules
-            elif self._raised is None or strategy.drops or (is_refused and self._raised.__cause__ is not None):
+            elif self._raised is None or is_plainer or (is_refused and self._raised.__cause__ is not None):
                 self._raised = error
             return
         self.error = None
