@@ -83,7 +83,8 @@ def _lgamma(x: torch.Tensor) -> torch.Tensor:
     found = (z + 0.5) * (z + 7.5).log() - (z + 7.5) + (total * _double(math.sqrt(2 * math.pi))).log()
     pi = _double(math.pi)
     other = (pi / ((x - x.round()) * pi).sin().abs()).log() - found
-    return torch.where(x.isinf(), math.inf, torch.where(mirrored, other, found))
+    found = torch.where((x == 1) | (x == 2), 0.0, torch.where(mirrored, other, found))
+    return torch.where(x.isinf(), math.inf, found)
 
 
 # The asymptotic series, from the last term; its numbers are those of Bernoulli.
