@@ -92,7 +92,7 @@ class Signature:
         """Returns the arguments that hold numbers which a graph takes as tensors, with these tensors in them.
 
         Args:
-            values: Values by parameter; those that are left out have their defaults.
+            values: Values by parameter name. Defaults are used for parameters that are not given.
         """
         found = {}
         for name, kinds in self.numbers_by_name().items():

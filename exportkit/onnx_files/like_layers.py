@@ -73,7 +73,7 @@ class Kind:
 
 
 class LikeLayers:
-    """The layers of a program of which there are several of a kind.
+    """The layers of a program that occur more than once.
 
     Args:
         program: The program, without assertions.
@@ -85,7 +85,7 @@ class LikeLayers:
         sizes: The nodes that compute sizes from the sizes of inputs. They are part of no layer, as torch shares them.
 
     Raises:
-        NotRepeated: if there are no such layers, or if one writes to a tensor that others read.
+        NotRepeated: if no two layers are alike, or if a layer writes to a tensor that is read elsewhere.
     """
 
     def __init__(self, program: torch.export.ExportedProgram, zeros: Sequence[Mapping[Any, int]]) -> None:

@@ -44,10 +44,10 @@ class Quantisation:
         head: Whether the product that makes the logits is quantised.
         activations: Of int8, whether values are quantised, too, so that products and convolutions compute with
             integers: "dynamic", by the range that they have in each call, or "static", by the range that they have in
-            the recorded calls and in further data. Every channel of the weights has a scale then; there are no blocks.
+            the recorded calls and in further data. The weights then have one scale for each channel, and no blocks.
 
     Raises:
-        InvalidRequestError: if there is no such quantisation.
+        InvalidRequestError: if an option is unknown, or does not go with another one.
 
     Example:
         >>> import exportkit

@@ -50,7 +50,7 @@ class RepeatedLayers:
         outputs: What the whole program returns.
 
     Raises:
-        NotRepeated: if there are no such layers, or if one writes to a tensor that others read.
+        NotRepeated: if no two layers are alike, or if a layer writes to a tensor that is read elsewhere.
     """
 
     def __init__(self, program: torch.export.ExportedProgram, zeros: Sequence[Mapping[Any, int]] | None = None) -> None:
@@ -69,7 +69,7 @@ class RepeatedLayers:
         self.reduced = reduction.program(list(self.results.values()))
 
     def repeat(self, model: onnx_ir.Model) -> None:
-        """Copies the layers in the ONNX graph of the reduced program, which then is that of the whole program.
+        """Turns the ONNX graph of the reduced program into that of the whole program, by copying the layers.
 
         Raises:
             NotRepeated: if the graph has other inputs or outputs than the program.

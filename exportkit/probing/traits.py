@@ -172,7 +172,7 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
         compare = beyond_rounding(lambda _: run(usual).tensors(), model)
         try:
             trees = known(usual), run(change, gradients)
-        except Exception:  # the model refuses such arguments, so there is no result to compare
+        except Exception:  # the model does not accept such arguments: nothing to compare
             return False
         constants = [{path: fingerprint(value) for path, value in tree.constants().items()} for tree in trees]
         differences = compare(call, *(tree.tensors() for tree in trees))

@@ -19,7 +19,7 @@ class Figures:
     """How far an output is from the model's.
 
     Attributes:
-        error: Root mean square of the difference, relative to that of the model's output; the share of elements that
+        error: Root mean square error, divided by the root mean square of the model's output; the share of elements that
             differ if these are integers.
         elements: Number of elements that were compared.
         top1: For logits, the share of positions at which the largest one is the model's; None for other outputs.

@@ -120,7 +120,7 @@ def budget_of(accuracy: Accuracy | None) -> dict[str, float]:
             ``error`` (the largest).
 
     Raises:
-        InvalidRequestError: if there is no such figure, or its limit makes no sense.
+        InvalidRequestError: if a figure is unknown, or its limit is out of range.
     """
     budget = {} if accuracy is None else dict(accuracy) if isinstance(accuracy, Mapping) else {"top1": accuracy}
     for name, limit in budget.items():

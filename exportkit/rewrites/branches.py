@@ -4,8 +4,8 @@ A trace cannot know which way such a line goes, and there are two kinds of lines
 
 - A branch that changes nothing where a mask has no places, such as an assignment to them. It is taken in every case.
   Whether a branch is one of these is found by running the model.
-- A check, one side of which does nothing but raise. A graph goes on with the other side: for the values that the model
-  refuses there is no right answer.
+- A check, one side of which does nothing but raise. A graph goes on with the other side: where the model
+  would raise, what the graph returns is undefined.
 """
 
 from __future__ import annotations

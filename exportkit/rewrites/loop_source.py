@@ -15,7 +15,7 @@ _CHANGES = {"append", "extend", "insert", "add", "update", "pop", "setdefault", 
 
 
 def with_loops_as_functions(definition: ast.FunctionDef, names: Sequence[str]) -> ast.FunctionDef | None:
-    """Returns a function that makes the function with its loops as functions; None if there is no such loop.
+    """Returns the source of a factory for the function with loop bodies as functions; None if it has no such loop.
 
     Args:
         definition: The source of the function.

@@ -46,7 +46,7 @@ def _package(owner: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(function: types.FunctionType) -> types.FunctionType | None:
-    """The function with its loops as functions; None if it has none, or its source is not that of a plain function."""
+    """The function, compiled with loop bodies as functions; None if it has no such loop, or no plain source."""
     try:
         lines, first = inspect.getsourcelines(function.__code__)
         tree = ast.parse(textwrap.dedent("".join(lines)))

@@ -144,8 +144,14 @@ def test_a_buffer_is_read_as_a_number():
     torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
 
 
+def assert_right_at_other_sizes(model):
+    exported = exportkit.export(model, observed(model, (2, 6), (3, 6)))
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+
+
 class Schedule:
-    """Holds tensors that are no buffers."""
+    """Holds tensors that are not registered as buffers."""
 
     def __init__(self):
         self.steps, self.factors = torch.tensor([3, 1]), torch.linspace(0.1, 1, 5)
@@ -163,10 +169,7 @@ class Scheduled(torch.nn.Module):
 
 
 def test_a_tensor_in_an_object_is_read_as_a_number():
-    model = Scheduled()
-    exported = exportkit.export(model, observed(model, (2, 6), (3, 6)))
-    x = torch.randn(4, 6)
-    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+    assert_right_at_other_sizes(Scheduled())
 
 
 def test_a_buffer_that_changes_is_not_read_as_a_number():
@@ -204,7 +207,4 @@ class Asking(torch.nn.Module):
 
 
 def test_a_model_may_catch_the_errors_of_its_modules():
-    model = Asking()
-    exported = exportkit.export(model, observed(model, (2, 6), (3, 6)))
-    x = torch.randn(4, 6)
-    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+    assert_right_at_other_sizes(Asking())
