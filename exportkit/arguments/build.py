@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from exportkit.arguments.integers import fitted
+from exportkit.arguments.integers import fitted, is_integer
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
@@ -68,8 +68,7 @@ def with_integers_below(call: Call, limit: int) -> Call:
     """Returns the call with integers that can be indices along an axis of that size; masks are left as they are."""
     changed = {}
     for path, tensor in call.tensors().items():
-        other = tensor.dtype is torch.bool or tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        if not other and limit > 0 and tensor.numel() and int(tensor.max()) >= _MASK_VALUES:
+        if is_integer(tensor) and limit > 0 and tensor.numel() and int(tensor.max()) >= _MASK_VALUES:
             changed[path] = tensor % limit
     return call.with_tensors(changed)
 

@@ -39,7 +39,7 @@ def fitted(
         dynamic: Axes that vary, by path.
         reaching: Whether the largest one reaches the size that it always reached, or only half of it.
     """
-    if made.dtype is torch.bool or made.is_floating_point() or made.is_complex() or len(dynamic[path]) > 1:
+    if not is_integer(made) or len(dynamic[path]) > 1:
         return made
     given = [(tensors[path], call.shapes()) for call in observation.calls if path in (tensors := call.tensors())]
     calls = [(tensor.flatten(), found) for tensor, found in given if tensor.numel()]
@@ -63,6 +63,11 @@ def fitted(
         return torch.full_like(made, wanted)
     scaled = (values - low).to(torch.float64) * ((wanted - lowest) / (high - low)) + lowest
     return scaled.round().to(made.dtype).reshape(made.shape)
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has integers, booleans excepted."""
+    return tensor.dtype is not torch.bool and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _in_order(made: torch.Tensor, recorded: Sequence[torch.Tensor]) -> torch.Tensor:

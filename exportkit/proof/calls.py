@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import build_call
+from exportkit.arguments.build import build_call, largest_tensors
+from exportkit.arguments.integers import is_integer
 from exportkit.calls.call import Call, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError
@@ -114,6 +115,8 @@ def small_calls(traced: TracedProgram, patterns: Iterable[Mapping[str, int]]) ->
 def _short_calls(traced: TracedProgram) -> Iterator[Call]:
     """Yields a call with integers below the sizes that they reached in every recorded call, if the model accepts it."""
     plan, observation, sizes = traced.plan, traced.observation, traced.sizes
+    if not any(map(is_integer, largest_tensors(observation).values())):
+        return
     usual, short = (build_call(plan, observation, sizes, reaching).tensors() for reaching in (True, False))
     changed = {path: tensor for path, tensor in short.items() if not torch.equal(tensor, usual[path])}
     if changed:
@@ -157,7 +160,7 @@ def _made_twice(traced: TracedProgram, call: Call) -> list[Tree]:
 
     def twice(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
         for seed, given in enumerate((values, call.copies())):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             tree = flatten(run(given))
             results.append(tree.with_leaves({path: tensor.clone() for path, tensor in tree.tensors().items()}))
 

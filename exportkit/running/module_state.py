@@ -6,7 +6,6 @@ exportkit runs and traces models of users, who expect to find them as they were.
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
 import operator
 import types
@@ -23,6 +22,7 @@ from exportkit.trees.caches import ATOMS
 from exportkit.trees.structure import path_of
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes of every module: tables of parameters, hooks and so on
+_NOT_LOOKED_INTO = ATOMS | {torch.nn.Parameter}
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _CLOSED = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, enum.Enum)
 _MOST_OBJECTS = 1000  # an attribute can lead to the whole program
@@ -46,17 +46,19 @@ class ModuleState:
         self._seen = set[int]()
         self._waiting = deque[tuple[str, Any]]()
         for path, module in model.named_modules():
-            for table in (vars(module), buffer_table(module), parameter_table(module), module_table(module)):
+            for table in (vars(module), buffer_table(module), parameter_table(module)):
                 if isinstance(table, dict):  # a scripted module shows its buffers otherwise
                     self._keep(path, table)
+            if isinstance(modules := module_table(module), dict):
+                self._tables.append((path, modules, modules.copy()))
         while self._waiting and len(self._seen) < _MOST_OBJECTS:
             self._look(*self._waiting.popleft())
 
     def _keep(self, path: str, table: Any) -> None:
-        self._tables.append((path, table, copy.copy(table)))
+        self._tables.append((path, table, table.copy()))
         if len(table) <= _LONGEST:
             for key, value in _entries(table):
-                if type(value) not in ATOMS and key not in _OF_MODULES:
+                if type(value) not in _NOT_LOOKED_INTO and key not in _OF_MODULES:
                     self._waiting.append((path_of((key,), path), value))
 
     def _look(self, path: str, value: Any) -> None:
@@ -86,11 +88,16 @@ class ModuleState:
     def restore(self) -> None:
         """Puts everything back that was replaced, added or removed, and the values of tensors that were written."""
         for _, table, entries in self._tables:
-            old, new = ([item for _, item in _entries(each)] for each in (entries, table))
-            if len(old) != len(new) or any(map(operator.is_not, old, new)):
+            if not _holds_the_same(table, entries):
                 table.clear()
                 (table.extend if isinstance(table, list | deque) else table.update)(entries)
         _restore_tensors(self._tensors)
+
+
+def _holds_the_same(table: Any, entries: Any) -> bool:
+    if len(table) != len(entries) or not all(map(operator.is_, table, entries)):  # the keys, or the elements
+        return False
+    return not isinstance(table, dict) or all(map(operator.is_, table.values(), entries.values()))
 
 
 def _entries(table: Any) -> Iterable[tuple[Any, Any]]:
