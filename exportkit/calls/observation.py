@@ -189,7 +189,7 @@ class Observation:
             if not trees:
                 continue
             tree = max(trees, key=_fullness)
-            is_none = tree.paths == ("",) and tree.leaves[0] is None
+            is_none = tree.paths == ("",) and tree.constants().get("", ...) is None
             if not is_none or self.signature.defaults.get(name, ...) is not None:
                 best[name] = tree
         for name, tree in best.items():

@@ -49,11 +49,12 @@ def recorded_dynamic_shapes(
         if catch_all in kept:
             structure[catch_all] = {key: caught[key] for key in kept[catch_all].build()}
     axes = dynamic_axes(observation, batch_hints)
-    namer = _namer(observation, dim_names)
+    name_of = _namer(observation, dim_names) if dim_names else None
 
     def spec_of(path: str) -> dict[int, Any]:
-        found = axes[path]
-        return {axis: namer(path, axis) for axis in found} if found else {}
+        if name_of is None:
+            return dict.fromkeys(axes[path], torch.export.Dim.DYNAMIC)
+        return {axis: name_of(path, axis) for axis in axes[path]}
 
     specs = {name: _marked(value, spec_of) for name, value in structure.items()}
     _check_collisions(observation.merged_arguments, observation)
@@ -150,24 +151,25 @@ def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str,
 
 
 def _varying(observation: Observation) -> dict[str, list[int]]:
-    growths = growth_of(observation)
-    alike: dict[Any, list[int]] = {}
+    growing = {path: growth.axis for path, growth in growth_of(observation).items()}
     found: dict[str, list[int]] = {}
+    axes: list[int] = []
+    last: Any = None
     for path, shapes in shapes_of(observation).items():
-        key = shapes, growths.get(path)
-        if key not in alike:  # nearly all leaves are like some earlier one
+        key = shapes, growing.get(path)
+        if key != last:  # most leaves are like the one before
             if len({len(shape) for shape in shapes if shape is not None}) > 1:
                 call_table(observation, stored_only=True)  # raises an error that says where the ranks differ
-            alike[key] = _varying_axes(*key)
-        found[path] = alike[key]
+            axes, last = _varying_axes(*key), key
+        found[path] = axes
     return found
 
 
-def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growth: Growth | None) -> list[int]:
+def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growing: int | None) -> list[int]:
     given = [shape for shape in shapes if shape is not None]
     axes = {axis for axis, sizes in enumerate(zip(*given, strict=True)) if len(set(sizes)) > 1}
-    if growth is not None and len({0 if shape is None else shape[growth.axis] for shape in shapes}) > 1:
-        axes.add(growth.axis)  # of length 0 where it is absent
+    if growing is not None and len({0 if shape is None else shape[growing] for shape in shapes}) > 1:
+        axes.add(growing)  # of length 0 where it is absent
     return sorted(axes)
 
 
@@ -339,9 +341,7 @@ def _batch_axis(leaf: Leaf, batch: tuple[int | None, ...] | None) -> int:
     return next((axis for axis in range(1, leaf.rank) if matches(axis)), 0)
 
 
-def _namer(observation: Observation, dim_names: DimNames) -> Callable[[str, int], Any]:
-    if not dim_names:
-        return lambda _path, _axis: torch.export.Dim.DYNAMIC
+def _namer(observation: Observation, dim_names: DimNames) -> Callable[[str, int], str]:
     table = call_table(observation, stored_only=True)
     if dim_names is True:
         plan = infer_plan(table)
