@@ -1,14 +1,15 @@
-"""Asks the model what a trace does not show of its arguments: what calls may leave out, and what else it reads.
+"""Asks the model what a trace does not show of its arguments: which constants change nothing, and what else it reads.
 
 A call may leave out a constant although the model's default is another one: ``generate`` passes ``use_cache=True``
 where the default is None, and means the same. What a call leaves out has its default, so a graph serves such calls if
-the model runs the same operators on the same arguments with it, and returns the same.
+the model runs the same operators on the same arguments with it, and returns the same. The same holds for a constant
+that recorded calls gave with several values, such as one that is passed on to ``**kwargs`` and never read.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,24 +30,33 @@ from exportkit.trees import fingerprint, flatten
 from exportkit.trees.structure import path_of
 
 _MOST_UNSEEN = 2
+_LEFT_OUT = object()
+_Constants = dict[str, Any]  # values of constants by path, or _LEFT_OUT
 
 
-def with_constants_left_out(traced: TracedProgram) -> TracedProgram:
-    """Returns the program with a domain in which constants that change nothing may be left out.
+def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
+    """Returns the program with a domain that allows constants that change nothing: left out, or as in recorded calls.
 
     Args:
         traced: The program, whose model is run.
     """
     values = traced.domain.values
-    wanted = values.required()
+    wanted: list[_Constants] = [{path: _LEFT_OUT} for path in values.required()]
+    for call in traced.observation.calls:
+        refused = values.refused(call.arguments)
+        wanted += [one for path, value in refused.items() if (one := {path: value}) not in wanted]
     if not wanted:
         return traced
     calls = list(_calls(traced))
     logs = [_log(traced, call) for call in calls]
-    harmless = {path for path in wanted if _changes_nothing(traced, calls, logs, {path})}
-    if not harmless or (len(harmless) > 1 and not _changes_nothing(traced, calls, logs, harmless)):
+    harmless = [constants for constants in wanted if _changes_nothing(traced, calls, logs, constants)]
+    together = {path: value for constants in reversed(harmless) for path, value in constants.items()}
+    if not harmless or (len(harmless) > 1 and not _changes_nothing(traced, calls, logs, together)):
         return traced
-    return replace(traced, domain=replace(traced.domain, values=values.without(harmless)))
+    for constants in harmless:
+        found = {path: None if value is _LEFT_OUT else fingerprint(value) for path, value in constants.items()}
+        values = values.allowing(found)
+    return replace(traced, domain=replace(traced.domain, values=values))
 
 
 def with_traits(traced: TracedProgram) -> TracedProgram:
@@ -75,27 +85,31 @@ def _calls(traced: TracedProgram, unseen: int = _MOST_UNSEEN) -> Iterator[Call]:
             yield build_call(traced.plan, observation, sizes)
 
 
-def _changes_nothing(traced: TracedProgram, calls: list[Call], logs: list[Any], left_out: Collection[str]) -> bool:
-    """Whether some call can be made without these arguments, and all that can are the same."""
+def _changes_nothing(traced: TracedProgram, calls: list[Call], logs: list[Any], constants: _Constants) -> bool:
+    """Whether some call can be made with these constants, and all that can are the same."""
     tried = False
     for call, log in zip(calls, logs, strict=True):
         if log is None:
             continue
-        other = _log(traced, _without(call, left_out))
+        other = _log(traced, _with(call, constants))
         if other is None or other[:2] != log[:2] or not all(map(_same, other[2], log[2])):
             return False
         tried = True
     return tried
 
 
-def _without(call: Call, left_out: Collection[str]) -> Call:
-    arguments = {name: tree for name, tree in call.arguments.items() if name not in left_out}
-    catch_all = call.signature.var_keyword
+def _with(call: Call, constants: _Constants) -> Call:
+    catch_all, arguments = call.signature.var_keyword, dict(call.arguments)
+    caught = arguments[catch_all].build() if catch_all in arguments else {}
+    for path, value in constants.items():
+        key = next((key for key in caught if path_of((key,), catch_all or "") == path), None)
+        if key is not None:
+            caught = {**caught, key: value}
+        elif path in arguments:
+            arguments[path] = value if value is _LEFT_OUT else flatten(value)
     if catch_all in arguments:
-        values = arguments[catch_all].build()
-        kept = {key: value for key, value in values.items() if path_of((key,), catch_all) not in left_out}
-        arguments[catch_all] = flatten(kept)
-    return call.with_arguments(arguments)
+        arguments[catch_all] = flatten({key: value for key, value in caught.items() if value is not _LEFT_OUT})
+    return call.with_arguments({name: tree for name, tree in arguments.items() if tree is not _LEFT_OUT})
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

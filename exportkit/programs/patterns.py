@@ -192,7 +192,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
     unseen = [dict(item.sizes) for item in unseen_sizes(plan, traced.sizes)]
     findings, failed = [], list[Pattern]()
     for pattern in small_patterns(plan):
-        if pattern in known or any(part.items() <= pattern.items() for part in failed):
+        if pattern in known or any(_fails_with(plan, part, pattern) for part in failed):
             continue
         at = at_pattern(plan, traced.sizes, pattern)
         reason, waived = probe.difference(at), _broken(domain, at)
@@ -216,6 +216,17 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
             findings.append(_left_out(SmallSizes(pattern), reason))
     extended = replace(domain, patterns=(*domain.patterns, *found))
     return replace(traced, domain=extended, plan=plan.with_findings(findings), samples=tuple(samples))
+
+
+def _fails_with(plan: Plan, part: Pattern, pattern: Pattern) -> bool:
+    """Whether a pattern need not be tried, as a part of it failed: one variable of several that were always equal may.
+
+    A mask of one row beside images of several is an example, where one row of each is right.
+    """
+    if not part.items() <= pattern.items():
+        return False
+    seen = {plan.variable(name).seen for name in part}
+    return not any(plan.variable(name).seen in seen for name in pattern.keys() - part.keys())
 
 
 def _left_out(pattern: SmallSizes, reason: str) -> Finding:

@@ -112,14 +112,29 @@ class PythonValues:
                     hint="give them in this order, or observe the model with the other one and export again.",
                 )
 
+    def refused(self, arguments: Mapping[str, Tree]) -> dict[str, Any]:
+        """Returns the constants of a call, by path, that the graph was not exported with.
+
+        Args:
+            arguments: The arguments that the call gives, by parameter.
+        """
+        given = _by_path({name: tree.build() for name, tree in arguments.items()}, self.catch_all)
+        described = {path: only_read(fingerprint(value), self.read) for path, value in given.items()}
+        return {
+            path: given[path]
+            for path, form in described.items()
+            if not has_tensors(form) and not any(map(has_tensors, self.forms.get(path, (form,))))
+            if self._mismatch(path, form) is not None
+        }
+
     def required(self) -> list[str]:
         """Returns the paths of constants that a call has to give although the model has a default for them."""
         return [path for path in self._left_out if path in self.defaults]
 
-    def without(self, paths: Collection[str]) -> PythonValues:
-        """Returns the values in which the constants of these paths may be left out."""
-        forms = {path: (*forms, self.defaults[path]) if path in paths else forms for path, forms in self.forms.items()}
-        return replace(self, forms=forms)
+    def allowing(self, found: Mapping[str, Fingerprint | None]) -> PythonValues:
+        """Returns the values with one more that is allowed for each of some constants; None: it may be left out."""
+        more = {path: (self.defaults[path] if form is None else form,) for path, form in found.items()}
+        return replace(self, forms={path: (*forms, *more.get(path, ())) for path, forms in self.forms.items()})
 
     @functools.cached_property
     def _left_out(self) -> dict[str, Mismatch]:

@@ -20,7 +20,7 @@ from exportkit.programs.decisions import rules_for_decisions
 from exportkit.programs.example import chosen_example
 from exportkit.programs.failure import is_data_dependent
 from exportkit.programs.kinds import Split
-from exportkit.programs.left_out import with_constants_left_out, with_traits
+from exportkit.programs.left_out import with_harmless_constants, with_traits
 from exportkit.programs.patterns import ProgramProbe, add_patterns
 from exportkit.programs.program import Example, TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
@@ -304,7 +304,7 @@ class Search:
         if self.result is None:
             raise ExportError("No strategy applies to this model.", hint="this is a bug: please report it.")
         with stage("domain", self._seconds):
-            found = with_traits(with_constants_left_out(add_patterns(self.result)))
+            found = with_traits(with_harmless_constants(add_patterns(self.result)))
         return replace(found, plan=found.plan.with_findings(findings_of(found)))
 
     def _try(self, strategy: Strategy, name: str, plan: BoundPlan) -> None:

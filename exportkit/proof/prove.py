@@ -284,7 +284,7 @@ def _row(
     if outcome.error is not None:
         raise outcome.error
     wrong = outcome.wrong
-    where = f"{wrong[0].path or 'output'}: {wrong[0].reason}" if wrong else _left_out(outcome.differences)
+    where = f"{wrong[0].path or 'output'}: {wrong[0].reason}" if wrong else _arbitrary(graph, call, outcome.differences)
     outputs = {difference.path: difference.absolute for difference in outcome.differences}
     return replace(
         row,
@@ -299,12 +299,16 @@ def _row(
     )
 
 
-def _left_out(differences: Sequence[Difference]) -> str:
-    """How many elements could not be compared, of the output that has most of them."""
+def _arbitrary(graph: OnnxGraph, call: Call, differences: Sequence[Difference]) -> str:
+    """What the model leaves open in a call: which of equal values it chooses; values that could not be compared."""
+    found = []
+    if path := next(iter(graph.measured.get(name_of(call), Measured()).ties), None):
+        found.append(f"{path}: the model chooses among equal values, and returns the same if it chooses as ONNX does")
     most = max(differences, key=lambda difference: difference.left_out, default=None)
-    if most is None or not most.left_out:
-        return ""
-    return f"{most.path or 'output'}: {most.left_out} elements are arbitrary in the model, and were not compared"
+    if most is not None and most.left_out:
+        count = f"{most.left_out} elements are arbitrary in the model, and were not compared"
+        found.append(f"{most.path or 'output'}: {count}")
+    return "; ".join(found)
 
 
 def _in_float32(tensors: Tensors) -> Tensors:

@@ -283,3 +283,64 @@ def get_rope_index(
     positions = torch.where(visible, base + torch.where(is_image, offsets, 0), 0).to(input_ids.dtype)
     deltas = positions.amax((0, 2)) + 1 - visible.sum(-1)
     return positions, deltas.unsqueeze(1)
+
+
+# Tables of positions
+#
+# Some encoders resize their square table of position embeddings for each image in a Python loop, with antialiasing.
+# The row of a patch is a weighted sum of the rows of the table; the weights follow from its place and its image's size.
+
+TABLE_METHOD = "resize_positional_embeddings"
+_TABLE_ARGUMENTS = ["positional_embeddings", "spatial_shapes", "max_length"]
+
+
+def has_position_table(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
+    """Returns whether `resized_table` gives the same as the model."""
+    table = torch.randn(6, 6, 2, generator=torch.Generator().manual_seed(0))
+    given = table, torch.tensor([[3, 5], [6, 6], [1, 14], [12, 2]]), 40
+    return any(
+        torch.allclose(cls.resize_positional_embeddings(*given), resized_table(*given), atol=1e-5)
+        for cls in _with_table(model)
+    )
+
+
+def table_in_graph(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Replaces the method by `resized_table`."""
+    return replaced([(Attribute(cls, TABLE_METHOD), staticmethod(resized_table)) for cls in _with_table(model)])
+
+
+def _with_table(model: torch.nn.Module) -> list[Any]:
+    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
+    methods = {cls: vars(cls).get(TABLE_METHOD) for cls in classes}
+    return [
+        cls
+        for cls, method in methods.items()
+        if isinstance(method, staticmethod)
+        if [*inspect.signature(method.__func__).parameters] == _TABLE_ARGUMENTS
+    ]
+
+
+def resized_table(positional_embeddings: torch.Tensor, spatial_shapes: torch.Tensor, max_length: int) -> torch.Tensor:
+    """Returns the position embedding of each patch ``(images, max_length, dim)``; of the first one at padding.
+
+    Args:
+        positional_embeddings: The table ``(side, side, dim)``.
+        spatial_shapes: Height and width of each image ``(images, 2)``, in patches.
+        max_length: The number of patches of each image, with padding.
+    """
+    side, _, dim = positional_embeddings.shape
+    height, width = spatial_shapes[:, :1], spatial_shapes[:, 1:]
+    place = torch.arange(max_length, device=spatial_shapes.device)
+    place = torch.where(place < height * width, place, 0)
+    rows, columns = _antialiased(place // width, height, side), _antialiased(place % width, width, side)
+    weights = (rows[..., :, None] * columns[..., None, :]).flatten(-2)
+    return (weights @ positional_embeddings.float().reshape(side * side, dim)).to(positional_embeddings.dtype)
+
+
+def _antialiased(place: torch.Tensor, size: torch.Tensor, side: int) -> torch.Tensor:
+    """The share of each entry of an axis of the table in each place of an axis of another size."""
+    scale = side / size[..., None]
+    centers = torch.arange(side, device=place.device) + 0.5
+    apart = (centers - scale * (place[..., None] + 0.5)).abs()
+    shares = (1 - apart / scale.clamp(min=1)).clamp(min=0)
+    return shares / shares.sum(-1, keepdim=True)

@@ -130,6 +130,13 @@ REWRITES = (
         matches=grids.has_encoder_of_grids,
     ),
     Rewrite(
+        "tables of positions resized in the graph",
+        grids.table_in_graph,
+        parts=(grids.TABLE_METHOD,),
+        argument="spatial_shapes",
+        matches=grids.has_position_table,
+    ),
+    Rewrite(
         "positions of image tokens worked out in the graph",
         grids.rope_index_in_graph,
         parts=(grids.ROPE_INDEX_METHOD,),

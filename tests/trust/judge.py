@@ -202,8 +202,10 @@ def differences(expected: Any, got: Any, slack: float = 1.0, where: str = "resul
             yield from differences(*(getattr(cache, name) for cache in (expected, got)), slack, f"{where}.{name}")
     elif type(expected).__name__.endswith("Cache") and hasattr(expected, "layers"):  # what a cache counts is its own
         for index, pair in enumerate(zip(expected.layers, got.layers, strict=True)):
-            for name in ("keys", "values"):
-                yield from differences(*(getattr(layer, name) for layer in pair), slack, f"{where}[{index}].{name}")
+            for name in ("keys", "values", "conv_states", "recurrent_states"):
+                if hasattr(pair[0], name):
+                    states = [getattr(layer, name, None) for layer in pair]
+                    yield from differences(*states, slack, f"{where}[{index}].{name}")
     elif (
         dataclasses.is_dataclass(expected)
         or isinstance(expected, types.SimpleNamespace)
