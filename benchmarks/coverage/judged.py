@@ -43,9 +43,9 @@ class _FirstOfEqual(TorchFunctionMode):
         return _topk(*args, **(kwargs or {}))
 
 
-def _topk(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    values, indices = input.sort(dim=dim, descending=largest, stable=True)
-    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+def _topk(values: torch.Tensor, k: int, dim: int = -1, largest: bool = True, **_: Any) -> Any:
+    ordered = values.sort(dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk([part.narrow(dim, 0, k) for part in ordered])
 
 
 @dataclass

@@ -72,7 +72,7 @@ class RepeatedLayers:
         """Turns the ONNX graph of the reduced program into that of the whole program, by copying the layers.
 
         Raises:
-            NotRepeated: if the graph has other inputs or outputs than the program.
+            NotRepeated: if the graph has other inputs or outputs than the program, or layers cannot be told apart.
         """
         names = [
             spec.arg.name for spec in self.reduced.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT
@@ -226,6 +226,15 @@ class _Copies:
         names = program.graph_signature.user_inputs
         graph.inputs.extend(self._value(node) for node in program.graph.nodes if node.name in names)
         graph.outputs.extend(outputs)
+        self._require_complete()
+
+    def _require_complete(self) -> None:
+        """Raises NotRepeated if a value is missing: nodes outside of layers may read a size off the input of one."""
+        graph = self._graph
+        known = {*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)}
+        read = [*graph.outputs, *(value for node in graph for value in _read_by(node))]
+        if not known.issuperset(read):
+            raise NotRepeated
 
     def _copy(self, kind: Kind) -> None:
         import onnx_ir

@@ -99,7 +99,7 @@ def _changes_nothing(traced: TracedProgram, calls: list[Call], logs: list[Any], 
 
 
 def _with(call: Call, constants: _Constants) -> Call:
-    catch_all, arguments = call.signature.var_keyword, dict(call.arguments)
+    catch_all, arguments = call.signature.var_keyword, dict[str, Any](call.arguments)
     caught = arguments[catch_all].build() if catch_all in arguments else {}
     for path, value in constants.items():
         key = next((key for key in caught if path_of((key,), catch_all or "") == path), None)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from exportkit.calls.call import Call
 from exportkit.plan.leaves import Finding
+from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import (
     Pattern,
