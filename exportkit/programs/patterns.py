@@ -20,13 +20,14 @@ from exportkit.plan.small_sizes import (
     smallest_sizes,
     varied_sizes,
 )
-from exportkit.probing.missing import completed_call
+from exportkit.probing.missing import beyond_rounding, completed_call
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import run_sized, sized_call, stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
-from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
+from exportkit.running.compare import Difference, Tensors, compare_tensors
+from exportkit.running.eager import EagerRunner
 from exportkit.running.masks import find_mask, visible_by_shape
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import compare_calls, recorded
@@ -47,6 +48,7 @@ class ProgramProbe:
     def __init__(self, traced: TracedProgram) -> None:
         self._traced = traced
         self._program = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)
+        self._eager = EagerRunner(traced.model, traced.method)
         self._known: dict[tuple[int, ...], str | None] = {}
 
     def difference(self, sizes: Mapping[str, int]) -> str | None:
@@ -88,11 +90,12 @@ class ProgramProbe:
         return self._outcome(completed_call(traced.plan, traced.observation, call, traced.defaults.values))
 
     def _outcome(self, call: Call, returned: Tensors | None = None) -> str:
-        joined, mask = self._traced.joined_outputs, find_mask(call.tensors())
+        joined, mask, run = self._traced.joined_outputs, find_mask(call.tensors()), self._eager
+        beyond = beyond_rounding(lambda call: as_simplified(run(call), joined, ()), run.model)
 
-        def compare(_: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
+        def compare(call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
             expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
-            for difference in compare_outputs(expected, got):
+            for difference in beyond(call, expected, got):
                 path = difference.path
                 if difference.reason is None or mask is None or path not in got:
                     yield difference

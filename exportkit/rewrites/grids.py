@@ -35,9 +35,12 @@ def grids_in_graph(model: torch.nn.Module) -> Iterator[None]:
     """Replaces transformers' functions of grids by the functions of the same names below."""
     handles = []
     for module in model.modules():
-        if "grid_thw" in inspect.signature(type(module).forward).parameters:
+        parameters = inspect.signature(type(module).forward).parameters
+        if "grid_thw" in parameters:
             handles.append(module.register_forward_pre_hook(_entered, with_kwargs=True))
             handles.append(module.register_forward_hook(_left, always_call=True))
+        if {"lengths", "image_shapes"} <= {*parameters}:
+            handles.append(module.register_forward_pre_hook(_with_shapes_of_rows, with_kwargs=True))
     try:
         with replaced(_users(model)):
             yield
@@ -63,6 +66,14 @@ def _entered(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
 
 def _left(*_: Any) -> None:
     _local.rows = _local.rows[:-1]
+
+
+def _with_shapes_of_rows(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments with a shape for each row, as there is a length for each: that of the segment that begins there."""
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    segments = (bound.arguments["lengths"] > 0).cumsum(0) - 1
+    bound.arguments["image_shapes"] = bound.arguments["image_shapes"][segments]
+    return bound.args[1:], bound.kwargs
 
 
 @dataclass(frozen=True)
