@@ -24,20 +24,23 @@ _Context = contextlib.AbstractContextManager[None]
 # Sliding windows
 
 
-def has_sliding_window(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Returns whether an argument is a cache with sliding-window layers."""
+def has_sliding_window(model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether an argument is a cache with sliding-window layers, or the model makes one itself."""
     windowed = cache_class("DynamicSlidingWindowLayer")
-    for value in arguments.values() if windowed is not None else ():
-        for cache in (
-            value,
-            getattr(value, "self_attention_cache", None),
-            getattr(value, "cross_attention_cache", None),
-        ):
-            layers = getattr(cache, "layers", None)
-            for layer in layers if isinstance(layers, list) else ():
-                if isinstance(layer, windowed):
-                    return True
-    return False
+    if windowed is None:
+        return False
+    names = ("self_attention_cache", "cross_attention_cache")
+    caches = [cache for v in arguments.values() for cache in (v, *(getattr(v, name, None) for name in names))]
+    layers = [layer for c in caches if isinstance(found := getattr(c, "layers", None), list) for layer in found]
+    if layers:
+        return any(isinstance(layer, windowed) for layer in layers)
+    return any(_has_window(getattr(module, "config", None)) for module in model.modules())
+
+
+def _has_window(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    makes_caches = getattr(config, "use_cache", False) is True and type(getattr(config, "sliding_window", None)) is int
+    return makes_caches and (kinds is None or any("sliding" in str(kind) for kind in kinds))
 
 
 def symbolic_windows(_model: torch.nn.Module) -> _Context:
@@ -60,8 +63,8 @@ def _update(
     if not self.is_initialized:
         self.lazy_initialization(key_states, value_states)
     self.cumulative_length += key_states.shape[-2]
-    keys = torch.cat([self.keys, key_states], dim=-2)
-    values = torch.cat([self.values, value_states], dim=-2)
+    pairs = ((self.keys, key_states), (self.values, value_states))
+    keys, values = (torch.cat([old, new], dim=-2) if old.ndim == new.ndim else new for old, new in pairs)
     length = keys.shape[-2]
     start = torch.sym_max(length - (self.sliding_window - 1), 0)
     self.keys, self.values = (states.narrow(-2, start, length - start) for states in (keys, values))
