@@ -187,7 +187,7 @@ def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph
         structure=flatten(load_value(structure.layout, [returned[path] for path in structure.paths])),
         joined_outputs=graph.joined_outputs,
         member_rows=graph.member_rows,
-        dependent=dependent_outputs(observation, graph.joined_outputs),
+        dependent=dependent_outputs(observation, list(returned), graph.joined_outputs),
         stateful=graph.stateful,
         wraps=graph.wraps,
         written=graph.written,

@@ -138,7 +138,7 @@ class Contract:
             structure=traced.outputs,
             joined_outputs=traced.joined_outputs,
             member_rows=traced.member_rows,
-            dependent=dependent_outputs(observation, traced.joined_outputs),
+            dependent=dependent_outputs(observation, traced.output_paths, traced.joined_outputs),
             stateful=traced.stateful,
             wraps=traced.wraps,
             written=observation.written,

@@ -341,13 +341,17 @@ def _by_likelihood(plan: Plan, observation: Observation, path: str) -> tuple[flo
     return (1, 0) if 2 * ones > total else (0, 1)
 
 
-def dependent_outputs(observation: Observation, joined: Iterable[str] = ()) -> dict[str, str]:
+def dependent_outputs(
+    observation: Observation, returned: Iterable[str] = (), joined: Iterable[str] = ()
+) -> dict[str, str]:
     """Returns the outputs that some calls lack, by path, and the input on which they depend.
 
-    It is the input that the same calls have and lack: features of an image are returned where they were given.
+    It is the input that the same calls have and lack: features of an image are returned where they were given. What no
+    call returned depends on an input that no call gave, such as an attention mask that was added afterwards.
 
     Args:
         observation: The calls.
+        returned: Paths of the outputs of the program.
         joined: Paths of lists among the outputs that are one tensor.
     """
     inputs: dict[str, set[int]] = {}  # numbers of the calls that have it
@@ -364,4 +368,7 @@ def dependent_outputs(observation: Observation, joined: Iterable[str] = ()) -> d
                 if inputs[source] == having:
                     found[path] = source
                     break
+    for path in returned if observation.restored else ():
+        if path not in outputs:
+            found[path] = min(observation.restored)
     return found

@@ -189,7 +189,7 @@ def _narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[Row]) 
         rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
 
     for number, row in enumerate(unseen):
-        if _is_wrong(row) and not small(row.sizes):
+        if _is_wrong(row) and (not small(row.sizes) or small(row.sizes) in map(small, kept)):
             required = domain.requiring(row.sizes, kept)
             if required != domain:
                 new = [condition.text for condition in required.conditions if condition not in domain.conditions]
