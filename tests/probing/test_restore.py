@@ -1,10 +1,18 @@
 """An attention mask that generate dropped, and other things a person should know."""
 
+import dataclasses
+
 import pytest
 import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import exportkit
 from tests.models import tiny_llama, tiny_mamba, tiny_mistral
+
+
+@dataclasses.dataclass
+class WithMask(CausalLMOutputWithPast):
+    mask: torch.Tensor | None = None
 
 
 def generated(prompt=7, **options):
@@ -59,6 +67,25 @@ def test_a_mask_that_is_left_out_is_all_ones(restored):
 def test_the_proof_covers_padded_calls(restored):
     _, onnx_model = restored
     assert onnx_model.verify().ok
+
+
+def test_a_mask_that_the_model_returns_is_returned_if_it_is_given(tmp_path):
+    class ReturnsItsMask(type(tiny_llama())):
+        def forward(self, attention_mask=None, **kwargs):
+            result = super().forward(attention_mask=attention_mask, **kwargs)
+            return WithMask(**result, mask=None if attention_mask is None else attention_mask * 2)
+
+    model, observer = tiny_llama(), exportkit.InputObserver()
+    model.__class__ = ReturnsItsMask
+    ids = torch.randint(3, 60, (1, 7))
+    with observer(model):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    _, values = observer.observation.calls[0].args_kwargs()
+    mask = torch.ones_like(ids)
+    assert "mask" not in onnx_model(**values)
+    assert torch.equal(onnx_model(**values, attention_mask=mask)["mask"], mask * 2)
 
 
 def test_an_input_that_the_user_removed_is_not_restored():

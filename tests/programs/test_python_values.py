@@ -200,3 +200,23 @@ def test_a_constant_that_changes_nothing_may_be_left_out(tmp_path):
     for constants in ({"scale": 2}, {"clamped": True}, {"use_cache": False, "clamped": True, "scale": 2}):
         with pytest.raises(ExportkitError):
             onnx_model(X, **constants)
+
+
+@pytest.mark.runtime
+def test_a_constant_that_calls_gave_with_several_values_may_have_any_of_them_if_it_changes_nothing(tmp_path):
+    class Passes(torch.nn.Module):
+        def forward(self, x, mode=None, **kwargs):
+            return x * (2 if mode == "double" else 1)
+
+    observer = exportkit.InputObserver()
+    model = Passes()
+    with observer(model):
+        for rows, step in ((2, None), (3, 1), (5, 1)):
+            model(torch.ones(rows, 3), mode="double", step=step)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    for step in (None, 1):
+        assert torch.equal(onnx_model(X, mode="double", step=step), 2 * X)
+    for constants in ({"mode": "double", "step": 2}, {"mode": None, "step": 1}):
+        with pytest.raises(ExportkitError):
+            onnx_model(X, **constants)

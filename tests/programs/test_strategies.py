@@ -172,6 +172,35 @@ def test_a_tensor_in_an_object_is_read_as_a_number():
     assert_right_at_other_sizes(Scheduled())
 
 
+class PadsToAMultiple(torch.nn.Module):
+    """Pads by a length that follows from that of the input, and from a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stride = torch.nn.Buffer(torch.tensor(4), persistent=False)
+
+    def forward(self, x):
+        frames = torch.ceil(x.shape[-1] / self.stride).to(torch.int64)
+        missing = frames * self.stride - x.shape[-1]
+        if missing > 3:
+            raise ValueError("too short")
+        padded = torch.nn.functional.pad(x, (0, missing), value=2.0)
+        return padded.unflatten(-1, (frames, 4)).sum(-1), padded[..., : self.stride + missing]
+
+
+@pytest.mark.runtime
+def test_a_length_that_follows_from_sizes_and_buffers_is_symbolic(tmp_path):
+    model = PadsToAMultiple()
+    exported = exportkit.export(model, observed(model, (2, 10), (3, 15)))
+    assert [str(attempt) for attempt in exported.attempts][1:] == ["decisions by values: succeeded"]
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    for shape in ((4, 9), (2, 12), (5, 31)):
+        x = torch.randn(*shape)
+        for expected, got in zip(model(x), onnx_model(x), strict=True):
+            torch.testing.assert_close(got, expected)
+
+
 def test_a_buffer_that_changes_is_not_read_as_a_number():
     model = Flags(counts=True).eval()
     with pytest.raises(ExportError):

@@ -9,7 +9,7 @@ import exportkit
 from exportkit.probing.simplify import as_simplified
 from exportkit.rewrites import images as rewrites_of_images
 from exportkit.rewrites.attention import packed_attention
-from exportkit.rewrites.grids import get_rope_index, grids_in_graph
+from exportkit.rewrites.grids import get_rope_index, grids_in_graph, resized_table
 from exportkit.rewrites.lists import symbolic_lengths
 from exportkit.rewrites.table import library_patches, matching_rewrites
 from exportkit.trees import flatten
@@ -191,6 +191,18 @@ def test_positions_of_image_tokens_are_those_of_the_model(hidden):
     }
     for expected, got in zip(model.get_rope_index(**given), get_rope_index(model, **given), strict=True):
         assert torch.equal(expected, got)
+
+
+def test_tables_of_positions_are_resized_as_torch_resizes_them():
+    table, shapes = torch.randn(6, 6, 3), [(3, 5), (6, 6), (1, 14), (12, 2)]
+    got = resized_table(table, torch.tensor(shapes), 40)
+    for (height, width), positions in zip(shapes, got, strict=True):
+        resized = torch.nn.functional.interpolate(
+            table.permute(2, 0, 1)[None], size=(height, width), mode="bilinear", align_corners=False, antialias=True
+        )
+        expected = resized[0].flatten(1).T
+        torch.testing.assert_close(positions[: height * width], expected, atol=1e-5, rtol=1e-5)
+        assert positions[height * width :].eq(positions[0]).all()
 
 
 def test_tiles_are_packed_as_the_model_packs_them():
