@@ -82,10 +82,9 @@ def test_a_mask_that_the_model_returns_is_returned_if_it_is_given(tmp_path):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
     onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
     assert onnx_model.verify().ok
-    _, values = observer.observation.calls[0].args_kwargs()
-    mask = torch.ones_like(ids)
-    assert "mask" not in onnx_model(**values)
-    assert torch.equal(onnx_model(**values, attention_mask=mask)["mask"], mask * 2)
+    call, mask = observer.observation.calls[0], torch.ones_like(ids)
+    assert "mask" not in onnx_model(**call.args_kwargs()[1])
+    assert torch.equal(onnx_model(**call.args_kwargs()[1], attention_mask=mask)["mask"], mask * 2)
 
 
 def test_an_input_that_the_user_removed_is_not_restored():
