@@ -23,9 +23,10 @@ _READS = {"__bool__", "__float__", "__index__", "__int__", "__len__", "item", "t
 _MADE = ("tensor", "as_tensor", "scalar_tensor")
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Functions with arguments that are sizes, or places along an axis.
-_TAKES_SIZES = {
-    "pad", "view", "reshape", "expand", "repeat", "narrow", "split", "arange", "zeros", "ones", "full", "empty", "rand",
-    "randn", "new_zeros", "new_ones", "new_full", "new_empty", "unflatten", "roll", "interpolate",
+_CREATES = {"arange", "zeros", "ones", "full", "empty", "rand", "randn"}
+_TAKES_SIZES = _CREATES | {
+    "pad", "view", "reshape", "expand", "repeat", "narrow", "split", "new_zeros", "new_ones", "new_full", "new_empty",
+    "unflatten", "roll", "interpolate", "__getitem__",
 }  # fmt: skip
 
 
@@ -53,8 +54,10 @@ class KnownValues(TorchFunctionMode):
                     id(tensor), (tensor, tensor)
                 )  # no tensor of the trace: the model holds it itself
         known = [tensor for tensor in tensors if id(tensor) in self._known]
-        if name in _TAKES_SIZES or name == "__getitem__":
-            args, kwargs = self._with_sizes(args, name), self._with_sizes(kwargs, name)
+        if name in _TAKES_SIZES:
+            first = 0 if name in _CREATES else 1  # the tensor itself stays one
+            args = (*args[:first], *self._with_sizes(args[first:], name))
+            kwargs = self._with_sizes(kwargs, name)
         if not known and not (name in _MADE and args and isinstance(args[0], _SYMBOLIC)):
             return func(*args, **kwargs)
         self._is_written |= _writes(name, kwargs)
@@ -68,7 +71,7 @@ class KnownValues(TorchFunctionMode):
         if is_number and value is not None:
             return value
         result = func(*args, **kwargs)
-        if isinstance(value, (int, float, _Quotient, *_SYMBOLIC)) and isinstance(result, torch.Tensor):
+        if isinstance(value, (int, float, *_SYMBOLIC)) and isinstance(result, torch.Tensor):
             if result.ndim == 0:
                 is_whole = result.dtype is not torch.bool and not result.is_floating_point()
                 self._known[id(result)] = result, _integer(value) if is_whole else value
@@ -83,7 +86,7 @@ class KnownValues(TorchFunctionMode):
         # a symbolic size has no value, and whatever a function raises, it raises in the trace
         with contextlib.suppress(Exception):
             given = [self._known[id(arg)][1] if isinstance(arg, torch.Tensor) else arg for arg in args]
-            if not any(isinstance(item, (_Quotient, *_SYMBOLIC)) for item in given):
+            if not any(isinstance(item, _SYMBOLIC) for item in given):
                 with apart_from_modes():
                     return func(*self._real(args), **self._real(kwargs))
             numbers = [item.item() if isinstance(item, torch.Tensor) else item for item in given]
@@ -104,13 +107,17 @@ class KnownValues(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)([self._with_sizes(item, name) for item in value])
         if isinstance(value, slice):
-            return slice(*(self._with_sizes(item, "") for item in (value.start, value.stop, value.step)))
+            return slice(*(self._with_sizes(item, "slice") for item in (value.start, value.stop, value.step)))
         if not isinstance(value, torch.Tensor) or name == "__getitem__" or id(value) not in self._known:
             return value
         number = self._known[id(value)][1]
         if isinstance(number, torch.Tensor):
-            return int(number) if number.numel() == 1 and not number.dtype.is_floating_point else value
-        return number if isinstance(number, int | torch.SymInt) else value
+            is_whole = number.numel() == 1 and not (number.is_floating_point() or number.is_complex())
+            number = int(number) if is_whole and number.dtype is not torch.bool else None
+        if self._is_written or not isinstance(number, int | torch.SymInt):
+            return value
+        self._is_read = True
+        return number
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -120,52 +127,18 @@ class KnownValues(TorchFunctionMode):
         return type(value)([self._real(item) for item in value]) if type(value) in (list, tuple) else value
 
 
-class _Quotient:
-    """A symbolic integer divided by another one, so that rounding stays a division of integers."""
-
-    def __init__(self, above: Any, below: Any) -> None:
-        self.above, self.below = above, below
-
-    def __add__(self, other: Any) -> Any:
-        if isinstance(other, int | torch.SymInt):
-            return _Quotient(self.above + other * self.below, self.below)
-        return self.above / self.below + other
-
-    def __sub__(self, other: Any) -> Any:
-        return self + -other
-
-    def __neg__(self) -> _Quotient:
-        return _Quotient(-self.above, self.below)
-
-    def __floor__(self) -> Any:
-        return self.above // self.below
-
-    def __ceil__(self) -> Any:
-        return -(-self.above // self.below)
-
-
 def _read(number: Any, dtype: torch.dtype) -> Any:
-    if isinstance(number, _Quotient):
-        number = number.above / number.below
     return torch.sym_float(number) if dtype.is_floating_point else number
 
 
-def _divided(above: Any, below: Any) -> Any:
-    if all(isinstance(number, int | torch.SymInt) for number in (above, below)):
-        return _Quotient(above, below)
-    return above / below
-
-
 def _integer(number: Any) -> Any:
-    if isinstance(number, _Quotient):
-        return math.floor(number) if number.above >= 0 else math.ceil(number)
     return number if isinstance(number, int | torch.SymInt) else torch.sym_int(number)
 
 
 # The same for numbers, which may be symbolic.
 _ON_NUMBERS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": _divided,
-    "truediv": _divided, "true_divide": _divided, "floordiv": operator.floordiv,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "truediv": operator.truediv, "true_divide": operator.truediv, "floordiv": operator.floordiv,
     "floor_divide": operator.floordiv, "mod": operator.mod, "remainder": operator.mod,
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
     "neg": operator.neg, "ceil": math.ceil, "floor": math.floor, "maximum": torch.sym_max, "minimum": torch.sym_min,
