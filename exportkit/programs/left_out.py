@@ -41,10 +41,9 @@ def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
         traced: The program, whose model is run.
     """
     values = traced.domain.values
-    wanted: list[_Constants] = [{path: _LEFT_OUT} for path in values.required()]
-    for call in traced.observation.calls:
-        refused = values.refused(call.arguments)
-        wanted += [one for path, value in refused.items() if (one := {path: value}) not in wanted]
+    refused = [item for call in traced.observation.calls for item in values.refused(call.arguments).items()]
+    others = {(path, fingerprint(value)): value for path, value in refused}
+    wanted = [{path: _LEFT_OUT} for path in values.required()] + [{path: v} for (path, _), v in others.items()]
     if not wanted:
         return traced
     calls = list(_calls(traced))
