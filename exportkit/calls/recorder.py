@@ -142,7 +142,7 @@ class Recorder:
         made = [call for index in indices if (call := self._guarded(functools.partial(self._call, index))) is not None]
         return Observation(
             self._signature,
-            tuple(replace(call, index=number) for number, call in enumerate(made)),
+            tuple([c if c.index == number else replace(c, index=number) for number, c in enumerate(made)]),
             tuple(self._failures),
             (*self._problems, *self.limits),
             self._method_name,

@@ -48,12 +48,12 @@ def recorded_dynamic_shapes(
         kept = _without_caught_flags(observation.merged_arguments, observation)
         if catch_all in kept:
             structure[catch_all] = {key: caught[key] for key in kept[catch_all].build()}
-    axes = dynamic_axes(observation, batch_hints)
+    axes, dynamic = dynamic_axes(observation, batch_hints), torch.export.Dim.DYNAMIC
     name_of = _namer(observation, dim_names) if dim_names else None
 
     def spec_of(path: str) -> dict[int, Any]:
         if name_of is None:
-            return dict.fromkeys(axes[path], torch.export.Dim.DYNAMIC)
+            return dict.fromkeys(axes[path], dynamic)
         return {axis: name_of(path, axis) for axis in axes[path]}
 
     specs = {name: _marked(value, spec_of) for name, value in structure.items()}

@@ -91,7 +91,8 @@ class Tree:
     def tensor_paths(self) -> tuple[str, ...]:
         """Paths of the leaves that are tensors."""
         if self._tensor_paths is None:
-            self._tensor_paths = tuple([path for path in self.paths if path not in self._listed.constants])
+            constants = self._listed.constants
+            self._tensor_paths = tuple([p for p in self.paths if p not in constants] if constants else self.paths)
         return self._tensor_paths
 
     def tensors(self) -> dict[str, torch.Tensor]:
