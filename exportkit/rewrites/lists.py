@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.graph import decomposition_attributes, recurrent_loops
-from exportkit._torch_compat.symbolic_shapes import exact_rounding
+from exportkit._torch_compat.symbolic_shapes import depends_on_values, exact_rounding
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced
@@ -252,9 +252,9 @@ def batched_experts(model: torch.nn.Module) -> _Context:
 # Loops over experts
 #
 # Models without a choice iterate over `mask.nonzero()`, the numbers of the chosen experts. A trace cannot do that: how
-# many there are is data. Under this rewrite, such a loop takes all experts. That is right if an expert without tokens
-# adds nothing, which the proof shows. Routers of such models cast their classifier on the way, which a trace does not
-# allow; a cast that changes nothing is left out.
+# many there are is data. Under this rewrite, such a loop takes all experts, and skips none for want of tokens. That is
+# right if an expert without tokens adds nothing, which the proof shows. Routers of such models cast their classifier on
+# the way, which a trace does not allow; a cast that changes nothing is left out.
 
 _COUNT = "_exportkit_count"  # set on the result of nonzero(): the length of the mask
 
@@ -284,6 +284,7 @@ def loops_over_all(_model: torch.nn.Module, left_out: int = 0) -> _Context:
             (Attribute(torch.Tensor, "nonzero"), _counted(torch.Tensor.nonzero)),
             (Attribute(torch.Tensor, "__iter__"), _iter),
             (Attribute(torch, "nonzero"), _counted(torch.nonzero)),
+            (Attribute(torch.Tensor, "numel"), _numel),
             (Attribute(torch.nn.Module, "to"), _to),
         ]
     )
@@ -299,6 +300,12 @@ def _counted(nonzero: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return counted
+
+
+def _numel(self: torch.Tensor) -> Any:
+    """The number of elements; at least 1 for a list of places, so that no expert is skipped for want of tokens."""
+    count = original_attribute(torch.Tensor, "numel")(self)
+    return torch.sym_max(count, 1) if self.ndim == 1 and depends_on_values(count) else count
 
 
 def is_mask(tensor: torch.Tensor) -> bool:

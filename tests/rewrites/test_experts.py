@@ -11,11 +11,14 @@ from tests.rewrites.test_scans import SPECIAL, observed, with_larger_weights
 
 
 class Loop(torch.nn.Module):
-    """Sends each token to one of three experts; with ``spare``, a fourth place of the mask stands for none."""
+    """Sends each token to one of three experts; with ``spare``, a fourth place of the mask stands for none.
 
-    def __init__(self, spare=False):
+    With ``skips``, experts without tokens are skipped.
+    """
+
+    def __init__(self, spare=False, skips=False):
         super().__init__()
-        self.spare = spare
+        self.spare, self.skips = spare, skips
         self.router = torch.nn.Linear(6, 3)
         self.experts = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
 
@@ -25,6 +28,8 @@ class Loop(torch.nn.Module):
         result = torch.zeros_like(x)
         for row in (mask.sum(-1) > 0).nonzero():
             (tokens,) = torch.where(mask[row].squeeze(0))
+            if self.skips and tokens.numel() == 0:
+                continue
             result.index_add_(0, tokens, self.experts[row.item()](x[tokens]))
         return result
 
@@ -40,10 +45,10 @@ def exported_of(model):
     return exportkit.export(model, observer)
 
 
-@pytest.mark.parametrize("spare", [False, True])
-def test_every_expert_is_in_the_graph_whichever_were_chosen(spare, tmp_path):
+@pytest.mark.parametrize(("spare", "skips"), [(False, False), (True, False), (False, True)])
+def test_every_expert_is_in_the_graph_whichever_were_chosen(spare, skips, tmp_path):
     torch.manual_seed(0)
-    model = Loop(spare)
+    model = Loop(spare, skips)
     exported = exported_of(model)
     assert LOOPS in exported.rules
     onnx = exported.to_onnx(tmp_path / "model.onnx")
