@@ -69,7 +69,7 @@ class RepeatedLayers:
         self.reduced = reduction.program(list(self.results.values()))
 
     def repeat(self, model: onnx_ir.Model) -> None:
-        """Turns the ONNX graph of the reduced program into that of the whole program, by copying the layers.
+        """Expands the ONNX graph of the reduced program to the whole program by copying the layers.
 
         Raises:
             NotRepeated: if the graph has other inputs or outputs than the program, or layers cannot be told apart.

@@ -69,7 +69,7 @@ def _left(*_: Any) -> None:
 
 
 def _with_shapes_of_rows(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with a shape for each row, as there is a length for each: that of the segment that begins there."""
+    """Returns the arguments with one image shape per row, because ``lengths`` has one entry per row here."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     segments = (bound.arguments["lengths"] > 0).cumsum(0) - 1
     bound.arguments["image_shapes"] = bound.arguments["image_shapes"][segments]

@@ -2,7 +2,8 @@
 
 In a trace tensors have no values, but a graph has the buffers as they are, and the tensors that the model holds in
 other objects. What follows from small ones alone is computed beside the trace. So is what follows from them and from
-sizes, as long as it has a single element: it is a symbolic number then.
+sizes, as long as it has a single element and no rounding is involved: it is a symbolic number then. A product with 0.29
+is left out, for float32 rounds 100 times 0.29 to 29, and exact arithmetic does not.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ class KnownValues(TorchFunctionMode):
         if is_number and value is not None:
             return value
         result = func(*args, **kwargs)
-        if isinstance(value, (int, float, *_SYMBOLIC)) and isinstance(result, torch.Tensor):
-            if result.ndim == 0:
-                is_whole = result.dtype is not torch.bool and not result.is_floating_point()
-                self._known[id(result)] = result, _integer(value) if is_whole else value
+        if isinstance(value, (int, *_SYMBOLIC)) and isinstance(result, torch.Tensor):
+            with contextlib.suppress(Exception):  # sizes by values cannot be compared
+                if result.ndim == 0 and (number := _exact(value, result.dtype)) is not None:
+                    self._known[id(result)] = result, number
             return result
         for traced, real in zip(_tensors_in(result), _tensors_in(value), strict=False):
             if real.numel() <= _LARGEST:
@@ -93,11 +94,12 @@ class KnownValues(TorchFunctionMode):
             if name in ("__bool__", "item"):
                 return bool(numbers[0]) if name == "__bool__" else _read(numbers[0], args[0].dtype)
             plain = name.strip("_")
+            if plain in _CONVERSIONS:
+                return numbers[0]
             reflected = plain.startswith("r") and plain[1:] in _ON_NUMBERS and plain not in _ON_NUMBERS
-            compute = _ON_NUMBERS.get(plain[1:] if reflected else plain)
-            rounds = plain in ("div", "true_divide") and kwargs
-            if compute is not None and not rounds:
-                return compute(*(reversed(numbers[:2]) if reflected else numbers))
+            plain = plain[1:] if reflected else plain
+            if plain in _ON_NUMBERS and not kwargs and _is_exact(plain, numbers):
+                return _ON_NUMBERS[plain](*(reversed(numbers) if reflected else numbers))
         return None
 
     def _with_sizes(self, value: Any, name: str) -> Any:
@@ -114,7 +116,7 @@ class KnownValues(TorchFunctionMode):
         if isinstance(number, torch.Tensor):
             is_whole = number.numel() == 1 and not (number.is_floating_point() or number.is_complex())
             number = int(number) if is_whole and number.dtype is not torch.bool else None
-        if self._is_written or not isinstance(number, int | torch.SymInt):
+        if self._is_written or value.is_floating_point() or not isinstance(number, int | torch.SymInt):
             return value
         self._is_read = True
         return number
@@ -127,23 +129,65 @@ class KnownValues(TorchFunctionMode):
         return type(value)([self._real(item) for item in value]) if type(value) in (list, tuple) else value
 
 
-def _read(number: Any, dtype: torch.dtype) -> Any:
-    return torch.sym_float(number) if dtype.is_floating_point else number
+# Below these, a quotient of integers in float32 lies on the same side of every integer as the exact one, also after a
+# small integer was added: two such numbers are at least 1 / _BELOW apart, and the sum stays below 2**24.
+_ABOVE, _BELOW = 2**23, 2**11
+_LARGEST_NUMBER = {torch.float32: 2**24, torch.float64: 2**24, torch.int32: 2**31, torch.int64: 2**63}
 
 
-def _integer(number: Any) -> Any:
-    return number if isinstance(number, int | torch.SymInt) else torch.sym_int(number)
+def _quotient(above: Any, below: Any) -> Any:
+    if not (_is_within(above, _ABOVE) and _is_within(below, _BELOW)):
+        raise ValueError("float32 rounds")
+    return above / below
 
 
-# The same for numbers, which may be symbolic.
-_ON_NUMBERS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "truediv": operator.truediv, "true_divide": operator.truediv, "floordiv": operator.floordiv,
-    "floor_divide": operator.floordiv, "mod": operator.mod, "remainder": operator.mod,
+_CONVERSIONS = ("to", "long", "int", "float", "double", "clone", "detach", *_MADE)
+_ON_QUOTIENTS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "neg": operator.neg, "ceil": math.ceil, "floor": math.floor,
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
-    "neg": operator.neg, "ceil": math.ceil, "floor": math.floor, "maximum": torch.sym_max, "minimum": torch.sym_min,
-    **dict.fromkeys(("to", "long", "int", "float", "double", "clone", "detach", *_MADE), lambda number, *_: number),
 }  # fmt: skip
+# What functions of tensors do, for numbers that may be symbolic.
+_ON_NUMBERS: dict[str, Callable[..., Any]] = {
+    **_ON_QUOTIENTS,
+    "mul": operator.mul, "div": _quotient, "truediv": _quotient, "true_divide": _quotient,
+    "floordiv": operator.floordiv, "floor_divide": operator.floordiv, "mod": operator.mod, "remainder": operator.mod,
+    "maximum": torch.sym_max, "minimum": torch.sym_min,
+}  # fmt: skip
+
+
+def _is_within(number: Any, limit: int) -> bool:
+    """Whether a number is between the limits; for a symbolic one, this becomes a condition on sizes."""
+    return bool(-limit < number) and bool(number < limit)
+
+
+def _is_exact(name: str, numbers: list[Any]) -> bool:
+    """Whether a function of integers, or of a quotient of them, gives what it gives without rounding."""
+    whole = [number for number in numbers if isinstance(number, int | torch.SymInt)]
+    if len(whole) == len(numbers):
+        return True
+    quotients = [number for number in numbers if isinstance(number, torch.SymFloat)]
+    small = all(type(number) is int and abs(number) < _BELOW for number in whole)
+    return name in _ON_QUOTIENTS and len(quotients) == 1 and len(quotients) + len(whole) == len(numbers) and small
+
+
+def _exact(number: Any, dtype: torch.dtype) -> Any:
+    """The number that a tensor of a dtype holds; None if the dtype may round it."""
+    if dtype is torch.bool:
+        return number if isinstance(number, bool | torch.SymBool) else None
+    if isinstance(number, torch.SymFloat):
+        if dtype.is_floating_point:
+            return number if dtype in _LARGEST_NUMBER else None
+        number = torch.sym_int(number)
+    is_known = dtype in _LARGEST_NUMBER and isinstance(number, int | torch.SymInt)
+    if not is_known or (dtype is not torch.int64 and not _is_within(number, _LARGEST_NUMBER[dtype])):
+        return None
+    return number
+
+
+def _read(number: Any, dtype: torch.dtype) -> Any:
+    if isinstance(number, torch.SymFloat):
+        raise TypeError("rounded")
+    return torch.sym_float(number) if dtype.is_floating_point else number
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

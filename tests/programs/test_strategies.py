@@ -173,7 +173,7 @@ def test_a_tensor_in_an_object_is_read_as_a_number():
 
 
 class PadsToAMultiple(torch.nn.Module):
-    """Pads by a length that follows from that of the input, and from a buffer."""
+    """Pads its input to a multiple of a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -199,6 +199,35 @@ def test_a_length_that_follows_from_sizes_and_buffers_is_symbolic(tmp_path):
         x = torch.randn(*shape)
         for expected, got in zip(model(x), onnx_model(x), strict=True):
             torch.testing.assert_close(got, expected)
+
+
+class Rounds(torch.nn.Module):
+    """Computes a length in a way that rounds, and decides by it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.stride, self.factor = torch.nn.Buffer(torch.tensor(3)), torch.nn.Buffer(torch.tensor(0.29))
+
+    def forward(self, x):
+        size = x.shape[-1]
+        length = {
+            "product": lambda: size * self.factor,
+            "half": lambda: torch.tensor(size).to(torch.bfloat16),
+            "multiple of a quotient": lambda: size / self.stride * 3,
+            "weighted sum": lambda: torch.add(self.stride, torch.tensor(size), alpha=2),
+        }[self.kind]()
+        length = length.floor().long().item()
+        if length > 10**6:
+            raise ValueError("too long")
+        return x.new_ones(x.shape[0], length)
+
+
+@pytest.mark.parametrize("kind", ["product", "half", "multiple of a quotient", "weighted sum"])
+def test_a_length_that_rounding_decides_about_is_not_taken_for_an_exact_number(kind):
+    model = Rounds(kind).eval()
+    with pytest.raises(ExportError):
+        exportkit.export(model, observed(model, (2, 20), (3, 31)))
 
 
 def test_a_buffer_that_changes_is_not_read_as_a_number():
