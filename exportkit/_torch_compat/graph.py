@@ -176,6 +176,29 @@ def recurrent_loops() -> dict[Any, Callable[..., Any]]:
     }
 
 
+def loops_compiled_afresh() -> tuple[Any, dict[str, Any]]:
+    """Returns the attribute to replace, with its owner, so that loop operators are not compiled for an earlier trace.
+
+    torch compiles the function around a loop operator, and keeps what it compiled with the function's code. What was
+    made for 300 steps would be looked at in the next trace, and the comparison would fix the length of the loop there.
+    Seen in torch 2.13.
+    """
+    from torch._dynamo import eval_frame
+    from torch._higher_order_ops import utils
+
+    original = require(utils, "_hop_compile_and_call", "torch 2.13")
+    reset_code = require(eval_frame, "reset_code", "torch 2.13")
+    seen: set[Any] = set()
+
+    def compiled(function: Any, *arguments: Any) -> Any:
+        if function.__code__ not in seen:
+            seen.add(function.__code__)
+            reset_code(function.__code__)
+        return original(function, *arguments)
+
+    return utils, {"_hop_compile_and_call": compiled}
+
+
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -> tuple[Any, Any]:
     """Returns the last state and the stacked outputs of a loop over the first axis. Seen in torch 2.13.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import operator
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -114,14 +116,26 @@ def exact_rounding(name: str) -> Callable[[Any], Any]:
         from torch.utils._sympy import functions
 
         quotient, divide = (require(functions, each, "torch 2.13") for each in ("IntTrueDiv", "FloorDiv"))
+        joins = {sympy.Add: operator.add, sympy.Mul: operator.mul, divide: operator.floordiv}
         terms = sympy.Add.make_args(number.node.expr)
         parts = [term for term in terms if isinstance(term, quotient)]
         rest = [term for term in terms if not isinstance(term, quotient)]
         if len(parts) != 1 or not all(term.is_number and float(term).is_integer() for term in rest):
             return original(number)
-        above, below = parts[0].args
-        whole = divide(above, below) if name == "__floor__" else -divide(-above, below)
-        return number.node.shape_env.create_symintnode(whole + sum(int(term) for term in rest), hint=None)
+        env = number.node.shape_env
+
+        def computed(expression: Any) -> Any:
+            # step by step: torch itself traces no product or sum of more than two numbers
+            if expression.is_Integer:
+                return int(expression)
+            join = joins.get(expression.func)
+            if join is None:
+                return env.create_symintnode(expression, hint=None)
+            return functools.reduce(join, map(computed, expression.args))
+
+        above, below = [computed(part) for part in parts[0].args]
+        whole = above // below if name == "__floor__" else -(-above // below)
+        return whole + sum(int(term) for term in rest)
 
     return rounded
 

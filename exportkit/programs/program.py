@@ -211,7 +211,7 @@ def trace(
     names = tuple(rule.name for rule in rules)
     with (
         registered_caches(),
-        operators_at_any_length(),
+        operators_at_any_length(tracing=True),
         applied(rules, model),
         replaced_attributes(model, {"forward": forward}),
         _quiet(),

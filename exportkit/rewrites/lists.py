@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from exportkit._torch_compat.graph import decomposition_attributes, recurrent_loops
+from exportkit._torch_compat.graph import decomposition_attributes, loops_compiled_afresh, recurrent_loops
 from exportkit._torch_compat.symbolic_shapes import depends_on_values, exact_rounding
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
@@ -195,15 +195,18 @@ class Int(builtins.int, metaclass=_Symbolic):
     """Stands for ``int``, and leaves a symbolic size as it is."""
 
 
-def operators_at_any_length() -> contextlib.AbstractContextManager[None]:
+def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContextManager[None]:
     """Decomposes recurrent layers and ``max_pool1d``, and rounds quotients, so that lengths may be symbolic.
 
     torch makes an LSTM as many steps as there are tokens, and the pool asks for the length as a number. The graph has
     the same operators either way, and so has the ONNX file.
+
+    Args:
+        tracing: Whether a trace begins, which may not use what torch compiled for the lengths of another one.
     """
     kernels = {**recurrent_loops(), aten.max_pool1d.default: _max_pool1d, **KERNELS, **FAKE_QUANTISATION}
     attributes = decomposition_attributes(kernels)
-    attributes.append((torch, FUNCTIONS))
+    attributes += [(torch, FUNCTIONS), *([loops_compiled_afresh()] if tracing else [])]
     attributes.append((torch.SymFloat, {name: exact_rounding(name) for name in ("__ceil__", "__floor__")}))
     return replaced([(Attribute(owner, name), value) for owner, values in attributes for name, value in values.items()])
 

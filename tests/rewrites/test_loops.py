@@ -105,6 +105,27 @@ def test_a_loop_over_a_length_is_proven(tmp_path):
     assert report.ok, str(report)
 
 
+def recurrent_over_frames(self, x):
+    frames = []
+    for start in range(0, x.shape[1], x.shape[1]):
+        frames.append(self.recurrent(x[:, start : start + x.shape[1]])[0])
+    return torch.cat(frames, 1)
+
+
+def test_a_recurrent_layer_forgets_the_length_of_traces_that_failed(tmp_path):
+    torch.manual_seed(0)
+    model = Looping(recurrent_over_frames)
+    model.recurrent = torch.nn.LSTM(4, 5, batch_first=True)
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 5, 4))
+        model(torch.randn(3, 8, 4))
+    graph = exportkit.export(model.eval(), observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    x = torch.randn(4, 13, 4)
+    torch.testing.assert_close(graph(x), model(x), atol=1e-5, rtol=1e-4)
+
+
 def that_ends_early(self, x):
     for i in range(x.shape[1]):
         if i > 3:
