@@ -112,32 +112,42 @@ def exact_rounding(name: str) -> Callable[[Any], Any]:
     original = getattr(torch.SymFloat, name)
 
     def rounded(number: Any) -> Any:
-        import sympy
-        from torch.utils._sympy import functions
-
-        quotient, divide = (require(functions, each, "torch 2.13") for each in ("IntTrueDiv", "FloorDiv"))
-        joins = {sympy.Add: operator.add, sympy.Mul: operator.mul, divide: operator.floordiv}
-        terms = sympy.Add.make_args(number.node.expr)
-        parts = [term for term in terms if isinstance(term, quotient)]
-        rest = [term for term in terms if not isinstance(term, quotient)]
-        if len(parts) != 1 or not all(term.is_number and float(term).is_integer() for term in rest):
+        parts = quotient_parts(number)
+        if parts is None:
             return original(number)
-        env = number.node.shape_env
-
-        def computed(expression: Any) -> Any:
-            # step by step: torch itself traces no product or sum of more than two numbers
-            if expression.is_Integer:
-                return int(expression)
-            join = joins.get(expression.func)
-            if join is None:
-                return env.create_symintnode(expression, hint=None)
-            return functools.reduce(join, map(computed, expression.args))
-
-        above, below = [computed(part) for part in parts[0].args]
-        whole = above // below if name == "__floor__" else -(-above // below)
-        return whole + sum(int(term) for term in rest)
+        above, below, rest = parts
+        return (above // below if name == "__floor__" else -(-above // below)) + rest
 
     return rounded
+
+
+def quotient_parts(number: torch.SymFloat) -> tuple[Any, Any, int] | None:
+    """Returns the integers ``a``, ``b`` and ``c`` of a traced number ``a / b + c``; None if it is computed otherwise.
+
+    Seen in torch 2.13.
+    """
+    import sympy
+    from torch.utils._sympy import functions
+
+    quotient, divide = (require(functions, each, "torch 2.13") for each in ("IntTrueDiv", "FloorDiv"))
+    terms = sympy.Add.make_args(number.node.expr)
+    parts = [term for term in terms if isinstance(term, quotient)]
+    rest = [term for term in terms if not isinstance(term, quotient)]
+    if len(parts) != 1 or not all(term.is_number and float(term).is_integer() for term in rest):
+        return None
+    joins = {sympy.Add: operator.add, sympy.Mul: operator.mul, divide: operator.floordiv}
+
+    def computed(expression: Any) -> Any:
+        # step by step: torch itself traces no product or sum of more than two numbers
+        if expression.is_Integer:
+            return int(expression)
+        join = joins.get(expression.func)
+        if join is None:
+            return number.node.shape_env.create_symintnode(expression, hint=None)
+        return functools.reduce(join, map(computed, expression.args))
+
+    above, below = map(computed, parts[0].args)
+    return above, below, sum(int(term) for term in rest)
 
 
 def depends_on_values(condition: Any) -> bool:

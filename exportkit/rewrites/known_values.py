@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from exportkit._torch_compat.symbolic_shapes import quotient_parts
 from exportkit._torch_compat.tracing import apart_from_modes
 
 _LARGEST = 1024
@@ -91,6 +92,8 @@ class KnownValues(TorchFunctionMode):
                 with apart_from_modes():
                     return func(*self._real(args), **self._real(kwargs))
             numbers = [item.item() if isinstance(item, torch.Tensor) else item for item in given]
+            for place, arg in enumerate(args):
+                numbers[place] = _rounded_once(arg) if isinstance(arg, torch.SymFloat) else numbers[place]
             if name in ("__bool__", "item"):
                 return bool(numbers[0]) if name == "__bool__" else _read(numbers[0], args[0].dtype)
             plain = name.strip("_")
@@ -139,6 +142,14 @@ def _quotient(above: Any, below: Any) -> Any:
     if not (_is_within(above, _ABOVE) and _is_within(below, _BELOW)):
         raise ValueError("float32 rounds")
     return above / below
+
+
+def _rounded_once(number: torch.SymFloat) -> Any:
+    """The number that Python computed, where float32 rounds it to the same side of every integer."""
+    parts = quotient_parts(number)
+    if parts is None or abs(parts[2]) >= _BELOW:
+        raise ValueError("float32 rounds")
+    return _quotient(*parts[:2]) + parts[2]
 
 
 _CONVERSIONS = ("to", "long", "int", "float", "double", "clone", "detach", *_MADE)

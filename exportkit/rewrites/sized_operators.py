@@ -21,8 +21,13 @@ def _is_symbolic(*sizes: Any) -> bool:
 
 
 _original: dict[str, Callable[..., Any]] = {
-    name: getattr(torch, name) for name in ("linspace", "triu_indices", "tril_indices")
+    name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices")
 }
+
+
+def _as_tensor(data: Any, **options: Any) -> Any:
+    is_number = isinstance(data, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return torch.tensor(data, **options) if is_number else _original["as_tensor"](data, **options)
 
 
 def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
@@ -122,6 +127,7 @@ def _run(activation: Any, weight: torch.Tensor, bias: Any, state: torch.Tensor, 
 
 # Python functions of torch by name, and kernels by composite operator.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "as_tensor": _as_tensor,
     "linspace": _linspace,
     "triu_indices": _triu_indices,
     "tril_indices": _tril_indices,

@@ -216,6 +216,8 @@ class Rounds(torch.nn.Module):
             "half": lambda: torch.tensor(size).to(torch.bfloat16),
             "multiple of a quotient": lambda: size / self.stride * 3,
             "weighted sum": lambda: torch.add(self.stride, torch.tensor(size), alpha=2),
+            "product of Python": lambda: torch.tensor(size * 0.29),
+            "sum with a product of Python": lambda: self.stride + size * 0.29,
         }[self.kind]()
         length = length.floor().long().item()
         if length > 10**6:
@@ -223,7 +225,10 @@ class Rounds(torch.nn.Module):
         return x.new_ones(x.shape[0], length)
 
 
-@pytest.mark.parametrize("kind", ["product", "half", "multiple of a quotient", "weighted sum"])
+ROUNDED = ["product", "half", "multiple of a quotient", "weighted sum", "product of Python"]
+
+
+@pytest.mark.parametrize("kind", [*ROUNDED, "sum with a product of Python"])
 def test_a_length_that_rounding_decides_about_is_not_taken_for_an_exact_number(kind):
     model = Rounds(kind).eval()
     with pytest.raises(ExportError):

@@ -26,6 +26,7 @@ FUNCTIONS = {
     "steps to a size": lambda x: x * torch.linspace(0.5, x.shape[1] - 0.5, x.shape[1]),
     "upper triangle": upper_pairs,
     "lower triangle": lambda x: x[:, torch.tril_indices(x.shape[1], 3)[0]],
+    "a size as a tensor": lambda x: x[:, : torch.ceil(torch.as_tensor(3 * x.shape[1] / 4)).long()],
     "parts of almost equal size": lambda x: [part.sum(1) for part in x.tensor_split(3, 1)],
 }
 
