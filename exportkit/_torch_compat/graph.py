@@ -60,6 +60,17 @@ def is_assertion(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "_opname", None) in _ASSERTIONS
 
 
+def draws_numbers(node: torch.fx.Node) -> bool:
+    """Returns whether a node makes random numbers; dropout, also the one inside attention, does not count.
+
+    Seen in torch 2.13.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = {argument.name for argument in schema_of(node.target).arguments}
+    return names.isdisjoint({"train", "training", "dropout", "dropout_p"})
+
+
 def is_inactive_dropout(node: torch.fx.Node) -> bool:
     """Returns whether a node is a dropout that leaves its input as it is. Seen in torch 2.13."""
     if node.target is not torch.ops.aten.dropout.default:

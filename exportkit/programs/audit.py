@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import schema_of
+from exportkit._torch_compat.graph import draws_numbers, operator_name, schema_of
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError, UnregisteredClassError
@@ -26,7 +26,7 @@ from exportkit.probing.missing import absent_patterns
 from exportkit.probing.simplify import first_step
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.domain import Domain
-from exportkit.programs.failure import Place
+from exportkit.programs.failure import Place, place_of_node
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.patterns import ProgramProbe, recorded_patterns, without_harmless
 from exportkit.programs.program import TracedProgram
@@ -249,7 +249,7 @@ def rule_findings(traced: TracedProgram) -> list[Finding]:
 
 
 def audit_effects(traced: TracedProgram) -> list[Finding]:
-    """Returns the findings on inputs without effect, outputs that are inputs, and outputs that are out of reach.
+    """Returns the findings on random numbers, inputs without effect, outputs that are inputs or are out of reach.
 
     Args:
         traced: The program.
@@ -274,6 +274,13 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
     if ignored:
         text = f"the model does not use these inputs, so the graph does not take them: {ignored}."
         findings.append(Finding("ignored input", ignored, text))
+    drawn = {operator_name(node.target): place_of_node(node) for node in nodes if node.users and draws_numbers(node)}
+    if drawn:
+        names = ", ".join(f"{name} in {place.owner}" if place else name for name, place in drawn.items())
+        text = (
+            f"the model draws random numbers ({names}): results differ from run to run, in the model and in the graph."
+        )
+        findings.append(Finding("random numbers", ", ".join(drawn), text))
     # outputs that share memory with an input in the model do not in the graph
     (returned,) = next(node for node in nodes if node.op == "output").args
     paths = iter(traced.output_paths)

@@ -209,12 +209,12 @@ def _cause_of_translation(error: BaseException) -> Cause:
         root = root.__cause__
     got = f"{type(root).__name__}: {' '.join(str(root).split())}"[:_LONGEST_GOT]
     if node is None or "No ONNX function found" not in got:
-        return Cause(f"{_TRANSLATION}.", None if node is None else _place_of_node(node), None, got, None)
+        return Cause(f"{_TRANSLATION}.", None if node is None else place_of_node(node), None, got, None)
     used = node.meta.get("original_aten", node.target)
     operator = str(node.target) if str(used) == str(node.target) else f"{node.target} (from {used})"
     return Cause(
         f"{_TRANSLATION}: there is no translation for an operator of the model.",
-        _place_of_node(node),
+        place_of_node(node),
         None,
         operator,
         "write this line with operators that ONNX has, or observe and export the parts before and after it.",
@@ -382,7 +382,7 @@ def _place_of_frames(frames: Iterable[tuple[FrameType, int]], model: torch.nn.Mo
     return found or inside_torch
 
 
-def _place_of_node(node: torch.fx.Node) -> Place | None:
+def place_of_node(node: torch.fx.Node) -> Place | None:
     """Returns where in the model a node of a traced graph comes from, or None if unknown."""
     lines = _STACK_LINE.findall(node.meta.get("stack_trace") or "")
     own = [(file, int(line)) for file, line in lines if is_model_code(file)]

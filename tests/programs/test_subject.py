@@ -88,6 +88,15 @@ def test_a_model_that_does_not_return_the_same_twice_is_not_proven(model, tmp_pa
     assert "random numbers, or a state" in "".join(onnx_model.verify().problems())
 
 
+def test_random_numbers_are_named(tmp_path):
+    onnx_model = as_onnx(Random(), tmp_path, (torch.randn(2, 5),), (torch.randn(3, 7),))
+    assert "draws random numbers (rand_like in the model itself (Random))" in str(onnx_model.verify())
+    layer = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    assert "random numbers" not in str(
+        as_onnx(layer, tmp_path, (torch.randn(2, 5, 4),), (torch.randn(3, 7, 4),)).verify()
+    )
+
+
 def test_a_state_without_a_batch_is_carried_or_refused(tmp_path):
     class Last(torch.nn.Module):
         last = None
