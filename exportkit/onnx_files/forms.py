@@ -204,6 +204,21 @@ def _repeat_interleave(repeats: Any, **_options: Any) -> Any:
     return core.aten_repeat_interleave_Tensor(repeats)
 
 
+def _repeat_evenly(x: Any, repeats: Any, dim: int | None = None, **_options: Any) -> Any:
+    """Along the first axis, torch's own form needs ``repeats`` as a number."""
+    if isinstance(repeats, int):
+        return core.aten_repeat_interleave_self_int(x, repeats, dim)
+    axis, rank = (0, 1) if dim is None else (dim % len(x.shape), len(x.shape))
+    x = op.Reshape(x, op.Constant(value_ints=[-1])) if dim is None else x
+    ones = [op.Constant(value_ints=[1] * count) for count in (axis + 1, rank - axis - 1)]
+    repeated = op.Expand(
+        op.Unsqueeze(x, op.Constant(value_ints=[axis + 1])),
+        op.Concat(ones[0], op.Reshape(repeats, op.Constant(value_ints=[1])), ones[1], axis=0),
+    )
+    size = op.Mul(op.Shape(x, start=axis, end=axis + 1), op.Reshape(repeats, op.Constant(value_ints=[1])))
+    return op.Reshape(repeated, op.Concat(op.Shape(x, end=axis), size, op.Shape(x, start=axis + 1), axis=0))
+
+
 FORMS: dict[Any, Callable[..., Any]] = {
     aten.remainder.Tensor: _remainder,
     aten.remainder.Scalar: _remainder,
@@ -225,6 +240,7 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.masked_select.default: _masked_select,
     aten.nonzero.default: _nonzero,
     aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten.repeat_interleave.self_int: _repeat_evenly,
     **INTEGER_FORMS,
     **REDUCTION_FORMS,
     **SIZE_FORMS,
