@@ -24,7 +24,7 @@ from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
-from exportkit.rewrites.sized_operators import FUNCTIONS, KERNELS
+from exportkit.rewrites.sized_operators import KERNELS, REPLACED
 
 aten = torch.ops.aten
 PACK = "_pack_padded_sequence"  # the function that packs sequences of different lengths for a recurrent layer
@@ -206,7 +206,7 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     """
     kernels = {**recurrent_loops(), aten.max_pool1d.default: _max_pool1d, **KERNELS, **FAKE_QUANTISATION}
     attributes = decomposition_attributes(kernels)
-    attributes += [(torch, FUNCTIONS), *([loops_compiled_afresh()] if tracing else [])]
+    attributes += [*REPLACED, *([loops_compiled_afresh()] if tracing else [])]
     attributes.append((torch.SymFloat, {name: exact_rounding(name) for name in ("__ceil__", "__floor__")}))
     return replaced([(Attribute(owner, name), value) for owner, values in attributes for name, value in values.items()])
 

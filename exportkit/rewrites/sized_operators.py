@@ -6,12 +6,14 @@ what torch computes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from exportkit._torch_compat.graph import scan
+from exportkit._torch_compat.symbolic_shapes import depends_on_values
 
 aten = torch.ops.aten
 
@@ -21,7 +23,10 @@ def _is_symbolic(*sizes: Any) -> bool:
 
 
 _original: dict[str, Callable[..., Any]] = {
-    name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices")
+    **{name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices")},
+    "one_hot": torch.nn.functional.one_hot,
+    "__setitem__": torch.Tensor.__setitem__,
+    "fill_diagonal_": torch.Tensor.fill_diagonal_,
 }
 
 
@@ -125,13 +130,97 @@ def _run(activation: Any, weight: torch.Tensor, bias: Any, state: torch.Tensor, 
     return scan(step, state.clone(), tokens)  # a view starts at an offset, which the loop operator makes a number
 
 
-# Python functions of torch by name, and kernels by composite operator.
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "as_tensor": _as_tensor,
-    "linspace": _linspace,
-    "triu_indices": _triu_indices,
-    "tril_indices": _tril_indices,
-}
+def _one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> Any:
+    if not _is_symbolic(num_classes):
+        return _original["one_hot"](tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
+
+
+def _pool(name: str, over: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A pool, which is a reduction where its window is as large as the input: ``max_pool1d(x, x.shape[-1])``."""
+    original, axes = getattr(torch.nn.functional, name), int(name[-2])
+
+    def pool(input: torch.Tensor, kernel_size: Any, *options: Any, **named: Any) -> Any:
+        sizes = tuple(kernel_size) if isinstance(kernel_size, list | tuple) else (kernel_size,) * axes
+        if not (_is_symbolic(*sizes) and _same(sizes, input.shape[-axes:])) or options or named:
+            return original(input, kernel_size, *options, **named)
+        return over(input, dim=[*range(-axes, 0)], keepdim=True)
+
+    return pool
+
+
+def _same(sizes: Any, others: Any) -> bool:
+    """Whether sizes are the same expressions; comparing them would make a condition of it."""
+    pairs = [[each.node.expr if _is_symbolic(each) else each for each in pair] for pair in zip(sizes, others)]  # noqa: B905
+    return len(sizes) == len(others) and all(one == other for one, other in pairs)
+
+
+def _function_of_size(name: str) -> Callable[..., Any]:
+    """A function of the module math, computed by torch in double precision where it is given a size."""
+    original = getattr(math, name)
+
+    def compute(number: Any, *base: float) -> Any:
+        if type(number) not in (torch.SymInt, torch.SymFloat):
+            return original(number, *base)
+        if name == "sqrt":
+            return torch.sym_sqrt(number)
+        value = getattr(torch, name)(torch.scalar_tensor(number, dtype=torch.float64))
+        return (value / original(*base) if base else value).item()
+
+    return compute
+
+
+# numpy calls methods of these names of an object that is no number
+_OF_SIZES = {name: _function_of_size(name) for name in ("sqrt", "log", "log2", "log10", "log1p", "exp", "sin", "cos")}
+
+
+def _divmod(number: Any, divisor: Any) -> Any:
+    return number // divisor, number % divisor
+
+
+def _set_item(values: torch.Tensor, index: Any, part: Any) -> None:
+    """Sets an item; torch's own function makes a number of a symbolic place."""
+    places = index if isinstance(index, tuple) else (index,)
+    is_plain = all(place is None or place is ... or type(place) in (int, slice, torch.SymInt) for place in places)
+    if not (is_plain and _is_symbolic(*places)) or any(map(depends_on_values, places)):
+        _original["__setitem__"](values, index, part)
+    elif isinstance(part, torch.Tensor):
+        values[index].copy_(part)
+    else:
+        values[index].fill_(part)
+
+
+def _fill_diagonal_(values: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+    if values.ndim != 2 or wrap or not _is_symbolic(*values.shape):
+        found: torch.Tensor = _original["fill_diagonal_"](values, fill_value, wrap)
+        return found
+    rows, columns = (torch.arange(size, device=values.device) for size in values.shape)
+    return values.masked_fill_(rows[:, None] == columns, fill_value)
+
+
+# What takes the place of attributes, by their owner; and kernels by composite operator.
+REPLACED: list[tuple[Any, dict[str, Any]]] = [
+    (
+        torch,
+        {
+            "as_tensor": _as_tensor,
+            "linspace": _linspace,
+            "triu_indices": _triu_indices,
+            "tril_indices": _tril_indices,
+        },
+    ),
+    (
+        torch.nn.functional,
+        {
+            "one_hot": _one_hot,
+            **{name: _pool(name, torch.amax) for name in ("max_pool1d", "max_pool2d", "max_pool3d")},
+            **{name: _pool(name, torch.mean) for name in ("avg_pool1d", "avg_pool2d", "avg_pool3d")},
+        },
+    ),
+    (math, _OF_SIZES),
+    (torch.SymInt, {**_OF_SIZES, "__divmod__": _divmod, "__rdivmod__": lambda number, by: _divmod(by, number)}),
+    (torch.Tensor, {"__setitem__": _set_item, "fill_diagonal_": _fill_diagonal_}),
+]
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten.chunk.default: _chunk,
     aten.tensor_split.sections: _tensor_split,

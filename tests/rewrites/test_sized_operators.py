@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 
@@ -17,6 +18,26 @@ class Computed(torch.nn.Module):
         return self.function(x)
 
 
+functional = torch.nn.functional
+
+
+def with_items(x):
+    y, size = x.clone(), x.shape[1]
+    y[:, size // 2] = 3.0
+    y[0, size // 3] = x[1, 0]
+    y[1:, size - 1] += x[:1, 0]
+    return y
+
+
+def with_diagonal(x):
+    return (x.T @ x).fill_diagonal_(0)
+
+
+def of_math(x):
+    size = x.shape[1]
+    return x / math.sqrt(3 * size) + math.log(size, 10) * math.exp(-size) + numpy.log(size) + divmod(size, 3)[1]
+
+
 def upper_pairs(x):
     rows, columns = torch.triu_indices(x.shape[1], x.shape[1], 1)
     return x[:, rows] * x[:, columns]
@@ -26,6 +47,13 @@ FUNCTIONS = {
     "steps to a size": lambda x: x * torch.linspace(0.5, x.shape[1] - 0.5, x.shape[1]),
     "upper triangle": upper_pairs,
     "lower triangle": lambda x: x[:, torch.tril_indices(x.shape[1], 3)[0]],
+    "items at places": with_items,
+    "diagonal": with_diagonal,
+    "functions of sizes": of_math,
+    "one hot": lambda x: functional.one_hot(torch.arange(2), x.shape[1]).sum(0) * x,
+    "pools over everything": lambda x: (
+        functional.max_pool1d(x[:, None], x.shape[1]) + functional.avg_pool1d(x[:, None], kernel_size=x.shape[1:])
+    ),
     "a size as a tensor": lambda x: x[:, : torch.ceil(torch.as_tensor(3 * x.shape[1] / 4)).long()],
     "parts of almost equal size": lambda x: [part.sum(1) for part in x.tensor_split(3, 1)],
 }
@@ -36,12 +64,12 @@ FUNCTIONS = {
 def test_any_size_is_served(name, tmp_path):
     model, observer = Computed(FUNCTIONS[name]), exportkit.InputObserver()
     with observer(model):
-        for length in (5, 7):
-            model(torch.randn(2, length))
+        for rows, length in ((2, 5), (3, 7)):
+            model(torch.randn(rows, length))
     graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
     assert graph.verify().ok
     for length in (4, 6, 12):
-        x = torch.randn(3, length)
+        x = torch.randn(4, length)
         torch.testing.assert_close(graph(x), model(x))
 
 
