@@ -135,20 +135,6 @@ def as_encoder_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     return require(generic, "merge_with_config_defaults", "transformers 5.23")(with_outputs)  # type: ignore[no-any-return]
 
 
-def vision_functions() -> dict[str, Callable[..., Any]]:
-    """Returns transformers' functions of grids of patches, by name; none before they are imported.
-
-    Seen in transformers 5.23; earlier versions compute the same inside the encoders.
-    """
-    modules = [sys.modules[name] for name in VISION_MODULES if name in sys.modules]
-    return {
-        name: value
-        for module in modules
-        for name, value in vars(module).items()
-        if (name.startswith("get_vision_") or name == "get_max_seqlen") and callable(value)
-    }
-
-
 def interpolation_taps() -> Callable[..., Any]:
     """Returns the function that computes, along one axis, the entries of a resampled table and their weights.
 

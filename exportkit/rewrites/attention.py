@@ -143,6 +143,7 @@ def _top_k_mask(scored: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 # segments end, and split it in a Python loop. Attention functions named after flash attention get the whole sequence
 # and the boundaries instead. This one is made of plain operators: each position attends within its own segment.
 
+GRID_ARGUMENTS = ("grid_thw", "target_sizes")
 _SEGMENTS = "exportkit_flash_segments"  # transformers looks for "flash" in the name
 
 
@@ -152,8 +153,8 @@ def has_packed_attention(model: torch.nn.Module, arguments: Mapping[str, Any]) -
 
 
 def has_grids(arguments: Mapping[str, Any]) -> bool:
-    """Returns whether an argument holds grids of patches ``(images, 3)``."""
-    grids = [value for name, value in arguments.items() if name.endswith("grid_thw")]
+    """Returns whether an argument holds grids of patches ``(images, 3)``, or without frames ``(images, 2)``."""
+    grids = [value for name, value in arguments.items() if name.endswith(GRID_ARGUMENTS)]
     return any(isinstance(value, torch.Tensor) and value.ndim == 2 for value in grids)
 
 

@@ -1,4 +1,4 @@
-"""Grids of patches ``(images, 3)`` in a trace: what encoders and decoders derive from them is computed in the graph.
+"""Grids of patches ``(images, 3)`` in a trace: what encoders derive from them is computed in the graph.
 
 transformers loops over the grids in Python (positions of patches, windows, boundaries of segments), which a trace would
 freeze. Here the same values follow from the grids by comparisons and divisions, for as many rows as there are patches.
@@ -8,16 +8,19 @@ Boundaries of segments have one entry for each row, with repetitions: `attention
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from exportkit._torch_compat.transformers import VISION_MODULES, interpolation_taps, vision_functions
+from exportkit._torch_compat.tracing import apart_from_modes
+from exportkit._torch_compat.transformers import VISION_MODULES, interpolation_taps
 from exportkit.overrides import Attribute, replaced
 from exportkit.rewrites.attention import has_grids
 
@@ -36,7 +39,7 @@ def grids_in_graph(model: torch.nn.Module) -> Iterator[None]:
     handles = []
     for module in model.modules():
         parameters = inspect.signature(type(module).forward).parameters
-        if "grid_thw" in parameters:
+        if not {"grid_thw", "target_sizes"}.isdisjoint(parameters):
             handles.append(module.register_forward_pre_hook(_entered, with_kwargs=True))
             handles.append(module.register_forward_hook(_left, always_call=True))
         if {"lengths", "image_shapes"} <= {*parameters}:
@@ -51,16 +54,63 @@ def grids_in_graph(model: torch.nn.Module) -> Iterator[None]:
 
 def _users(model: torch.nn.Module) -> list[tuple[Attribute, Any]]:
     """Each name in a Python module that stands for a function of grids, with the function that replaces it."""
-    library = vision_functions()
-    ours = {id(function): globals()[name] for name, function in library.items() if name in globals()}
     defined_in = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     modules = [sys.modules[name] for name in sorted({*defined_in, *VISION_MODULES} & {*sys.modules})]
     named = [(module, name, value) for module in modules for name, value in vars(module).items()]
-    return [(Attribute(module, name), ours[id(value)]) for module, name, value in named if id(value) in ours]
+    functions = [each for each in named if isinstance(each[2], types.FunctionType) and _is_ours(each[2])]
+    return [(Attribute(module, name), globals()[value.__name__]) for module, name, value in functions]
 
 
-def _entered(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-    rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)).shape[0]
+# What functions are called with, to find out whether those below give the same.
+_EXAMPLE = ((1, 4, 6), (2, 8, 4), (1, 2, 2))
+_CALLS: dict[str, list[dict[str, Any]]] = {
+    "get_max_seqlen": [],
+    "get_vision_position_ids": [{"spatial_merge_size": 2}, {"spatial_merge_size": 1, "include_temporal": True}],
+    "get_vision_cu_seqlens": [{}, {"merge_temporal": True}],
+    "get_vision_window_index": [
+        {"spatial_merge_size": 2, "window_size": 8, "patch_size": 2},
+        {"spatial_merge_size": 1, "window_size": 3, "patch_size": 1},
+    ],
+    "get_vision_interpolation_indices_and_weights": [
+        {"num_grid_per_side": 5, "spatial_merge_size": 2},
+        {"num_grid_per_side": 3, "mode": "bicubic", "align_corners": True, "padding": "zeros"},
+    ],
+    "get_vision_nearest_position_ids": [{"num_patches_per_side": side} for side in (5, 6)],
+    "get_vision_pixel_shuffle_index": [{"merge_size": 1}, {"merge_size": 2}],
+}
+
+
+@functools.cache
+def _is_ours(function: types.FunctionType) -> bool:
+    """Whether the function of the same name below gives the same for examples, apart from repeated boundaries."""
+    if function.__name__ not in _CALLS:
+        return False
+    with apart_from_modes(), contextlib.suppress(Exception):  # a function of other arguments
+        for given in _CALLS[function.__name__]:
+            grids = torch.tensor(_EXAMPLE)
+            if "target_sizes" in inspect.signature(function).parameters:
+                grids = grids[:, 1:]
+            expected, found = (call(grids, **given) for call in (function, globals()[function.__name__]))
+            pairs = zip(*((each if isinstance(each, tuple) else (each,)) for each in (expected, found)), strict=True)
+            if not all(_is_equal(*pair) for pair in pairs):
+                return False
+        return True
+    return False
+
+
+def _is_equal(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    if expected.is_floating_point() or expected.ndim != 1:
+        return expected.shape == found.shape and torch.allclose(expected, found.to(expected.dtype), atol=1e-6)
+    if expected[0] == 0 and (expected.diff() > 0).all():  # boundaries
+        found = found.unique_consecutive()
+    return torch.equal(expected, found.to(expected.dtype))
+
+
+def _entered(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    """Notes how many patches a module got: rows ``(patches, ...)``, or one sequence ``(1, patches, dim)``."""
+    shape = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)).shape
+    is_sequence = "target_sizes" in inspect.signature(type(module).forward).parameters
+    rows = shape[0] if not is_sequence else shape[1] if len(shape) == 3 else None
     _local.rows = [*getattr(_local, "rows", []), rows]
 
 
@@ -77,7 +127,7 @@ def _with_shapes_of_rows(module: torch.nn.Module, args: Any, kwargs: Any) -> tup
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """For each row: its image, that image's grid, where the image starts, and the place in its frame."""
 
     index: torch.Tensor
@@ -89,14 +139,16 @@ class _Rows:
 
     @property
     def frame(self) -> torch.Tensor:
+        """The frame of the image that a patch is in."""
         return (self.index - self.start) // (self.height * self.width)
 
     @property
     def frame_start(self) -> torch.Tensor:
+        """The first patch of its frame."""
         return self.start + self.frame * self.height * self.width
 
     def place(self, merge: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and column of each patch; patches come in square blocks of ``merge`` by ``merge``."""
+        """Returns the row and column of each patch; patches come in square blocks of ``merge`` by ``merge``."""
         within = self.index - self.frame_start
         blocks = self.width // merge
         row = within // (merge * merge * blocks) * merge + (within // merge) % merge
@@ -104,17 +156,29 @@ class _Rows:
         return row, column
 
 
-def _rows_of(grid: torch.Tensor, merge: int = 1) -> _Rows:
-    """The rows of patches, or of merged patches, of grids: as many as the encoder was given."""
+def rows_of(grid: torch.Tensor, merge: int = 1, multiple_of: Any = 1, count: Any = None) -> Rows:
+    """The rows of patches, or of merged patches, of grids.
+
+    A graph cannot raise an error, so grids for which a model raises lead to an index that is out of range.
+
+    Args:
+        grid: Frames, height and width of each image ``(images, 3)``.
+        merge: How many patches along an axis are merged.
+        multiple_of: What height and width are multiples of; a number, or one for each image.
+        count: How many rows there are; otherwise, as many as the encoder was given.
+    """
     grid = grid.to(torch.int64)
     frames, height, width = grid[:, 0], grid[:, 1] // merge, grid[:, 2] // merge
-    ends = (frames * height * width).cumsum(0)
-    given = getattr(_local, "rows", None)
-    count = given[-1] // (merge * merge) if given else int(ends[-1])
+    sizes = frames * height * width
+    ends = sizes.cumsum(0)
+    if count is None:
+        given = (getattr(_local, "rows", None) or [None])[-1]
+        count = ends[-1].item() if given is None else given // (merge * merge)
     index = torch.arange(count, device=grid.device)
     image = (index[:, None] >= ends[None]).sum(-1)
-    starts = ends - frames * height * width
-    return _Rows(index, image, starts[image], frames[image], height[image], width[image])
+    is_right = (height % multiple_of + width % multiple_of).sum() + (sizes.sum() - count).abs() == 0
+    image = torch.where(is_right, image, grid.shape[0])
+    return Rows(index, image, (ends - sizes)[image], frames[image], height[image], width[image])
 
 
 def _popped(kwargs: dict[str, Any] | None, *names: str) -> list[Any] | None:
@@ -132,7 +196,7 @@ def get_vision_position_ids(
     given = _popped(kwargs, "position_ids")
     if given:
         return given[0]  # type: ignore[no-any-return]
-    rows = _rows_of(grid_thw)
+    rows = rows_of(grid_thw, multiple_of=spatial_merge_size)
     merge = spatial_merge_size if isinstance(spatial_merge_size, int) else spatial_merge_size[rows.image]
     row, column = rows.place(merge)
     return torch.stack([rows.frame, row, column] if include_temporal else [row, column], dim=-1)
@@ -145,7 +209,7 @@ def get_vision_cu_seqlens(
     given = _popped(kwargs, "cu_seqlens")
     if given:
         return given[0]  # type: ignore[no-any-return]
-    rows = _rows_of(grid_thw)
+    rows = rows_of(grid_thw)
     area = rows.height * rows.width
     ends = rows.start + area * rows.frames if merge_temporal else rows.frame_start + area
     return torch.nn.functional.pad(ends, (1, 0))
@@ -171,12 +235,13 @@ def get_vision_window_index(
     if given:
         return given[0], given[1]
     side = window_size // spatial_merge_size // patch_size
-    rows = _rows_of(grid_thw, spatial_merge_size)
+    rows = rows_of(grid_thw, spatial_merge_size)
     row, column = rows.place(1)
     window = (rows.frame_start * _WINDOWS + row // side) * _WINDOWS + column // side
     order = (window * (side * side) + row % side * side + column % side).argsort()
     ordered = window[order]
-    ends = (ordered[:, None] >= ordered[None]).sum(-1) * spatial_merge_size**2
+    is_last = ordered != torch.nn.functional.pad(ordered, (0, 1), value=-1)[1:]
+    ends = (is_last.nonzero().squeeze(1) + 1) * spatial_merge_size**2
     return order, torch.nn.functional.pad(ends, (1, 0))
 
 
@@ -193,7 +258,7 @@ def get_vision_interpolation_indices_and_weights(  # noqa: PLR0917 - as it is ca
     given = _popped(kwargs, "interp_indices", "interp_weights")
     if given:
         return given[0], given[1]
-    rows = _rows_of(grid_thw)
+    rows = rows_of(grid_thw)
     row, column = rows.place(spatial_merge_size)
     taps = interpolation_taps()
     along_rows, row_weights = taps(row, rows.height, num_grid_per_side, mode, align_corners, padding)
@@ -202,156 +267,33 @@ def get_vision_interpolation_indices_and_weights(  # noqa: PLR0917 - as it is ca
     return indices, (row_weights[:, :, None] * column_weights[:, None]).flatten(1)
 
 
-# Positions of tokens
-#
-# transformers walks over the tokens in Python, run by run, to give text and image tokens a position in three axes
-# (time, height, width). Here positions follow from cumulative sums: text counts on by one, and an image of grid (t, h,
-# w) takes a block that starts where the text before it ended, and moves the text after it on by the longer of its
-# sides.
-
-ROPE_INDEX_METHOD = "get_rope_index"
-_READ = {"input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask"}
-_UNREAD = ("position_ids", "video_grid_thw")  # with these, positions are given or follow from more than images
-_STATE = "rope_deltas"
-
-
-def has_rope_index(model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Returns whether positions follow from the grids of images, and `get_rope_index` gives the same as the model."""
-    given = {name: arguments[name] for name in _READ if arguments.get(name) is not None}
-    if any(arguments.get(name) is not None for name in _UNREAD):
-        return False
-    if not {"mm_token_type_ids", "image_grid_thw"} <= given.keys():
-        return False
-    return any(_computes_the_same(module, given) for module in _with_rope_index(model))
-
-
-def rope_index_in_graph(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Replaces the method by `get_rope_index`; what modules keep from one call to the next is restored."""
-    slots: list[tuple[Attribute, Any]] = []
-    for module in _with_rope_index(model):
-        owner = next(cls for cls in type(module).__mro__ if ROPE_INDEX_METHOD in vars(cls))
-        slots.append((Attribute(owner, ROPE_INDEX_METHOD), get_rope_index))
-        slots += [(Attribute(module, _STATE), vars(module)[_STATE])] if _STATE in vars(module) else []
-    return replaced(slots)
-
-
-def _with_rope_index(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    for module in model.modules():
-        method = getattr(type(module), ROPE_INDEX_METHOD, None)
-        if method is not None and {*inspect.signature(method).parameters} >= _READ and _merge(module) is not None:
-            yield module
-
-
-def _merge(module: Any) -> Any:
-    """How many patches along an axis become one token."""
-    config = getattr(getattr(module, "config", None), "vision_config", None)
-    return getattr(config, "spatial_merge_size", None)
-
-
-def _computes_the_same(module: Any, given: Mapping[str, torch.Tensor]) -> bool:
-    try:
-        expected = module.get_rope_index(**given)
-    except Exception:
-        return False
-    return all(torch.equal(a, b) for a, b in zip(expected, get_rope_index(module, **given), strict=True))
-
-
-def get_rope_index(
-    self: Any,
-    input_ids: torch.Tensor,
-    mm_token_type_ids: torch.Tensor,
-    image_grid_thw: torch.Tensor,
-    *,
-    attention_mask: torch.Tensor | None = None,
-    **_kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns positions ``(3, batch, seq)``, and by how much the last one exceeds the length, ``(batch, 1)``.
-
-    Args:
-        self: The module; its config says how many patches are one token.
-        input_ids: ``(batch, seq)``.
-        mm_token_type_ids: 1 for images, 0 for text, ``(batch, seq)``.
-        image_grid_thw: ``(images, 3)``, in patches.
-        attention_mask: 0 for padding, which is on one side of the row.
-    """
-    ones = torch.ones_like(input_ids)
-    visible = (ones if attention_mask is None else attention_mask) != 0
-    is_image = (mm_token_type_ids != 0) & visible
-    starts = is_image & ~torch.nn.functional.pad(is_image[:, :-1], (1, 0))
-    grid = torch.cat([image_grid_thw, image_grid_thw.new_ones(1, 3) * _merge(self)])  # never empty
-    frames, height, width = grid[:, 0], grid[:, 1] // _merge(self), grid[:, 2] // _merge(self)
-    image = (starts.reshape(-1).cumsum(0) - 1).clamp(min=0).reshape(input_ids.shape)
-
-    sizes = frames * height * width
-    within = (is_image.reshape(-1).cumsum(0) - 1).reshape(input_ids.shape) - (sizes.cumsum(0) - sizes)[image]
-    advance = torch.maximum(height, width)[image]
-    text = (visible & ~is_image).cumsum(-1)
-    jumps = torch.where(starts, advance, 0).cumsum(-1)
-    base = torch.where(is_image, text + jumps - advance, text + jumps - 1)
-
-    columns, area = width[image], (height * width)[image]
-    offsets = torch.stack([within // area, within % area // columns, within % columns])
-    positions = torch.where(visible, base + torch.where(is_image, offsets, 0), 0).to(input_ids.dtype)
-    deltas = positions.amax((0, 2)) + 1 - visible.sum(-1)
-    return positions, deltas.unsqueeze(1)
-
-
-# Tables of positions
-#
-# Some encoders resize their square table of position embeddings for each image in a Python loop, with antialiasing.
-# The row of a patch is a weighted sum of the rows of the table; the weights follow from its place and its image's size.
-
-TABLE_METHOD = "resize_positional_embeddings"
-_TABLE_ARGUMENTS = ["positional_embeddings", "spatial_shapes", "max_length"]
-
-
-def has_position_table(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
-    """Returns whether `resized_table` gives the same as the model."""
-    table = torch.randn(6, 6, 2, generator=torch.Generator().manual_seed(0))
-    given = table, torch.tensor([[3, 5], [6, 6], [1, 14], [12, 2]]), 40
-    return any(
-        torch.allclose(cls.resize_positional_embeddings(*given), resized_table(*given), atol=1e-5)
-        for cls in _with_table(model)
+def get_vision_nearest_position_ids(
+    target_sizes: torch.Tensor, num_patches_per_side: int, kwargs: dict[str, Any] | None = None
+) -> torch.Tensor:
+    """Returns the entry of a square table of position embeddings that is nearest to each patch, ``(patches,)``."""
+    given = _popped(kwargs, "position_ids")
+    if given:
+        return given[0]  # type: ignore[no-any-return]
+    side = num_patches_per_side
+    with apart_from_modes():  # as numbers: a runtime may round a range of fractions in a different way
+        borders = torch.arange(1 / side, 1.0, 1 / side).tolist()
+    boundaries = torch.tensor(borders, device=target_sizes.device)
+    rows = rows_of(torch.nn.functional.pad(target_sizes, (1, 0), value=1))
+    row, column = rows.place(1)
+    along_rows, along_columns = (
+        (place[:, None] / size[:, None] >= boundaries).sum(-1)
+        for place, size in ((row, rows.height), (column, rows.width))
     )
+    return along_rows * side + along_columns
 
 
-def table_in_graph(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Replaces the method by `resized_table`."""
-    return replaced([(Attribute(cls, TABLE_METHOD), staticmethod(resized_table)) for cls in _with_table(model)])
-
-
-def _with_table(model: torch.nn.Module) -> list[Any]:
-    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
-    methods = {cls: vars(cls).get(TABLE_METHOD) for cls in classes}
-    return [
-        cls
-        for cls, method in methods.items()
-        if isinstance(method, staticmethod)
-        if [*inspect.signature(method.__func__).parameters] == _TABLE_ARGUMENTS
-    ]
-
-
-def resized_table(positional_embeddings: torch.Tensor, spatial_shapes: torch.Tensor, max_length: int) -> torch.Tensor:
-    """Returns the position embedding of each patch ``(images, max_length, dim)``; of the first one at padding.
-
-    Args:
-        positional_embeddings: The table ``(side, side, dim)``.
-        spatial_shapes: Height and width of each image ``(images, 2)``, in patches.
-        max_length: The number of patches of each image, with padding.
-    """
-    side, _, dim = positional_embeddings.shape
-    height, width = spatial_shapes[:, :1], spatial_shapes[:, 1:]
-    place = torch.arange(max_length, device=spatial_shapes.device)
-    place = torch.where(place < height * width, place, 0)
-    rows, columns = _antialiased(place // width, height, side), _antialiased(place % width, width, side)
-    weights = (rows[..., :, None] * columns[..., None, :]).flatten(-2)
-    return (weights @ positional_embeddings.float().reshape(side * side, dim)).to(positional_embeddings.dtype)
-
-
-def _antialiased(place: torch.Tensor, size: torch.Tensor, side: int) -> torch.Tensor:
-    """The share of each entry of an axis of the table in each place of an axis of another size."""
-    scale = side / size[..., None]
-    centers = torch.arange(side, device=place.device) + 0.5
-    apart = (centers - scale * (place[..., None] + 0.5)).abs()
-    shares = (1 - apart / scale.clamp(min=1)).clamp(min=0)
-    return shares / shares.sum(-1, keepdim=True)
+def get_vision_pixel_shuffle_index(
+    grid_thw: torch.Tensor, merge_size: int, kwargs: dict[str, Any] | None = None
+) -> torch.Tensor:
+    """Returns the patches, which come row by row, in the order of square blocks."""
+    given = _popped(kwargs, "pixel_shuffle_index")
+    if given:
+        return given[0]  # type: ignore[no-any-return]
+    rows = rows_of(grid_thw, multiple_of=merge_size)
+    row, column = rows.place(merge_size)
+    return rows.frame_start + row * rows.width + column

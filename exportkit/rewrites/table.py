@@ -25,7 +25,9 @@ from exportkit.rewrites import (
     lists,
     loops,
     packed_sequences,
+    position_tables,
     quantised,
+    token_positions,
     token_scans,
 )
 from exportkit.rewrites.chunk_scans import delta_rule, state_space_scan
@@ -120,28 +122,25 @@ REWRITES = (
     Rewrite(
         "packed images as one masked attention",
         attention.packed_attention,
-        argument="grid_thw",
         matches=attention.has_packed_attention,
     ),
     Rewrite(
         "grids of patches read in the graph",
         grids.grids_in_graph,
-        argument="grid_thw",
         matches=grids.has_encoder_of_grids,
     ),
     Rewrite(
         "tables of positions resized in the graph",
-        grids.table_in_graph,
-        parts=(grids.TABLE_METHOD,),
-        argument="spatial_shapes",
-        matches=grids.has_position_table,
+        position_tables.table_in_graph,
+        parts=(position_tables.METHOD,),
+        matches=position_tables.has_position_table,
     ),
     Rewrite(
         "positions of image tokens worked out in the graph",
-        grids.rope_index_in_graph,
-        parts=(grids.ROPE_INDEX_METHOD,),
+        token_positions.rope_index_in_graph,
+        parts=(token_positions.ROPE_INDEX_METHOD,),
         argument="image_grid_thw",
-        matches=grids.has_rope_index,
+        matches=token_positions.has_rope_index,
     ),
     Rewrite(
         "tiles of images packed by one selection",

@@ -9,9 +9,11 @@ import exportkit
 from exportkit.probing.simplify import as_simplified
 from exportkit.rewrites import images as rewrites_of_images
 from exportkit.rewrites.attention import packed_attention
-from exportkit.rewrites.grids import get_rope_index, grids_in_graph, resized_table
+from exportkit.rewrites.grids import grids_in_graph
 from exportkit.rewrites.lists import symbolic_lengths
+from exportkit.rewrites.position_tables import padded_table
 from exportkit.rewrites.table import library_patches, matching_rewrites
+from exportkit.rewrites.token_positions import get_rope_index
 from exportkit.trees import flatten
 from tests.arguments.generative import IMAGE_TOKEN, TEXT, qwen2_5_vl
 
@@ -195,7 +197,7 @@ def test_positions_of_image_tokens_are_those_of_the_model(hidden):
 
 def test_tables_of_positions_are_resized_as_torch_resizes_them():
     table, shapes = torch.randn(6, 6, 3), [(3, 5), (6, 6), (1, 14), (12, 2)]
-    got = resized_table(table, torch.tensor(shapes), 40)
+    got = padded_table(table, torch.tensor(shapes), 40)
     for (height, width), positions in zip(shapes, got, strict=True):
         resized = torch.nn.functional.interpolate(
             table.permute(2, 0, 1)[None], size=(height, width), mode="bilinear", align_corners=False, antialias=True
