@@ -180,6 +180,12 @@ def at_most(number: Any, limit: Any) -> Any:
     return number
 
 
+def at_least_one(number: Any) -> Any:
+    """Returns a size that a trace read from a tensor, promising that it is not zero. Seen in torch 2.13."""
+    require(torch, "_check", "torch 2.13")(number >= 1)
+    return number
+
+
 def symbolic_square_root() -> Any:
     """Returns what a traced program calls for the square root of a size. Seen in torch 2.13."""
     return require(torch, "_sym_sqrt", "torch 2.13")

@@ -114,6 +114,11 @@ def _entered(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     _local.rows = [*getattr(_local, "rows", []), rows]
 
 
+def is_in_encoder() -> bool:
+    """Returns whether this thread runs a module that gets grids, under `grids_in_graph`."""
+    return bool(getattr(_local, "rows", []))
+
+
 def _left(*_: Any) -> None:
     _local.rows = _local.rows[:-1]
 

@@ -20,6 +20,7 @@ from exportkit.rewrites import (
     attention,
     branches,
     caches,
+    grid_convolutions,
     grids,
     images,
     lists,
@@ -128,6 +129,11 @@ REWRITES = (
         "grids of patches read in the graph",
         grids.grids_in_graph,
         matches=grids.has_encoder_of_grids,
+    ),
+    Rewrite(
+        "images convolved on one canvas",
+        grid_convolutions.grids_on_a_canvas,
+        matches=grid_convolutions.has_convolved_grids,
     ),
     Rewrite(
         "tables of positions resized in the graph",

@@ -15,6 +15,14 @@ MERGED = 2  # the models merge two by two patches
 RAGGED = [[SQUARE], [WIDE, HIGH], [FRAMES, SQUARE, HIGH, FRAMES], [(1, 2, 2), (2, 2, 2)], [(1, 18, 22)]]
 
 
+def convolving():
+    from transformers import Lfm3VlVisionConfig, Lfm3VlVisionModel
+
+    layers = ["conv", "full_attention", "conv"]
+    changes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Lfm3VlVisionModel(Lfm3VlVisionConfig(**(SMALL | changes), layer_types=layers, temporal_patch_size=2))
+
+
 def resizing():
     from transformers import Cosmos3EdgeVisionConfig, Cosmos3EdgeVisionModel
 
@@ -52,6 +60,7 @@ def strip(grids):
 
 
 CASES = {
+    "convolving": (convolving, patches(96), "images convolved on one canvas"),
     "resizing": (resizing, patches(48), "tables of positions resized in the graph"),
     "shuffling": (shuffling, patches(96), "grids of patches read in the graph"),
 }
@@ -142,3 +151,53 @@ def test_a_function_that_gives_something_else_is_left_alone():
     model, call = Counting(), {"rows": torch.randn(40, 2), "grid_thw": torch.tensor([SQUARE, HIGH])}
     with grids_in_graph(model):
         assert model(**call).tolist() == [0, 1, 2]
+
+
+class Convolving(torch.nn.Module):
+    """Convolves image by image what a layer with a bias returns, twice; patches come row by row."""
+
+    def __init__(self, divides=False):
+        super().__init__()
+        self.enter = torch.nn.Linear(6, 8)
+        self.wide = torch.nn.Conv2d(8, 8, 5, padding=2)
+        self.narrow = torch.nn.Conv2d(8, 8, 3, padding=1, groups=4)
+        self.divides = divides
+
+    def forward(self, hidden_states, grid_thw):
+        states, start, found = self.enter(hidden_states), 0, []
+        for frames, height, width in grid_thw:
+            count = frames * height * width
+            image = states[start : start + count].view(frames, height, width, 8).permute(0, 3, 1, 2)
+            image = self.narrow(self.wide(image).cos())
+            image = image / height if self.divides else image
+            found.append(image.permute(0, 2, 3, 1).reshape(count, 8))
+            start += count
+        return torch.cat(found)
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self, convolving):
+        super().__init__()
+        self.convolving = convolving
+
+    def forward(self, pixel_values, grid_thw):
+        from transformers.vision_utils import get_vision_position_ids
+
+        places = get_vision_position_ids(grid_thw, 1)
+        return self.convolving(pixel_values, grid_thw.tolist()) + places.sum(-1, keepdim=True)
+
+
+def test_images_are_convolved_as_if_each_were_alone(tmp_path):
+    torch.manual_seed(0)
+    model, call = Encoder(Convolving()).eval(), patches(6)
+    result, onnx_model = exported(model, [call([SQUARE] * 2), call([SQUARE] * 3)], tmp_path)
+    assert "images convolved on one canvas" in result.rules
+    for grids in (*RAGGED, [(1, 1, 1), (1, 1, 7)], [(1, 3, 5), (2, 7, 1)]):
+        assert_equal(model, onnx_model, call(grids))
+
+
+def test_a_convolution_whose_result_depends_on_the_size_is_left_alone():
+    call = patches(6)([SQUARE, HIGH])
+    for divides in (False, True):
+        rules = [rule.name for rule in matching_rewrites(Encoder(Convolving(divides)).eval(), call)]
+        assert ("images convolved on one canvas" in rules) is not divides
