@@ -102,7 +102,7 @@ def with_rows(plan: Plan, placeholders: Sequence[Placeholder]) -> Plan:
     groups: dict[tuple[str, int], list[Placeholder]] = {}
     for placeholder in placeholders:
         groups.setdefault((placeholder.tokens, placeholder.value), []).append(placeholder)
-    follow = {grid.rows for grid in plan.grids}
+    follow = {grid.rows for grid in plan.grids if grid.axis == 0}
     for number, ((tokens, value), group) in enumerate(groups.items()):
         if any(placeholder.rows in follow for placeholder in group):
             continue
@@ -128,12 +128,13 @@ def with_grids(plan: Plan, grids: Sequence[Grids]) -> Plan:
     plan = replace(plan, grids=tuple(grids))
     for number, grid in enumerate(grids):
         axes = {
-            f"images_{number}": (grid.path, "one grid for each image"),
-            f"patches_{number}": (grid.rows, f"as many as the products of {grid.path} say"),
+            f"images_{number}": (grid.path, 0, 1, "one grid for each image"),
+            f"patches_{number}": (grid.rows, grid.axis, grid.per, f"as many as the products of {grid.path} say"),
         }
-        for name, (path, evidence) in axes.items():
-            seen = tuple(None if shape is None else shape[0] for shape in plan.by_path[path].shapes)
-            plan = plan.with_variable(Variable(name, "other", seen, evidence), [(path, 0)])
+        for name, (path, axis, per, evidence) in axes.items():
+            seen = tuple(None if shape is None else shape[axis] // per for shape in plan.by_path[path].shapes)
+            plan = replace(plan, variables=(*plan.variables, Variable(name, "other", seen, evidence)))
+            plan = plan.with_sizes({(path, axis): Expression(((name, per),))})
     return name_variables(plan)
 
 
@@ -160,7 +161,8 @@ def name_variables(plan: Plan) -> Plan:
 
 def _batch(plan: Plan) -> str | None:
     """The variable that leads the caches, else the one that leads most leaves; None if that is a length of tokens."""
-    rows = {placeholder.rows for placeholder in plan.placeholders} | {p for g in plan.grids for p in (g.path, g.rows)}
+    rows = {placeholder.rows for placeholder in plan.placeholders} | {grid.path for grid in plan.grids}
+    rows |= {grid.rows for grid in plan.grids if grid.axis == 0}
     leading, caches = [], []
     for leaf in plan.leaves:
         name = leaf.sizes[0].variable if leaf.sizes and leaf.path not in rows else None
@@ -181,7 +183,7 @@ def _name_and_role(plan: Plan, variable: Variable, taken: Collection[str]) -> tu
     for grid in plan.grids:
         if (plan.by_path[grid.path], 0) in leaves:
             return f"{_stem(grid.path)}s", "other"
-        if (plan.by_path[grid.rows], 0) in leaves:
+        if variable.name in plan.by_path[grid.rows].sizes[grid.axis].variables():
             return f"{_stem(grid.path)}_patches", "other"
     rows = {placeholder.rows for placeholder in plan.placeholders}
     growing = []

@@ -43,11 +43,15 @@ class Grids:
         path: Path of the grids ``(images, axes)``.
         rows: Path of the input with a row for each patch.
         examples: Grids to build calls with, taken in turn.
+        axis: The axis of that input along which the patches are.
+        per: How much of the axis a patch takes, such as its width in pixels.
     """
 
     path: str
     rows: str
     examples: tuple[tuple[Size, ...], ...]
+    axis: Size = 0
+    per: Size = 1
 
     def taken(self, images: int) -> list[tuple[int, ...]]:
         """Returns the grids of that many images."""
@@ -87,7 +91,7 @@ def needed_tokens(
         shapes: Shapes of the inputs by path.
         grids: Grids of images: each image has a run of its own. Without a grid, tokens may be apart from each other.
     """
-    by_rows = {grid.rows: grid for grid in grids}
+    by_rows = {grid.rows: grid for grid in grids if grid.axis == 0}
     found: dict[str, dict[int, list[int]]] = defaultdict(dict)
     for p in placeholders:
         grid = by_rows.get(p.rows)

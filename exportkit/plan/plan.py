@@ -84,8 +84,7 @@ class Plan:
         """Returns the sizes of all variables; variables that follow from grids are computed from them."""
         found = dict(sizes)
         for grid in self.grids:
-            rows = self.by_path[grid.rows].sizes[0].variable
-            if rows is not None:
+            for rows in self.by_path[grid.rows].sizes[grid.axis].variables():
                 found[rows] = grid.count(self.by_path[grid.path].sizes[0].evaluate(sizes))
         return found
 

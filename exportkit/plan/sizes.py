@@ -294,7 +294,7 @@ def _fit_rows(plan: Plan, sizes: dict[str, int]) -> None:
     """Limits the rows that placeholders stand for to what the tokens have room for: none beside a single token."""
     if not plan.placeholders:
         return
-    images = {grid.rows: grid.path for grid in plan.grids}
+    images = {grid.rows: grid.path for grid in plan.grids if grid.axis == 0}
     rows: set[str] = set()
     for placeholder in plan.placeholders:
         rows |= plan.by_path[images.get(placeholder.rows, placeholder.rows)].sizes[0].variables()

@@ -37,10 +37,9 @@ def confirm_batch(plan: Plan, probe: ModelProbe) -> Plan:
     if varying is not None and len(known(varying.seen)) > 1:
         return plan
     plan = without_guess(plan)
-    counted = [placeholder.rows for placeholder in plan.placeholders]
+    rows: Choice = dict.fromkeys([placeholder.rows for placeholder in plan.placeholders], (0, None))
     for grid in plan.grids:
-        counted += [grid.path, grid.rows]
-    rows: Choice = dict.fromkeys(counted, (0, None))
+        rows |= {grid.path: (0, None), grid.rows: (grid.axis, None)}
     if plan.grids and all(not leaf.sizes[0].is_static for leaf in plan.leaves if leaf.sizes):
         return plan
     # The rows of the first call and of the call with the most tensors have to repeat. A model may mix rows when it is

@@ -213,8 +213,9 @@ def _units(plan: Plan, variable: Variable, probe: ModelProbe) -> Iterator[list[A
 
 
 def _doubtful(plan: Plan) -> dict[Expression, list[AxisKey]]:
-    """Expressions that may fit by accident, and their axes: no cache's length and no confirmed batch is in them."""
+    """Expressions that may fit by accident, and their axes: no cache's length, confirmed batch or grid is in them."""
     sure = {v.name for v in plan.variables if v.role == "past" or (v.role == "batch" and len(known(v.seen)) == 1)}
+    sure |= {name for grid in plan.grids for name in plan.by_path[grid.rows].sizes[grid.axis].variables()}
     found: dict[Expression, list[AxisKey]] = {}
     for leaf in plan.leaves:
         for axis, size in enumerate(leaf.sizes):

@@ -7,7 +7,6 @@ values; and the products of grids say how many patches there are. Each relation 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,24 +78,48 @@ def _grids(probe: ModelProbe) -> Iterator[Grids]:
             for other in probe.table.leaves:
                 calls = [tensors for call in probe.observation.calls if leaf.path in (tensors := call.tensors())]
                 fits = other.path not in taken and not other.is_integer and other.rank >= 2
-                if fits and calls and all(_is_product(tensors, leaf.path, other.path) for tensors in calls):
+                found = _axis_of_patches(calls, leaf.path, other.path) if fits and calls else None
+                if found is not None and _is_needed(probe, leaf.path, other.path, *found):
                     examples = dict.fromkeys(tuple(grid) for tensors in calls for grid in tensors[leaf.path].tolist())
-                    call = next(call for call in probe.observation.calls if other.path in call.tensors())
-                    if probe.outputs(call.with_tensors({other.path: call.tensors()[other.path][:-1]})) is None:
-                        taken.add(other.path)
-                        yield Grids(leaf.path, other.path, tuple(examples))
-                        break
+                    taken.add(other.path)
+                    yield Grids(leaf.path, other.path, tuple(examples), *found)
+                    break
 
 
-def _is_product(tensors: Mapping[str, torch.Tensor], grid: str, rows: str) -> bool:
-    counts = [math.prod(sizes) for sizes in tensors[grid].tolist()]
-    return rows in tensors and len(counts) > 0 and min(counts) > 1 and sum(counts) == tensors[rows].shape[0]
+def _axis_of_patches(calls: Sequence[Mapping[str, torch.Tensor]], grid: str, rows: str) -> tuple[int, int] | None:
+    """The axis of an input that the products of grids give, and how much of it each patch takes; None if there is none.
+
+    An axis other than the first one has to be seen at several sizes.
+    """
+    if any(rows not in tensors or not len(tensors[grid]) or tensors[grid].prod(-1).min() <= 1 for tensors in calls):
+        return None
+    counts = [int(tensors[grid].prod(-1).sum()) for tensors in calls]
+    if all(count == tensors[rows].shape[0] for count, tensors in zip(counts, calls, strict=True)):
+        return 0, 1
+    for axis in range(1, calls[0][rows].ndim if len(set(counts)) > 1 else 1):
+        if per := _ratio([tensors[rows].shape[axis] for tensors in calls], counts):
+            return axis, per
+    return None
+
+
+def _is_needed(probe: ModelProbe, grid: str, rows: str, axis: int, per: int) -> bool:
+    """Whether the model raises for a patch less; beside the first axis, also whether it takes all images twice.
+
+    In a batch of images of one size, too, an axis may be as long as the products of grids say.
+    """
+    call = next(call for call in probe.observation.calls if rows in call.tensors())
+    tensor, grids = call.tensors()[rows], call.tensors()[grid]
+    less = {rows: tensor.narrow(axis, 0, tensor.shape[axis] - per)}
+    twice = {rows: torch.cat([tensor] * 2, axis), grid: torch.cat([grids] * 2)}
+    return probe.outputs(call.with_tensors(less)) is None and (
+        axis == 0 or probe.outputs(call.with_tensors(twice)) is not None
+    )
 
 
 def _candidates(probe: ModelProbe, grids: Sequence[Grids]) -> Iterator[list[Placeholder]]:
     """Yields inputs that may have a placeholder in common: all with the same token first, then each alone."""
     groups: dict[tuple[str, int], list[Placeholder]] = defaultdict(list)
-    counted = {grid.rows for grid in grids}
+    counted = {grid.rows for grid in grids if grid.axis == 0}
     for leaf in probe.table.leaves:
         if leaf.growing is None and not leaf.is_integer and leaf.rank >= 2:
             for placeholder in _fitting(probe, leaf.path, leaf.path in counted):
@@ -165,7 +188,7 @@ def _with_images(
     """The rows and their grids, with the first image twice (1) or without the last one (-1); None if none is left."""
     changed: dict[str, torch.Tensor] = {}
     for p in tried.placeholders:
-        grid = next((grid for grid in tried.grids if grid.rows == p.rows), None)
+        grid = next((grid for grid in tried.grids if grid.rows == p.rows and grid.axis == 0), None)
         sizes = tensors[p.rows].new_ones(len(tensors[p.rows])) if grid is None else tensors[grid.path].prod(-1)
         if len(sizes) + change < 1:
             return None

@@ -44,7 +44,7 @@ def grids_on_a_canvas(model: torch.nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Grids:
+class TracedGrids:
     """Stands for the numbers of grids, which a trace does not have.
 
     Attributes:
@@ -57,7 +57,7 @@ class Grids:
 def _tolist(original: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
     def tolist(self: torch.Tensor) -> Any:
         is_grid = self.ndim == 2 and self.shape[1] == 3 and not self.is_floating_point()
-        return Grids(self) if is_grid and is_in_encoder() else original(self)
+        return TracedGrids(self) if is_grid and is_in_encoder() else original(self)
 
     return tolist
 
@@ -88,7 +88,7 @@ def _returns_the_same(module: Any) -> bool:
     try:
         with torch.no_grad():
             expected = forward(module, patches, [list(grid) for grid in _EXAMPLE])
-            found = _on_a_canvas(forward)(module, patches, Grids(torch.tensor(_EXAMPLE, device=weight.device)))
+            found = _on_a_canvas(forward)(module, patches, TracedGrids(torch.tensor(_EXAMPLE, device=weight.device)))
     except Exception:
         return False
     return torch.allclose(expected, found, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
@@ -96,7 +96,7 @@ def _returns_the_same(module: Any) -> bool:
 
 def _on_a_canvas(forward: _Forward) -> _Forward:
     def convolved(self: Any, hidden_states: torch.Tensor, grid_thw: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not isinstance(grid_thw, Grids):
+        if not isinstance(grid_thw, TracedGrids):
             return forward(self, hidden_states, grid_thw, *args, **kwargs)
         merge = getattr(self, "spatial_merge_size", 1)
         grids = grid_thw.tensor

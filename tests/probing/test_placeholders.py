@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import exportkit
 from exportkit.arguments.build import build_call, with_tokens
 from exportkit.errors import ArgumentError
-from exportkit.plan.placeholders import Placeholder, needed_tokens, tokens_fit
+from exportkit.plan.placeholders import Grids, Placeholder, needed_tokens, tokens_fit
 from exportkit.probing.planning import plan_calls
 from tests.models import Captioner
 
@@ -117,3 +117,41 @@ def test_needed_tokens_come_from_rows_and_factors():
     assert tokens_fit(placeholders, shapes)
     assert not tokens_fit(placeholders, {**shapes, "frames": (6, 2)})
     assert tokens_fit(placeholders, {"ids": (1, 1), "images": (0, 3, 8, 8), "frames": (0, 2)})
+
+
+class Strip(torch.nn.Module):
+    """Takes the patches of all images along the last axis, four pixels for each."""
+
+    def forward(self, pixels, image_sizes):
+        return pixels.unflatten(-1, (int(image_sizes.prod(-1).sum()), 4)).mean((1, 2, 4)) * image_sizes.sum()
+
+
+class Padded(torch.nn.Module):
+    """Takes as many patches for each image as the largest one has."""
+
+    def forward(self, patches, sizes):
+        inside = torch.arange(int(sizes.prod(-1).max())) < sizes.prod(-1, keepdim=True)
+        return torch.where(inside, patches.mean(-1), 0.0)
+
+
+@pytest.mark.parametrize("grids", [[[[4, 4]], [[2, 6], [4, 4]]], [[[4, 4]], [[2, 6]]]])
+def test_grids_say_how_many_patches_are_along_any_axis(grids):
+    plan = plan_of(Strip(), [(torch.randn(1, 3, 2, 4 * sum(h * w for h, w in each)), each) for each in grids])
+    assert plan.grids == (Grids("image_sizes", "pixels", ((4, 4), (2, 6)), axis=3, per=4),)
+    assert str(plan.by_path["pixels"].sizes[3]) == "4*image_patches"
+    assert plan.shapes({"images": 3, "image_patches": 0}) == {"pixels": (1, 3, 2, 4 * 44), "image_sizes": (3, 2)}
+    assert exportkit.Plan.from_json(plan.to_json()).grids == plan.grids
+
+
+def test_rows_of_a_batch_are_not_the_patches_of_all_images():
+    calls = [(torch.randn(n, side * 4, 8), [[side, 4]] * n) for n, side in ((1, 4), (1, 6), (2, 3))]
+    for recorded in (calls, calls[:2]):
+        assert plan_of(Padded(), recorded).grids == ()
+
+
+def plan_of(model, calls):
+    observer = exportkit.InputObserver()
+    with observer(model):
+        for rows, grids in calls:
+            model(rows, torch.tensor(grids))
+    return observer.plan()
