@@ -2,7 +2,7 @@
 
 transformers loops over the grids in Python (positions of patches, windows, boundaries of segments), which a trace would
 freeze. Here the same values follow from the grids by comparisons and divisions, for as many rows as there are patches.
-Boundaries of segments have one entry for each row, with repetitions: `attention.attend_in_segments` reads them.
+Boundaries of frames have one entry for each row, with repetitions: `attention.attend_in_segments` reads them.
 """
 
 from __future__ import annotations
