@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.symbolic_shapes import at_least_one
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit._torch_compat.transformers import VISION_MODULES, interpolation_taps
 from exportkit.overrides import Attribute, replaced
@@ -76,6 +77,8 @@ _CALLS: dict[str, list[dict[str, Any]]] = {
         {"num_grid_per_side": 3, "mode": "bicubic", "align_corners": True, "padding": "zeros"},
     ],
     "get_vision_nearest_position_ids": [{"num_patches_per_side": side} for side in (5, 6)],
+    "get_vision_frame_index": [{}],
+    "get_vision_temporal_merge_index": [{"grid_thw": ((2, 4, 6), (2, 8, 3)), "kernel_height": 2, "kernel_width": 3}],
     "get_vision_pixel_shuffle_index": [{"merge_size": 1}, {"merge_size": 2}],
 }
 
@@ -87,10 +90,11 @@ def _is_ours(function: types.FunctionType) -> bool:
         return False
     with apart_from_modes(), contextlib.suppress(Exception):  # a function of other arguments
         for given in _CALLS[function.__name__]:
-            grids = torch.tensor(_EXAMPLE)
+            grids = torch.tensor(given.get("grid_thw", _EXAMPLE))
+            options = {name: value for name, value in given.items() if name != "grid_thw"}
             if "target_sizes" in inspect.signature(function).parameters:
                 grids = grids[:, 1:]
-            expected, found = (call(grids, **given) for call in (function, globals()[function.__name__]))
+            expected, found = (call(grids, **options) for call in (function, globals()[function.__name__]))
             pairs = zip(*((each if isinstance(each, tuple) else (each,)) for each in (expected, found)), strict=True)
             if not all(_is_equal(*pair) for pair in pairs):
                 return False
@@ -302,3 +306,39 @@ def get_vision_pixel_shuffle_index(
     rows = rows_of(grid_thw, multiple_of=merge_size)
     row, column = rows.place(merge_size)
     return rows.frame_start + row * rows.width + column
+
+
+def get_vision_frame_index(grid_thw: torch.Tensor, kwargs: dict[str, Any] | None = None) -> torch.Tensor:
+    """Returns the number of each patch's frame, from 1 on; 0 for images of one frame."""
+    given = _popped(kwargs, "frame_index")
+    if given:
+        return given[0]  # type: ignore[no-any-return]
+    rows = rows_of(grid_thw)
+    return torch.where(rows.frames > 1, rows.frame + 1, 0)
+
+
+def get_vision_temporal_merge_index(
+    grid_thw: torch.Tensor, kernel_height: int, kernel_width: int, kwargs: dict[str, Any] | None = None
+) -> torch.Tensor:
+    """Returns the patches of each block ``(blocks, frames, patches)``; all images have the same number of frames."""
+    given = _popped(kwargs, "temporal_merge_index")
+    if given:
+        return given[0]  # type: ignore[no-any-return]
+    grids, kernel = grid_thw.to(torch.int64), kernel_height * kernel_width
+    sizes = torch.tensor([kernel_height, kernel_width], device=grids.device)
+    patches, frames = rows_of(grids).index.shape[0], at_least_one(grids[:, 0].max().item())
+    blocks = torch.cat([torch.ones_like(grids[:, :1]), grids[:, 1:] // sizes], dim=1)
+    block = rows_of(blocks, count=patches // (frames * kernel))
+    row, column = block.place(1)
+    # The patches of a block: frame, row and column in the block are axes of their own.
+    frame, down, across = (
+        torch.arange(size, device=grids.device).reshape(-1, *[1] * axes)
+        for size, axes in ((frames, 2), (kernel_height, 1), (kernel_width, 0))
+    )
+    row, column, width, area, start = (
+        each[:, None, None, None]
+        for each in (row, column, block.width * kernel_width, block.height * block.width * kernel, block.start * kernel)
+    )
+    index = start * frames + frame * area + (row * kernel_height + down) * width + column * kernel_width + across
+    is_right = (grids[:, 1:] % sizes).sum() + (grids[:, 0] - frames).abs().sum() == 0
+    return torch.where(is_right, index, patches).flatten(2)

@@ -44,10 +44,17 @@ def merging(layer=0):
     return MiniCPMOcrVisionModel(config)
 
 
-def patches(width):
+def pooling():
+    from transformers import Kimi_K25VisionConfig, Kimi_K25VisionModel
+
+    config = Kimi_K25VisionConfig(**SMALL, num_attention_heads=2, pos_emb_height=6, pos_emb_width=6)
+    return Kimi_K25VisionModel(config)
+
+
+def patches(*shape):
     def call(grids):
         grid = torch.tensor(grids)
-        return {"pixel_values": torch.randn(int(grid.prod(-1).sum()), width), "grid_thw": grid}
+        return {"pixel_values": torch.randn(int(grid.prod(-1).sum()), *shape), "grid_thw": grid}
 
     return call
 
@@ -97,6 +104,17 @@ def test_an_encoder_recorded_with_equal_grids_takes_any_grids(name, tmp_path):
     assert rule in result.rules
     for grids in RAGGED:
         assert_equal(model, onnx_model, call(grids))
+
+
+def test_frames_are_pooled_if_all_images_have_as_many(tmp_path):
+    torch.manual_seed(0)
+    model, call = pooling().eval(), patches(3, 4, 4)
+    _, onnx_model = exported(model, [call([SQUARE] * 2), call([SQUARE] * 3)], tmp_path)
+    for grids in ([SQUARE, WIDE, HIGH], [FRAMES], [(2, 4, 4), (2, 2, 10)], [(4, 2, 2)]):
+        assert_equal(model, onnx_model, call(grids))
+    for grids in ([FRAMES, SQUARE], [SQUARE, FRAMES], [(1, 3, 4)], [(5, 4, 4)]):
+        with pytest.raises(ExportkitError):
+            onnx_model(**call(grids))
 
 
 def test_grids_that_cannot_be_merged_are_refused_and_not_answered(tmp_path):
