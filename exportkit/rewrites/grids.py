@@ -65,7 +65,6 @@ def _users(model: torch.nn.Module) -> list[tuple[Attribute, Any]]:
 # What functions are called with, to find out whether those below give the same.
 _EXAMPLE = ((1, 4, 6), (2, 8, 4), (1, 2, 2))
 _CALLS: dict[str, list[dict[str, Any]]] = {
-    "get_max_seqlen": [],
     "get_vision_position_ids": [{"spatial_merge_size": 2}, {"spatial_merge_size": 1, "include_temporal": True}],
     "get_vision_cu_seqlens": [{}, {"merge_temporal": True}],
     "get_vision_window_index": [
@@ -87,7 +86,7 @@ _CALLS: dict[str, list[dict[str, Any]]] = {
 def _is_ours(function: types.FunctionType) -> bool:
     """Whether the function of the same name below gives the same for examples, apart from repeated boundaries."""
     if function.__name__ not in _CALLS:
-        return False
+        return function.__name__ == get_max_seqlen.__name__ and function.__module__ in VISION_MODULES
     with apart_from_modes(), contextlib.suppress(Exception):  # a function of other arguments
         for given in _CALLS[function.__name__]:
             grids = torch.tensor(given.get("grid_thw", _EXAMPLE))
