@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterable
@@ -37,11 +39,18 @@ _TASKS = (
     ("model", ""),
 )
 _GENERATES = ("causal language model", "sequence to sequence", "speech to text", "image and text to text")
-# Images are given one for each row; or with an axis for several of each row; or not at all, where neither succeeds.
+# Images are given one for each row; or with an axis for several of each row, or patches with one axis for their values;
+# or not at all, where none of these succeeds.
 _IMAGES = ("one", "several", "none")
+# At last, all inputs that hold tokens are given, in one call instead of ``generate``.
+_TOKENS = "tokens"
 # The inputs that hold the shape of each image, of which the pixels are given as patches.
 _GRIDS = ("image_grid_thw", "grid_thw", "grid_thws", "spatial_shapes", "target_sizes")
 _FIRST_LAYERS = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d)
+# The fields that hold the width of features of sound; and those with the widths of inputs for each step of an episode.
+_BINS = ("input_size", "num_mel_bins", "feature_size")
+_STEPS = {"states": "state_dim", "actions": "act_dim", "rewards": "", "returns_to_go": ""}
+_IMAGE_MASK = "image_embeds_position_mask"
 _Inputs = Callable[[int, int], dict[str, torch.Tensor]]
 _TEXT, _TEXT_TRUTH = [(2, 7)], [(3, 5), (1, 11)]
 _ONE, _ONE_TRUTH = [(1, 7)], [(1, 5), (2, 9)]
@@ -97,23 +106,34 @@ def _make(
     import transformers
 
     error: Exception | None = None
-    for config in levels(transformers.AutoConfig.for_model(name)):
-        if task == _TASKS[0][0] and hasattr(config, "is_decoder"):
-            config.is_decoder = True
-        for images in _IMAGES:
-            try:
-                model = small_model(config, getattr(transformers, cls)).eval()
-                given = functools.partial(inputs, model, images)
-                use = _generating(model, given, not batch_one) if task in _GENERATES else _called(model, given)
-                with torch.no_grad():
-                    for sizes in runs:
-                        use(*sizes)
-                return model, use
-            except Exception as found:
-                error = error or found
-            if "pixel_values" not in inspect.signature(getattr(transformers, cls).forward).parameters:
-                break
+    maker = _class(cls, name)
+    ways = _IMAGES if "pixel_values" in inspect.signature(maker.forward).parameters else _IMAGES[:1]
+    config = transformers.AutoConfig.for_model(name)
+    first = ((small, way) for small in levels(config, False) for way in ways)
+    last = ((small, way) for way in (*ways, _TOKENS) for small in levels(config, True))
+    for small, way in itertools.chain(first, last):
+        if task == _TASKS[0][0] and hasattr(small, "is_decoder"):
+            small.is_decoder = True
+        try:
+            model = small_model(small, maker).eval()
+            given = functools.partial(inputs, model, way)
+            generates = task in _GENERATES and way != _TOKENS
+            use = _generating(model, given, not batch_one) if generates else _called(model, given)
+            with torch.no_grad():
+                for sizes in runs:
+                    use(*sizes)
+            return model, use
+        except Exception as found:
+            error = error or found
     raise error or RuntimeError(name)
+
+
+def _class(cls: str, name: str) -> Any:
+    """The class, which the library may not have among its names."""
+    import transformers
+
+    module = transformers.CONFIG_MAPPING[name].__module__.replace("configuration_", "modeling_")
+    return getattr(transformers, cls, None) or getattr(importlib.import_module(module), cls)
 
 
 def _generating(model: Any, inputs: _Inputs, padded: bool) -> Callable[..., object]:
@@ -145,7 +165,7 @@ def inputs(model: Any, images: str, batch: int, length: int) -> dict[str, torch.
 
     Args:
         model: The model.
-        images: How images are given: one of ``_IMAGES``.
+        images: How images are given: one of ``_IMAGES``; or ``_TOKENS``.
         batch: The number of rows.
         length: The number of tokens, or what inputs of other kinds have instead.
     """
@@ -163,6 +183,10 @@ def inputs(model: Any, images: str, batch: int, length: int) -> dict[str, torch.
     if model.config.is_encoder_decoder and "decoder_input_ids" in parameters and not model.can_generate():
         names.append("decoder_input_ids")
     names += [name for name in ("bbox",) if name in parameters]
+    if names[0] in _STEPS:
+        names += [name for name in (*_STEPS, "timesteps") if name in parameters]
+    if images == _TOKENS:
+        names += [name for name in ("input_ids", "decoder_input_ids") if name in parameters]
     if images == "none":
         names = [name for name in names if name != "pixel_values"]
     grid = next((name for name in _GRIDS if name in parameters or name in _asked(model)), None)
@@ -171,10 +195,13 @@ def inputs(model: Any, images: str, batch: int, length: int) -> dict[str, torch.
         found = _patches(model, grid, "pixel_values" if "pixel_values" in names else "hidden_states", batch)
     found |= {name: _input(model, name, batch, length) for name in dict.fromkeys(names) if name not in found}
     if images == "several" and "pixel_values" in found:
-        found["pixel_values"] = found["pixel_values"][:, None]
+        values = found["pixel_values"]
+        found["pixel_values"] = values.flatten(1) if grid else values[:, None]
     if "input_ids" in found and "pixel_values" in found and _image_token(model) is not None:
         given = {name: value for name, value in found.items() if name in _asked(model)}
         found["input_ids"] = _with_image(model, found["input_ids"], given)
+    if _IMAGE_MASK in parameters and "pixel_values" in found:
+        found[_IMAGE_MASK] = (found["input_ids"] == _image_token(model)).int()
     if "mm_token_type_ids" in parameters and "pixel_values" in found and _image_token(model) is not None:
         found["mm_token_type_ids"] = (found["input_ids"] == _image_token(model)).int()
     if "attention_mask" in parameters and "input_ids" in found:
@@ -201,7 +228,7 @@ def _input(model: Any, name: str, batch: int, length: int) -> torch.Tensor:
         channels = _field(config, "audio_channels", None)
         return randn(batch, *([channels] if channels else []), 1600 + 160 * length)
     if name == "input_features":
-        bins = _field(config, "num_mel_bins", None) or _field(config, "feature_size", 80)
+        bins = next((_field(config, field, None) for field in _BINS if _field(config, field, None)), 80)
         frames = _field(config, "max_source_positions", None)
         if hasattr(config, "max_source_positions") and "conv" in str(list(dict(model.named_modules())))[:4000]:
             return randn(batch, bins, 2 * frames)
@@ -213,6 +240,12 @@ def _input(model: Any, name: str, batch: int, length: int) -> torch.Tensor:
         return torch.cat(
             [places, randn(batch, 16, _field(config, "num_channels", 3) * _field(config, "patch_size", 16) ** 2)], -1
         )
+    if name == "latents":
+        return randn(batch, config.hidden_size, length)
+    if name in _STEPS:
+        return randn(batch, length, _field(config, _STEPS[name], 1))
+    if name == "timesteps":
+        return torch.arange(length).expand(batch, -1)
     if name == "past_values":
         return randn(batch, _field(config, "context_length", 32))
     raise ValueError(f"no rule for the input {name}")
@@ -259,7 +292,8 @@ def _field(config: Any, name: str, default: Any) -> Any:
 
 
 def _image_token(model: Any) -> int | None:
-    return getattr(model.config, "image_token_id", None) or getattr(model.config, "image_token_index", None)
+    token = getattr(model.config, "image_token_id", None) or getattr(model.config, "image_token_index", None)
+    return token or (VOCABULARY - 1 if _IMAGE_MASK in inspect.signature(model.forward).parameters else None)
 
 
 def _images_in_text(model: Any) -> bool:
@@ -268,11 +302,13 @@ def _images_in_text(model: Any) -> bool:
 
 def _with_image(model: Any, tokens: torch.Tensor, images: dict[str, torch.Tensor]) -> torch.Tensor:
     """The tokens behind placeholders, as many as an image has features."""
-    encoder = model if hasattr(model, "get_image_features") else model.base_model
-    with torch.no_grad():
-        features = encoder.get_image_features(**images)
-    features = getattr(features, "pooler_output", features)
-    parts = features if isinstance(features, list | tuple) else [features]
-    count = sum(part.flatten(0, -2).shape[0] for part in parts) // len(tokens)
+    count = _field(model.config, "latent_query_num", None)
+    if count is None:
+        encoder = model if hasattr(model, "get_image_features") else model.base_model
+        with torch.no_grad():
+            features = encoder.get_image_features(**images)
+        features = getattr(features, "pooler_output", features)
+        parts = features if isinstance(features, list | tuple) else [features]
+        count = sum(part.flatten(0, -2).shape[0] for part in parts) // len(tokens)
     places = torch.full((len(tokens), count), _image_token(model))
     return torch.cat([tokens[:, :1], places, tokens[:, 1:]], 1)
