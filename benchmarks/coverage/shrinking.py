@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import re
@@ -58,11 +57,14 @@ def levels(config: Any, again: bool) -> Iterator[Any]:
             ``_LARGEST_IMAGE`` may stay so large.
     """
     for level in _LEVELS:
-        if again or "image" in level or _image(config) <= _LARGEST_IMAGE:
-            small = copy.deepcopy(config)
-            _shrink(small, level | {"again"} if again else level)
-            with contextlib.suppress(*([Exception] if again else [])):  # not every configuration can be so small
-                yield _again(small, config) if again else small
+        if not again and "image" not in level and _image(config) > _LARGEST_IMAGE:
+            continue
+        small = copy.deepcopy(config)
+        _shrink(small, level | {"again"} if again else level)
+        try:
+            yield _again(small, config) if again else small
+        except Exception:  # not every configuration can be made so small
+            continue
 
 
 def _image(config: Any) -> int:
@@ -73,12 +75,7 @@ def _image(config: Any) -> int:
 
 
 def _again(small: Any, config: Any) -> Any:
-    """The small configuration, completed, and made again, so that what it computes from its fields follows them.
-
-    Args:
-        small: The small configuration.
-        config: The default one.
-    """
+    """The small configuration, completed, and made again, so that what it computes from its fields follows them."""
     from transformers import PretrainedConfig
 
     given, computed, layers = {}, [], getattr(config, "num_hidden_layers", None)
@@ -103,9 +100,9 @@ def _again(small: Any, config: Any) -> Any:
     for name in computed:
         if getattr(first, name) != getattr(config, name):
             del given[name]
-    for name in given:
+    for name, value in given.items():
         if name.endswith("feature_sizes"):
-            given[name] = [[side * _image(small) // _image(config) for side in sides] for sides in given[name]]
+            given[name] = [[side * _image(small) // _image(config) for side in sides] for sides in value]
     if stages:
         given["out_indices"] = list(range(1, len(first.stage_names)))
     made = type(small)(**given)
@@ -127,7 +124,7 @@ def _missing(name: str, config: Any) -> Any:
         return 2 if _CHOSEN.fullmatch(name) else 4
     if name == "mlp_layer_types":
         return ["dense"] + ["sparse"] * (config.num_hidden_layers - 1)
-    if name.startswith("default_"):
+    if name.startswith("default_"):  # one of a list
         return next(iter(getattr(config, name.removeprefix("default_") + "s", ())), None)
     if name.endswith("out_channels"):
         return [16, 16]

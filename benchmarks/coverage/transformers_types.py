@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import itertools
 import random
@@ -106,7 +105,7 @@ def _make(
     import transformers
 
     error: Exception | None = None
-    maker = _class(cls, name)
+    maker = getattr(transformers, cls)
     ways = _IMAGES if "pixel_values" in inspect.signature(maker.forward).parameters else _IMAGES[:1]
     config = transformers.AutoConfig.for_model(name)
     first = ((small, way) for small in levels(config, False) for way in ways)
@@ -119,21 +118,18 @@ def _make(
             given = functools.partial(inputs, model, way)
             generates = task in _GENERATES and way != _TOKENS
             use = _generating(model, given, not batch_one) if generates else _called(model, given)
+            calls: list[object] = []
+            hook = model.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
             with torch.no_grad():
                 for sizes in runs:
                     use(*sizes)
-            return model, use
+            hook.remove()
+            if calls:
+                return model, use
+            error = error or ValueError("generate does not call forward")
         except Exception as found:
             error = error or found
     raise error or RuntimeError(name)
-
-
-def _class(cls: str, name: str) -> Any:
-    """The class, which the library may not have among its names."""
-    import transformers
-
-    module = transformers.CONFIG_MAPPING[name].__module__.replace("configuration_", "modeling_")
-    return getattr(transformers, cls, None) or getattr(importlib.import_module(module), cls)
 
 
 def _generating(model: Any, inputs: _Inputs, padded: bool) -> Callable[..., object]:
@@ -294,10 +290,6 @@ def _field(config: Any, name: str, default: Any) -> Any:
 def _image_token(model: Any) -> int | None:
     token = getattr(model.config, "image_token_id", None) or getattr(model.config, "image_token_index", None)
     return token or (VOCABULARY - 1 if _IMAGE_MASK in inspect.signature(model.forward).parameters else None)
-
-
-def _images_in_text(model: Any) -> bool:
-    return _image_token(model) is not None
 
 
 def _with_image(model: Any, tokens: torch.Tensor, images: dict[str, torch.Tensor]) -> torch.Tensor:
