@@ -38,8 +38,10 @@ _HEAD_WIDTH = re.compile(r"(\w+_)?head_?dim|d_kv|(\w+_)?head_size|kv_channels|at
 _WIDTH = re.compile(
     r"(\w+_)?(hidden_size|hidden_dim|d_model|embed_dim|embedding_size|embedding_dim|projection_dim|projection_size"
     r"|intermediate_size|intermediate_dim|ffn_dim|ffn_size|feedforward_dim|mlp_dim|d_ff|inner_dim|n_embd|n_inner|dim"
-    r"|channels|hidden_channels|groups|rank|state_size|width|conv_dim|emb_size|fc_size|d_ssm|dim_feedforward|feature_size|bottleneck_features)"
-    r"|(\w+_)?(embed_dim_per_stage|channel_list|hidden_sizes|embed_dims|widths|dims|out_channels|neck_hidden_sizes|encoder_hidden_dims)"
+    r"|channels|hidden_channels|rank|state_size|width|conv_dim|emb_size|fc_size|d_ssm|dim_feedforward|feature_size"
+    r"|bottleneck_features)|(?!num_)[a-z]+_groups"
+    r"|(\w+_)?(hidden_sizes|embed_dims|widths|dims|out_channels|neck_hidden_sizes|encoder_hidden_dims|channel_list"
+    r"|embed_dim_per_stage)"
 )
 _FIRST_WIDTH = re.compile(r"num_filters|\w+_initial_channel")  # from which those of other layers follow
 _FIXED = re.compile(r"(num_|in_|out_|image_|input_)?channels|num_channels|patch_dim|in_chans|.*_token_id|.*rope_theta")
