@@ -58,7 +58,10 @@ def main() -> None:
         found = CASES
     else:
         left_out = [HERE.parents[1] / "tests", HERE.parents[1] / "exportkit", *options.without]
-        found = cases(left_out, options.sample, options.seed, options.batch_one)
+        table = json.loads(TABLE.read_text()).get(options.what, {}) if TABLE.exists() else {}
+        is_drawn = options.sample and (table.get("sample"), table.get("seed")) == (options.sample, options.seed)
+        drawn = [row["name"] for row in table["rows"]] if is_drawn else []
+        found = cases(left_out, options.sample, options.seed, options.batch_one, drawn)
     chosen = [case for case in found if re.search(options.only, f"{case.family}: {case.name}")]
     with contextlib.redirect_stdout(io.StringIO()):  # the processes are forked: this imports all for them
         judge(Case("linear", "", _linear, [(2,), (3,)], [(1,)]))

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,9 @@ _ONE, _ONE_TRUTH = [(1, 7)], [(1, 5), (2, 9)]
 _ROWS, _ROWS_TRUTH = [(2, 7), (3, 9)], [(1, 12), (4, 5)]
 
 
-def cases(left_out: Iterable[Path], sample: int | None, seed: int, batch_one: bool) -> list[Case]:
+def cases(
+    left_out: Iterable[Path], sample: int | None, seed: int, batch_one: bool, drawn: Collection[str] = ()
+) -> list[Case]:
     """Returns the cases.
 
     Args:
@@ -64,11 +66,14 @@ def cases(left_out: Iterable[Path], sample: int | None, seed: int, batch_one: bo
         sample: How many types; by default all.
         seed: The sample is drawn with this seed.
         batch_one: Record one row, of the types that generate.
+        drawn: The types of this sample, if it was drawn before. It stays when tests name some of them afterwards.
     """
     text = " ".join(file.read_text() for path in left_out for file in (path.rglob("*.py") if path.is_dir() else [path]))
     known = set(re.findall(r"\w+", text))
     found = [(name, *rest) for name, *rest in _types() if not {name, rest[1]} & known]
-    if sample is not None:
+    if drawn:
+        found = [(name, *rest) for name, *rest in _types() if name in drawn]
+    elif sample is not None:
         found = random.Random(seed).sample(found, min(sample, len(found)))
     return [_case(name, task, cls, batch_one) for name, task, _, cls in found if not batch_one or task in _GENERATES]
 

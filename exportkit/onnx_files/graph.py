@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -280,13 +280,19 @@ class OnnxGraph:
         sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in complete.items()})
         numbers = {path: evaluate(text, sizes) for path, text in contract.domain.returned.items()}
         outputs = self.structured({**returned, **self._numbers(returned, numbers)})
+        held = {first_step(path) for path, tensor in returned.items() if tensor is not None}
+        absent = {first_step(path) for path, tensor in returned.items() if tensor is None} - held
         if plan.passed_through and isinstance(outputs, MutableMapping):  # as they were given, or as a part made them
             known = {*contract.signature.plain()}
             arguments = contract.signature.bind(args, {k: v for k, v in kwargs.items() if k in known})
             for name, path in plan.passed_through.items():
                 value = value_at(arguments, path)
-                if value is not None or not any(leaf.startswith(path) for leaf in given.tensors):
+                if value is not None:
                     outputs[name] = value
+                elif not any(leaf.startswith(path) for leaf in given.tensors):
+                    absent.add(name)
+        if absent and isinstance(outputs, MutableMapping):
+            outputs = _without(outputs, absent)
         past, new = plan.with_role("past"), plan.with_role("sequence")
         if past is not None and new is not None:  # the counters of caches: cached tokens and new ones
             for value in outputs.values() if isinstance(outputs, Mapping) else [outputs]:
@@ -380,3 +386,12 @@ class OnnxGraph:
     def structured(self, tensors: Mapping[str, Any]) -> Any:
         """Returns outputs by path as the nested value that the model returns; None stands for one that is absent."""
         return with_split_lists(self.contract.structure.with_leaves(tensors), self.contract.member_rows).build()
+
+
+def _without(outputs: Any, names: Collection[str]) -> Any:
+    """The outputs without those of some names; a class that holds its items as fields has no keys for absent ones."""
+    cls, fields = type(outputs), {name: value for name, value in outputs.items() if name not in names}
+    if is_dataclass(outputs):
+        return cls(**fields)
+    outputs.update(dict.fromkeys(names))
+    return outputs
