@@ -109,8 +109,8 @@ STRATEGIES = (
     ),
     Strategy(
         "lists as separate tensors",
-        "the trace failed with lists as one tensor, a rewrite that is guessed from how the model reads them",
-        lambda search: search.trace_failed and LISTS_OF_ONE in search.rules,
+        "lists as one tensor, a rewrite that is guessed from how the model reads them, gave no right program",
+        lambda search: search.result is None and isinstance(search.error, ExportError) and LISTS_OF_ONE in search.rules,
         drops=(LISTS_OF_ONE,),
     ),
     Strategy(
@@ -329,7 +329,8 @@ class Search:
             with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
                 traced = trace(self.model, self.method, plan.plan, plan.observation, example, rules)
                 audit = audit_sizes(traced)
-                if enlarges and (difference := ProgramProbe(traced).difference(traced.sizes)):
+                is_guess = enlarges or LISTS_OF_ONE in rules
+                if is_guess and (difference := ProgramProbe(traced).difference(traced.sizes)):
                     raise ExportError("The program does not return what the model returns.", got=difference)
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:

@@ -87,7 +87,16 @@ def of_two_lengths(self, x):
     return x
 
 
-@pytest.mark.parametrize("function", [over_slices, best_path, from_behind, beside_its_number, of_two_lengths])
+def in_comprehensions(self, x):
+    i = 3
+    tokens = [self.layer(x[:, i : i + 2]).mean(1) * i for i in range(x.shape[1] - 1)]
+    others = torch.stack(tuple(a + b for a, b in zip(x.unbind(1), x.flip(1).unbind(1), strict=True)))
+    return torch.stack(tokens, dim=1).amax(1) * i + sum(torch.tanh(token) for token in x.unbind(1)), others
+
+
+@pytest.mark.parametrize(
+    "function", [in_comprehensions, over_slices, best_path, from_behind, beside_its_number, of_two_lengths]
+)
 def test_a_loop_over_a_length_is_one_operator(function):
     model, observer = looping(function)
     exported = exportkit.export(model, observer)
@@ -155,6 +164,10 @@ def that_decides_by_its_number(self, x):
     return x
 
 
+def that_picks_in_a_comprehension(self, x):
+    return torch.stack([x[:, i] for i in range(x.shape[1]) if i % 2])
+
+
 def that_collects_elsewhere(self, x):
     found = {}
     for i in range(x.shape[1]):
@@ -169,6 +182,7 @@ def that_collects_elsewhere(self, x):
         that_sets_an_attribute,
         that_grows_a_tensor,
         that_decides_by_its_number,
+        that_picks_in_a_comprehension,
         that_collects_elsewhere,
     ],
 )
