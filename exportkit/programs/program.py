@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -420,14 +421,16 @@ def without_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings, checks of the values that distributions take, and the partial graph of a failed trace.
+    """Silences warnings, checks of the values that distributions take, and what torch prints of a failed trace.
 
-    torch prints such a graph, and the error says what is wrong. What torch itself gets wrong is repaired.
+    The error says what is wrong. What torch itself gets wrong is repaired.
     """
     owner, name = distribution_checks()
     silent = replaced_attributes(trace_module(), {"print": lambda *_, **__: None})
+    unlogged = replaced_attributes(logging.getLogger("torch._guards"), {"disabled": True})
     repaired = replaced_attributes(*modules_left_on_errors()), replaced_attributes(*constraints_that_solve())
-    with warnings.catch_warnings(), silent, replaced_attributes(owner, {name: False}), repaired[0], repaired[1]:
+    checked = replaced_attributes(owner, {name: False})
+    with warnings.catch_warnings(), silent, unlogged, checked, repaired[0], repaired[1]:
         warnings.simplefilter("ignore")
         yield
 

@@ -104,3 +104,26 @@ def test_a_recorded_call_that_no_default_serves_is_refused_and_reported():
     planned = exportkit.export(model, observer.plan())
     assert planned.domain.absent == {frozenset()}
     assert [finding.where for finding in planned.plan.findings if finding.kind == "missing input"] == ["y"]
+
+
+@pytest.mark.parametrize("is_dict", [False, True], ids=["ModelOutput", "dict"])
+def test_outputs_that_a_call_lacks_are_absent(is_dict, tmp_path):
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class Optional(torch.nn.Module):
+        def forward(self, x, parts=None):
+            states = None if parts is None else [part * 2 for part in parts]
+            rest = x * 2 if parts is None else x * 2 + parts[0]
+            if is_dict:
+                return {"last_hidden_state": rest, "hidden_states": states}
+            return outputs.BaseModelOutput(last_hidden_state=rest, hidden_states=states)
+
+    model, parts = Optional(), [x(2, 5), x(2, 5)]
+    onnx_model = exported(model, {"x": x(2, 4), "parts": [x(2, 4), x(2, 4)]}, {"x": x(3, 6)}).to_onnx(
+        tmp_path / "model.onnx"
+    )
+    assert onnx_model.verify().ok
+    for call in ({"x": x(2, 5)}, {"x": x(2, 5), "parts": parts}):
+        expected, got = model(**call), onnx_model(**call)
+        assert list(got) == list(expected)
+        assert (got.get("hidden_states") is None) == (expected.get("hidden_states") is None)
