@@ -165,7 +165,7 @@ class Rows:
 
 
 def rows_of(grid: torch.Tensor, merge: int = 1, multiple_of: Any = 1, count: Any = None) -> Rows:
-    """The rows of patches, or of merged patches, of grids.
+    """Returns the rows of patches, or of merged patches, of grids.
 
     A graph cannot raise an error, so grids for which a model raises lead to an index that is out of range.
 

@@ -170,7 +170,7 @@ def _function_of_size(name: str) -> Callable[..., Any]:
     return compute
 
 
-# numpy calls methods of these names of an object that is no number
+# Also methods of sizes: numpy computes ``np.sqrt(size)`` as ``size.sqrt()``.
 _OF_SIZES = {name: _function_of_size(name) for name in ("sqrt", "log", "log2", "log10", "log1p", "exp", "sin", "cos")}
 
 

@@ -50,6 +50,7 @@ FUNCTIONS = {
     "items at places": with_items,
     "diagonal": with_diagonal,
     "functions of sizes": of_math,
+    "repeated by a size": lambda x: [x.T.repeat_interleave(x.shape[1], axis) for axis in (0, 1)],
     "one hot": lambda x: functional.one_hot(torch.arange(2), x.shape[1]).sum(0) * x,
     "pools over everything": lambda x: (
         functional.max_pool1d(x[:, None], x.shape[1]) + functional.avg_pool1d(x[:, None], kernel_size=x.shape[1:])
