@@ -112,7 +112,7 @@ class Signature:
             leaves = dict(zip(tree.paths, tree.leaves, strict=True))
             for path, kind in kinds.items():
                 value = leaves.get(path)
-                if not _fits(value, kind):
+                if path in leaves and not _fits(value, kind):
                     raise ArgumentError(
                         "This argument is a Python number, as the model takes it.",
                         where=join(name, path),

@@ -99,7 +99,8 @@ def _digamma(x: torch.Tensor) -> torch.Tensor:
     pi = _double(math.pi)
     angle = (x - x.round()) * pi
     whole = (x == x.round()) & (x < 0)
-    found = torch.where(mirrored, found - pi * angle.cos() / angle.sin(), found)
+    cosine = 1 - 2 * (angle / 2).sin().square()  # onnxruntime 1.26 has no Cos of double precision
+    found = torch.where(mirrored, found - pi * cosine / angle.sin(), found)
     found = torch.where(whole, math.nan, torch.where(x == 0, -1 / x, found))
     return torch.where(x == math.inf, math.inf, found)
 

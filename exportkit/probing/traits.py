@@ -200,7 +200,7 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
 def attributes_read(model: torch.nn.Module, method: str, calls: Iterable[Call]) -> dict[str, tuple[str, ...]]:
     """Returns, for each class of objects among the arguments, which of their attributes code reads when the model runs.
 
-    A class is left out if its objects are also read as a whole, such as with ``vars``.
+    A class is left out if its objects are also read as a whole, such as with ``vars``, or returned.
 
     Args:
         model: The model.
@@ -209,6 +209,7 @@ def attributes_read(model: torch.nn.Module, method: str, calls: Iterable[Call]) 
     """
     calls = list(calls)
     classes = {cls for call in calls for tree in call.arguments.values() for cls in tree.object_classes()}
+    classes -= {cls for call in calls for cls in call.outputs.object_classes()}
     noted: dict[type, set[str]] = {
         cls: set() for cls in classes if not issubclass(cls, tuple) and cls not in CONTAINERS
     }

@@ -16,6 +16,7 @@ import torch
 from exportkit._torch_compat.graph import is_assertion, takes_number
 from exportkit.calls.call import Call, NumberKind, number_in
 from exportkit.calls.observation import Observation
+from exportkit.probing.simplify import first_step
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import flatten, is_cache_class, join
 
@@ -45,20 +46,26 @@ class WithNumbers(torch.nn.Module):
         """Returns what the model returns for the numbers in the tensors."""
         values = self._signature.bind(args, kwargs)
         for name, kinds in self._numbers.items():
-            tree = flatten(values[name])
+            tree = flatten(values.get(name))
             tensors = tree.tensors()
-            values[name] = tree.with_leaves({p: number_in(tensors[p], kind) for p, kind in kinds.items()}).build()
+            made = {path: number_in(tensors[path], kind) for path, kind in kinds.items() if path in tensors}
+            values[name] = tree.with_leaves(made).build()
         args, kwargs = self._signature.unbind(values, self._named)
         target = self.model if self._method == "forward" else getattr(self.model, self._method)
         return target(*args, **kwargs)
 
 
 def varying_numbers(observation: Observation) -> dict[str, NumberKind]:
-    """Returns the Python numbers among the arguments that are of one type in all calls, and vary, by path."""
+    """Returns the Python numbers among the arguments that are of one type in all calls, and vary, by path.
+
+    Calls in which the whole object is absent say nothing about a number in it.
+    """
     calls = [dict(_numbers(call)) for call in observation.calls]
     found: dict[str, NumberKind] = {}
-    for path in calls[0]:
-        values = [numbers.get(path) for numbers in calls]
+    for path in dict.fromkeys(path for numbers in calls for path in numbers):
+        name = first_step(path)
+        told = [n for n, call in zip(calls, observation.calls, strict=True) if name == path or call.has(name)]
+        values = [numbers.get(path) for numbers in told]
         if len({type(value) for value in values}) == 1 and len(set(map(repr, values))) > 1:
             found[path] = "int" if type(values[0]) is int else "float"
     return found
@@ -86,7 +93,7 @@ def as_sizes(observation: Observation, numbers: Numbers, sizes: Collection[str])
     for path, kind in numbers.items():
         if path not in sizes:
             found[path] = kind
-        elif kind == "int" and min(given[path] for given in calls) >= 0:
+        elif kind == "int" and min(given.get(path, 0) for given in calls) >= 0:
             found[path] = "size"
     return found
 

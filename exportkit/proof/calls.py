@@ -191,7 +191,8 @@ def _with_other_numbers(call: Call, observation: Observation) -> Call:
     changed = {}
     for path, kind in observation.signature.numbers.items():
         if kind != "size" and path in call.tensors():
-            most = max(number_in(made.tensors()[path], kind) for made in observation.calls)
+            given = [made.tensors()[path] for made in observation.calls if path in made.tensors()]
+            most = max(number_in(tensor, kind) for tensor in given)
             changed[path] = number_as_tensor(2 * most + 1, kind)
     return call.with_tensors(changed)
 

@@ -17,6 +17,9 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]
 # Tensors that transformers derives from another attribute of the same layer: rebuilt, never an input of a graph.
 DERIVED = {"_sliding_window_tensor": "sliding_window"}
 
+# What transformers keeps in caches besides tensors, and what follows from them and from the calls so far.
+_FOLLOWED = frozenset({"cumulative_length", "is_initialized", "is_updated", "dtype", "device"})
+
 # Values of these types are immutable, and most attributes of a cache have one of them: they are skipped quickly.
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
@@ -40,22 +43,39 @@ class Growth:
 def _is_cache_class(cls: Any) -> bool:
     if issubclass(cls, torch.nn.Module | torch.Tensor | tuple | list | dict) or not cls.__dictoffset__:
         return False  # without __dict__ there are no attributes to look into
-    if cls.__module__.partition(".")[0] == "torch":
-        return False
-    return issubclass(cls, cache_bases()) or cls.__name__.endswith("Cache")
+    return issubclass(cls, cache_bases())
 
 
-def _is_cache_part(cls: Any) -> bool:
-    return issubclass(cls, cache_bases()) or _is_cache_class(cls)
+def _has_own_state(cls: Any) -> bool:
+    return is_cache_class(cls) and cls.__module__.partition(".")[0] != "transformers"
 
 
-# Both are asked for every leaf of every call, hence the memory.
+# These are asked for every leaf of every call, hence the memory.
 
 is_cache_class: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(_is_cache_class)
-"""Returns whether a class is a key-value or state cache: a transformers Cache, or a class named ``...Cache``."""
+"""Returns whether a class is a cache of transformers or a layer of one. Other classes are objects like any other."""
 
-is_cache_part: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(_is_cache_part)
-"""Returns whether objects of a class are opened inside a cache: caches and their layers."""
+_keeps_state: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(_has_own_state)
+
+
+def own_state(cache: Any) -> dict[str, Any]:
+    """Returns the attributes of a cache, or of a layer, that classes from elsewhere add to those of transformers.
+
+    What transformers itself keeps besides tensors follows from these: see `set_stored_length`.
+
+    Args:
+        cache: A cache.
+    """
+    state = vars(cache)
+    if _keeps_state(type(cache)):
+        return {name: value for name, value in state.items() if name not in _FOLLOWED and name not in DERIVED}
+    return {name: value for name, value in state.items() if type(value) not in ATOMS and _holds_own_state(value)}
+
+
+def _holds_own_state(value: Any) -> bool:
+    if type(value) is list:  # of layers
+        return any(map(_keeps_state, set(map(type, value))))
+    return is_cache_class(type(value)) and bool(own_state(value))
 
 
 def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
@@ -93,7 +113,7 @@ def set_stored_length(cache: Any, length: int) -> None:
         part = waiting.pop()
         if isinstance(part, list | tuple):
             waiting += part
-        for name, value in vars(part).items() if is_cache_part(type(part)) else ():
+        for name, value in vars(part).items() if is_cache_class(type(part)) else ():
             if name == "cumulative_length" and isinstance(value, int):
                 part.cumulative_length = length
             elif name == "is_initialized" and not length and isinstance(getattr(part, "keys", None), torch.Tensor):
@@ -117,7 +137,7 @@ def stored_length(value: Any) -> int:
         part = waiting.pop()
         if isinstance(part, list | tuple):
             waiting += part
-        elif is_cache_part(type(part)):
+        elif is_cache_class(type(part)):
             count = getattr(part, "cumulative_length", 0)
             longest = max(longest, count if isinstance(count, int) else 0)
             waiting += [item for name, item in vars(part).items() if name != "cross_attention_cache"]

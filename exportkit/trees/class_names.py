@@ -11,7 +11,7 @@ from typing import Any
 import optree
 
 from exportkit.errors import TreeError
-from exportkit.trees.caches import is_cache_part
+from exportkit.trees.caches import is_cache_class
 from exportkit.trees.object_parts import name_of
 from exportkit.trees.objects import CONTAINERS, can_open
 
@@ -80,7 +80,7 @@ def has_fields(cls: Any) -> bool:
 
 def belongs_to_cache(cls: Any) -> bool:
     """Returns whether a file may name a class inside a cache."""
-    return cls in (*_DEFAULTS, *COLLECTIONS) or optree.is_namedtuple_class(cls) or is_cache_part(cls)
+    return cls in (*_DEFAULTS, *COLLECTIONS) or optree.is_namedtuple_class(cls) or is_cache_class(cls)
 
 
 # Classes that a cache may name in a file, as objects of its classes are built without asking them.

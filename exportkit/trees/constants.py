@@ -16,9 +16,9 @@ from exportkit.trees.tree import Tree
 _PARTS = {
     "list": 1, "tuple": 1, "size": 1, "set": 1, "frozenset": 1, "deque": 2, "fields": 2,
     "dict": 1, "mapping": 3,
-    "registered": 3, "opened": 3, "object": 2, "nn": 2,
+    "registered": 3, "opened": 3, "object": 2, "nn": 2, "cache": 2,
 }  # fmt: skip
-_KEYED, _NAMED = ("dict", "mapping"), ("registered", "opened", "object", "nn")
+_KEYED, _NAMED = ("dict", "mapping"), ("registered", "opened", "object", "nn", "cache")
 _BRACKETS = {"list": "[]", "tuple": "()", "size": "()", "set": "{}", "frozenset": "{}", "deque": "[]", "dict": "{}"}
 _LONGEST = 200
 
@@ -94,7 +94,7 @@ def constants_in(value: Fingerprint, path: str) -> dict[str, Fingerprint]:
         value: Fingerprint of the value.
         path: Its path.
     """
-    if value in (NONE, NOTHING, TENSOR) or value[0] == "cache":
+    if value in (NONE, NOTHING, TENSOR):
         return {}
     if not has_tensors(value):
         return {path: value}

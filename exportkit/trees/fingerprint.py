@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.memory import version_of
-from exportkit.trees.caches import ATOMS, is_cache_class
+from exportkit.trees.caches import ATOMS, is_cache_class, own_state
 from exportkit.trees.flatten import open_registered
 from exportkit.trees.object_parts import Part, Skeleton, Unread, is_in_c, name_of
 
@@ -65,7 +65,7 @@ def fingerprint(value: Any) -> Fingerprint:
     """Returns the fingerprint of a value.
 
     Tensors in lists, tuples, dicts and classes registered with torch are all alike, as only their values differ; a
-    cache is its class.
+    cache of transformers is its class.
 
     Example:
         >>> fingerprint([1, True, -0.0])
@@ -170,7 +170,8 @@ class _Describer:
             return self._numpy(value)
         if not self._in_object:
             if is_cache_class(kind):
-                return ("cache", class_name(kind))
+                own = own_state(value)
+                return ("cache", class_name(kind), tuple([(name, self.described(part)) for name, part in own.items()]))
             opened = open_registered(value)
             if opened is not None:
                 _, context, names, children = opened

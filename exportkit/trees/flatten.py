@@ -21,7 +21,7 @@ import torch
 from exportkit._torch_compat.pytree import Registered as Registration
 from exportkit._torch_compat.pytree import key_name, registered_node
 from exportkit.errors import UnregisteredClassError
-from exportkit.trees.caches import ATOMS, DERIVED, is_cache_class, is_cache_part
+from exportkit.trees.caches import ATOMS, DERIVED, is_cache_class
 from exportkit.trees.objects import OBJECT, flatten_tensors, open_object
 from exportkit.trees.structure import (
     LENGTH,
@@ -233,7 +233,7 @@ class _Flattener:
     def inside(self, value: Any, owner: Any) -> Any:
         """Begins what is found inside a cache: containers and layers, but no class that is registered with torch."""
         cls: Any = type(value)
-        if is_cache_part(cls):
+        if is_cache_class(cls):
             return self.object(value)
         if cls is list and len(value) > 1 and not self.by_layer:
             table = self._table(value)
@@ -253,7 +253,7 @@ class _Flattener:
     def _table(self, items: list[Any]) -> Table | None:
         """Opens the layers of a cache together, if they hold tensors and constants only, each in the same way."""
         cls, height = type(items[0]), len(items)
-        if not is_cache_part(cls) or list(map(type, items)).count(cls) < height:
+        if not is_cache_class(cls) or list(map(type, items)).count(cls) < height:
             return None
         states = list(map(_state, items))
         names = tuple(states[0])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -60,16 +59,10 @@ def register_flattening_functions(patch_transformers: bool = False) -> Iterator[
 def registered_caches() -> Iterator[None]:
     """Registers the cache classes that are loaded, as `register_flattening_functions` does; imports nothing.
 
-    These are the classes of transformers, and ``...Cache`` classes of its models; and with them the classes of other
-    objects that were opened by their attributes.
+    With them, the classes of other objects are registered that were opened by their attributes.
     """
     bases = cache_bases()
     caches = _with_subclasses(bases[:1])
-    for name, module in list(sys.modules.items()):
-        if module is not None and name.startswith("transformers.models.") and ".modeling_" in name:
-            for cls in vars(module).values():
-                if isinstance(cls, type) and cls.__module__ == name and is_cache_class(cls):
-                    caches[cls] = None
     with _nodes.held(caches | dict.fromkeys(opened_classes)), _loadable.held(caches | _with_subclasses(bases[1:])):
         yield
 

@@ -225,7 +225,7 @@ def test_cache_class_of_a_model_is_opened():
     cache.rnn_state[1][0].normal_()
     tree = flatten(cache)
 
-    assert tree.paths[:4] == ("seqlen_offset", "rnn_state[0][0]", "rnn_state[0][1]", "rnn_state[0][2]")
+    assert tree.tensor_paths[:4] == ("seqlen_offset", "rnn_state[0][0]", "rnn_state[0][1]", "rnn_state[0][2]")
     rebuilt = tree.build()
     assert type(rebuilt) is xLSTMCache
     assert rebuilt.config is config

@@ -10,6 +10,7 @@ FILES = (
     "constants",
     "optional_inputs",
     "state_and_effects",
+    "carried_objects",
     "traits",
     "numbers",
     "operators",
