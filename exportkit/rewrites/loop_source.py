@@ -27,7 +27,9 @@ def with_loops_as_functions(definition: ast.FunctionDef, names: Sequence[str]) -
     if not loops.found:
         return None
     arguments = [ast.arg(name) for name in (HELPERS, *names)]
-    factory = ast.FunctionDef("_exportkit_factory", _arguments(arguments), [changed], [])
+    # a function that calls itself finds itself where it did before
+    own = [] if definition.name in names else [ast.Global([definition.name])]
+    factory = ast.FunctionDef("_exportkit_factory", _arguments(arguments), [*own, changed], [])
     return ast.fix_missing_locations(ast.copy_location(factory, definition))
 
 
@@ -39,6 +41,8 @@ class _Comprehensions(ast.NodeTransformer):
         self._before: list[ast.stmt] | None = None  # the loops of the statement that is being visited
 
     def _hoisted(self, node: Any) -> Any:
+        if any(isinstance(each, ast.NamedExpr) for each in ast.walk(node)):  # set before the comprehension, or after it
+            return node
         around, self._before = self._before, []
         changed = self.generic_visit(node)
         before, self._before = self._before, around

@@ -94,8 +94,33 @@ def in_comprehensions(self, x):
     return torch.stack(tokens, dim=1).amax(1) * i + sum(torch.tanh(token) for token in x.unbind(1)), others
 
 
+def doubled(value):
+    return [doubled(part) for part in value] if isinstance(value, list) else value * 2
+
+
+def nested(value):
+    if isinstance(value, list):
+        return [nested(part) for part in value]
+    return value * 2
+
+
+def by_a_function_that_calls_itself(self, x):
+    parts = nested([x, [x + 1]])
+    rows = [row * 2 for row in x.unbind(1)]
+    return torch.stack(rows, 1) + parts[0] + parts[1][0] + doubled([x])[0]
+
+
 @pytest.mark.parametrize(
-    "function", [in_comprehensions, over_slices, best_path, from_behind, beside_its_number, of_two_lengths]
+    "function",
+    [
+        by_a_function_that_calls_itself,
+        in_comprehensions,
+        over_slices,
+        best_path,
+        from_behind,
+        beside_its_number,
+        of_two_lengths,
+    ],
 )
 def test_a_loop_over_a_length_is_one_operator(function):
     model, observer = looping(function)
