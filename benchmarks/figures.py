@@ -49,11 +49,11 @@ class Figure:
         return asdict(self) | ({"reached": self.reached} if self.has_target else {"target": None})
 
 
-def publish(name: str, title: str, variants: Sequence[str], figures: Iterable[Figure]) -> None:
+def publish(name: str, title: str, variants: Sequence[str], figures: Iterable[Figure], width: int = WIDTH) -> None:
     """Prints figures as a table with a column for each variant, and writes them to ``results/<name>.json``."""
     figures = list(figures)
     console = Console()
-    console.width = max(console.width, WIDTH)
+    console.width = max(console.width, width)
     console.print(_as_table(title, variants, figures))
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
