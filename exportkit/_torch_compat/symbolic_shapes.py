@@ -169,6 +169,16 @@ def value_error() -> type[Exception]:
     return require(symbolic_shapes, "GuardOnDataDependentSymNode", "torch 2.13")  # type: ignore[no-any-return]
 
 
+def hold_equal(first: Any, second: Any) -> None:
+    """Tells the trace that is running that two sizes are the same, so that they have one symbol.
+
+    Args:
+        first: A size.
+        second: Another one; it has the same value in the trace.
+    """
+    torch._check(first == second)
+
+
 def at_most(number: Any, limit: Any) -> Any:
     """Returns a size that a trace read from a tensor, promising that it lies between 0 and a limit.
 

@@ -34,7 +34,7 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.failure import Place, failure, is_model_code
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
-from exportkit.programs.subject import FlatSignature, WithEffects
+from exportkit.programs.subject import FlatSignature, WithEffects, tie_sizes
 from exportkit.rewrites.known_values import KnownValues
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import BUFFER_VALUES, STRICT, Rewrite, adapted_call, applied
@@ -190,6 +190,7 @@ def trace(
             for name, value in given.items()
             for path, tensor in flatten(value).tensors().items()
         }
+        tie_sizes(plan, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
         if past is not None:  # the counters of caches say what the traced inputs say, so the trace cannot freeze them
             length = size_in(plan, past.name, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
             for value in given.values() if length is not None else ():

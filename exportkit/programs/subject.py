@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.modules import has_hooks
+from exportkit._torch_compat.symbolic_shapes import hold_equal
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
+from exportkit.plan.plan import Plan
 from exportkit.probing.effects import written_arguments
 from exportkit.programs.number_inputs import Numbers, with_numbers
 from exportkit.running.compare import outputs_close
@@ -351,3 +353,25 @@ class FlatSignature:
             else:
                 values[parameter.argument][parameter.key] = value
         return values
+
+
+def tie_sizes(plan: Plan, shapes: Mapping[str, tuple[Any, ...]]) -> None:
+    """Tells a trace which sizes are the same by the plan, so that each variable has one symbol.
+
+    Otherwise the layers of a cache have symbols of their own, as long as no operator compares them.
+
+    Args:
+        plan: The plan.
+        shapes: Shapes of the traced inputs by path.
+    """
+    found: dict[str, Any] = {}
+    sums = []
+    for leaf in plan.leaves:
+        for size, value in zip(leaf.sizes, shapes.get(leaf.path, ()), strict=False):
+            if size.variable is not None:
+                hold_equal(value, found.setdefault(size.variable, value))
+            elif size.is_linear and not size.is_static:
+                sums.append((size, value))
+    for size, value in sums:
+        if size.variables() <= found.keys():
+            hold_equal(value, size.evaluate(found))

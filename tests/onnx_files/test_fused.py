@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import exportkit
 from exportkit.errors import InvalidRequestError, MissingPackageError
@@ -105,3 +106,20 @@ def test_an_onnxruntime_without_the_operators_is_refused(block, tmp_path, monkey
     monkeypatch.setattr(session, "Session", refuse)
     with pytest.raises(MissingPackageError, match="does not have the operators"):
         block.to_onnx(tmp_path / "model.onnx", runtime="onnxruntime")
+
+
+def test_attention_of_every_layer_is_fused_whatever_the_width_of_a_head(tmp_path):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=64, intermediate_size=32,
+        num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, observer = LlamaForCausalLM(config).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, length in ((2, 7), (3, 9)):
+            ids = torch.randint(3, 30, (batch, length))
+            past = model(input_ids=ids, attention_mask=torch.ones_like(ids)).past_key_values
+            mask = torch.ones(batch, length + 1, dtype=torch.int64)
+            model(input_ids=ids[:, :1], attention_mask=mask, past_key_values=past)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx", runtime="onnxruntime")
+    assert "fused for onnxruntime: 3 attentions" in str(onnx_model.verify())
