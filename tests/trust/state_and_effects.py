@@ -341,3 +341,15 @@ class _Momentum(nn.Module):
     def forward(self, values):
         self.mean = 0.9 * self.mean + 0.1 * values.mean()
         return values - self.mean
+
+
+@case(
+    [call(x(2, 5), torch.tensor([1, 2])), call(x(3, 7), torch.tensor([3, 1, 2]))],
+    finding="cannot raise errors",
+    serves=[call(x(2, 9), torch.tensor([4, 2]))],
+    truth=[call(x(2, 5), torch.tensor([1, 6]))],
+)
+def asserts_something_about_a_value(self, x, lengths):
+    longest = lengths.max().item()
+    torch._check(longest <= x.shape[1])
+    return x * longest
