@@ -2,9 +2,8 @@
 
 Random models of about 100 M parameters are exported by exportkit (for onnxruntime, and as the portable graph), by the
 model builder of onnxruntime-genai and by ``transformers.exporters`` with its fusions. All graphs return the logits of
-all tokens. They run in plain onnxruntime sessions with the same inputs and in turn, so that each row is one interleaved
-run; the figure is the time of exportkit's graph divided by that of the fastest peer. Before anything is measured, every
-float32 graph has to generate the tokens that the model generates.
+all tokens, and run in plain onnxruntime sessions with the same inputs. Each row is one interleaved run; its figure is
+exportkit's time divided by the fastest peer's. Every float32 graph must first generate the same tokens as the model.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class Runner:
         return lambda: session.run_with_ort_values(names, feeds)
 
     def generate(self, ids: torch.Tensor, heads: int, width: int, tokens: int) -> torch.Tensor:
-        """Returns the most likely tokens after a prompt, one after the other, and their logits in the first step."""
+        """Returns the most likely tokens after a prompt, one after the other."""
         past, new, found = 0, ids, []
         cache: Mapping[tuple[int, str], torch.Tensor] = {}
         for _ in range(tokens):
@@ -194,8 +193,8 @@ class Eager:
         def run() -> object:
             with torch.no_grad():
                 result = self._model(input_ids=ids, attention_mask=mask, past_key_values=cache if row.past else None)
-            if row.past:  # as it was
-                cache.crop(-row.new) if not any(cache.is_sliding) else None
+            if row.past and not any(cache.is_sliding):  # as it was; windows keep their length anyway
+                cache.crop(-row.new)
             return result
 
         return run
@@ -235,13 +234,10 @@ def measured(name: str, folder: Path, rows: Sequence[Row], threads: Sequence[int
         for row in rows:
             times = interleaved({key: runner.step(row, heads, width) for key, runner in runners.items()})
             label = f"{name}: {row}, {count} thread{'s' if count > 1 else ''}"
-            peers = [times[peer] for peer in PEERS if peer in times]
-            figure = Figure(label, times, "ms", times["exportkit"] / min(peers), 1.05)
-            yield figure
-            few = "builder int4" in times
-            quotient = times["exportkit int4"] / times["builder int4"] if few else float("nan")
-            yield Figure(f"{label}, int4", times, "ms", quotient, 1.05 if row.past and few else float("inf"))
-            print(figure.case, {key: round(value, 2) for key, value in times.items()}, file=sys.stderr, flush=True)
+            yield Figure(label, times, "ms", times["exportkit"] / min(times[peer] for peer in PEERS), 1.05)
+            quotient = times["exportkit int4"] / times["builder int4"]
+            yield Figure(f"{label}, int4", times, "ms", quotient, 1.05 if row.past else float("inf"))
+            print(label, {key: round(value, 2) for key, value in times.items()}, file=sys.stderr, flush=True)
 
 
 def agreement(name: str, model: Any, runners: Mapping[str, Runner], heads: int, width: int) -> Iterator[Figure]:

@@ -53,7 +53,7 @@ def recorded_dynamic_shapes(
 
     def spec_of(path: str) -> dict[int, Any]:
         if name_of is None:
-            return dict.fromkeys(axes[path], dynamic) if axes[path] else {}
+            return dict.fromkeys(axes[path], dynamic)
         return {axis: name_of(path, axis) for axis in axes[path]}
 
     specs = {name: _marked(value, spec_of) for name, value in structure.items()}

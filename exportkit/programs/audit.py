@@ -287,7 +287,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
     unchecked = dict.fromkeys(map(place_of_node, filter(_asserts_values, nodes)))
     if unchecked:
         lines = "; ".join(f"{p.code} ({Path(p.file).name}:{p.line})" if p else "a line of torch" for p in unchecked)
-        text = f"a graph cannot raise errors: it answers whatever the model, or its trace, asserts of values: {lines}."
+        text = f"a graph cannot raise errors, so it answers calls that break these assertions about values: {lines}."
         findings.append(Finding("assertions", ", ".join(map(str, unchecked)), text))
     # outputs that share memory with an input in the model do not in the graph
     (returned,) = next(node for node in nodes if node.op == "output").args

@@ -190,9 +190,10 @@ def trace(
             for name, value in given.items()
             for path, tensor in flatten(value).tensors().items()
         }
-        tie_sizes(plan, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
+        shapes = {path: tuple(tensor.shape) for path, tensor in tensors.items()}
+        tie_sizes(plan, shapes)
         if past is not None:  # the counters of caches say what the traced inputs say, so the trace cannot freeze them
-            length = size_in(plan, past.name, {path: tuple(tensor.shape) for path, tensor in tensors.items()})
+            length = size_in(plan, past.name, shapes)
             for value in given.values() if length is not None else ():
                 set_stored_length(value, length)
         is_known = BUFFER_VALUES in rules
