@@ -121,6 +121,29 @@ def exact_rounding(name: str) -> Callable[[Any], Any]:
     return rounded
 
 
+def decided_extreme(name: str) -> Callable[[Any, Any], Any]:
+    """Returns ``__sym_max__`` or ``__sym_min__`` for traced sizes, which is one of the two where that is certain.
+
+    Sizes computed from a maximum cannot be simplified, and repeat it each time they occur. In ``max(2 * -(-n // 2) - n,
+    0)``, the padding of a convolution that keeps sizes, nothing has to be chosen. Seen in torch 2.13.
+    """
+    original = getattr(torch.SymInt, name)
+
+    def extreme(number: torch.SymInt, other: Any) -> Any:
+        if isinstance(other, int | torch.SymInt):
+            difference = traced_expression(number) - (other if isinstance(other, int) else traced_expression(other))
+            ranges = require(number.node.shape_env, "var_to_range", "torch 2.13")
+            if all(symbol in ranges and ranges[symbol].lower >= 0 for symbol in difference.free_symbols):
+                larger, smaller = (number, other) if name == "__sym_max__" else (other, number)
+                if always_holds(difference >= 0, {}):
+                    return larger
+                if always_holds(difference <= 0, {}):
+                    return smaller
+        return original(number, other)
+
+    return extreme
+
+
 def quotient_parts(number: torch.SymFloat) -> tuple[Any, Any, int] | None:
     """Returns the integers ``a``, ``b`` and ``c`` of a traced number ``a / b + c``; None if it is computed otherwise.
 
@@ -217,8 +240,11 @@ def always_holds(relation: Any, values: Mapping[Any, Any]) -> bool:
     for name in ("Min", "Max"):
         plain = plain.replace(require(functions, name, "torch 2.13"), getattr(sympy, name))
     plain = plain.xreplace(values)
-    if plain.has(sympy.Min, sympy.Max) and plain.is_Relational:
-        plain = plain.func(_sums_inside(plain.lhs - plain.rhs), 0)
+    if plain.is_Relational:
+        difference = plain.lhs - plain.rhs
+        if difference.has(sympy.Min, sympy.Max):
+            difference = _sums_inside(difference)
+        plain = plain.func(_with_remainders(difference), 0)
     if plain in (sympy.true, sympy.false):
         return bool(plain)
     unlimited = require(value_ranges, "ValueRanges", "torch 2.13")(0, require(numbers, "int_oo", "torch 2.13"))
@@ -241,6 +267,26 @@ def _sums_inside(expression: Any) -> Any:
             kind = {sympy.Min: sympy.Max, sympy.Max: sympy.Min}[extreme.func] if factor < 0 else extreme.func
             return kind(*[sympy.expand(expression - term + factor * value) for value in extreme.args])
     return expression.func(*map(_sums_inside, expression.args)) if expression.args else expression
+
+
+def _with_remainders(expression: Any) -> Any:
+    """A sum of multiples of quotients in terms of remainders, which have limits: ``n - 2 * (n // 2)`` is ``n % 2``."""
+    import sympy
+    from torch.utils._sympy import functions
+
+    divide, modulo = (require(functions, name, "torch 2.13") for name in ("FloorDiv", "PythonMod"))
+
+    def without_quotient(term: Any) -> Any:
+        factor, quotient = term.as_coeff_Mul()
+        if quotient.func is divide and factor.is_Integer and quotient.args[1].is_Integer:
+            number, divisor = quotient.args
+            common = sympy.gcd(factor, divisor)
+            if common > 1:
+                inner = divide(number, divisor // common)
+                return factor // common * (inner - modulo(inner, common))
+        return term
+
+    return sympy.expand(sympy.Add(*map(without_quotient, sympy.Add.make_args(sympy.expand(expression)))))
 
 
 def as_python(expression: Any, names: Mapping[Any, str]) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.graph import decomposition_attributes, loops_compiled_afresh, recurrent_loops
-from exportkit._torch_compat.symbolic_shapes import depends_on_values, exact_rounding
+from exportkit._torch_compat.symbolic_shapes import decided_extreme, depends_on_values, exact_rounding
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced
@@ -208,6 +208,7 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     attributes = decomposition_attributes(kernels)
     attributes += [*REPLACED, *([loops_compiled_afresh()] if tracing else [])]
     attributes.append((torch.SymFloat, {name: exact_rounding(name) for name in ("__ceil__", "__floor__")}))
+    attributes.append((torch.SymInt, {name: decided_extreme(name) for name in ("__sym_max__", "__sym_min__")}))
     return replaced([(Attribute(owner, name), value) for owner, values in attributes for name, value in values.items()])
 
 

@@ -3,7 +3,9 @@
 import pytest
 import sympy
 import torch
-from torch.utils._sympy.functions import Max, Min
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._sympy.functions import FloorDiv, Max, Min
 
 import exportkit
 from exportkit._torch_compat.symbolic_shapes import always_holds
@@ -69,6 +71,26 @@ def test_what_a_window_always_keeps_is_no_condition():
     kept = total + Min(past, 5) - Max(0, total - 5 + Min(past, 5))  # the last 5 of the new tokens and a window
     relations = sympy.Ge(kept, 4), sympy.Ne(kept, 1), sympy.Ge(kept, 5), sympy.Ne(kept, total)
     assert [always_holds(relation, values) for relation in relations] == [True, True, False, False]
+
+
+terms = st.tuples(st.integers(-6, 6), st.sampled_from([1, -1]), st.integers(-3, 3), st.integers(1, 6))
+
+
+@given(st.lists(terms, min_size=1, max_size=3), st.integers(-8, 8))
+def test_what_always_holds_holds_for_every_size(quotients, rest):
+    size = sympy.Symbol("size", integer=True)
+    difference = rest + sum(f * FloorDiv(sign * size + start, divisor) for f, sign, start, divisor in quotients)
+    for relation in (sympy.Ge(difference, 0), sympy.Le(difference, 0), sympy.Ne(difference, 0)):
+        if always_holds(relation, {}):
+            assert all(relation.subs(size, value) == True for value in range(40))  # noqa: E712
+
+
+def test_what_a_padding_to_full_windows_adds_is_known():
+    size = sympy.Symbol("size", integer=True)
+    half = -FloorDiv(-size, 2)  # rounded up
+    assert always_holds(sympy.Ge(2 * half - size, 0), {})
+    assert always_holds(sympy.Ge(-2 * FloorDiv(-half, 2) - half, 0), {})
+    assert not always_holds(sympy.Ge(2 * half - size, 1), {})
 
 
 @pytest.mark.parametrize(

@@ -95,3 +95,31 @@ def test_quotients_of_lengths_are_rounded_in_integers():
     for length in (37, 38, 39, 40, 95):
         x = torch.randn(2, 1, length)
         torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+
+
+class PaddedAsTensorFlowDoes(torch.nn.Module):
+    """Convolutions with strides whose results are as long as the input divided by the stride, rounded up."""
+
+    KERNELS = (3, 2), (1, 2), (1, 3), (5, 3)
+
+    def forward(self, x):
+        for width, stride in self.KERNELS:
+            windows = math.ceil(x.shape[-1] / stride)
+            padding = max((windows - 1) * stride + width - x.shape[-1], 0)
+            x = torch.nn.functional.pad(x, (padding // 2, padding - padding // 2))
+            x = torch.nn.functional.conv1d(x, torch.ones(1, 1, width), stride=stride)
+        return x
+
+
+def test_a_padding_that_is_never_negative_is_not_limited():
+    model, observer = PaddedAsTensorFlowDoes(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 1, 160))
+        model(torch.randn(3, 1, 243))
+    exported = exportkit.export(model, observer)
+    sizes = [node.meta["val"].shape for node in exported.program.graph.nodes if "conv" in node.name]
+    assert len(sizes) == len(model.KERNELS)
+    assert "Max" not in str(sizes)  # each would occur in all that follow
+    for length in (13, 37, 38, 39, 40, 96):
+        x = torch.randn(2, 1, length)
+        torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
