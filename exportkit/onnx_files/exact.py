@@ -133,7 +133,7 @@ def call_node(graph: torch.fx.Graph, target: Any, value: torch.fx.Node, *options
     return node
 
 
-# What is scattered, and losses with label smoothing or with probabilities as targets.
+# What is scattered, and losses: with label smoothing, with probabilities as targets, of nothing.
 
 
 def _cross_entropy(
@@ -159,6 +159,11 @@ def _cross_entropy(
     if reduction == 0:
         return losses
     return losses.sum() / torch.where(kept, scale[index], 0.0).sum() if reduction == 1 else losses.sum()
+
+
+def _mse_loss(values: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
+    losses = (values - target).square()
+    return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
 
 
 def is_plain_cross_entropy(_scores: Any, target: Any, *options: Any) -> bool:
@@ -223,6 +228,7 @@ def is_plain_pool(_values: Any, _kernel: Any, *options: Any) -> bool:
 
 EXACT: dict[Any, Callable[..., Any]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
+    aten.mse_loss.default: _mse_loss,
     aten.index_reduce.default: _index_reduce,
     aten.scatter_reduce.two: _scatter_reduce,
     aten.avg_pool2d.default: _avg_pool2d,

@@ -200,6 +200,14 @@ def _nonzero(x: Any) -> Any:
     return op.Slice(op.Transpose(found, perm=[1, 0]), *(op.Constant(value_ints=[i]) for i in (0, 0, 1)))
 
 
+def _copy(x: Any, source: Any, _non_blocking: bool = False) -> Any:
+    """What is written into a tensor has its dtype and shape; torch.onnx leaves out the shape."""
+    found = source if source.dtype == x.dtype else op.Cast(source, to=x.dtype)
+    if source.shape is not None and list(source.shape) == list(x.shape):
+        return op.Identity(found)
+    return op.Expand(found, op.Shape(x))
+
+
 def _repeat_interleave(repeats: Any, **_options: Any) -> Any:
     return core.aten_repeat_interleave_Tensor(repeats)
 
@@ -239,6 +247,7 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.stft.default: _short_transform,
     aten.masked_select.default: _masked_select,
     aten.nonzero.default: _nonzero,
+    aten.copy.default: _copy,
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten.repeat_interleave.self_int: _repeat_evenly,
     **INTEGER_FORMS,

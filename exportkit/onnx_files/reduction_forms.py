@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir
@@ -138,11 +139,56 @@ def _sum_along(x: Any, dim: Any = None, keepdim: bool = False, dtype: int = -1) 
     return op.Add(op.Mul(high, op.CastLike(half, high)), added(low))
 
 
+def _any(x: Any, axes: Any = None, keepdim: bool = False) -> Any:
+    """Nothing is not anything; the largest of no 64-bit integers, which torch.onnx asks for, is not 0."""
+    if not len(x.shape):
+        return op.Cast(x, to=onnx_ir.DataType.BOOL)
+    found = op.Cast(op.Cast(x, to=onnx_ir.DataType.BOOL), to=onnx_ir.DataType.UINT8)
+    return op.Cast(op.ReduceMax(found, axes, keepdims=keepdim), to=onnx_ir.DataType.BOOL)
+
+
+def _any_along(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    dims = [dim] if isinstance(dim, int) else dim
+    return _any(x, op.Constant(value_ints=[*dims]) if dims else None, keepdim)
+
+
 def _is_narrow(x: Any) -> bool:
     """Whether 64-bit integers were booleans or smaller integers before: sums of these are exact in double precision."""
     made = x.producer()
     source = made.inputs[0].dtype if made is not None and made.op_type == "Cast" else x.dtype
     return bool(source == onnx_ir.DataType.BOOL or (source.is_integer() and source.bitwidth < x.dtype.bitwidth))
+
+
+# What may be empty: onnxruntime does not remove axes that are counted from the end then.
+
+_SIZE = re.compile(r"s\d+")  # of an input, by torch's name: the domain says whether it may be 0
+
+
+def count_axes_from_first(model: onnx_ir.Model) -> None:
+    """Counts the axes of reductions from the first, where the values may be empty."""
+    for node in model.graph.all_nodes():
+        if node.op_type.startswith("Reduce") and node.domain == "" and len(node.inputs) > 1:
+            values, axes = node.inputs[:2]
+            constant = None if axes is None else onnx_ir.convenience.get_const_tensor(axes)
+            if values is None or values.shape is None or constant is None or node.graph is None:
+                continue
+            listed = constant.numpy().tolist()
+            if any(axis < 0 for axis in listed) and _may_be_empty(values.shape, listed):
+                counted = onnx_ir.tensor([axis % len(values.shape) for axis in listed])
+                made = onnx_ir.Value(
+                    name=f"{node.outputs[0].name}_axes",
+                    type=onnx_ir.TensorType(counted.dtype),
+                    shape=onnx_ir.Shape([len(listed)]),
+                    const_value=counted,
+                )
+                node.graph.register_initializer(made)
+                node.replace_input_with(1, made)
+
+
+def _may_be_empty(shape: onnx_ir.Shape, reduced: Sequence[int]) -> bool:
+    """Whether sizes of 0 are possible: where values decide about the size, and along the axes that are reduced."""
+    decided = [size if isinstance(size, int) else _SIZE.fullmatch(str(size.value)) for size in shape]
+    return not (all(decided) and all(isinstance(shape[axis], int) for axis in reduced))
 
 
 # Axes of any size: the mean of nothing is 0 in onnxruntime, and it refuses to remove an axis whose size is not 1.
@@ -177,7 +223,8 @@ def _var(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False)
     squares = op.Mul(distance, distance)
     taken = float(1 if correction is None else correction)
     if not taken:
-        return op.ReduceMean(squares, axes, keepdims=keepdim)
+        squares.shape, squares.dtype = x.shape, kind
+        return _mean(squares, dims, keepdim)
     total = op.ReduceSum(squares, axes, keepdims=keepdim)
     if all(isinstance(x.shape[axis], int) for axis in dims):
         divisor = number(max(math.prod(x.shape[axis] for axis in dims) - taken, 0.0), x)
@@ -228,6 +275,9 @@ REDUCTION_FORMS: dict[Any, Callable[..., Any]] = {
     aten.min.default: _smallest,
     aten.max.dim: _max_along,
     aten.min.dim: _min_along,
+    aten.any.default: _any,
+    aten.any.dim: _any_along,
+    aten.any.dims: _any_along,
     aten.argmax.default: _argmax,
     aten.argmin.default: _argmin,
     aten.sum.default: _sum,

@@ -150,6 +150,7 @@ def onnx_program(
     from exportkit.onnx_files.attention import ATTENTION_FORMS, with_whole_attention
     from exportkit.onnx_files.forms import FORMS  # onnxscript takes half a second to import
     from exportkit.onnx_files.fused import complete_fusions
+    from exportkit.onnx_files.reduction_forms import count_axes_from_first
     from exportkit.onnx_files.repeated_layers import RepeatedLayers
 
     forms = FORMS if zeros is None else FORMS | ATTENTION_FORMS
@@ -177,6 +178,7 @@ def onnx_program(
                 raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
             if extra is not None:
                 extra.fix_program(found)
+            count_axes_from_first(found.model)
             if zeros is not None:
                 complete_fusions(found.model)
             return found

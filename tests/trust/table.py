@@ -14,6 +14,7 @@ FILES = (
     "traits",
     "numbers",
     "operators",
+    "empty_selections",
     "well_behaved",
     "transformers_models",
 )
