@@ -152,25 +152,79 @@ def quotient_parts(number: torch.SymFloat) -> tuple[Any, Any, int] | None:
     import sympy
     from torch.utils._sympy import functions
 
-    quotient, divide = (require(functions, each, "torch 2.13") for each in ("IntTrueDiv", "FloorDiv"))
+    quotient = require(functions, "IntTrueDiv", "torch 2.13")
     terms = sympy.Add.make_args(number.node.expr)
     parts = [term for term in terms if isinstance(term, quotient)]
     rest = [term for term in terms if not isinstance(term, quotient)]
     if len(parts) != 1 or not all(term.is_number and float(term).is_integer() for term in rest):
         return None
-    joins = {sympy.Add: operator.add, sympy.Mul: operator.mul, divide: operator.floordiv}
-
-    def computed(expression: Any) -> Any:
-        # step by step: torch itself traces no product or sum of more than two numbers
-        if expression.is_Integer:
-            return int(expression)
-        join = joins.get(expression.func)
-        if join is None:
-            return number.node.shape_env.create_symintnode(expression, hint=None)
-        return functools.reduce(join, map(computed, expression.args))
-
-    above, below = map(computed, parts[0].args)
+    above, below = (_number(part, number.node.shape_env) for part in parts[0].args)
     return above, below, sum(int(term) for term in rest)
+
+
+def _number(expression: Any, environment: Any) -> Any:
+    """A number of a trace, computed step by step: torch itself traces no product or sum of more than two numbers."""
+    import sympy
+    from torch.utils._sympy import functions
+
+    joins = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+    joins[require(functions, "FloorDiv", "torch 2.13")] = operator.floordiv
+    if expression.is_Integer:
+        return int(expression)
+    if expression.func not in joins:
+        return environment.create_symintnode(expression, hint=None)
+    return functools.reduce(joins[expression.func], [_number(part, environment) for part in expression.args])
+
+
+def remainder(number: torch.SymInt, divisor: Any) -> Any:
+    """Returns what ``number % divisor`` is in a trace, in terms of the quotient if the number is made of remainders.
+
+    Sizes that are padded to full windows are short then: ``n + (7 - n % 7) % 7`` is ``-7 * (-n // 7)``. torch would
+    carry the remainders along in every size that follows. Seen in torch 2.13.
+    """
+    if isinstance(divisor, int) and divisor > 0:
+        plain = _without_remainders(number.node.expr, divisor)
+        if plain != number.node.expr:
+            dividend = _number(plain, number.node.shape_env)
+            return dividend - divisor * (dividend // divisor)
+    return _modulo(number, divisor)
+
+
+_modulo = torch.SymInt.__mod__
+
+
+def _without_remainders(expression: Any, divisor: int) -> Any:
+    """A sum that leaves the same remainder, without remainders for the same divisor and multiples of it."""
+    import sympy
+    from torch.utils._sympy import functions
+
+    kinds = tuple(require(functions, name, "torch 2.13") for name in ("Mod", "PythonMod"))
+    if not expression.has(*kinds):
+        return expression
+    terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(expression)]
+    same = [
+        factor * (term.args[0] if isinstance(term, kinds) and term.args[1] == divisor else term)
+        for factor, term in terms
+    ]
+    return sympy.Add(
+        *[term for term in sympy.Add.make_args(sympy.expand(sympy.Add(*same))) if term.as_coeff_Mul()[0] % divisor]
+    )
+
+
+def without_remainder(number: Any) -> Any:
+    """Returns a number of a trace in terms of the quotient, if it is a remainder. Seen in torch 2.13.
+
+    For two, the remainder is that of the negative number: ``n + n % 2`` is ``-2 * (-n // 2)``, as short as can be.
+    """
+    from torch.utils._sympy import functions
+
+    kinds = tuple(require(functions, name, "torch 2.13") for name in ("Mod", "PythonMod"))
+    expression = traced_expression(number)
+    if not isinstance(expression, kinds) or not expression.args[1].is_Integer:
+        return number
+    dividend, divisor = (_number(part, number.node.shape_env) for part in expression.args)
+    dividend = -dividend if divisor == 2 else dividend
+    return dividend - divisor * (dividend // divisor)
 
 
 def depends_on_values(condition: Any) -> bool:
@@ -303,6 +357,12 @@ def as_python(expression: Any, names: Mapping[Any, str]) -> str:
         '2 * batch <= 8'
     """
     from torch.utils._sympy import printers
+
+    if expression.is_Relational:
+        difference = expression.lhs - expression.rhs
+        shorter = _with_remainders(difference)
+        if shorter.count_ops() < difference.count_ops():
+            expression = expression.func(shorter, 0)
 
     class Printer(require(printers, "PythonPrinter", "torch 2.13")):  # type: ignore[misc]
         def _print_Symbol(self, symbol: Any) -> str:

@@ -141,9 +141,11 @@ def varied_sizes(plan: Plan, sizes: Mapping[str, int], numbers: Iterable[int]) -
     free = [variable for variable in plan.variables if sizes[variable.name] >= 2 and variable.follows is None]
     wanted = [(v, sizes[other.name]) for v in free for other in free if other is not v]
     wanted += [(v, number) for number in (*numbers, *_USUAL) for v in free]
-    for variable, size in wanted:
+    for variable, number in wanted:
+        step = step_of(variable)
+        size = number if number % step == 0 else number * step
         inside = max(variable.minimum, 2) <= size and (variable.maximum is None or size <= variable.maximum)
-        if inside and size % step_of(variable) == 0 and size != sizes[variable.name]:
+        if inside and size != sizes[variable.name]:
             found = settled(plan, {**sizes, variable.name: size}, fit_rows=True)
             if small(found) == small(sizes):
                 yield found

@@ -161,7 +161,8 @@ def without_harmless(
         for condition in domain.conditions
         if condition.text not in {*fixed, *recorded_wrong} and (not condition.own or condition.text in recorded_right)
     }
-    near = {n + more for numbers in asked.values() for n in numbers if 0 < n <= _LARGEST_TRIED for more in (0, 1, 3)}
+    numbers = {n for found in asked.values() for n in found if 0 < n <= _LARGEST_TRIED}
+    near = {size for n in numbers for size in (n, n + 1, n + 3, 2 * n)}
     crossing: dict[str, list[tuple[int, dict[str, int]]]] = {}
     for pattern in ({}, *(pattern.sizes for pattern in domain.patterns)) if asked else ():
         start = at_pattern(traced.plan, traced.sizes, pattern)

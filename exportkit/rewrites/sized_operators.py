@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.graph import scan
-from exportkit._torch_compat.symbolic_shapes import depends_on_values
+from exportkit._torch_compat.symbolic_shapes import depends_on_values, remainder, without_remainder
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ def _is_symbolic(*sizes: Any) -> bool:
 
 _original: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices")},
-    "one_hot": torch.nn.functional.one_hot,
+    **{name: getattr(torch.nn.functional, name) for name in ("one_hot", "pad")},
     "__setitem__": torch.Tensor.__setitem__,
     "fill_diagonal_": torch.Tensor.fill_diagonal_,
 }
@@ -178,6 +178,10 @@ def _divmod(number: Any, divisor: Any) -> Any:
     return number // divisor, number % divisor
 
 
+def _pad(input: torch.Tensor, pad: Any, *options: Any, **named: Any) -> Any:
+    return _original["pad"](input, [without_remainder(width) for width in pad], *options, **named)
+
+
 def _set_item(values: torch.Tensor, index: Any, part: Any) -> None:
     """Sets an item; torch's own function makes a number of a symbolic place."""
     places = index if isinstance(index, tuple) else (index,)
@@ -213,12 +217,14 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
         torch.nn.functional,
         {
             "one_hot": _one_hot,
+            "pad": _pad,
             **{name: _pool(name, torch.amax) for name in ("max_pool1d", "max_pool2d", "max_pool3d")},
             **{name: _pool(name, torch.mean) for name in ("avg_pool1d", "avg_pool2d", "avg_pool3d")},
         },
     ),
     (math, _OF_SIZES),
     (torch.SymInt, {**_OF_SIZES, "__divmod__": _divmod, "__rdivmod__": lambda number, by: _divmod(by, number)}),
+    (torch.SymInt, {"__mod__": remainder}),
     (torch.Tensor, {"__setitem__": _set_item, "fill_diagonal_": _fill_diagonal_}),
 ]
 KERNELS: dict[Any, Callable[..., Any]] = {

@@ -123,3 +123,33 @@ def test_a_padding_that_is_never_negative_is_not_limited():
     for length in (13, 37, 38, 39, 40, 96):
         x = torch.randn(2, 1, length)
         torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+
+
+class Windows(torch.nn.Module):
+    """Cuts images into full windows of 7 by 7, then halves their sides three times, rounding up."""
+
+    def forward(self, x):
+        height, width = x.shape[1:3]
+        below, right = (7 - height % 7) % 7, (7 - width % 7) % 7
+        x = torch.nn.functional.pad(x, (0, right, 0, below))
+        rows, columns = (height + below) // 7, (width + right) // 7
+        x = x.view(x.shape[0], rows, 7, columns, 7).softmax(2).view(x.shape[0], rows * 7, columns * 7)
+        x = x[:, :height, :width]
+        for _ in range(3):
+            x = torch.nn.functional.pad(x, (0, x.shape[2] % 2, 0, x.shape[1] % 2))
+            x = x[:, 0::2, 0::2] + x[:, 1::2, 1::2]
+        return x
+
+
+def test_sizes_padded_to_full_windows_stay_short_and_any_are_served(tmp_path):
+    model, observer = Windows(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 20, 24))
+        model(torch.randn(3, 31, 15))
+    exported = exportkit.export(model, observer)
+    assert "Mod" not in str(exported.program.graph.find_nodes(op="output")[0].args[0][0].meta["val"].shape)
+    graph = exported.to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for height, width in ((14, 21), (15, 22), (9, 10), (50, 33)):
+        x = torch.randn(2, height, width)
+        torch.testing.assert_close(graph(x), model(x))
