@@ -6,6 +6,7 @@ what torch computes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -178,6 +179,7 @@ def _divmod(number: Any, divisor: Any) -> Any:
     return number // divisor, number % divisor
 
 
+@functools.wraps(torch.nn.functional.pad)  # torch looks it up, and modes know it by its name
 def _pad(input: torch.Tensor, pad: Any, *options: Any, **named: Any) -> Any:
     return _original["pad"](input, [without_remainder(width) for width in pad], *options, **named)
 

@@ -38,6 +38,12 @@ def of_math(x):
     return x / math.sqrt(3 * size) + math.log(size, 10) * math.exp(-size) + numpy.log(size) + divmod(size, 3)[1]
 
 
+def padded_by_a_tensor(x):
+    windows = torch.ceil(torch.as_tensor(x.shape[1] / 4)).long()
+    y = functional.pad(x, (0, windows * 4 - x.shape[1]))
+    return y * 2 if y.shape[1] > 3 else y  # so the size may not depend on values
+
+
 def upper_pairs(x):
     rows, columns = torch.triu_indices(x.shape[1], x.shape[1], 1)
     return x[:, rows] * x[:, columns]
@@ -56,6 +62,7 @@ FUNCTIONS = {
         functional.max_pool1d(x[:, None], x.shape[1]) + functional.avg_pool1d(x[:, None], kernel_size=x.shape[1:])
     ),
     "a size as a tensor": lambda x: x[:, : torch.ceil(torch.as_tensor(3 * x.shape[1] / 4)).long()],
+    "padding as a tensor": padded_by_a_tensor,
     "parts of almost equal size": lambda x: [part.sum(1) for part in x.tensor_split(3, 1)],
 }
 
