@@ -214,7 +214,7 @@ def _without_remainders(expression: Any, divisor: int) -> Any:
 def without_remainder(number: Any) -> Any:
     """Returns a number of a trace in terms of the quotient, if it is a remainder. Seen in torch 2.13.
 
-    For two, the remainder is that of the negative number: ``n + n % 2`` is ``-2 * (-n // 2)``, as short as can be.
+    As ``n % 2`` equals ``-n % 2``, the padded size ``n + n % 2`` becomes ``-2 * (-n // 2)``.
     """
     from torch.utils._sympy import functions
 

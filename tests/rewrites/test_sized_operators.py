@@ -93,15 +93,21 @@ class Padded(torch.nn.Module):
         return x + torch.zeros(math.ceil(x.shape[-1] / 1)) + rounded
 
 
-def test_quotients_of_lengths_are_rounded_in_integers():
-    model, observer = Padded(), exportkit.InputObserver()
+def right_at(model, lengths):
+    """Exports a model of sequences, compares the program with it at some lengths, and returns what was exported."""
+    observer = exportkit.InputObserver()
     with observer(model):
         model(torch.randn(2, 1, 160))
         model(torch.randn(3, 1, 243))
     exported = exportkit.export(model, observer)
-    for length in (37, 38, 39, 40, 95):
+    for length in lengths:
         x = torch.randn(2, 1, length)
         torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+    return exported
+
+
+def test_quotients_of_lengths_are_rounded_in_integers():
+    right_at(Padded(), (37, 38, 39, 40, 95))
 
 
 class PaddedAsTensorFlowDoes(torch.nn.Module):
@@ -119,17 +125,11 @@ class PaddedAsTensorFlowDoes(torch.nn.Module):
 
 
 def test_a_padding_that_is_never_negative_is_not_limited():
-    model, observer = PaddedAsTensorFlowDoes(), exportkit.InputObserver()
-    with observer(model):
-        model(torch.randn(2, 1, 160))
-        model(torch.randn(3, 1, 243))
-    exported = exportkit.export(model, observer)
+    model = PaddedAsTensorFlowDoes()
+    exported = right_at(model, (13, 37, 38, 39, 40, 96))
     sizes = [node.meta["val"].shape for node in exported.program.graph.nodes if "conv" in node.name]
     assert len(sizes) == len(model.KERNELS)
     assert "Max" not in str(sizes)  # each would occur in all that follow
-    for length in (13, 37, 38, 39, 40, 96):
-        x = torch.randn(2, 1, length)
-        torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
 
 
 class Windows(torch.nn.Module):
