@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_flatten
 from exportkit._torch_compat import require
 
 # Operators that check something at run time and compute nothing.
-_ASSERTIONS = (
-    "_assert_scalar", "_assert_tensor_metadata", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
-)  # fmt: skip
+_VALUE_ASSERTIONS = ("_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size")
+_ASSERTIONS = (*_VALUE_ASSERTIONS, "_assert_tensor_metadata")
 # Operators of aten with private names.
 FFT_R2C, FFT_C2C, FFT_C2R = torch.ops.aten._fft_r2c, torch.ops.aten._fft_c2c, torch.ops.aten._fft_c2r
 CONJUGATE = torch.ops.aten._conj_physical
@@ -58,6 +57,11 @@ def takes_number(node: torch.fx.Node, number: torch.fx.Node) -> bool:
 def is_assertion(node: torch.fx.Node) -> bool:
     """Returns whether a node only asserts something. Seen in torch 2.13."""
     return node.op == "call_function" and getattr(node.target, "_opname", None) in _ASSERTIONS
+
+
+def asserts_value(node: torch.fx.Node) -> bool:
+    """Returns whether a node asserts something about a value, not about a dtype or a device. Seen in torch 2.13."""
+    return node.op == "call_function" and getattr(node.target, "_opname", None) in _VALUE_ASSERTIONS
 
 
 def draws_numbers(node: torch.fx.Node) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import draws_numbers, is_assertion, operator_name, schema_of
+from exportkit._torch_compat.graph import asserts_value, draws_numbers, operator_name, schema_of
 from exportkit._torch_compat.symbolic_shapes import depends_on_values
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
@@ -313,7 +313,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
 
 def _asserts_values(node: torch.fx.Node) -> bool:
     """Whether a node asserts something about values of tensors that need not hold."""
-    if not is_assertion(node) or not node.args or not isinstance(node.args[0], torch.fx.Node):
+    if not asserts_value(node) or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return False
     condition = node.args[0]
     if not depends_on_values(condition.meta.get("val")):

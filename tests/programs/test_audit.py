@@ -300,7 +300,12 @@ class CountsOnly(torch.nn.Module):
         return x[(lengths > 1).nonzero()[:, 0]].sum(0)
 
 
-@pytest.mark.parametrize(("model", "names"), [(ChecksAValue(), True), (CountsOnly(), False)])
+class Converts(torch.nn.Module):
+    def forward(self, x, lengths):
+        return x.to(torch.float64) * lengths[:, None].to(x.dtype)
+
+
+@pytest.mark.parametrize(("model", "names"), [(ChecksAValue(), True), (CountsOnly(), False), (Converts(), False)])
 def test_assertions_about_values_are_named_as_a_graph_cannot_raise(model, names):
     observer = exportkit.InputObserver()
     with observer(model):
