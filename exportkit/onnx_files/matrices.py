@@ -70,7 +70,7 @@ def read_quantisable(path: Path) -> onnx.ModelProto:
             continue
         nodes.append(node)
     _set_nodes(graph, nodes)
-    _remove_unused(graph)
+    remove_unused(graph)
     return model
 
 
@@ -108,6 +108,14 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
                 yield from all_nodes(inner)
 
 
+def remove_unused(graph: onnx.GraphProto) -> None:
+    """Removes the weights that no node takes."""
+    used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
+    for place in reversed(range(len(graph.initializer))):
+        if graph.initializer[place].name not in used:
+            del graph.initializer[place]
+
+
 def _is_matrix(tensor: onnx.TensorProto | None) -> bool:
     return tensor is not None and len(tensor.dims) == 2
 
@@ -115,10 +123,3 @@ def _is_matrix(tensor: onnx.TensorProto | None) -> bool:
 def _set_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> None:
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def _remove_unused(graph: onnx.GraphProto) -> None:
-    used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
-    for place in reversed(range(len(graph.initializer))):
-        if graph.initializer[place].name not in used:
-            del graph.initializer[place]

@@ -26,7 +26,8 @@ _SMALLEST_BLOCK = 16
 # The operators that can be quantised, with the place of their weights.
 _WEIGHTS_ALONE = {"MatMul": 1, "Gather": 0}
 _WITH_ACTIVATIONS = {"MatMul": 1, "Conv": 1}
-_SCOPES = "pkg.torch.onnx.name_scopes"
+# Metadata of nodes: the modules that a node comes from, outermost first, and their classes; its own name comes last.
+SCOPES, CLASSES = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy"
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ def _gets_smaller(tensor: onnx.TensorProto, operator: str, request: Quantisation
 
 def module_of(node: onnx.NodeProto) -> str:
     """Returns the path of the module that a node belongs to; the name of the node if that is not known."""
-    scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
+    scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "")
     with contextlib.suppress(ValueError, SyntaxError):
         paths = ast.literal_eval(scopes)
         if len(paths) > 1 and paths[-2]:

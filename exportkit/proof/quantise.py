@@ -22,7 +22,7 @@ from exportkit.onnx_files.quantised import (
     module_of,
     read_layers,
 )
-from exportkit.onnx_files.quantisers import quantise, write
+from exportkit.onnx_files.quantisers import pack_products, quantise, write
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.proof.budget import Case, calibration_of, cases_of, within_budget
 from exportkit.proof.calls import as_made, given_calls, unseen_calls
@@ -180,6 +180,7 @@ def _lossy_graph(graph: OnnxGraph, lossy: Lossy, verify: bool) -> OnnxGraph:
         quantised = within_budget(proven, model, quantised, cases)
     if lossy.weights is not None:
         model = quantise(model, quantised.layers, lossy.weights, calibration_of(cases))
+        pack_products(model)
     write(model, graph.path)
     contract = replace(proven.contract, quantised=quantised)
     return OnnxGraph(contract, graph.observation, graph.traced, eager=graph.eager)

@@ -213,6 +213,39 @@ def test_a_matrix_may_be_stored_in_two_ways(tmp_path):
     assert 0 < distance(expected, got).rms < 0.2
 
 
+class Projections(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(64, width, bias=width > 32) for width in (96, 32, 48))
+        self.shared = torch.nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return self.query(x), self.key(x) * 2, self.value(x).relu(), x @ self.shared, (x + 1) @ self.shared
+
+
+@pytest.mark.parametrize("options", [{}, {"symmetric": True, "block_size": 16}, {"weights": "int8"}], ids=str)
+def test_products_of_the_same_values_become_one_without_changing_results(options, tmp_path):
+    torch.manual_seed(0)
+    model, observer = Projections().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for size in (3, 5):
+            model(torch.randn(size, 64))
+    exported, wanted = exportkit.export(model, observer), exportkit.Quantisation(**{"weights": "int4", **options})
+    whole = exported.to_onnx(tmp_path / "whole.onnx", runtime="onnxruntime")
+    graph = read_quantisable(whole.path)
+    quantise(graph, read_layers(graph, [], wanted), wanted)
+    apart = {node.name for node in graph.graph.node if node.op_type == "MatMulNBits"}
+    packed = exported.to_onnx(tmp_path / "packed.onnx", weights=wanted, runtime="onnxruntime")
+    products = [node for node in onnx.load(packed.path).graph.node if node.op_type == "MatMulNBits"]
+    assert (len(apart), len(products)) == (5, 3)
+    assert [layer.name for layer in packed.file.quantised.layers][:3] == ["query", "key", "value"]
+    x = torch.randn(7, 64)
+    expected = Session(graph.SerializeToString(), optimised=False).run(whole.feeds(x))  # optimised, it fuses biases
+    got = Session(packed.path, optimised=False).run(packed.feeds(x))
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert packed.verify().is_measured
+
+
 class Picture(torch.nn.Module):
     def __init__(self):
         super().__init__()
