@@ -156,24 +156,66 @@ def operators_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[Any, ...]]]:
         return run(), log
 
 
-def modules_left_on_errors() -> tuple[type, dict[str, Any]]:
-    """Returns a class and a replacement of its method that notes which module a trace is in.
+def module_calls(around: Callable[..., Any] | None = None) -> tuple[type, dict[str, Any]]:
+    """Returns a class and a replacement of its method that runs the modules of a model in a trace.
 
-    torch stays in a module that raises, also where the model catches the error. Seen in torch 2.13.
+    torch stays in a module that raises, also where the model catches the error; the replacement leaves it.
+    Seen in torch 2.13.
+
+    Args:
+        around: Runs a module, if given: takes the tracer, the module, its path, its arguments, and what runs it.
     """
     from torch.fx import Tracer
 
     enter = Tracer.call_module
 
-    def call_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_module(self: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         depth = len(self.module_stack)
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            return around(self, module, self.path_of_module(module), args, kwargs, forward)  # type: ignore[misc]
+
         try:
-            return enter(self, *args, **kwargs)
+            return enter(self, module, forward if around is None else inside, args, kwargs)
         finally:
             while len(self.module_stack) > depth:
                 self.module_stack.popitem()
 
     return Tracer, {"call_module": call_module}
+
+
+def node_of(value: Any, tracer: Any) -> torch.fx.Node | None:
+    """Returns the node that computes a tensor in a trace; None for other values. Seen in torch 2.13."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    found = require(_proxies(), "get_proxy_slot", "torch 2.13")(value, tracer, None)
+    return None if found is None else found.proxy.node
+
+
+def tensor_of(node: torch.fx.Node, tracer: Any) -> torch.Tensor:
+    """Returns a tensor that a trace takes for the result of a node. Seen in torch 2.13."""
+    like = node.meta["val"]
+    with apart_from_modes(), like.fake_mode:
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    track = require(_proxies(), "track_tensor_tree", "torch 2.13")
+    track(made, tracer.proxy(node), constant=None, tracer=tracer)
+    return made
+
+
+def in_module(node: torch.fx.Node, before: str, path: str) -> None:
+    """Says of a copied node that it comes from another module than the original. Seen in torch 2.13."""
+
+    def named(name: str) -> str:
+        return path + name[len(before) :] if name.startswith(before) else name
+
+    stack = node.meta.get("nn_module_stack", {})
+    node.meta["nn_module_stack"] = {named(key): (named(inside), cls) for key, (inside, cls) in stack.items()}
+
+
+def _proxies() -> Any:
+    from torch.fx.experimental import proxy_tensor
+
+    return proxy_tensor
 
 
 def constraints_that_solve() -> tuple[type, dict[str, Any]]:

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from exportkit._torch_compat.graph import trace_module
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression, value_error
-from exportkit._torch_compat.tracing import constraints_that_solve, distribution_checks, modules_left_on_errors
+from exportkit._torch_compat.tracing import constraints_that_solve, distribution_checks, module_calls
 from exportkit.arguments.build import build_call
 from exportkit.arguments.table import nested_spec
 from exportkit.calls.call import Call
@@ -30,6 +30,7 @@ from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import size_in
 from exportkit.probing.missing import Absences, MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
+from exportkit.programs.copied_layers import CopiedLayers
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import Place, failure, is_model_code
 from exportkit.programs.python_values import PythonValues
@@ -217,7 +218,7 @@ def trace(
         operators_at_any_length(tracing=True),
         applied(rules, model),
         replaced_attributes(model, {"forward": forward}),
-        _quiet(),
+        _quiet(None if BUFFER_VALUES in rules else CopiedLayers().call),
         recording_paused(),
         torch.no_grad(),
         without_gradients(model.parameters()),
@@ -422,7 +423,7 @@ def without_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(around: Callable[..., Any] | None) -> Iterator[None]:
     """Silences warnings, checks of the values that distributions take, and what torch prints of a failed trace.
 
     The error says what is wrong. What torch itself gets wrong is repaired.
@@ -430,7 +431,7 @@ def _quiet() -> Iterator[None]:
     owner, name = distribution_checks()
     silent = replaced_attributes(trace_module(), {"print": lambda *_, **__: None})
     unlogged = replaced_attributes(logging.getLogger("torch._guards"), {"disabled": True})
-    repaired = replaced_attributes(*modules_left_on_errors()), replaced_attributes(*constraints_that_solve())
+    repaired = replaced_attributes(*module_calls(around)), replaced_attributes(*constraints_that_solve())
     checked = replaced_attributes(owner, {name: False})
     with warnings.catch_warnings(), silent, unlogged, checked, repaired[0], repaired[1]:
         warnings.simplefilter("ignore")

@@ -365,6 +365,7 @@ def tie_sizes(plan: Plan, shapes: Mapping[str, tuple[Any, ...]]) -> None:
         shapes: Shapes of the traced inputs by path.
     """
     found: dict[str, Any] = {}
+    others: dict[Any, Any] = {}  # such as lengths of sliding windows
     sums = []
     for leaf in plan.leaves:
         for size, value in zip(leaf.sizes, shapes.get(leaf.path, ()), strict=False):
@@ -372,6 +373,8 @@ def tie_sizes(plan: Plan, shapes: Mapping[str, tuple[Any, ...]]) -> None:
                 hold_equal(value, found.setdefault(size.variable, value))
             elif size.is_linear and not size.is_static:
                 sums.append((size, value))
+            elif not size.is_static:
+                hold_equal(value, others.setdefault(size, value))
     for size, value in sums:
         if size.variables() <= found.keys():
             hold_equal(value, size.evaluate(found))

@@ -9,6 +9,7 @@ FILES = (
     "returned_values",
     "constants",
     "optional_inputs",
+    "layers",
     "state_and_effects",
     "carried_objects",
     "traits",

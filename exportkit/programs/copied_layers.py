@@ -1,0 +1,484 @@
+"""Copies what torch traces of a layer to the layers that are like it, so that tracing a deep model takes little longer.
+
+The first layers of a list are traced. If two of them left the same nodes behind, but for the weights and the entries of
+caches that they read, a further layer gets copies of these nodes instead of being run. Nothing that its code could
+decide by may differ: the attributes of its modules, its arguments, and what is computed with its number.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.node import map_aggregate
+
+from exportkit._torch_compat.modules import buffer_table, module_table, parameter_table
+from exportkit._torch_compat.pytree import tree_leaves, tree_map
+from exportkit._torch_compat.symbolic_shapes import traced_expression
+from exportkit._torch_compat.tracing import in_module, node_of, tensor_of
+from exportkit.overrides import replaced_attributes
+from exportkit.trees import flatten
+from exportkit.trees.caches import ATOMS, is_cache_class
+from exportkit.trees.fingerprint import fingerprint
+
+Node = torch.fx.Node
+SIZE = torch.ops.aten.sym_size.int
+Steps = tuple[Any, ...]  # the attributes and items that lead to a value
+_MEMBER = re.compile(r"((?:.*\.)?)(\d+)")
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_OF_ANY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+_MOST_RUNS = 8  # in Gemma3, every sixth layer is of another kind
+
+
+class CopiedLayers:
+    """The layers that a trace has run so far."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Any, list[_Run]] = {}
+        self._kinds: dict[Any, list[_Kind]] = {}
+        self._left: dict[Any, Sequence[Node | None]] = {}  # the nodes of the latest layer
+
+    def call(self, tracer: Any, module: torch.nn.Module, path: str, args: Any, kwargs: Any, forward: Any) -> Any:
+        """Returns what a module returns; its nodes are in the graph then.
+
+        Args:
+            tracer: What makes the graph.
+            module: The module.
+            path: Where it is in the model.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            forward: What runs it.
+        """
+        member = _MEMBER.fullmatch(path)
+        if member is None:
+            return forward(*args, **kwargs)
+        key = tracer.graph, member[1], type(module)
+        runs, kinds = self._runs.setdefault(key, []), self._kinds.setdefault(key, [])
+        if len(runs) >= _MOST_RUNS and not kinds:
+            return forward(*args, **kwargs)
+        layer = _Layer(tracer, path, int(member[2]), module, (args, kwargs), self._left.get(key, ()))
+        for kind in kinds:
+            if kind.includes(layer):
+                result = kind.copy(layer)
+                self._left[key] = layer.left
+                return result
+        run = _Run(layer, forward)
+        self._left[key] = list(run.nodes)
+        if run.is_known:
+            kinds += [kind for kind in (_Kind.of(other, run) for other in runs[-_MOST_RUNS:]) if kind is not None][-1:]
+            runs.append(run)
+        return run.result
+
+
+class _Place(NamedTuple):
+    """A value, and where it is: an item or an attribute of its holder."""
+
+    value: Any
+    holder: Any = None
+    name: Any = None
+
+    def write(self, value: Any) -> None:
+        if isinstance(self.holder, dict | list):
+            self.holder[self.name] = value
+        else:
+            setattr(self.holder, self.name, value)
+
+
+def _places(value: Any) -> dict[Steps, _Place]:
+    """The values inside containers and caches; what these are themselves is found at the place `len`."""
+    found: dict[Steps, _Place] = {}
+    opened: set[int] = set()
+
+    def walk(steps: Steps, place: _Place) -> None:
+        value, items = place.value, None
+        if id(value) in opened:  # it contains itself
+            found[steps] = place
+            return
+        if isinstance(value, dict):
+            items = list(value.items())
+        elif isinstance(value, list | tuple):
+            items = list(enumerate(value))
+        elif is_cache_class(type(value)):
+            items = list(vars(value).items())
+        if items is None:
+            found[steps] = place
+            return
+        found[*steps, len] = _Place((type(value), len(items)))
+        opened.add(id(value))
+        for name, item in items:
+            walk((*steps, name), _Place(item, value, name))
+        opened.discard(id(value))
+
+    walk((), _Place(value))
+    return found
+
+
+def _holders(places: Mapping[Steps, _Place]) -> dict[int, Any]:
+    return {id(place.holder): place.holder for place in places.values() if place.holder is not None}
+
+
+class _Layer:
+    """A module, the arguments that it is called with, and the nodes of the layer before it."""
+
+    left: Sequence[Node | None]
+
+    def __init__(
+        self, tracer: Any, path: str, number: int, module: torch.nn.Module, call: Any, before: Sequence[Node | None]
+    ) -> None:
+        self.before = before
+        self.tracer, self.path, self.number, self.module, self.call = tracer, path, number, module, call
+        self.weights, self.attributes, self.has_hooks = _contents(module)
+        self.held = _held(self.attributes)
+        self.places = _places(call) | {steps: _Place(tensor) for steps, tensor in self.weights.items()}
+        self.described = {steps: _described(place.value) for steps, place in self.places.items()}
+
+    @cached_property
+    def nodes(self) -> dict[Node, set[Steps]]:
+        """The places of the tensors, by the nodes that compute them."""
+        found: dict[Node, set[Steps]] = {}
+        for steps, place in self.places.items():
+            node = node_of(place.value, self.tracer)
+            if node is not None:
+                found.setdefault(node, set()).add(steps)
+        for position, node in enumerate(self.before):
+            if node is not None:
+                found.setdefault(node, set()).add((_Layer, position))
+        return found
+
+    def own_numbers(self, other: _Layer) -> frozenset[Steps] | None:
+        """Returns the attributes that hold the number of each of two layers; None if anything else differs."""
+        if self.attributes.keys() != other.attributes.keys() or self.has_hooks or other.has_hooks:
+            return None
+        found = set()
+        for name, value in self.attributes.items():
+            others = other.attributes[name]
+            if type(value) is int and value != others and (value, others) == (self.number, other.number):
+                found.add(name)
+            elif self.held[name] != other.held[name]:
+                return None
+            elif type(value) not in ATOMS:
+                rows = _rows(value, max(self.number, other.number))
+                if any(fingerprint(row[self.number]) != fingerprint(row[other.number]) for row in rows):
+                    return None
+        return frozenset(found)
+
+
+def _contents(module: torch.nn.Module) -> tuple[dict[Steps, Any], dict[Steps, Any], bool]:
+    """The parameters and buffers of a module and those in it, their other attributes, and whether they have hooks."""
+    weights, attributes, has_hooks = {}, {}, False
+    for path, part in module.named_modules(remove_duplicate=False):
+        parameters, buffers, modules = parameter_table(part), buffer_table(part), module_table(part)
+        for name, tensor in (*parameters.items(), *buffers.items()):
+            weights[torch.nn.Module, path, name] = tensor
+        attributes[path, type] = type(part)
+        for name, value in vars(part).items():
+            if name not in _OF_ANY_MODULE:
+                attributes[path, name] = value
+            elif isinstance(value, dict) and value:
+                has_hooks |= all(value is not table for table in (parameters, buffers, modules))
+    return weights, attributes, has_hooks
+
+
+def _held(attributes: Mapping[Steps, Any]) -> dict[Steps, Any]:
+    """What has to be equal of attributes; tensors in them have to be the same."""
+    return {
+        steps: _described(value) if type(value) in ATOMS else fingerprint(types.SimpleNamespace(value=value))
+        for steps, value in attributes.items()
+    }
+
+
+def _rows(value: Any, number: int, depth: int = 2) -> Iterator[Sequence[Any]]:
+    """The lists in an object, such as a configuration, that may have an entry for each layer."""
+    if isinstance(value, list | tuple):
+        if len(value) > number:
+            yield value
+    elif depth:
+        for name, part in (value if isinstance(value, dict) else getattr(value, "__dict__", {})).items():
+            if not str(name).startswith("__"):
+                yield from _rows(part, number, depth - 1)
+
+
+def _described(value: Any) -> Any:
+    """What has to be equal of two values for code to do the same with them."""
+    if isinstance(value, torch.Tensor):
+        sizes = tuple(map(_described, (*value.shape, *value.stride())))
+        return type(value), sizes, value.dtype, value.device, value.requires_grad, _marks(value)
+    if isinstance(value, _SIZES):
+        return type(value), traced_expression(value)
+    if isinstance(value, list | tuple):
+        return type(value), *map(_described, value)
+    return type(value), value if type(value) in ATOMS else fingerprint(value)
+
+
+def _marks(tensor: torch.Tensor) -> list[str]:
+    """What rewrites have noted on a tensor."""
+    return [name for name in vars(tensor) if "exportkit" in name]
+
+
+class _Number(int):
+    """The number of a layer in one of its attributes. It notes what is computed with it."""
+
+    noted: list[tuple[Steps, Callable[..., Any], tuple[Any, ...], Any]]
+    name: Steps
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, _Number) else value
+
+
+def _noting(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: _Number, *others: Any) -> Any:
+        result = compute(self, *others)
+        self.noted.append((self.name, compute, others, result))
+        return result
+
+    return method
+
+
+for _names in (
+    "lt le eq ne gt ge hash bool str repr format float neg pos abs invert",
+    "add sub mul floordiv truediv mod divmod pow lshift rshift and or xor",
+    "radd rsub rmul rfloordiv rtruediv rmod rdivmod rpow rlshift rrshift rand ror rxor",
+):
+    for _name in _names.split():
+        setattr(_Number, f"__{_name}__", _noting(getattr(int, f"__{_name}__")))
+
+
+class _Run:
+    """A layer that was run, and what it left behind.
+
+    Attributes:
+        layer: The layer, as it was before.
+        result: What it returned.
+        nodes: Its nodes, with their positions.
+        reads: Nodes of others that they read, in order of first use, with the places of their values.
+        rows: What each of its nodes computes.
+        written: What it wrote, by place.
+        changes: The same, described.
+        returned: The leaves of what it returned.
+        noted: What it computed with its number.
+        is_known: Whether this is all that it did, as far as can be told.
+    """
+
+    def __init__(self, layer: _Layer, forward: Callable[..., Any]) -> None:
+        self.layer = layer
+        self.noted: list[tuple[Steps, Callable[..., Any], tuple[Any, ...], Any]] = []
+        args, kwargs = layer.call
+        last, places = next(iter(reversed(layer.tracer.graph.nodes))), layer.nodes
+        with ExitStack() as stack:
+            for name, module in layer.module.named_modules():
+                stack.enter_context(replaced_attributes(module, dict(self._numbers(name))))
+            self.result = forward(*args, **kwargs)
+        if any(isinstance(leaf, _Number) for leaf in tree_leaves(self.result)):
+            self.result = tree_map(_plain, self.result)
+        self.nodes = dict(_numbered(last.next))
+        for node in self.nodes:
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _plain)
+        self.reads: dict[Node, set[Steps]] = {}
+        self.rows = [self._row(node, places) for node in self.nodes]
+        for place in _places(layer.call).values():
+            if isinstance(place.value, _Number):
+                place.write(int(place.value))
+        after, before = _places(layer.call), layer.places
+        arguments = before.keys() - layer.weights.keys()
+        weights, attributes, _ = _contents(layer.module)
+        changed = [steps for steps in after.keys() & arguments if after[steps].value is not before[steps].value]
+        self.written = {steps: after[steps].value for steps in changed if steps[-1] is not len}
+        self.changes = {steps: self._made(value) for steps, value in self.written.items()}
+        self.returned = [self._made(leaf) for leaf in flatten(self.result).leaves]
+        self.is_known = (
+            not layer.has_hooks
+            and _are_the_same(attributes, layer.attributes)
+            and _held(attributes) == layer.held
+            and _are_the_same(weights, layer.weights)
+            and after.keys() == arguments
+            and all(
+                _described(after[steps].value) == layer.described[steps] for steps in arguments - self.written.keys()
+            )
+            and not any(isinstance(after[steps].holder, tuple) for steps in self.changes)
+            and not _holders(after).keys() & _holders(_places(self.result)).keys()
+            and all(node.op == "call_function" for node in self.nodes)
+            and all(made is not None for made in (*self.changes.values(), *self.returned))
+        )
+
+    def _numbers(self, owner: str) -> Iterator[tuple[str, _Number]]:
+        for name, value in self.layer.attributes.items():
+            if name[0] == owner and type(value) is int and value == self.layer.number:
+                number = _Number(value)
+                number.noted, number.name = self.noted, name
+                yield name[1], number
+
+    def _row(self, node: Node, places: Mapping[Node, set[Steps]]) -> Any:
+        def described(value: Any) -> Any:
+            if isinstance(value, Node):
+                if value in self.nodes:
+                    return Node, self.nodes[value]
+                self.reads.setdefault(value, _places_of(value, places))
+                return "read", list(self.reads).index(value)
+            if isinstance(value, list | tuple):
+                return type(value), *map(described, value)
+            if isinstance(value, slice):
+                return slice, *map(described, (value.start, value.stop, value.step))
+            return _described(value)
+
+        options = [(name, described(value)) for name, value in node.kwargs.items()]
+        return node.target, described(node.args), options, _described(node.meta.get("val"))
+
+    def _made(self, value: Any) -> Any:
+        """A tensor by the node that made it, a number or another plain value by itself; None for others."""
+        if isinstance(value, torch.Tensor):
+            node = node_of(value, self.layer.tracer)
+            return (Node, self.nodes[node]) if node in self.nodes and not _marks(value) else None
+        return _described(value) if type(value) in ATOMS or isinstance(value, _SIZES) else None
+
+
+def _are_the_same(one: Mapping[Steps, Any], other: Mapping[Steps, Any]) -> bool:
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
+
+
+def _same_kind(node: Node, other: Node | None) -> bool:
+    return other is not None and _described(node.meta["val"]) == _described(other.meta["val"])
+
+
+def _places_of(node: Node, places: Mapping[Node, set[Steps]]) -> set[Steps]:
+    """Where the value of a node is; for the size of an axis, a place inside that of the tensor."""
+    if node.target is SIZE and node not in places:
+        tensor, axis = node.args
+        return {(*steps, SIZE, axis) for steps in places.get(tensor, ())}  # type: ignore[arg-type]
+    return places.get(node, set())
+
+
+def _numbered(node: Node) -> Iterator[tuple[Node, int]]:
+    number = 0
+    while node.op != "root":
+        yield node, number
+        node, number = node.next, number + 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """Two layers that left the same nodes behind.
+
+    Attributes:
+        first: One of them.
+        run: A later one, of which copies are made.
+        reads: The nodes of others that it reads, with the places of their values; no places if all layers read it.
+        own: Places of what belongs to a layer in a list with an item for each.
+        numbers: The attributes that hold the number of a layer.
+    """
+
+    first: _Run
+    run: _Run
+    reads: Mapping[Node, Iterable[Steps]]
+    own: frozenset[Steps]
+    numbers: frozenset[Steps]
+
+    @classmethod
+    def of(cls, first: _Run, run: _Run) -> _Kind | None:
+        """Returns the kind of two layers; None if they are not alike."""
+        shift = run.layer.number - first.layer.number
+        numbers = first.layer.own_numbers(run.layer)
+        if not shift or numbers is None or (first.rows, first.returned) != (run.rows, run.returned):
+            return None
+        reads: dict[Node, list[Steps]] = {}
+        pairs: list[tuple[Steps, Steps]] = []
+        for (one, its), (other, own) in zip(first.reads.items(), run.reads.items(), strict=True):
+            found = [(a, b) for a in its for b in own if _corresponds(a, b, shift)]
+            if not found and one is not other:
+                return None
+            reads[other] = [b for _, b in found]
+            pairs += found
+        for steps, made in run.changes.items():
+            found = [(a, steps) for a in first.changes if _corresponds(a, steps, shift)]
+            if [first.changes[a] for a, _ in found] != [made]:
+                return None
+            pairs += found
+        if len(first.changes) != len(run.changes):
+            return None
+        own_places = {b[: i + 1] for a, b in pairs for i in range(len(b)) if a[i] != b[i]}
+        return cls(first, run, reads, frozenset(own_places), numbers)
+
+    def includes(self, layer: _Layer) -> bool:
+        """Returns whether a layer leaves the same nodes behind, too."""
+        if self.run.layer.own_numbers(layer) != self.numbers:
+            return False
+        for name, compute, others, result in (*self.first.noted, *self.run.noted):
+            if name in self.numbers and (result is NotImplemented or compute(layer.number, *others) != result):
+                return False
+        lists = {steps[:-1] for steps in self.own}
+        expected = {}
+        for steps, described in self.run.layer.described.items():
+            if not self._is_of_another(steps, lists, self.own):
+                expected[self._moved(steps, layer)] = described
+        own = {self._moved(steps, layer) for steps in self.own}
+        found = {
+            steps: _described(place.value)
+            for steps, place in layer.places.items()
+            if not self._is_of_another(steps, lists, own)
+        }
+        if expected != found:
+            return False
+        read = [(node, self._nodes_at(places, layer)) for node, places in self.reads.items() if places]
+        return all(len(others) == 1 and _same_kind(node, *others) for node, others in read)
+
+    def copy(self, layer: _Layer) -> Any:
+        """Returns what a layer returns, after it was given copies of the nodes."""
+        run, tracer = self.run, layer.tracer
+        copies: dict[Node, Any] = {node: self._nodes_at(at, layer).pop() for node, at in self.reads.items() if at}
+        for node in run.nodes:
+            if node.users or not isinstance(node.meta.get("val"), _SIZES):
+                copies[node] = copy = tracer.graph.node_copy(node, lambda other: copies.get(other, other))
+                in_module(copy, run.layer.path, layer.path)
+        layer.left = [copies.get(node) for node in run.nodes]
+        tensors: dict[int, torch.Tensor] = {}
+
+        def copied(made: Any, value: Any) -> Any:
+            kind, position = made
+            if kind is not Node:
+                return value
+            if position not in tensors:
+                tensors[position] = tensor_of(layer.left[position], tracer)
+            return tensors[position]
+
+        for steps, made in run.changes.items():
+            layer.places[self._moved(steps, layer)].write(copied(made, run.written[steps]))
+        made = iter(run.returned)
+        return flatten(run.result).map(lambda leaf: copied(next(made), leaf)).build()
+
+    def _moved(self, steps: Steps, layer: _Layer) -> Steps:
+        shift = layer.number - self.run.layer.number
+        return tuple(step + shift if steps[: i + 1] in self.own else step for i, step in enumerate(steps))
+
+    def _nodes_at(self, places: Iterable[Steps], layer: _Layer) -> set[Node | None]:
+        found: set[Node | None] = set()
+        for steps in places:
+            moved = self._moved(steps, layer)
+            *tensor, kind, axis = moved if SIZE in steps else (*moved, None, None)
+            if tensor[0] is _Layer:
+                node = layer.before[tensor[1]] if tensor[1] < len(layer.before) else None
+            else:
+                node = node_of(layer.places[tuple(tensor)].value, layer.tracer)
+            if kind is SIZE and node is not None:
+                node = next((user for user in node.users if (user.target, *user.args) == (SIZE, node, axis)), None)
+            found.add(node)
+        return found
+
+    @staticmethod
+    def _is_of_another(steps: Steps, lists: Iterable[Steps], own: Iterable[Steps]) -> bool:
+        """Whether something belongs to another layer."""
+        return any(
+            steps[:i] in lists and type(steps[i]) is int and steps[: i + 1] not in own for i in range(len(steps))
+        )
+
+
+def _corresponds(one: Steps, other: Steps, shift: int) -> bool:
+    """Whether two places differ in nothing but the numbers of layers."""
+    return len(one) == len(other) and all(
+        a == b or (type(a) is type(b) is int and b - a == shift) for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,123 @@
+"""Layers that are alike: only the first ones are traced, and the program is that of a trace of all layers."""
+
+import pytest
+import torch
+import transformers
+
+import exportkit
+from exportkit.programs.copied_layers import CopiedLayers
+
+LAYERS = 12
+traced = []
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        if torch.compiler.is_exporting():
+            traced.append(self)
+        return x + self.inner(x).relu()
+
+
+class Deep(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def deep():
+    model, observer = Deep().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch in (2, 3):
+            model(torch.randn(batch, 8))
+    return model, observer
+
+
+def decoder(config):
+    torch.manual_seed(0)
+    model, observer = transformers.AutoModelForCausalLM.from_config(config).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, length in ((2, 7), (3, 9)):
+            ids = torch.randint(3, 99, (batch, length))
+            past = model(input_ids=ids, attention_mask=torch.ones_like(ids)).past_key_values
+            mask = torch.ones(batch, length + 1, dtype=torch.int64)
+            model(input_ids=ids[:, :1], attention_mask=mask, past_key_values=past)
+    return model, observer
+
+
+def without_copies(monkeypatch):
+    monkeypatch.setattr(CopiedLayers, "call", lambda *args: args[-1](*args[4], **args[5]))
+
+
+def rows(program):
+    """What each node computes, of what, with which shape, and in which module."""
+    numbers = {node: number for number, node in enumerate(program.graph.nodes)}
+
+    def plain(value):
+        return f"node {numbers[value]}" if isinstance(value, torch.fx.Node) else value
+
+    return [
+        (
+            str(node.target) if node.op == "call_function" else node.op,
+            str(torch.fx.node.map_aggregate((node.args, node.kwargs), plain)),
+            str(getattr(node.meta.get("val"), "shape", None)),
+            [path for path, _ in node.meta.get("nn_module_stack", {}).values()],
+        )
+        for node in numbers
+    ]
+
+
+def test_the_first_layers_are_traced():
+    model, observer = deep()
+    traced.clear()
+    program = exportkit.export(model, observer).program
+    assert len(traced) == 2
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(program.module()(x=x), model(x))
+
+
+def test_copies_belong_to_the_modules_of_their_layers():
+    model, observer = deep()
+    nodes = exportkit.export(model, observer).program.graph.nodes
+    products = [node for node in nodes if node.target is torch.ops.aten.linear.default]
+    weights = [node.args[1].name for node in products]
+    assert weights == [f"p_layers_{number}_inner_weight" for number in range(LAYERS)]
+    paths = [list(node.meta["nn_module_stack"].values())[-1][0] for node in products]
+    assert paths == [f"layers.{number}.inner" for number in range(LAYERS)]
+
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(num_hidden_layers=6, **SIZES),
+        transformers.MixtralConfig(num_hidden_layers=5, num_local_experts=3, **SIZES),
+        transformers.Gemma3TextConfig(num_hidden_layers=8, sliding_window=8, **SIZES),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_the_program_is_that_of_a_trace_of_all_layers(config, monkeypatch):
+    model, observer = decoder(config)
+    copied = exportkit.export(model, observer).program
+    without_copies(monkeypatch)
+    program = exportkit.export(model, observer).program
+    assert rows(copied) == rows(program)
+    assert str(copied.range_constraints) == str(program.range_constraints)
