@@ -98,7 +98,7 @@ def _places(value: Any) -> dict[Steps, _Place]:
     def walk(steps: Steps, place: _Place) -> None:
         value, items = place.value, None
         if id(value) in opened:  # it contains itself
-            found[steps] = place
+            found[steps] = _Place(type(value).__name__)
             return
         if isinstance(value, dict):
             items = list(value.items())
