@@ -22,6 +22,7 @@ from exportkit._torch_compat.modules import buffer_table, module_table, paramete
 from exportkit._torch_compat.pytree import tree_leaves, tree_map
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.tracing import in_module, node_of, tensor_of
+from exportkit.errors import UnregisteredClassError
 from exportkit.overrides import replaced_attributes
 from exportkit.trees import flatten
 from exportkit.trees.caches import ATOMS, is_cache_class
@@ -213,6 +214,8 @@ def _described(value: Any) -> Any:
         return type(value), traced_expression(value)
     if isinstance(value, list | tuple):
         return type(value), *map(_described, value)
+    if type(value) is float:
+        return float, repr(value)  # 0.0 and -0.0 are not the same
     return type(value), value if type(value) in ATOMS else fingerprint(value)
 
 
@@ -291,7 +294,10 @@ class _Run:
         changed = [steps for steps in after.keys() & arguments if after[steps].value is not before[steps].value]
         self.written = {steps: after[steps].value for steps in changed if steps[-1] is not len}
         self.changes = {steps: self._made(value) for steps, value in self.written.items()}
-        self.returned = [self._made(leaf) for leaf in flatten(self.result).leaves]
+        try:
+            self.returned = [self._made(leaf) for leaf in flatten(self.result).leaves]
+        except UnregisteredClassError:
+            self.returned = [None]
         self.is_known = (
             not layer.has_hooks
             and _are_the_same(attributes, layer.attributes)

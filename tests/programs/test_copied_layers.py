@@ -23,9 +23,9 @@ class Layer(torch.nn.Module):
 
 
 class Deep(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, layer):
         super().__init__()
-        self.layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = torch.nn.ModuleList(layer() for _ in range(LAYERS))
 
     def forward(self, x):
         for layer in self.layers:
@@ -33,12 +33,23 @@ class Deep(torch.nn.Module):
         return x
 
 
-def deep():
-    model, observer = Deep().eval(), exportkit.InputObserver()
+def deep(layer=Layer):
+    model, observer = Deep(layer).eval(), exportkit.InputObserver()
     with observer(model), torch.no_grad():
         for batch in (2, 3):
             model(torch.randn(batch, 8))
     return model, observer
+
+
+class Signed(Layer):
+    """One of these layers has a zero of the other sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.zero = 0.0
+
+    def forward(self, x):
+        return super().forward(x) + x.abs().copysign(torch.full_like(x, self.zero))
 
 
 def decoder(config):
@@ -82,6 +93,13 @@ def test_the_first_layers_are_traced():
     assert len(traced) == 2
     x = torch.randn(5, 8)
     torch.testing.assert_close(program.module()(x=x), model(x))
+
+
+def test_a_layer_with_another_zero_is_traced():
+    model, observer = deep(Signed)
+    model.layers[7].zero = -0.0
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(exportkit.export(model, observer).program.module()(x=x), model(x))
 
 
 def test_copies_belong_to_the_modules_of_their_layers():
