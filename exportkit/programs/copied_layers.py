@@ -135,9 +135,23 @@ class _Layer:
         self.before = before
         self.tracer, self.path, self.number, self.module, self.call = tracer, path, number, module, call
         self.weights, self.attributes, self.has_hooks = _contents(module)
-        self.held = _held(self.attributes)
+        self.held, self.numbers = _held(self.attributes), frozenset(self._numbers())
         self.places = _places(call) | {steps: _Place(tensor) for steps, tensor in self.weights.items()}
         self.described = {steps: _described(place.value) for steps, place in self.places.items()}
+
+    def _numbers(self) -> Iterator[Steps]:
+        """The attributes that hold the number of the layer, as those of another one in the list hold its number."""
+        candidates = [steps for steps, value in self.attributes.items() if type(value) is int and value == self.number]
+        root = getattr(self.tracer, "scope_root", None)  # the tracer of torch.export has one
+        if root is None or not candidates:
+            return
+        for name, other in root.get_submodule(self.path.rpartition(".")[0]).named_children():
+            if type(other) is type(self.module) and name.isdigit() and int(name) != self.number:
+                parts = dict(other.named_modules(remove_duplicate=False))
+                for part, attribute in candidates:
+                    if part in parts and vars(parts[part]).get(attribute) == int(name):
+                        yield part, attribute
+                return
 
     @cached_property
     def nodes(self) -> dict[Node, set[Steps]]:
@@ -158,8 +172,7 @@ class _Layer:
             return None
         found = set()
         for name, value in self.attributes.items():
-            others = other.attributes[name]
-            if type(value) is int and value != others and (value, others) == (self.number, other.number):
+            if name in self.numbers & other.numbers:
                 found.add(name)
             elif self.held[name] != other.held[name]:
                 return None
@@ -235,22 +248,29 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, _Number) else value
 
 
-def _noting(compute: Callable[..., Any]) -> Callable[..., Any]:
+_BINARY = ("add", "sub", "mul", "floordiv", "truediv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+_MIRRORED |= {name: f"r{name}" for name in _BINARY} | {f"r{name}": name for name in _BINARY}
+
+
+def _noting(name: str, mirrored: str = "") -> Callable[..., Any]:
+    """Returns the method of an integer; with what only the other operand can compute, that one gets a plain integer."""
+    compute = getattr(int, f"__{name}__")
+
     def method(self: _Number, *others: Any) -> Any:
         result = compute(self, *others)
         self.noted.append((self.name, compute, others, result))
+        if result is NotImplemented and mirrored:
+            return getattr(type(others[0]), f"__{mirrored}__", lambda *_: NotImplemented)(others[0], int(self))
         return result
 
     return method
 
 
-for _names in (
-    "lt le eq ne gt ge hash bool str repr format float neg pos abs invert",
-    "add sub mul floordiv truediv mod divmod pow lshift rshift and or xor",
-    "radd rsub rmul rfloordiv rtruediv rmod rdivmod rpow rlshift rrshift rand ror rxor",
-):
-    for _name in _names.split():
-        setattr(_Number, f"__{_name}__", _noting(getattr(int, f"__{_name}__")))
+for _name in ("hash", "bool", "str", "repr", "format", "float", "neg", "pos", "abs", "invert"):
+    setattr(_Number, f"__{_name}__", _noting(_name))
+for _name, _other in _MIRRORED.items():
+    setattr(_Number, f"__{_name}__", _noting(_name, _other))
 
 
 class _Run:
@@ -314,11 +334,11 @@ class _Run:
         )
 
     def _numbers(self, owner: str) -> Iterator[tuple[str, _Number]]:
-        for name, value in self.layer.attributes.items():
-            if name[0] == owner and type(value) is int and value == self.layer.number:
-                number = _Number(value)
-                number.noted, number.name = self.noted, name
-                yield name[1], number
+        for part, attribute in self.layer.numbers:
+            if part == owner:
+                number = _Number(self.layer.number)
+                number.noted, number.name = self.noted, (part, attribute)
+                yield attribute, number
 
     def _row(self, node: Node, places: Mapping[Node, set[Steps]]) -> Any:
         def described(value: Any) -> Any:
