@@ -7,12 +7,11 @@ decide by may differ: the attributes of its modules, its arguments, and what is 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from exportkit._torch_compat.modules import buffer_table, module_table, paramete
 from exportkit._torch_compat.pytree import tree_leaves, tree_map
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.tracing import in_module, node_of, tensor_of
-from exportkit.errors import UnregisteredClassError
 from exportkit.overrides import replaced_attributes
 from exportkit.trees import flatten
 from exportkit.trees.caches import ATOMS, is_cache_class
@@ -63,17 +61,22 @@ class CopiedLayers:
         runs, kinds = self._runs.setdefault(key, []), self._kinds.setdefault(key, [])
         if len(runs) >= _MOST_RUNS and not kinds:
             return forward(*args, **kwargs)
-        layer = _Layer(tracer, path, int(member[2]), module, (args, kwargs), self._left.get(key, ()))
-        for kind in kinds:
-            if kind.includes(layer):
-                result = kind.copy(layer)
-                self._left[key] = layer.left
-                return result
+        try:
+            layer = _Layer(tracer, path, int(member[2]), module, (args, kwargs), self._left.get(key, ()))
+            found = next((kind for kind in kinds if kind.includes(layer)), None)
+        except Exception:  # an object that raises when it is looked at: the layer is traced
+            return forward(*args, **kwargs)
+        if found is not None:
+            result = found.copy(layer)
+            self._left[key] = layer.left
+            return result
         run = _Run(layer, forward)
         self._left[key] = list(run.nodes)
-        if run.is_known:
-            kinds += [kind for kind in (_Kind.of(other, run) for other in runs[-_MOST_RUNS:]) if kind is not None][-1:]
-            runs.append(run)
+        with contextlib.suppress(Exception):
+            if run.is_known():
+                found = next((kind for other in reversed(runs[-_MOST_RUNS:]) if (kind := _Kind.of(other, run))), None)
+                kinds += [found] if found is not None else []
+                runs.append(run)
         return run.result
 
 
@@ -153,7 +156,6 @@ class _Layer:
                         yield part, attribute
                 return
 
-    @cached_property
     def nodes(self) -> dict[Node, set[Steps]]:
         """The places of the tensors, by the nodes that compute them."""
         found: dict[Node, set[Steps]] = {}
@@ -280,56 +282,63 @@ class _Run:
         layer: The layer, as it was before.
         result: What it returned.
         nodes: Its nodes, with their positions.
+        places: Where the values of the nodes before it were.
         reads: Nodes of others that they read, in order of first use, with the places of their values.
         rows: What each of its nodes computes.
         written: What it wrote, by place.
         changes: The same, described.
         returned: The leaves of what it returned.
         noted: What it computed with its number.
-        is_known: Whether this is all that it did, as far as can be told.
     """
 
     def __init__(self, layer: _Layer, forward: Callable[..., Any]) -> None:
         self.layer = layer
         self.noted: list[tuple[Steps, Callable[..., Any], tuple[Any, ...], Any]] = []
+        self.reads: dict[Node, set[Steps]] = {}
+        self.rows: list[Any] = []
+        self.written: dict[Steps, Any] = {}
+        self.changes: dict[Steps, Any] = {}
+        self.returned: list[Any] = []
         args, kwargs = layer.call
-        last, places = next(iter(reversed(layer.tracer.graph.nodes))), layer.nodes
-        with ExitStack() as stack:
+        last, self.places = next(iter(reversed(layer.tracer.graph.nodes))), layer.nodes()
+        with contextlib.ExitStack() as stack:
             for name, module in layer.module.named_modules():
                 stack.enter_context(replaced_attributes(module, dict(self._numbers(name))))
             self.result = forward(*args, **kwargs)
+        self.nodes = dict(_numbered(last.next))
+        if self.noted or layer.numbers:
+            self._leave_plain_numbers()
+
+    def _leave_plain_numbers(self) -> None:
         if any(isinstance(leaf, _Number) for leaf in tree_leaves(self.result)):
             self.result = tree_map(_plain, self.result)
-        self.nodes = dict(_numbered(last.next))
         for node in self.nodes:
             node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _plain)
-        self.reads: dict[Node, set[Steps]] = {}
-        self.rows = [self._row(node, places) for node in self.nodes]
-        for place in _places(layer.call).values():
-            if isinstance(place.value, _Number):
+        for place in _places(self.layer.call).values():
+            if isinstance(place.value, _Number) and not isinstance(place.holder, tuple):
                 place.write(int(place.value))
-        after, before = _places(layer.call), layer.places
+
+    def is_known(self) -> bool:
+        """Returns whether this is all that the layer did, as far as can be told, and describes it."""
+        layer, before = self.layer, self.layer.places
+        after, (weights, attributes, _) = _places(layer.call), _contents(layer.module)
         arguments = before.keys() - layer.weights.keys()
-        weights, attributes, _ = _contents(layer.module)
-        changed = [steps for steps in after.keys() & arguments if after[steps].value is not before[steps].value]
+        if after.keys() != arguments or not all(node.op == "call_function" for node in self.nodes):
+            return False
+        self.rows = [self._row(node, self.places) for node in self.nodes]
+        changed = [steps for steps in arguments if after[steps].value is not before[steps].value]
         self.written = {steps: after[steps].value for steps in changed if steps[-1] is not len}
         self.changes = {steps: self._made(value) for steps, value in self.written.items()}
-        try:
-            self.returned = [self._made(leaf) for leaf in flatten(self.result).leaves]
-        except UnregisteredClassError:
-            self.returned = [None]
-        self.is_known = (
+        self.returned = [self._made(leaf) for leaf in flatten(self.result).leaves]
+        kept = arguments - self.written.keys()
+        return (
             not layer.has_hooks
             and _are_the_same(attributes, layer.attributes)
             and _held(attributes) == layer.held
             and _are_the_same(weights, layer.weights)
-            and after.keys() == arguments
-            and all(
-                _described(after[steps].value) == layer.described[steps] for steps in arguments - self.written.keys()
-            )
+            and all(_described(after[steps].value) == layer.described[steps] for steps in kept)
             and not any(isinstance(after[steps].holder, tuple) for steps in self.changes)
             and not _holders(after).keys() & _holders(_places(self.result)).keys()
-            and all(node.op == "call_function" for node in self.nodes)
             and all(made is not None for made in (*self.changes.values(), *self.returned))
         )
 
