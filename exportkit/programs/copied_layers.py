@@ -382,7 +382,7 @@ def _same_kind(node: Node, other: Node | None) -> bool:
 
 
 def _places_of(node: Node, places: Mapping[Node, set[Steps]]) -> set[Steps]:
-    """Where the value of a node is; for the size of an axis, a place inside that of the tensor."""
+    """The places that hold the value of a node; the size of an axis is placed inside its tensor."""
     if node.target is SIZE and node not in places:
         tensor, axis = node.args
         return {(*steps, SIZE, axis) for steps in places.get(tensor, ())}  # type: ignore[arg-type]

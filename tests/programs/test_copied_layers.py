@@ -1,4 +1,4 @@
-"""Layers that are alike: only the first ones are traced, and the program is that of a trace of all layers."""
+"""Like layers: only the first few are traced, and the program does not change."""
 
 import pytest
 import torch

@@ -345,8 +345,12 @@ class CountsItself(Stack):
             self.counter[0] += 1
             return super().forward(x) * self.counter[0]
 
+    @staticmethod
+    def counter():
+        return [0]
+
     def forward(self, x):
-        counter = [0]
+        counter = self.counter()
         for layer in self.layers:
             layer.counter = counter
             x = layer(x)
@@ -381,35 +385,23 @@ class _Counter:
 
 
 @control(RECORDED, SERVES)
-class CountsInAnObject(Stack):
+class CountsInAnObject(CountsItself):
     """From a count on, layers do something else."""
+
+    counter = _Counter
 
     class layer(Layer):
         def forward(self, x):
             self.counter.count += 1
             return super().forward(x) if self.counter.count < 7 else x.relu()
 
-    def forward(self, x):
-        counter = _Counter()
-        for layer in self.layers:
-            layer.counter = counter
-            x = layer(x)
-        return x
-
 
 @control(RECORDED, SERVES)
-class CountsInAList(Stack):
+class CountsInAList(CountsItself):
     class layer(Layer):
         def forward(self, x):
             self.counter[0] += 1
             return super().forward(x) if self.counter[0] < 7 else x.relu()
-
-    def forward(self, x):
-        counter = [0]
-        for layer in self.layers:
-            layer.counter = counter
-            x = layer(x)
-        return x
 
 
 @control(RECORDED, SERVES)
