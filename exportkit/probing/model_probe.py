@@ -15,7 +15,7 @@ from exportkit.errors import ExportkitError
 from exportkit.plan.leaves import CallTable, known
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
-from exportkit.running.eager import EagerRunner
+from exportkit.running.eager import EagerRunner, sampled_answer
 
 
 class ModelProbe:
@@ -30,9 +30,12 @@ class ModelProbe:
         return call_table(self.observation)
 
     def outputs(self, call: Call) -> dict[str, torch.Tensor] | None:
-        """Returns the tensors that the model returns by path, or None if it raises."""
+        """Returns the tensors that the model returns by path, with products sampled; None if it raises.
+
+        They can be compared with each other, but not with what a recorded call returned.
+        """
         try:
-            return self.run(call)
+            return sampled_answer(self.run.model, lambda: self.run(call))
         except Exception:
             return None
 

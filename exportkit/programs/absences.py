@@ -23,7 +23,7 @@ from exportkit.probing.missing import (
 )
 from exportkit.probing.simplify import as_simplified
 from exportkit.programs.program import TracedProgram
-from exportkit.running.eager import EagerRunner
+from exportkit.running.eager import EagerRunner, sampled_answer
 from exportkit.running.masks import find_mask
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import Runner, compare_calls
@@ -49,7 +49,7 @@ def find_absences(traced: TracedProgram) -> Absences:
         if wrong & {*recorded.get(pattern, ())}:
             refused[pattern] = "no default gives the recorded result"
             continue
-        outcomes = list(_tried(traced, pattern))
+        outcomes = _outcomes(traced, pattern)
         if pattern not in recorded:
             if outcomes and not any(outcomes):
                 allowed.add(pattern)
@@ -72,6 +72,12 @@ def _further(recorded: Collection[Pattern]) -> Iterator[Pattern]:
         sets = [(member,) for member in members] + list(itertools.combinations(recorded, 2))
     found = dict.fromkeys(Pattern().union(*combination) for combination in sets)
     yield from itertools.islice((pattern for pattern in found if pattern not in recorded), _MOST_PATTERNS)
+
+
+def _outcomes(traced: TracedProgram, pattern: Pattern) -> list[str]:
+    return sampled_answer(
+        traced.model, lambda: list(_tried(traced, pattern)), is_sure=lambda outcomes: not any(outcomes)
+    )
 
 
 def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:

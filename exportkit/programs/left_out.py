@@ -9,7 +9,8 @@ that recorded calls gave with several values, such as one that is passed on to `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from exportkit.programs.kinds import Landmarks, kinds_of
 from exportkit.programs.program import TracedProgram
 from exportkit.running.bounds import fixed_bound
 from exportkit.running.compare import compare_tensors
-from exportkit.running.eager import run_eager
+from exportkit.running.eager import run_eager, sampled_answer
 from exportkit.trees import fingerprint, flatten
 from exportkit.trees.structure import path_of
 
@@ -46,16 +47,19 @@ def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
     wanted = [{path: _LEFT_OUT} for path in values.required()] + [{path: v} for (path, _), v in others.items()]
     if not wanted:
         return traced
-    calls = list(_calls(traced))
-    logs = [_log(traced, call) for call in calls]
-    harmless = [constants for constants in wanted if _changes_nothing(traced, calls, logs, constants)]
-    together = {path: value for constants in reversed(harmless) for path, value in constants.items()}
-    if not harmless or (len(harmless) > 1 and not _changes_nothing(traced, calls, logs, together)):
-        return traced
-    for constants in harmless:
+    for constants in sampled_answer(traced.model, lambda: _harmless(traced, wanted)):
         found = {path: None if value is _LEFT_OUT else fingerprint(value) for path, value in constants.items()}
         values = values.allowing(found)
     return replace(traced, domain=replace(traced.domain, values=values))
+
+
+def _harmless(traced: TracedProgram, wanted: Sequence[_Constants]) -> list[_Constants]:
+    """The constants that change nothing: each of them alone, and all together."""
+    calls = list(_calls(traced))
+    logs = [_log(traced, call) for call in calls]
+    found = [constants for constants in wanted if _changes_nothing(traced, calls, logs, constants)]
+    together = {path: value for constants in reversed(found) for path, value in constants.items()}
+    return found if len(found) < 2 or _changes_nothing(traced, calls, logs, together) else []
 
 
 def with_traits(traced: TracedProgram) -> TracedProgram:
@@ -67,7 +71,8 @@ def with_traits(traced: TracedProgram) -> TracedProgram:
     found = Traits()
     for call in reversed(list(_calls(traced, unseen=0))):  # first the traced one, which has all inputs
         with contextlib.suppress(Exception):  # whatever the model raises for a call that it does not accept
-            found = find_traits(traced.model, traced.method, call)
+            ask = functools.partial(find_traits, traced.model, traced.method, call)
+            found = sampled_answer(traced.model, ask)
             break
     domain = replace(traced.domain, traits=found.tensors, values=replace(traced.domain.values, orders=found.orders))
     return replace(traced, domain=domain, plan=traced.plan.with_findings(found.findings()))

@@ -1,0 +1,96 @@
+"""Runs operators of torch with sampled products: of a large matrix of weights, only a few entries are read.
+
+What a model does at some sizes, or with other arguments, does not depend on the values of its weights. So a question
+that is answered by running the model several times can be asked of a model with sparse matrices, whose runs take a
+fraction of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat import require
+
+# Of smaller matrices, whole products take less time than what is done here with each operator: for a Llama whose
+# matrices have 2**18 elements, both took the same time (8 rows, one thread).
+LARGE = 2**18
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class _SampledProducts:
+    """What is done with each operator; a mixin for ``TorchDispatchMode``, which is imported where it is used."""
+
+    weights: Mapping[int, int]  # number of elements by address
+    sampled: dict[tuple[int, torch.Size], _Sampled]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Returns what an operator returns, or a sampled product."""
+        aten, options = torch.ops.aten, kwargs or {}
+        if func is aten.mm.default and self._is_weight(args[1]):
+            return self._product(*args)
+        if func is aten.addmm.default and self._is_weight(args[2]):
+            shift, values, weight = args
+            return shift * options.get("beta", 1) + self._product(values, weight) * options.get("alpha", 1)
+        return func(*args, **options)
+
+    def _product(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        key = weight.data_ptr(), weight.shape
+        if key not in self.sampled:
+            self.sampled[key] = _Sampled(weight)
+        return self.sampled[key].product(values)
+
+    def _is_weight(self, matrix: torch.Tensor) -> bool:
+        return matrix.numel() >= LARGE and self.weights.get(matrix.data_ptr()) == matrix.numel()
+
+
+class _Sampled:
+    """A matrix that has a few diagonals of another one, and zeros elsewhere.
+
+    Every row has entries. They are scaled so that products are about as large as those of the whole matrix.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        rows, columns = weight.shape
+        self.columns, self.width, blocks = columns, min(rows, columns), math.ceil(columns / rows)
+        self.starts = [start for first in (0, round(_GOLDEN * rows)) for start in range(first, first + rows, columns)]
+        column = torch.arange(columns, device=weight.device)
+        self.diagonals = []
+        for start in self.starts:
+            diagonal = weight[(column + start) % rows, column] * math.sqrt(rows / len(self.starts))
+            padded = torch.nn.functional.pad(diagonal, (0, blocks * self.width - columns))
+            self.diagonals.append(padded.view(blocks, self.width))
+
+    def product(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the product of values ``(rows, inputs)`` with the matrix."""
+        result = values.new_zeros(values.shape[0], *self.diagonals[0].shape)
+        for start, diagonal in zip(self.starts, self.diagonals, strict=True):
+            result.addcmul_(values.roll(-start, 1)[:, None, : self.width], diagonal)
+        return result.flatten(1)[:, : self.columns].contiguous()
+
+
+def sampled_products(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any] | None:
+    """Returns a context manager in which products with large parameters read a few of their entries.
+
+    Each row of the result depends on the same row of the other factor, as in a whole product, and equal operators give
+    equal results. Seen in torch 2.13.
+
+    Args:
+        parameters: The parameters of a model.
+
+    Returns:
+        The context manager, or None if no parameter is large.
+    """
+    large = {p.data_ptr(): p.numel() for p in parameters if p.ndim == 2 and p.numel() >= LARGE and not p.is_meta}
+    if not large:
+        return None
+    from torch.utils import _python_dispatch
+
+    base = require(_python_dispatch, "TorchDispatchMode", "torch 2.13")
+    mode: contextlib.AbstractContextManager[Any] = type("SampledProducts", (_SampledProducts, base), {})()
+    mode.weights, mode.sampled = large, {}  # type: ignore[attr-defined]
+    return mode

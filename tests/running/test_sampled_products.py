@@ -1,0 +1,84 @@
+"""Runs in which products with large weights read a few of their entries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import exportkit
+from exportkit._torch_compat.sampled_products import sampled_products
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(512, 512), (600, 1300), (1300, 600)])
+def test_rows_are_apart_and_every_input_counts(inputs: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(inputs, outputs), torch.randn(3, 4, inputs)
+    sampled = sampled_products(layer.parameters())
+    assert sampled is not None
+    with torch.no_grad(), sampled:
+        y, first, twice = layer(x), layer(x[:1]), layer(2 * x)
+        shown = layer(torch.eye(inputs)) - layer.bias
+    assert y.shape == (3, 4, outputs)
+    assert y.is_contiguous()
+    assert torch.equal(y[:1], first)
+    torch.testing.assert_close(twice - layer.bias, 2 * (y - layer.bias))
+    assert shown.abs().sum(1).gt(0).all()
+    assert (shown == 0).float().mean() > 0.9
+    assert 0.5 < y.std() / layer(x).std() < 2
+
+
+def test_small_weights_are_read_whole() -> None:
+    assert sampled_products(torch.nn.Linear(64, 64).parameters()) is None
+
+
+class Branches(torch.nn.Module):
+    """Computes something else for one token, and for no second input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(8, width), torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None, scale: float | None = None) -> torch.Tensor:
+        x = self.out(self.into(x).relu())
+        x = x * 5 if x.shape[1] == 1 else x - 1
+        return x if y is None else x * y
+
+
+class Products(TorchDispatchMode):
+    """Counts whole products with large matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.addmm.default and args[2].numel() >= 2**18:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_large_model_has_the_domain_of_a_small_one() -> None:
+    domains, counts = [], []
+    for width in (16, 512):
+        torch.manual_seed(0)
+        model, observer = Branches(width).eval(), exportkit.InputObserver()
+        with observer(model), torch.no_grad():
+            model(torch.randn(2, 5, 8))
+            model(torch.randn(3, 7, 8), torch.randn(3, 7, 1))
+        with Products() as products:
+            domains.append(str(exportkit.export(model, observer).domain))
+        counts.append(products.count)
+    assert domains[0] == domains[1]
+    assert 0 < counts[1] < 25  # 36 without sampled products
+
+
+def test_a_graph_of_a_large_model_refuses_what_was_not_shown(tmp_path) -> None:
+    torch.manual_seed(0)
+    model, observer = Branches(512).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, length in ((2, 5), (3, 7)):
+            model(torch.randn(batch, length, 8))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    torch.testing.assert_close(onnx_model(x := torch.randn(1, 9, 8)), model(x).detach())
+    with pytest.raises(exportkit.ExportkitError, match="x_axis_1"):
+        onnx_model(torch.randn(4, 1, 8))
