@@ -34,7 +34,7 @@ _LAYOUT = frozenset({"as_strided", "data_ptr", "is_contiguous", "storage_offset"
 _GRADIENT = frozenset({"grad", "grad_fn", "is_leaf", "requires_grad", "retains_grad"})
 _WHOLE = frozenset({"__dict__", "__dir__", "__getstate__", "__reduce__", "__reduce_ex__"})
 _APART = "in memory of its own"
-_PLAIN = "without attributes that a caller set"
+PLAIN = "without attributes that a caller set"
 
 
 class _OtherClass(torch.Tensor):
@@ -91,7 +91,7 @@ _TRAITS = (
         lambda t: type(t) is torch.Tensor,
         (lambda t: t.as_subclass(_OtherClass), lambda t: torch.nn.Parameter(t, requires_grad=False)),
     ),
-    _Trait(_PLAIN, lambda t: all(name.startswith("_") for name in vars(t)), ()),  # torch sets some of its own
+    _Trait(PLAIN, lambda t: all(name.startswith("_") for name in vars(t)), ()),  # torch sets some of its own
 )
 
 
@@ -111,7 +111,7 @@ class Traits:
 
     def findings(self) -> list[Finding]:
         """Returns what a person should know about this."""
-        shown = [text for text in self.tensors if text != _PLAIN]  # which hardly any tensor has
+        shown = [text for text in self.tensors if text != PLAIN]  # hardly any tensor has such attributes
         asked = [f"the graph serves inputs {text} only: the model decides by it" for text in shown]
         for path, keys in self.orders.items():
             asked.append(f"the graph serves {path} with its keys in the order {', '.join(keys)} only: it matters")
@@ -185,7 +185,7 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
         if not trait.reads or trait.reads & reads.found:
             changes = [functools.partial(_each, change=changed) for changed in trait.changed]
             tensors += [trait.text] if any(map(differs, changes)) else []
-    tensors += [_PLAIN] if _OtherClass.asked else []
+    tensors += [PLAIN] if _OtherClass.asked else []
     if _Twins.are_in(call) and differs(_Twins.together, usual=_Twins.apart):
         tensors.append(_APART)
     for path, keys in _dicts(call.values()):

@@ -16,7 +16,7 @@ from exportkit.json_data import Size, read
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.plan import Plan
 from exportkit.probing.simplify import first_step
-from exportkit.probing.traits import require_traits
+from exportkit.probing.traits import PLAIN, require_traits
 from exportkit.programs.call_check import SMALLEST, CallCheck, DomainInput, SmallSizes, ranged
 from exportkit.programs.python_values import PythonValues
 from exportkit.trees.json_form import dump_constant, load_value
@@ -196,7 +196,7 @@ class Domain:
         for first, second in itertools.combinations(sorted(single), 2):
             if first[1] and second[1] and first[0] != second[0] and (first, second) not in together:
                 shown.append(f"not {first[0]} = {first[1]} with {second[0]} = {second[1]}")
-        shown += self._read_besides()
+        shown += [text for text in self._read_besides() if PLAIN not in text]  # hardly any tensor has such attributes
         return shown + ([f"{others} condition{'s' if others > 1 else ''} of torch's own code"] if others else [])
 
     def _read_besides(self) -> list[str]:
