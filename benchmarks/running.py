@@ -40,7 +40,10 @@ MODELS = {
     "Qwen3": ("Qwen3Config", {"head_dim": 64, "num_hidden_layers": 12}),
     "Llama": ("LlamaConfig", {"num_hidden_layers": 12}),
     "Gemma3": ("Gemma3TextConfig", {"head_dim": 64, "num_hidden_layers": 12, "sliding_window": 512}),
-    "Phi3": ("Phi3Config", {"num_hidden_layers": 12, "sliding_window": None, "original_max_position_embeddings": 16384}),
+    "Phi3": (
+        "Phi3Config",
+        {"num_hidden_layers": 12, "sliding_window": None, "original_max_position_embeddings": 16384},
+    ),
 }
 PEERS = ("builder", "transformers")
 COLUMNS = ("exportkit", "portable", *PEERS, "eager", "exportkit int4", "builder int4")

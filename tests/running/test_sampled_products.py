@@ -7,7 +7,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import exportkit
+from exportkit._torch_compat import sampled_products as module
 from exportkit._torch_compat.sampled_products import sampled_products
+
+
+@pytest.fixture(autouse=True)
+def _every_large_matrix_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ENOUGH", module.LARGE)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(512, 512), (600, 1300), (1300, 600)])
