@@ -59,7 +59,7 @@ class _Sampled:
     def __init__(self, weight: torch.Tensor) -> None:
         rows, columns = weight.shape
         self.columns, self.width, blocks = columns, min(rows, columns), math.ceil(columns / rows)
-        self.starts = [start for first in (0, round(_GOLDEN * rows)) for start in range(first, first + rows, columns)]
+        self.starts = [*range(0, rows, columns)] if rows > columns else [0, round(_GOLDEN * rows) % rows]
         column = torch.arange(columns, device=weight.device)
         self.diagonals = []
         for start in self.starts:
@@ -70,8 +70,9 @@ class _Sampled:
     def product(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the product of values ``(rows, inputs)`` with the matrix."""
         result = values.new_zeros(values.shape[0], *self.diagonals[0].shape)
+        around = torch.cat([values, values], 1)[:, None]
         for start, diagonal in zip(self.starts, self.diagonals, strict=True):
-            result.addcmul_(values.roll(-start, 1)[:, None, : self.width], diagonal)
+            result.addcmul_(around.narrow(2, start, self.width), diagonal)
         return result.flatten(1)[:, : self.columns].contiguous()
 
 
