@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputSpec
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
 from torch.utils._pytree import tree_flatten
 
 from exportkit._torch_compat import require
@@ -145,7 +145,7 @@ def program_of(
     module.meta.update(program.graph_module.meta)
     names = [str(getattr(spec.arg, "name", "")) for spec in inputs if spec.kind is InputKind.USER_INPUT]
     given: Any = ((0,) * len(names), {})
-    returned: Any = (0,) * len(outputs)
+    returned: Any = (0,) * sum(spec.kind is OutputKind.USER_OUTPUT for spec in outputs)
     signature = ModuleCallSignature([], [], tree_flatten(given)[1], tree_flatten(returned)[1], names)
     weights = {spec.target for spec in inputs if spec.target is not None}
     return torch.export.ExportedProgram(

@@ -36,6 +36,25 @@ def input_axes(program: torch.export.ExportedProgram) -> dict[str, tuple[Any, ..
     return sizes
 
 
+def with_ranges(
+    program: torch.export.ExportedProgram, ranges: Mapping[Any, tuple[int, int | None]]
+) -> torch.export.ExportedProgram:
+    """Gives symbols of a program other bounds, each the smallest and the largest value or None, and returns it.
+
+    A trace assumes sizes of 2 and more, and derives bounds of sums from that; a program may serve other sizes, which
+    its file is to say. Seen in torch 2.13.
+    """
+    from torch.utils import _sympy
+
+    allowed = require(_sympy.value_ranges, "ValueRanges", "torch 2.13")
+    infinite = require(_sympy.numbers, "int_oo", "torch 2.13")
+    for expression in [key for key in program.range_constraints if not key.is_Symbol]:
+        del program.range_constraints[expression]
+    for symbol, (least, most) in ranges.items():
+        program.range_constraints[symbol] = allowed(least, infinite if most is None else most)
+    return program
+
+
 class ShapeGuard(NamedTuple):
     """A guard on sizes: sympy relations, and the line of code that caused it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from exportkit.api.in_place import Outside
+from exportkit._torch_compat.tracing import is_tracing
+from exportkit.api.in_place import InPlace, Outside
 from exportkit.api.onnx_model import OnnxModel
 from exportkit.calls.method_wrapper import attach
 from exportkit.errors import ExportkitError, InvalidRequestError, InvalidTypeError
@@ -38,6 +40,8 @@ class RunComparison:
         refusal: Why the latest of these was refused.
         eager_seconds: Median duration of a call of the model's method.
         onnx_seconds: The same with the graphs.
+        eager_total: Seconds of all calls of the method, or of all modules of a pipeline, together.
+        onnx_total: The same with the graphs.
         expected: What the application returned with the model.
         got: What it returned with the graphs.
     """
@@ -50,6 +54,8 @@ class RunComparison:
     refusal: ExportkitError | None
     eager_seconds: float
     onnx_seconds: float
+    eager_total: float
+    onnx_total: float
     expected: Any = field(repr=False)
     got: Any = field(repr=False)
 
@@ -71,7 +77,12 @@ class RunComparison:
 
 
 def compare_runs(
-    run: Callable[[], Any], model: torch.nn.Module, onnx_model: OnnxModel, *, outside: Outside = "raise", seed: int = 0
+    run: Callable[[], Any],
+    model: torch.nn.Module | object,
+    onnx_model: OnnxModel,
+    *,
+    outside: Outside = "raise",
+    seed: int = 0,
 ) -> RunComparison:
     """Returns how an application that uses a model behaves with the model, and with graphs in its place.
 
@@ -79,7 +90,7 @@ def compare_runs(
 
     Args:
         run: Runs the application and returns its result: tokens, text, images, arrays, or containers of them.
-        model: The model that the application calls.
+        model: The model that the application calls, or the pipeline or dict of several modules.
         onnx_model: The model that was exported.
         outside: What becomes of calls outside of the domain; see `OnnxModel.in_place_of`.
         seed: The seed.
@@ -112,20 +123,19 @@ def compare_runs(
             got=type(onnx_model).__name__,
         )
     replaced = onnx_model.in_place_of(model, outside=outside)
-    module, method = replaced.place
     onnx_model.open()
-    eager, onnx = _Watch(), _Watch()
-    with _seeded(seed), _attached(module, method, eager):
+    eager, onnx = Watch(), Watch()
+    with seeded(seed), _attached(replaced, eager):
         expected = run()
     if not eager.seconds:
         raise InvalidRequestError(
             "The application did not call the model, so there is nothing to compare.",
             where="run",
-            expected=f"a call of {type(module).__name__}.{method}",
+            expected=f"a call of {' or '.join(f'{type(module).__name__}.{name}' for module, name in replaced.places)}",
             hint="pass the model that the application uses: `pipe.model`, not a copy of it.",
         )
     onnx.compared_with = eager.outputs
-    with _seeded(seed), replaced, _attached(module, method, onnx):
+    with seeded(seed), replaced, _attached(replaced, onnx):
         got = run()
     return RunComparison(
         tuple(_differences(expected, got)),
@@ -136,15 +146,18 @@ def compare_runs(
         replaced.last_refusal,
         statistics.median(eager.seconds or [0.0]),
         statistics.median(onnx.seconds or [0.0]),
+        sum(eager.seconds),
+        sum(onnx.seconds),
         expected,
         got,
     )
 
 
-class _Watch:
-    """Listens to a method: how long each call takes, and what it returns."""
+class Watch:
+    """Listens to methods: how long each call takes, and what it returns. Calls that one of them makes do not count."""
 
     def __init__(self) -> None:
+        self._inside = threading.local()
         self.seconds: list[float] = []
         self.outputs: list[Mapping[str, torch.Tensor]] = []
         self.compared_with: Sequence[Mapping[str, torch.Tensor]] | None = None
@@ -152,36 +165,47 @@ class _Watch:
         self._bytes = 0
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs ``method(*args, **kwargs)`` and returns what it returned."""
+        if getattr(self._inside, "on", False) or is_tracing():
+            return method(*args, **kwargs)
+        self._inside.on = True
         started = time.perf_counter()
-        result = method(*args, **kwargs)
+        try:
+            result = method(*args, **kwargs)
+        finally:
+            self._inside.on = False
         self.seconds.append(time.perf_counter() - started)
         if self.compared_with is None:
-            self._keep(flatten(result).tensors())
+            self._keep(result)
         elif self.first_step is None and (step := len(self.seconds) - 1) < len(self.compared_with):
             found = compare_outputs(self.compared_with[step], flatten(result).tensors())
             self.first_step = step if any(difference.reason is not None for difference in found) else None
         return result
 
-    def _keep(self, outputs: Mapping[str, torch.Tensor]) -> None:
-        self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in outputs.values())
-        if self._bytes <= _MOST_BYTES:
-            self.outputs.append({path: tensor.detach().clone() for path, tensor in outputs.items()})
+    def _keep(self, result: Any) -> None:
+        try:
+            outputs = flatten(result).tensors()
+            self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in outputs.values())
+            if self._bytes <= _MOST_BYTES:
+                self.outputs.append({path: tensor.detach().clone() for path, tensor in outputs.items()})
+        except Exception:  # the application goes on; outputs are kept up to the first that cannot be
+            self._bytes = _MOST_BYTES + 1
 
     def is_spent(self) -> bool:
+        """Returns False: every call counts."""
         return False
 
 
 @contextlib.contextmanager
-def _attached(module: torch.nn.Module, method: str, listener: _Watch) -> Iterator[None]:
-    attachment = attach(module, method, listener)
-    try:
+def _attached(replaced: InPlace, listener: Watch) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for module, method in replaced.places:
+            stack.callback(attach(module, method, listener).leave)
         yield
-    finally:
-        attachment.leave()
 
 
 @contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seeds what applications draw from, and restores the states afterwards."""
     states = random.getstate(), np.random.get_state()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 
 from exportkit.api.exported import Exported
 from exportkit.api.observer import InputObserver
+from exportkit.calls.application import module_at
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Part
-from exportkit.errors import ExportkitError, InvalidTypeError, PlanError
+from exportkit.errors import ExportkitError, InvalidRequestError, InvalidTypeError, PlanError
 from exportkit.plan.plan import Plan
 from exportkit.probing.planning import BoundPlan, plan_calls
 from exportkit.programs.exported import ExportedModel, export_calls
@@ -29,7 +30,7 @@ from exportkit.proof.prove import problems_of
 
 @explained()
 def export(
-    model: torch.nn.Module,
+    model: torch.nn.Module | object,
     observer_or_plan: InputObserver | Observation | Plan,
     *,
     outputs: Mapping[str, Any] | None = None,
@@ -42,11 +43,14 @@ def export(
     filled cache, and one token or several. Each of them is proven first; if one cannot be, the error is about the
     single program. A plan always gives a single program.
 
+    Several modules that were observed together, those of a pipeline or of a dict, are exported together: each is one of
+    the ``parts`` of the result, which has no program of its own.
+
     Nothing is given by hand: what varies comes from the observed calls, and the model is run a few times more to
     confirm it. Afterwards the model, its hooks and all registries are as they were.
 
     Args:
-        model: The model, as it was observed.
+        model: The model, the pipeline or the dict of modules, as it was observed.
         observer_or_plan: The observer, its observation, or a plan made from it (also an edited one).
         outputs: What modules inside the model return and the graph shall return too, by key: a class, a path or a
             pattern, as `exportkit.capture` takes it. ``{"hidden_states": LlamaDecoderLayer}`` adds the outputs
@@ -57,7 +61,9 @@ def export(
 
     Raises:
         NoCallsError: if nothing was observed.
-        InvalidRequestError: if ``outputs`` names modules that the model does not have, or weights are missing.
+        InvalidRequestError: if ``outputs`` names modules that the model does not have, or weights are missing; if one
+            of these is given for several modules.
+        UnknownMethodError: if ``model`` does not have the modules that were observed.
         DestinationError: if the files of the weights cannot be read.
         ArgumentError: if the model raises for the arguments that the plan leads to.
         ExportError: if torch cannot trace the model.
@@ -71,15 +77,18 @@ def export(
         >>> [str(size) for size in exported.plan.leaves[0].sizes]
         ['batch', '4']
     """
+    if isinstance(observer_or_plan, InputObserver) and observer_or_plan.has_only_parts:
+        return Exported.of(_only_parts(model, observer_or_plan.parts, probe, {"outputs": outputs, "weights": weights}))
     if not isinstance(model, torch.nn.Module):
-        raise InvalidTypeError("Only a torch.nn.Module can be exported.", got=type(model).__name__)
+        raise InvalidTypeError(
+            "Only a torch.nn.Module can be exported.",
+            expected="the module that was observed, or the pipeline or dict whose modules were",
+            got=type(model).__name__,
+        )
     model = with_weights(model, weights)
     if isinstance(observer_or_plan, Plan):
         return Exported.of(_planned(model, observer_or_plan, outputs or {}))
-    observation = _observed(observer_or_plan)
-    exported = None if outputs else _with_number_inputs(model, observation, probe)
-    if exported is None:
-        exported = _exported(*exported_form(model, observation, outputs or {}), probe)
+    exported = _whole(model, _observed(observer_or_plan), outputs or {}, probe)
     if isinstance(observer_or_plan, InputObserver) and observer_or_plan.parts:
         found = observer_or_plan.parts
         parts = {name: _part(model, part, probe) for name, part in found.items()}
@@ -87,18 +96,53 @@ def export(
     return Exported.of(exported)
 
 
+def _only_parts(model: Any, parts: Mapping[str, Part], probe: bool, options: Mapping[str, Any]) -> ExportedModel:
+    """Several modules, or methods of one, none of which calls the others."""
+    for name, value in options.items():
+        if value is not None:
+            raise InvalidRequestError(f"{name} is for a single model.", where=name, got=", ".join(parts))
+    exported = {}
+    for name, part in parts.items():
+        observation = part.observation
+        module = module_at(model, part.module, observation.method_name, observation.model_name)
+        try:
+            with explained():
+                exported[name] = _whole(module, observation, {}, probe, path=part.module)
+        except ExportkitError as error:
+            error.args = (f"{name}: {error}",)
+            raise
+    return ExportedModel({}, parts=exported, edges=dict.fromkeys(exported, ()))
+
+
+def _whole(
+    model: torch.nn.Module, observation: Observation, outputs: Mapping[str, Any], probe: bool, path: str = ""
+) -> ExportedModel:
+    """The model exported for its calls; the path is where it is in an application."""
+
+    def form(**options: Any) -> tuple[torch.nn.Module, Observation]:
+        module, calls = exported_form(model, observation, outputs, **options)
+        return module, replace(calls, target=f"{path}.{calls.target}".lstrip("."))
+
+    exported = None if outputs else _with_number_inputs(form, observation, probe)
+    if exported is None:
+        exported = _exported(*form(), probe)
+    return exported
+
+
 def _exported(form: torch.nn.Module, calls: Observation, probe: bool) -> ExportedModel:
     plan_of = functools.partial(plan_calls, model=form if probe else None, method=calls.method_name)
     return export_calls(form, calls, plan_of, problems_of)
 
 
-def _with_number_inputs(model: torch.nn.Module, observation: Observation, probe: bool) -> ExportedModel | None:
+def _with_number_inputs(
+    form: Callable[..., tuple[torch.nn.Module, Observation]], observation: Observation, probe: bool
+) -> ExportedModel | None:
     """The model exported with Python numbers that vary as inputs; None if a graph cannot follow them."""
     numbers = varying_numbers(observation) if probe else {}
     while numbers:
         unused, sizes = set[str](), {path for path, kind in numbers.items() if kind == "int"}
         with contextlib.suppress(ExportkitError):
-            exported = _exported(*exported_form(model, observation, {}, numbers=numbers), probe)
+            exported = _exported(*form(numbers=numbers), probe)
             uses = [Uses.of(t.program, t.input_paths, numbers) for t in exported.programs.values()]
             unused = set(frozenset.intersection(*(use.nothing for use in uses)))
             sizes = set(frozenset.union(*(use.sizes for use in uses)))

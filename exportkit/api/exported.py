@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from exportkit.onnx_files.graph import Runtime
 from exportkit.onnx_files.quantised import Bits, Dtype, Quantisation
 from exportkit.onnx_files.runner import write_graphs
 from exportkit.programs.exported import ExportedModel
+from exportkit.programs.program import TracedProgram
 from exportkit.proof.calls import given_calls
 from exportkit.proof.quantise import Accuracy, Lossy, lossy_runner
 
@@ -27,7 +29,7 @@ class Exported(ExportedModel):
 
     ``program`` is the ExportedProgram, ``plan`` says what varies, ``domain`` where the graph may be used, and
     ``attempts`` what was tried to get it. ``programs`` has all programs by name, ``parts`` the exports of what feeds
-    the model.
+    the model. Several modules that were exported together are all ``parts``, and there is no program besides.
     """
 
     @classmethod
@@ -50,8 +52,8 @@ class Exported(ExportedModel):
         """Writes the model as ONNX and returns it as something to call like the model.
 
         Args:
-            path: File to write. The weights go beside it, into ``<path>.data``, parts into ``<stem>.<part>.onnx``, and
-                each of several programs into ``<stem>.<program>.onnx``.
+            path: File to write. The weights go beside it, into ``<path>.data``, parts and the modules of a pipeline
+                into ``<stem>.<part>.onnx``, and each of several programs into ``<stem>.<program>.onnx``.
             opset: ONNX opset; by default torch's own choice.
             runtime: "onnxruntime" for a graph in which attention, norms and rotary embeddings are single operators of
                 opset 23, which is faster there; by default, a graph of operators that every runtime has.
@@ -79,7 +81,7 @@ class Exported(ExportedModel):
         with replacing(target.parent, "an ONNX file") as folder:
 
             def file_of(program: str, part: str) -> Path:
-                name = part or program
+                name = ".".join(filter(None, (part, program)))
                 return folder / (f"{target.stem}.{name}{target.suffix}" if name else target.name)
 
             runner = write_graphs(self, file_of, opset, runtime)
@@ -94,17 +96,48 @@ class Exported(ExportedModel):
         It holds shapes, dtypes, the range of integers, and versions; neither values of tensors nor weights.
 
         Args:
-            directory: Where to write ``repro.py``; each of several programs goes into a folder of its own there, and
-                the path of the directory is returned.
+            directory: Where to write ``repro.py``; each of several programs, or modules of a pipeline, goes into a
+                folder of its own there, and the path of the directory is returned.
 
         Raises:
             DestinationError: if it cannot be written.
         """
-        if self.split is None:
+        if self.split is None and self.programs:
             return self.traced.request().repro(directory)
+        for name, part in self.parts.items() if not self.programs else ():
+            Exported.of(part).repro(as_path(directory) / name)
         for name, traced in self.programs.items():
             traced.request().repro(as_path(directory) / name)
         return as_path(directory)
+
+    def save_program(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the program as a ``.pt2`` file that torch reads without exportkit, and returns its path.
+
+        The program takes and returns tensors alone, in the order of ``inputs`` and ``outputs``, which have the path of
+        each tensor in the arguments and in the result of the model. The file says it, too::
+
+            about = {"exportkit.json": ""}
+            program = torch.export.load("model.pt2", extra_files=about)  # then json.loads(about["exportkit.json"])
+
+        Every input has to be given, and nothing checks that a call is inside the domain.
+
+        Args:
+            path: File to write. Parts, and the modules of a pipeline, go into ``<stem>.<part>.pt2``, each of several
+                programs into ``<stem>.<program>.pt2``.
+
+        Returns:
+            The path; without a program of its own, the folder with the files.
+
+        Raises:
+            DestinationError: if it cannot be written.
+        """
+        from exportkit.api.flat_program import write_flat_program
+
+        target = check_file(path)
+        with replacing(target.parent, "a program") as folder:
+            for name, traced in _all_programs(self):
+                write_flat_program(traced, folder / (f"{target.stem}.{name}{target.suffix}" if name else target.name))
+        return target if "" in self.programs else target.parent
 
     def save(
         self,
@@ -182,6 +215,13 @@ class Exported(ExportedModel):
 
         check_file(path)
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / self.observation.model_name
+            folder = Path(temporary) / (self.observation.model_name if self.programs else "_".join(self.parts))
             save_folder(self, folder, values=False)
             return write_page(path, export_page(folder))
+
+
+def _all_programs(exported: ExportedModel, name: str = "") -> Iterator[tuple[str, TracedProgram]]:
+    for program, traced in exported.programs.items():
+        yield ".".join(filter(None, (name, program))), traced
+    for part, inner in exported.parts.items():
+        yield from _all_programs(inner, ".".join(filter(None, (name, part))))

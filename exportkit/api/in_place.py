@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -12,8 +12,9 @@ import torch
 
 from exportkit._torch_compat.modules import CALL_WITH_HOOKS
 from exportkit._torch_compat.tracing import is_tracing
+from exportkit.calls.application import module_at, modules_in
 from exportkit.calls.method_wrapper import attach
-from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, InvalidTypeError, UnknownMethodError
+from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.runner import OnnxRunner
 
 Outside = Literal["raise", "eager"]
@@ -30,12 +31,12 @@ class InPlace:
         last_refusal: Why the latest call outside of the domain was refused; None if there was none.
     """
 
-    def __init__(self, runner: OnnxRunner, model: torch.nn.Module, outside: Outside) -> None:
-        if not isinstance(model, torch.nn.Module):
+    def __init__(self, runner: OnnxRunner, model: torch.nn.Module | object, outside: Outside) -> None:
+        if not isinstance(model, torch.nn.Module) and not isinstance(model, Mapping) and not modules_in(model):
             raise InvalidTypeError(
                 "Graphs can take the place of a torch.nn.Module.",
                 where="model",
-                expected="the model that was exported",
+                expected="the model that was exported, or the pipeline or dict of modules",
                 got=type(model).__name__,
                 hint="for a pipeline, pass the model inside: `in_place_of(pipe.model)`.",
             )
@@ -46,14 +47,16 @@ class InPlace:
                 expected="'raise' or 'eager'",
                 got=repr(outside),
             )
-        if outside == "eager" and any(part.contract.stateful for part in (runner, *runner.parts.values())):
+        runners = [*runner.parts.values(), *([runner] if runner.graphs else [])]
+        if outside == "eager" and any(one.contract.stateful for one in runners):
             raise InvalidRequestError(
                 "This model keeps a state from call to call, and would not know the one that the graph left.",
                 where="outside",
                 expected="'raise'",
                 got="'eager'",
             )
-        self._places = [_place(one, model) for one in (*runner.parts.values(), runner)]
+        self._places = [_place(one, model) for one in runners]
+        self._is_single = bool(runner.graphs)
         self._runs_model = outside == "eager"
         self._entered: list[contextlib.ExitStack] = []
         self._lock = threading.Lock()
@@ -61,9 +64,9 @@ class InPlace:
         self.last_refusal: ExportkitError | None = None
 
     @property
-    def place(self) -> tuple[torch.nn.Module, str]:
-        """The module and the name of its method that the graphs, apart from parts, take the place of."""
-        return self._places[-1][1:]
+    def places(self) -> list[tuple[torch.nn.Module, str]]:
+        """The module and the name of its method that the graphs, apart from parts, take the place of; or several."""
+        return [place[1:] for place in (self._places[-1:] if self._is_single else self._places)]
 
     def __repr__(self) -> str:
         calls = "1 call" if self.inside == 1 else f"{self.inside} calls"
@@ -117,20 +120,8 @@ class _Graphs:
         return False
 
 
-def _place(runner: OnnxRunner, model: torch.nn.Module) -> tuple[OnnxRunner, torch.nn.Module, str]:
+def _place(runner: OnnxRunner, model: torch.nn.Module | object) -> tuple[OnnxRunner, torch.nn.Module, str]:
     """A runner with the module and the method that it takes the place of."""
     path, _, name = runner.contract.target.rpartition(".")
     name = CALL_WITH_HOOKS if name == "__call__" else name
-    try:
-        module = model.get_submodule(path)
-        found = callable(getattr(module, name, None))
-    except AttributeError:
-        found = False
-    if not found:
-        raise UnknownMethodError(
-            f"{type(model).__name__} does not have the method that was exported.",
-            where=runner.contract.target,
-            expected=f"a model like {runner.contract.model_name}",
-            got=type(model).__name__,
-        )
-    return runner, module, name
+    return runner, module_at(model, path, name, runner.contract.model_name), name

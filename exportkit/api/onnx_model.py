@@ -24,7 +24,8 @@ class OnnxModel(OnnxRunner):
     """One or several ONNX graphs with the calling convention of the model; `Exported.to_onnx` and `load` return it.
 
     Call it like the model: it returns what the model returns, computed by onnxruntime. ``domain`` says where it may be
-    used, ``path``, ``inputs`` and ``outputs`` describe the file, ``parts`` has the graphs that feed the model.
+    used, ``path``, ``inputs`` and ``outputs`` describe the file, ``parts`` has the graphs that feed the model. Several
+    modules that were exported together are all ``parts``: call one of them, or use `in_place_of`.
     """
 
     @classmethod
@@ -73,7 +74,7 @@ class OnnxModel(OnnxRunner):
                         report = replace(report, findings=(*report.findings, text))
         return report
 
-    def in_place_of(self, model: torch.nn.Module, *, outside: Outside = "raise") -> InPlace:
+    def in_place_of(self, model: torch.nn.Module | object, *, outside: Outside = "raise") -> InPlace:
         """Returns a context manager inside which the model computes with these graphs.
 
         Only the observed methods of the model, and of the parts, are replaced: ``generate``, pipelines and any other
@@ -81,11 +82,11 @@ class OnnxModel(OnnxRunner):
 
         Args:
             model: The model that was exported, or one like it; its weights are not used, so it may be on the meta
-                device.
+                device. The pipeline or dict if several modules were exported.
             outside: What becomes of calls outside of the domain: "raise" an ArgumentError, or run the model ("eager").
 
         Raises:
-            InvalidTypeError: if ``model`` is not a ``torch.nn.Module``.
+            InvalidTypeError: if ``model`` is not a ``torch.nn.Module``, and holds none.
             InvalidRequestError: if ``outside`` is neither, or cannot be "eager", since the graph keeps a state from
                 call to call that the model would not know.
             UnknownMethodError: if the model does not have the method that was exported.

@@ -76,6 +76,7 @@ class Observation:
         written: Arguments that the method changes in place, by name, once the model was asked.
         target: Path in the model of the method that a graph for these calls stands in for; ``__call__`` if hooks of the
             model are part of the graph. Known once the model was asked.
+        called_instead: Methods of the model that were called where the observed one was not.
     """
 
     signature: Signature
@@ -90,6 +91,7 @@ class Observation:
     further: tuple[SeenShapes, ...] = ()
     written: Mapping[str, Written] = field(default_factory=dict)
     target: str = ""
+    called_instead: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         values = "" if self.has_values else ", shapes only"
@@ -111,6 +113,14 @@ class Observation:
                 "No inputs were captured. The calls could not be recorded.",
                 where=f"{self.model_name}.{self.method_name}",
                 got=self.problems[0],
+            )
+        if self.called_instead:
+            called = " and ".join(f"`{name}`" for name in self.called_instead)
+            raise NoCallsError(
+                f"No inputs were captured. {called} was called, `{self.method_name}` was not.",
+                where=f"{self.model_name}.{self.method_name}",
+                hint=f"observe that method: method_name={self.called_instead[0]!r}, or "
+                f"(model, {self.called_instead[0]!r}) among several modules.",
             )
         raise NoCallsError(
             "No inputs were captured.",

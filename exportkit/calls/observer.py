@@ -1,4 +1,7 @@
-"""Records a model's calls for the time of a ``with`` block, together with the calls of the parts that feed it."""
+"""Records a model's calls for the time of a ``with`` block, together with the calls of the parts that feed it.
+
+Several modules that run together, such as those of a pipeline, are recorded at once.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
 
+from exportkit.calls.application import ApplicationRecorder, CalledInstead, modules_in, named_targets
 from exportkit.calls.call import Signature
 from exportkit.calls.method_wrapper import attach
 from exportkit.calls.observation import Observation
@@ -38,6 +43,8 @@ class Observer:
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._method_name = "forward"
         self._parts: PartRecorder | None = None
+        self._application: ApplicationRecorder | None = None
+        self._called_instead: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_obs()} calls)"
@@ -45,7 +52,7 @@ class Observer:
     @contextlib.contextmanager
     def __call__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | object,
         store_n_calls: int = 3,
         method_name: str = "forward",
         shapes: Literal["all", "stored"] = "all",
@@ -55,23 +62,26 @@ class Observer:
         """Records calls of ``model`` for the time of a ``with`` block.
 
         Args:
-            model: The model to observe. It behaves as always, and nothing stays on it afterwards.
-            store_n_calls: How many calls to store with their values, in this block.
+            model: The model to observe. It behaves as always, and nothing stays on it afterwards. Several modules are
+                observed at once as an object that holds them, such as a pipeline, of which the methods that run are
+                found; or as a dict that names them: ``{"unet": pipe.unet, "decoder": (pipe.vae, "decode")}``.
+            store_n_calls: How many calls to store with their values, in this block, of each module.
             method_name: Method to observe.
             shapes: "all" counts the shapes of further calls (``observation.seen``); "stored" takes the observer off
                 the model as soon as the calls are stored, so that further ones cost nothing.
             max_bytes: The most memory for the values of all calls. From the call that would exceed it on, only shapes
                 are kept. Memory that is shared with the model's own tensors counts.
-            parts: Submodules or methods to record as well, such as ``["encoder"]`` or ``["get_image_features"]``:
-                those that run before the model and feed it. "auto" finds them.
+            parts: Submodules or methods to record as well, such as ``["encoder"]`` or ``["encode", "decode"]``. Each
+                becomes a graph of its own. "auto" finds those that run before the model and feed it.
 
         Raises:
-            InvalidTypeError: if ``model`` is not a ``torch.nn.Module``, or ``value_if_missing`` has a key that is
-                neither a name nor a position.
+            InvalidTypeError: if ``model`` is not a ``torch.nn.Module`` and holds none, or ``value_if_missing`` has a
+                key that is neither a name nor a position.
             UnknownMethodError: if the model has no such method.
             InvalidRequestError: if the method is a module inside the model, a method that Python looks up on the class
                 (``__call__``), or not the method that was recorded before; if ``shapes`` is neither "all" nor "stored";
-                or if ``store_n_calls`` or ``max_bytes`` is negative.
+                if ``store_n_calls`` or ``max_bytes`` is negative; or if an option is for a single model, and there are
+                several.
             UnknownInputError: if ``value_if_missing`` names an input that the method does not have.
         """
         if shapes not in ("all", "stored"):
@@ -84,7 +94,22 @@ class Observer:
         _require_count(store_n_calls, "store_n_calls")
         if max_bytes is not None:
             _require_count(max_bytes, "max_bytes")
+        if not isinstance(model, torch.nn.Module):
+            application = self._application_of(model, method_name, parts)
+            before = application.problems()
+            with application.recording(model, store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes):
+                self._application = application
+                yield self
+            new = [text for text in application.problems() if text not in before]
+            _report((), tuple(new))
+            return
         signature = self._check(model, method_name)
+        if self._application is not None:
+            raise InvalidRequestError(
+                "An observer records one model, or one application; this one recorded an application before.",
+                got=type(model).__name__,
+                hint="use one InputObserver for each.",
+            )
         if self._recorder is None:
             self._recorder = Recorder(signature, method_name, type(model).__name__)
         elif self._recorder.signature.names != signature.names:
@@ -101,24 +126,51 @@ class Observer:
         known = len(recorder.problems), len(recorder.limits)
         attachment = attach(model, method_name, recorder, leaves_when_spent=shapes == "stored")
         part_recorder = self._parts
+        instead = CalledInstead(model, method_name, recorder.num_calls)
         try:
             if part_recorder is not None:
                 part_recorder.enter(store_n_calls, max_bytes)
             yield self
         finally:
             attachment.leave()
+            instead.leave()
+            self._called_instead = tuple(instead.names)
+            limits = recorder.limits[known[1] :]
             if part_recorder is not None:
                 part_recorder.leave()
-            _report(recorder.problems[known[0] :], recorder.limits[known[1] :])
+                limits += tuple(f"The part {name!r} was not called." for name in part_recorder.not_called())
+            _report(recorder.problems[known[0] :], limits)
 
-    def _check(self, model: torch.nn.Module, method_name: str) -> Signature:
-        if not isinstance(model, torch.nn.Module):
+    def _application_of(self, application: Any, method_name: str, parts: Wanted | None) -> ApplicationRecorder:
+        """The recorder of an application, new or of an earlier run."""
+        if isinstance(application, Mapping):
+            for target, module in named_targets(application).items():
+                self._check(module, target.method)
+        elif not modules_in(application):
             raise InvalidTypeError(
                 "An observer watches a torch.nn.Module.",
-                expected="torch.nn.Module",
-                got=type(model).__name__,
-                hint="to observe a pipeline, observe its model: `with observer(pipe.model):`.",
+                expected="a torch.nn.Module, an object that holds some, such as a pipeline, or a dict of them",
+                got=type(application).__name__,
             )
+        options = {"method_name": method_name != "forward", "parts": parts, "value_if_missing": self.value_if_missing}
+        for name, is_given in options.items():
+            if is_given:
+                raise InvalidRequestError(
+                    f"{name} is for a single model.",
+                    where=name,
+                    got=type(application).__name__,
+                    hint='name the methods: {"unet": pipe.unet, "decoder": (pipe.vae, "decode")}.',
+                )
+        known = self._application
+        if self._recorder is not None or (known is not None and known.is_named != isinstance(application, Mapping)):
+            raise InvalidRequestError(
+                "An observer records one model, or one application; this one recorded another before.",
+                got=type(application).__name__,
+                hint="use one InputObserver for each.",
+            )
+        return ApplicationRecorder(application) if known is None else known
+
+    def _check(self, model: torch.nn.Module, method_name: str) -> Signature:
         if isinstance(model, torch.jit.ScriptModule):
             raise InvalidTypeError(
                 "torch.export cannot trace a scripted module.",
@@ -163,20 +215,52 @@ class Observer:
 
         Raises:
             NoCallsError: if nothing was ever observed.
+            InvalidRequestError: if several modules were observed, each of which has an observation of its own.
         """
+        if self._application is not None:
+            name, part = next(iter(self.parts.items()))
+            raise InvalidRequestError(
+                f"Several modules were observed: {', '.join(self.parts)}.",
+                where=self._application.name,
+                hint=f"each has an observation of its own: observer.parts[{name!r}].observation, for {part.module}.",
+            )
         if self._recorder is None:
             raise NoCallsError(
                 "No inputs were captured.", hint="run the model inside `with observer(model):` before asking."
             )
-        return self._recorder.observation().completed(self.value_if_missing).without(self._removed)
+        found = self._recorder.observation().completed(self.value_if_missing).without(self._removed)
+        return found if found.calls else replace(found, called_instead=self._called_instead)
 
     @property
     def parts(self) -> dict[str, Part]:
-        """The parts that were recorded with the model (``parts=``) and ran, by name."""
+        """The parts that were recorded with the model (``parts=``) and ran, or the modules of an application, by name.
+
+        Raises:
+            NoCallsError: if no module of an application was called, or one that was named was not.
+        """
+        if self._application is not None:
+            return self._application.parts()
         return {} if self._parts is None else self._parts.parts(self.observation)
 
+    @property
+    def has_only_parts(self) -> bool:
+        """Whether what was observed has no calls of its own: an application, or a model of which only parts ran."""
+        if self._application is not None:
+            return True
+        named = self._parts is not None and not self._parts.is_auto
+        return named and not self.observation.calls and bool(self.parts)
+
+    @property
+    def seconds(self) -> float:
+        """How long all observed calls took together, stored or not."""
+        if self._application is not None:
+            return self._application.seconds()
+        return 0.0 if self._recorder is None else self._recorder.seconds
+
     def num_obs(self) -> int:
-        """Returns how many calls are stored."""
+        """Returns how many calls are stored; of an application, those of all modules."""
+        if self._application is not None:
+            return self._application.num_calls()
         return 0 if self._recorder is None else self._recorder.num_calls()
 
     def is_empty(self) -> bool:
@@ -190,6 +274,8 @@ class Observer:
             ObservationError: if nothing was observed yet.
             InvalidRequestError: for ``*args`` and ``**kwargs``, and for names that the method does not have.
         """
+        if self._application is not None:
+            _ = self.observation  # raises: each module has inputs of its own
         if self._recorder is None or self.is_empty():
             raise ObservationError("No input was captured, so there is nothing to remove.")
         signature = self._recorder.signature

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import Recorder
 from exportkit.errors import InvalidRequestError, InvalidTypeError, UnknownMethodError
 
-_DEPTH = 3  # steps from the model down to the submodules that are recorded
+DEPTH = 3  # steps from the model down to the submodules that are recorded
 _FEATURES = re.compile(r"get_\w+_features")  # the name of methods that return the features of one modality
 _SUFFIX = ".forward"
 _NUMBERED = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]$")
@@ -64,12 +64,13 @@ class Part:
 
 
 class PartRecorder:
-    """Records the outermost calls of submodules and methods of a model, while the model's own method does not run.
+    """Records calls of submodules and methods of a model that no other part makes.
 
     Args:
         model: The model.
         method_name: Its observed method.
-        wanted: Paths of submodules (``encoder``) or methods (``get_image_features``); "auto" for all that may be parts.
+        wanted: Paths of submodules (``encoder``) or methods (``get_image_features``), also where the observed method
+            calls them; "auto" for all that may be parts, while the observed method does not run.
     """
 
     def __init__(self, model: torch.nn.Module, method_name: str, wanted: Wanted) -> None:
@@ -77,12 +78,15 @@ class PartRecorder:
         self._root = model, method_name
         self._is_auto = wanted == "auto"
         targets = _candidates(model, method_name) if wanted == "auto" else _named(model, wanted)
-        self._listeners = {target: _Outermost(_recorder(*target), self._inside) for target in targets}
+        self._listeners = {
+            target: _Outermost(_recorder(*target), self._inside) for target in targets if target != (model, method_name)
+        }
         self._attachments: list[Attachment] = []
 
     def enter(self, store_n_calls: int, max_bytes: int | None) -> None:
         """Begins to record."""
-        self._attachments.append(attach(*self._root, _Outermost(None, self._inside)))
+        if self._is_auto:
+            self._attachments.append(attach(*self._root, _Outermost(None, self._inside)))
         for (module, method), listener in self._listeners.items():
             listener.recorder.allow(store_n_calls, max_bytes=max_bytes)
             self._attachments.append(attach(module, method, listener))
@@ -98,6 +102,17 @@ class PartRecorder:
         """What could not be recorded."""
         return tuple(text for listener in self._listeners.values() for text in listener.recorder.problems)
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether parts are those that feed the model, and not named."""
+        return self._is_auto
+
+    def not_called(self) -> list[str]:
+        """Returns the parts that were named and never called, not even by other parts."""
+        paths = {id(module): path for path, module in self._root[0].named_modules()}
+        unheard = [target for target, listener in self._listeners.items() if not listener.was_called]
+        return [] if self._is_auto else [f"{paths[id(module)]}.{method}".lstrip(".") for module, method in unheard]
+
     def parts(self, observation: Observation) -> dict[str, Part]:
         """Returns the parts that ran, by name; with "auto", only those that fed the model.
 
@@ -112,7 +127,7 @@ class PartRecorder:
             own = listener.recorder.observation()
             edges = find_edges(own, observation)
             if edges or not self._is_auto:
-                name = _name(paths[id(module)], method, found)
+                name = part_name(paths[id(module)], method, found)
                 found[name] = Part(name, paths[id(module)], own, edges)
         return found
 
@@ -122,8 +137,10 @@ class _Outermost:
 
     def __init__(self, recorder: Any, inside: threading.local) -> None:
         self.recorder, self._inside = recorder, inside
+        self.was_called = False
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.was_called = True
         if getattr(self._inside, "on", False):
             return method(*args, **kwargs)
         self._inside.on = True
@@ -176,7 +193,7 @@ def _recorder(module: torch.nn.Module, method: str) -> Recorder:
 def _candidates(model: torch.nn.Module, method_name: str) -> Iterator[tuple[torch.nn.Module, str]]:
     """Yields the submodules near the root, and the methods there that return features of a modality."""
     for path, module in model.named_modules():
-        if path.count(".") >= _DEPTH:
+        if path.count(".") >= DEPTH:
             continue
         yield from ((module, name) for name in dir(type(module)) if _FEATURES.fullmatch(name) and name != method_name)
         if path and type(module).forward is not torch.nn.Module.forward:
@@ -198,7 +215,7 @@ def _named(model: torch.nn.Module, wanted: Sequence[str]) -> Iterator[tuple[torc
             module = model.get_submodule(owner)
             found = getattr(module, last)
         except AttributeError:
-            known = ", ".join(name for name, _ in model.named_modules() if name and name.count(".") < _DEPTH)
+            known = ", ".join(name for name, _ in model.named_modules() if name and name.count(".") < DEPTH)
             raise UnknownMethodError(
                 f"{type(model).__name__} has no submodule or method {path!r}.", where="parts", expected=known, got=path
             ) from None
@@ -210,7 +227,19 @@ def _named(model: torch.nn.Module, wanted: Sequence[str]) -> Iterator[tuple[torc
             raise InvalidRequestError(f"{path!r} is neither a submodule nor a method.", where="parts", got=repr(found))
 
 
-def _name(path: str, method: str, taken: Mapping[str, Any]) -> str:
-    """``get_image_features`` is the part image_features, the submodule ``model.encoder`` the part encoder."""
-    short = method.removeprefix("get_") if method != "forward" else path.rpartition(".")[2]
-    return short if short not in taken else f"{path.replace('.', '_')}_{short}"
+def part_name(path: str, method: str, taken: Collection[str], with_module: bool = False) -> str:
+    """Returns the name of a part: image_features for ``get_image_features``, encoder for ``model.encoder``.
+
+    Args:
+        path: Path of its module.
+        method: Its method.
+        taken: Names of other parts.
+        with_module: Begin the name of a method with that of its module: vae_decode.
+    """
+    last, short = path.rpartition(".")[2], method.removeprefix("get_")
+    name = re.sub(r"\W", "_", last if method == "forward" else f"{last}_{short}" if with_module and last else short)
+    if name in taken:
+        name = re.sub(r"\W", "_", path if method == "forward" else f"{path}_{short}")
+    while name in taken:
+        name += "_"
+    return name

@@ -86,6 +86,7 @@ class Recorder:
         self._memory = Memory(None, [])
         self._counts_shapes = True
         self._counter = ShapeCounter(functools.partial(_input_paths, signature), _output_paths)
+        self._seconds = 0.0
         self._calls: dict[int, Call] = {}
         self._known: tuple[tuple[int, ...], Observation] | None = None
         self._reading = threading.Lock()
@@ -99,6 +100,11 @@ class Recorder:
     def problems(self) -> tuple[str, ...]:
         """What could not be recorded."""
         return tuple(self._problems)
+
+    @property
+    def seconds(self) -> float:
+        """How long all calls took together that returned, stored or not."""
+        return self._seconds
 
     @property
     def limits(self) -> tuple[str, ...]:
@@ -227,6 +233,7 @@ class Recorder:
             self._end(begun, None)
             raise
         latency = time.perf_counter() - started
+        self._seconds += latency
         self._end(begun, self._guarded(lambda: self._stored_call(begun, result, latency)))
         return result
 
@@ -257,7 +264,9 @@ class Recorder:
     def _count(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the method and counts the shapes of its inputs, as they were before, and outputs."""
         inputs = self._guarded(lambda: _shaped(flattened_call(args, kwargs, keep_values=False)))
+        started = time.perf_counter()
         result = method(*args, **kwargs)
+        self._seconds += time.perf_counter() - started
         if inputs is not None:
             self._guarded(lambda: self._counter.count(inputs, _shaped(flattened(result, keep_values=False))))
         return result

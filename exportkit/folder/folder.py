@@ -74,7 +74,7 @@ def save_folder(
         runner = _write_graphs(exported, folder, opset, runtime)
         if lossy is not None:
             runner = lossy_runner(runner, lossy, verify)
-        finding = write_client_files(exported, runner.contract, folder)
+        finding = write_client_files(exported, runner.contract, folder) if runner.graphs else None
         if finding is not None:
             contract = runner.contract
             runner.graph.contract = replace(contract, plan=contract.plan.with_findings([finding]))
@@ -83,7 +83,8 @@ def save_folder(
             started = time.perf_counter()
             report = prove(saved, given=given)
             _take_domains(runner, saved)
-            exported.traced.seconds["verify"] = time.perf_counter() - started
+            if exported.programs:
+                exported.traced.seconds["verify"] = time.perf_counter() - started
             (folder / REPORT_TEXT).write_text(f"{report}\n", "utf-8")
             (folder / REPORT_JSON).write_text(report.to_json() + "\n", "utf-8")
             if not report.ok:
@@ -121,17 +122,20 @@ def _write_graphs(exported: ExportedModel, folder: Path, opset: int | None, runt
     """Writes the graphs under the names of files and inputs that the clients of this kind of model know."""
     main, files, renamed = "model.onnx", {name: f"{name}.onnx" for name in exported.parts}, {}
     encoders = [name for name, edges in exported.edges.items() if len(edges) == 1]
-    names = input_names(exported.traced.input_paths)
+    names = input_names(exported.traced.input_paths) if exported.programs else {}
     has_cross_cache = any((match := _CACHE.search(name)) and match["half"] == "encoder" for name in names)
     if exported.split is None and len(encoders) == 1 and has_cross_cache:
         main, files[encoders[0]] = "decoder_model_merged.onnx", "encoder_model.onnx"
         renamed = {**_DECODER, exported.edges[encoders[0]][0].target: "encoder_hidden_states"}
 
     def file_of(program: str, part: str) -> Path:
-        return folder / (files[part] if part else f"model.{program}.onnx" if program else main)
+        if part:
+            return folder / (f"{part}.{program}.onnx" if program else files[part])
+        return folder / (f"model.{program}.onnx" if program else main)
 
     runner = write_graphs(exported, file_of, opset, runtime)
-    runner.graph.contract = rename_inputs(runner.contract, renamed)
+    if renamed:
+        runner.graph.contract = rename_inputs(runner.contract, renamed)
     return runner
 
 
@@ -195,10 +199,9 @@ def _measure(runner: OnnxRunner) -> None:
 
 
 def _manifest(runner: OnnxRunner, folder: Path, values: bool) -> dict[str, Any]:
-    if runner.split is None:
-        described = {"program": _dump_graphs(runner, folder, values, "")}
-    else:
-        described = {"split": runner.split.to_json(), **_dump_graphs(runner, folder, values, "")}
+    described = _dump_graphs(runner, folder, values, "")
+    if runner.split is None and runner.graphs:
+        described = {"program": described}
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         "written_by": versions("exportkit", "torch", "transformers", "onnx", "onnxscript", "onnxruntime"),
@@ -214,11 +217,13 @@ def _manifest(runner: OnnxRunner, folder: Path, values: bool) -> dict[str, Any]:
 
 def _dump_graphs(runner: OnnxRunner, folder: Path, values: bool, home: str) -> dict[str, Any]:
     """What the manifest says about the graphs: the data of a single one, or those of several by name."""
-    if runner.split is None:
+    if not runner.graphs:
+        data = {}
+    elif runner.split is None:
         data = dump_graph(runner.graph, folder, values, home)
     else:
-        graphs = runner.graphs.items()
-        data = {"programs": {name: dump_graph(graph, folder, values, f"{name}/") for name, graph in graphs}}
+        graphs = {name: dump_graph(graph, folder, values, f"{home}{name}/") for name, graph in runner.graphs.items()}
+        data = {"split": runner.split.to_json(), "programs": graphs}
     data["parts"] = {
         name: _dump_graphs(part, folder, values, f"{home}parts/{name}/") for name, part in runner.parts.items()
     }
@@ -228,21 +233,27 @@ def _dump_graphs(runner: OnnxRunner, folder: Path, values: bool, home: str) -> d
 
 def _load_graphs(folder: Path, data: Mapping[str, Any], files: CheckedFiles) -> OnnxRunner:
     """The graphs of a manifest, with their parts."""
-    split = None if "program" in data else Split.from_json(data["split"])
     attempts = read(tuple[Attempt, ...], data["attempts"])
-    described = data["program"] if split is None else data
-    return _load_runner(folder, described, files, split=split, attempts=attempts, check_files=files.check)
+    has_own = "program" in data or "split" in data  # several modules have parts only
+    if not has_own and not data["parts"]:
+        raise InvalidDataError("a graph", "none")
+    described = data.get("program", data)
+    return _load_runner(folder, described, files, has_own, attempts=attempts, check_files=files.check)
 
 
-def _load_runner(folder: Path, data: Mapping[str, Any], files: CheckedFiles, **about: Any) -> OnnxRunner:
-    split: Split | None = about.get("split")
-    graphs = read(Mapping[str, GraphData], {"": data} if split is None else data["programs"])
+def _load_runner(
+    folder: Path, data: Mapping[str, Any], files: CheckedFiles, has_own: bool = True, **about: Any
+) -> OnnxRunner:
+    split = Split.from_json(data["split"]) if "split" in data else None
+    own = {"": data} if has_own else {}
+    graphs = read(Mapping[str, GraphData], own if split is None else data["programs"])
     if split is not None and graphs.keys() != split.kinds.keys():
         raise InvalidDataError(f"the programs {', '.join(split.kinds)}", ", ".join(graphs))
     return OnnxRunner(
         {name: load_graph(folder, graph, files) for name, graph in graphs.items()},
         {name: _load_runner(folder, part, files) for name, part in read(Mapping[str, Any], data["parts"]).items()},
         read(Mapping[str, tuple[Edge, ...]], data["edges"]),
+        split=split,
         **about,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.effects import write_back
 from exportkit.probing.simplify import value_at
 from exportkit.programs.domain import Domain
-from exportkit.programs.exported import ExportedModel
+from exportkit.programs.exported import ExportedModel, require_own
 from exportkit.programs.failure import explained
 from exportkit.programs.kinds import Split, constants_of, shapes_of
 from exportkit.programs.program import TracedProgram
@@ -32,15 +33,17 @@ from exportkit.trees import flatten, join
 
 
 class OnnxRunner:
-    """Graphs and parts with the calling convention of the model.
+    """Graphs and parts with the calling convention of the model; parts alone for several modules.
 
     With several graphs, each call goes to the graph that it fits. A graph of a model that keeps a state on its modules
     remembers it from call to call, as the model does: a call with an empty cache starts anew, and so does one with a
     batch size that differs from the call before.
 
     Args:
-        graphs: The graphs by the name of their program; the name of a single one is empty.
-        parts: The graphs of what feeds the model, by name: they run when their own inputs are given.
+        graphs: The graphs by the name of their program; the name of a single one is empty. There is none for several
+            modules.
+        parts: The graphs of what feeds the model, by name: they run when their own inputs are given. Or the graphs of
+            several modules.
         edges: Which outputs of each part are inputs of the model.
         split: Why there are several graphs, and which calls each serves.
         attempts: What was tried to export the model, in order.
@@ -68,6 +71,8 @@ class OnnxRunner:
         self.module_state: Any = None
 
     def __repr__(self) -> str:
+        if not self.graphs:
+            return f"{type(self).__name__}({', '.join(f'{name}: {part!r}' for name, part in self.parts.items())})"
         if self.split is not None:
             files = ", ".join(f"{name}: {graph.path.name}" for name, graph in self.graphs.items())
             return f"{type(self).__name__}({files})"
@@ -75,18 +80,25 @@ class OnnxRunner:
 
     @property
     def graph(self) -> OnnxGraph:
-        """The graph; the first of several."""
+        """The graph; the first of several.
+
+        Raises:
+            InvalidRequestError: if there is none, but parts for several modules.
+        """
+        require_own(self.graphs, self.parts)
         return next(iter(self.graphs.values()))
 
     @property
     def path(self) -> Path:
-        """The ONNX file; of several graphs, the folder with their files."""
+        """The ONNX file; of several graphs or modules, the folder with their files."""
+        if not self.graphs:
+            return next(graph.path.parent for part in self.parts.values() for graph in part.graphs.values())
         return self.graph.path if self.split is None else self.graph.path.parent
 
     @property
     def size(self) -> int:
-        """Bytes on disk, weights included."""
-        return sum(graph.size for graph in self.graphs.values())
+        """Bytes on disk, weights included; those of several modules together."""
+        return sum(item.size for item in (self.graphs or self.parts).values())
 
     @property
     def contract(self) -> Contract:
@@ -274,6 +286,8 @@ class OnnxRunner:
         positional = dict(zip(self.contract.signature.plain(), args, strict=False))
         taken = {leaf.argument for graph in self.graphs.values() for leaf in graph.contract.plan.leaves}
         for name, part in self.parts.items():
+            if not self.edges.get(name):  # a method of its own
+                continue
             wanted = {leaf.argument for leaf in part.contract.plan.leaves}
             given = {key: value for key, value in {**positional, **kwargs}.items() if key in wanted}
             if any(value is not None for key, value in given.items() if key not in taken):
@@ -315,7 +329,8 @@ def write_graphs(
 
     Args:
         exported: The export.
-        file_of: Returns the file for the name of a program and the name of a part; both are empty for the usual case.
+        file_of: Returns the file for the name of a program and the name of the part that it belongs to; both are empty
+            for the usual case.
         opset: ONNX opset; by default torch's own choice.
         runtime: What the graphs are fused for; None for graphs of operators that every runtime has.
 
@@ -333,13 +348,16 @@ def write_graphs(
         graphs[name] = OnnxGraph(contract, programs[name].observation, programs[name])
     runners, parts = {}, {}
     for name, part in exported.parts.items():
-        file = file_of("", name)
-        runners[name] = write_graphs(part, lambda *_, file=file: file, opset, runtime)
+        runners[name] = write_graphs(part, functools.partial(_file_of_part, file_of, name), opset, runtime)
         parts[name] = runners[name].exported or part
     written = replace(exported, programs=programs, parts=parts, attempts=tuple(attempts))
     return OnnxRunner(
         graphs, runners, exported.edges, split=exported.split, attempts=written.attempts, exported=written
     )
+
+
+def _file_of_part(file_of: Callable[[str, str], Path], part: str, program: str, _: str) -> Path:
+    return file_of(program, part)
 
 
 def _written(

@@ -1,5 +1,7 @@
 """An exported model: one program, or one for each kind of calls where no single program serves all recorded calls.
 
+Several modules that run together have no program of their own, and a part for each of them.
+
 Programs of several kinds are compared with the model in torch first, which takes no longer than running the model. What
 seems right is then proven as ONNX, by a function that the caller passes in.
 """
@@ -18,7 +20,7 @@ from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Edge
-from exportkit.errors import ExportError, ExportkitError
+from exportkit.errors import ExportError, ExportkitError, InvalidRequestError
 from exportkit.plan.leaves import Finding, PlannedLeaf
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import completed_call
@@ -47,8 +49,10 @@ class ExportedModel:
     """A model that was exported as one program, the usual case, or as one for each kind of calls.
 
     Attributes:
-        programs: The programs by name; the name of a single program is empty.
-        parts: Exports of what runs before the model and feeds it, such as an image encoder, by name.
+        programs: The programs by name; the name of a single program is empty. There is none for several modules, which
+            are all parts.
+        parts: Exports of what runs before the model and feeds it, such as an image encoder, or of the modules of an
+            application, by name.
         edges: Which outputs of each part are inputs of the model.
         split: Why there are several programs, and which calls each serves; None for a single one.
         attempts: What was tried, in order.
@@ -61,6 +65,8 @@ class ExportedModel:
     attempts: tuple[Attempt, ...] = ()
 
     def __repr__(self) -> str:
+        if not self.programs:
+            return f"{type(self).__name__}({', '.join(f'{name}: {part!r}' for name, part in self.parts.items())})"
         where = f"{type(self).__name__}({self.observation.model_name}.{self.method}"
         if self.split is not None:
             return f"{where}, {len(self.programs)} programs: {', '.join(self.programs)})"
@@ -69,7 +75,12 @@ class ExportedModel:
 
     @property
     def traced(self) -> TracedProgram:
-        """The program; the first of several."""
+        """The program; the first of several.
+
+        Raises:
+            InvalidRequestError: if there is none, but a part for each of several modules.
+        """
+        require_own(self.programs, self.parts)
         return next(iter(self.programs.values()))
 
     @property
@@ -86,7 +97,7 @@ class ExportedModel:
     @functools.cached_property
     def domain(self) -> Domain:
         """Where the graph may be used; the first one of several (see `domains`)."""
-        return next(iter(self.domains.values()))
+        return self.traced.domain
 
     @functools.cached_property
     def domains(self) -> Mapping[str, Domain]:
@@ -114,6 +125,16 @@ class ExportedModel:
         return self.traced.sizes
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """Path of each tensor that the program takes, in order; those of the first of several programs."""
+        return self.traced.input_paths
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Path of each tensor that the program returns, in order; those of the first of several programs."""
+        return self.traced.output_paths
+
+    @property
     def rules(self) -> tuple[str, ...]:
         """Names of the rewrites that were in force during the trace."""
         return tuple(dict.fromkeys(rule for traced in self.programs.values() for rule in traced.rules))
@@ -126,11 +147,27 @@ class ExportedModel:
 
     def baked_constants(self) -> dict[str, Any]:
         """Returns the Python values that are part of all graphs, by path."""
+        require_own(self.programs, self.parts)
         found = [{constant.path: constant for constant in t.plan.constants} for t in self.programs.values()]
         shared = [
             c for path, c in found[0].items() if all(path in f and f[path].fingerprint == c.fingerprint for f in found)
         ]
         return {constant.path: constant.value for constant in shared}
+
+
+def require_own(programs: Mapping[str, Any], parts: Iterable[str]) -> None:
+    """Raises InvalidRequestError if there is no program or graph, as several modules have none of their own.
+
+    Args:
+        programs: The programs or graphs.
+        parts: Names of the parts.
+    """
+    if not programs:
+        raise InvalidRequestError(
+            "Several modules were exported, and together they have no program of their own.",
+            expected=f"one of {', '.join(parts)}",
+            hint=f"parts has them by name: .parts[{next(iter(parts), '')!r}]; in_place_of(...) runs the application.",
+        )
 
 
 def export_calls(model: torch.nn.Module, observation: Observation, plan_of: PlanOf, prove: Prove) -> ExportedModel:

@@ -24,7 +24,7 @@ from exportkit.probing.missing import absent_patterns
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
-from exportkit.programs.exported import ExportedModel
+from exportkit.programs.exported import ExportedModel, require_own
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
@@ -70,7 +70,7 @@ def prove(
     """Returns the proof of an exported model.
 
     A single graph has a row for each of its calls. With several graphs, there is a row for each recorded call, which
-    has to reach the right graph, and a report of each graph.
+    has to reach the right graph, and a report of each graph. Several modules have a report each, and no rows besides.
 
     Args:
         runner: The graphs and their parts.
@@ -82,6 +82,10 @@ def prove(
     reports = {name: _graph_report(graph, unseen, locate) for name, graph in runner.graphs.items()}
     parts = {name: prove(part, unseen, (), locate) for name, part in runner.parts.items()}
     attempts = tuple(map(str, runner.attempts))
+    if not runner.graphs:
+        if given:
+            require_own(runner.graphs, runner.parts)
+        return Report((), 0, tuple(notes), parts, attempts)
     if runner.split is None:
         (report,) = reports.values()
         rows = list(report.rows)

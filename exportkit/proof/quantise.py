@@ -138,7 +138,7 @@ def budget_of(accuracy: Accuracy | None) -> dict[str, float]:
 def _lossy(runner: OnnxRunner, lossy: Lossy, verify: bool) -> OnnxRunner:
     # A budget is about the outputs of the model, on which a part alone has no effect that could be measured.
     exact = replace(lossy.weights, weights="int8", embedding=False) if lossy.weights and lossy.budget else lossy.weights
-    of_parts = replace(lossy, weights=exact, budget={}, given=())
+    of_parts = replace(lossy, weights=exact, budget={}, given=()) if runner.graphs else lossy
     return OnnxRunner(
         {name: _lossy_graph(graph, lossy, verify) for name, graph in runner.graphs.items()},
         {name: _lossy(part, of_parts, verify) for name, part in runner.parts.items()},

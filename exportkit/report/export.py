@@ -151,12 +151,13 @@ def export_page(folder: Path) -> str:
         edited = CheckedFiles(folder, read(Mapping[str, SavedFile], manifest["files"])).check(_is_read)
         proven = folder / REPORT_JSON
         proof = parse_json(proven.read_bytes()) if proven.exists() else None
-        programs = list(_all_programs(folder, manifest, proof))
+        programs = list(_programs(folder, manifest, manifest.get("program", manifest), proof))
         pictures = {p.id: (input_pictures(p.plan), variable_pictures(p.plan)) for p in programs}
-        main = programs[0]
+        main, several = programs[0], "program" not in manifest and "split" not in manifest
         return render(
             "export.html.j2",
-            title=f"{main.data['model']}.{main.data['method']}",
+            title=", ".join(manifest["parts"]) if several else f"{main.data['model']}.{main.data['method']}",
+            several=several,
             folder=folder.resolve().name,
             manifest=manifest,
             proof=proof,
@@ -177,31 +178,23 @@ def _is_read(file: Path) -> bool:
     return file.suffix == ".json"
 
 
-def _all_programs(folder: Path, manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> Iterator[Program]:
-    """The program of the folder, or the programs that the model was split into, and their parts."""
-    if "programs" not in manifest:
-        yield from _programs(folder, manifest, manifest["program"], proof)
-        return
-    below = {} if proof is None else proof["parts"]
-    for name, described in (*manifest["programs"].items(), *manifest.get("parts", {}).items()):
-        yield from _programs(folder, manifest, described, below.get(name), name)
-
-
 def _programs(
     folder: Path, manifest: Mapping[str, Any], data: Mapping[str, Any], proof: Mapping[str, Any] | None, name: str = ""
 ) -> Iterator[Program]:
-    home = inside(folder, data["home"])
-    yield Program(
-        name,
-        data,
-        Plan.from_json((home / "plan.json").read_text("utf-8")),
-        parse_json((home / "calls" / "observation.json").read_bytes()),
-        proof,
-        sum(manifest["files"].get(data["file"] + end, {}).get("bytes", 0) for end in ("", ".data")),
-    )
-    for part, described in data.get("parts", {}).items():
-        below = None if proof is None else proof["parts"].get(part)
-        yield from _programs(folder, manifest, described, below, f"{name}.{part}" if name else part)
+    """The program that the data describe, or those that a model was split into, and the parts."""
+    if "home" in data:
+        home = inside(folder, data["home"])
+        yield Program(
+            name,
+            data,
+            Plan.from_json((home / "plan.json").read_text("utf-8")),
+            parse_json((home / "calls" / "observation.json").read_bytes()),
+            proof,
+            sum(manifest["files"].get(data["file"] + end, {}).get("bytes", 0) for end in ("", ".data")),
+        )
+    below = {} if proof is None else proof["parts"]
+    for part, described in (*data.get("programs", {}).items(), *data.get("parts", {}).items()):
+        yield from _programs(folder, manifest, described, below.get(part), f"{name}.{part}" if name else part)
 
 
 def _sections(programs: Sequence[Program]) -> list[tuple[str, str]]:
@@ -215,9 +208,13 @@ def _sections(programs: Sequence[Program]) -> list[tuple[str, str]]:
 
 
 def _steps(programs: Sequence[Program], manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> list[Step]:
-    main, split = programs[0], manifest.get("split")
+    main, split, is_single = programs[0], manifest.get("split"), "program" in manifest
     data, took = main.data, main.data.get("seconds", {})
-    calls = main.observed["calls"] if split is None else [call for some in split["calls"].values() for call in some]
+    calls = (
+        main.observed["calls"] if is_single else [call for program in programs for call in program.observed["calls"]]
+    )
+    if split is not None:
+        calls = [call for some in split["calls"].values() for call in some]
     rules = f", with {', '.join(data['rules'])}" if data["rules"] else ""
     given = ", ".join(f"{name} {value}" for name, value in data.get("sizes", {}).items()) or "no size varies"
     steps = [
@@ -227,12 +224,15 @@ def _steps(programs: Sequence[Program], manifest: Mapping[str, Any], proof: Mapp
         Step("export", "good", f"torch {manifest['written_by']['torch']}{rules}", took.get("export")),
         Step("ONNX", "good", f"opset {data['opset']}, {size(main.bytes)}", took.get("onnx")),
     ]
-    if split is not None:
-        others = sum(program.bytes for program in programs)
-        steps[-1] = Step("ONNX", "good", f"{len(split['kinds'])} programs, {size(others)}", took.get("onnx"))
+    if not is_single:
+        others, number = (
+            sum(program.bytes for program in programs),
+            len(programs) if split is None else len(split["kinds"]),
+        )
+        steps[-1] = Step("ONNX", "good", f"{number} programs, {size(others)}", took.get("onnx"))
     if proof is None:
         return [*steps, Step("verify", "", "not verified")]
-    rows = proof["rows"] if split is None else [row for program in programs for row in program.rows]
+    rows = proof["rows"] if is_single else [row for program in programs for row in program.rows]
     word = "measured" if proof.get("measured") else "proven"
     done = sum(row["status"] == word for row in rows)
     text = f"{done} of {count(len(rows), 'call')} {word}"
