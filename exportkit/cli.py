@@ -9,6 +9,7 @@ import typer
 import exportkit
 from exportkit.commands.export import demo, export
 from exportkit.commands.inspect import compare, report, scan_skips, trace, verify
+from exportkit.commands.run import run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,6 +44,10 @@ def _common(
 
 app.command(epilog="Example:  exportkit demo --out demo_models")(demo)
 app.command(epilog="Example:  exportkit export ./checkpoint --out ./checkpoint-onnx")(export)
+app.command(
+    epilog="Example:  exportkit run script.py --steps 4 --observe pipe --out out",
+    context_settings={"ignore_unknown_options": True},  # those of the script
+)(run)
 app.command(epilog="Example:  exportkit verify ./folder")(verify)
 app.command(epilog="Example:  exportkit report ./folder")(report)
 app.command(epilog="Example:  exportkit trace ./checkpoint --out trace --values all")(trace)

@@ -1,0 +1,393 @@
+"""Runs a script as it is, and lets its models be observed, or computed by graphs, from their first call on.
+
+A script makes its models while it runs. So until they are found, each call of a module that no other module makes is
+looked at before it begins. Whatever fails there is noted, and the script goes on.
+
+`observe_script` and `run_on_graphs` are the two runs that ``exportkit run`` compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.tracing import is_tracing
+from exportkit.api.application import Watch, seeded
+from exportkit.api.in_place import InPlace
+from exportkit.api.observer import InputObserver
+from exportkit.api.onnx_model import OnnxModel
+from exportkit.calls.application import modules_in, named_targets, value_at
+from exportkit.calls.method_wrapper import attach
+from exportkit.errors import InvalidRequestError
+from exportkit.overrides import replaced_attributes
+from exportkit.trees.flatten import flattened_call
+
+_MOST_MODULES = 16  # that are found in a script; more are made in a loop, and each would be exported
+_MAIN = "__main__"
+
+# Is given the name of what was found, and the model or the application; its context lasts until the script ends.
+Enter = Callable[[str, Any], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass
+class ScriptRun:
+    """A run of a script.
+
+    Attributes:
+        exit_code: What the script exited with.
+        error: What the script raised; None if it ended by itself, or called ``sys.exit``.
+        printed: What it printed to stdout.
+        found: The models that it called, or the application that was named, by name.
+        problems: What failed in exportkit meanwhile.
+        main: The Python module that the script was.
+    """
+
+    exit_code: int = 0
+    error: BaseException | None = None
+    printed: str = ""
+    found: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    main: ModuleType | None = None
+
+    def print_error(self) -> None:
+        """Prints what the script raised as Python does, from the first line of the script on."""
+        if self.error is not None:
+            step = self.error.__traceback__
+            while step is not None and step.tb_frame.f_globals.get("__name__") != _MAIN:
+                step = step.tb_next
+            sys.excepthook(type(self.error), self.error.with_traceback(step), step)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A Python script, or a module with ``is_module``, and how it is run.
+
+    Attributes:
+        name: The file, or the name of the module.
+        arguments: Its arguments on the command line.
+        is_module: Run a module, as ``python -m`` does.
+        observed: Path of the model or application in the variables of the script, such as ``app.model``; None for the
+            modules with weights that it calls.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    observed: str | None = None
+
+    def require(self) -> None:
+        """Raises InvalidRequestError if there is no such script, or nothing can have such a name in it."""
+        path = Path(self.name)
+        if not self.is_module and not path.is_file() and not (path / "__main__.py").is_file():
+            raise InvalidRequestError(
+                "There is no such script.",
+                where=self.name,
+                expected="a Python file, or a module with -m",
+                hint="give the path of the script, from the current directory.",
+            )
+        if self.observed is not None and not all(self.observed.split(".")):
+            raise InvalidRequestError(
+                "This is not a variable of the script, nor an object that is reached from one.",
+                where="--observe",
+                expected="a name such as model, or app.model",
+                got=repr(self.observed),
+            )
+
+    def run(self, enter: Enter, quiet: bool = False) -> ScriptRun:
+        """Runs the script, and returns what came of it.
+
+        Args:
+            enter: Is entered when a model is found, right before its first call.
+            quiet: Show nothing of what the script prints to stdout.
+        """
+        run, output = ScriptRun(), io.StringIO() if quiet else _Tee(sys.stdout)
+        with self._started(), contextlib.redirect_stdout(output), contextlib.ExitStack() as stack:
+            finder = _Finder(self.observed, enter, run, stack)
+            stack.enter_context(finder.looking())
+            try:
+                if self.is_module:
+                    runpy.run_module(self.name, run_name=_MAIN, alter_sys=True)
+                else:
+                    runpy.run_path(self.name, run_name=_MAIN)
+            except SystemExit as error:
+                run.exit_code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+                if run.exit_code and not isinstance(error.code, int):
+                    print(error.code, file=sys.stderr)  # as Python does
+            except BaseException as error:
+                run.exit_code, run.error = 130 if isinstance(error, KeyboardInterrupt) else 1, error
+            run.problems += _left(stack)
+        run.printed = output.getvalue()
+        return run
+
+    @contextlib.contextmanager
+    def _started(self) -> Iterator[None]:
+        """What ``sys`` and Ctrl-C are for a script that Python runs."""
+        before = sys.argv, sys.path[:]
+        home = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
+        sys.argv, sys.path[:1] = [self.name, *self.arguments], [home]
+        is_main = threading.current_thread() is threading.main_thread()
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler) if is_main else None
+        try:
+            yield
+        finally:
+            if is_main:
+                signal.signal(signal.SIGINT, handler)
+            sys.argv, sys.path[:] = before
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What a script may change for the whole process: working directory, environment variables, modes of torch."""
+
+    home: str
+    environment: dict[str, str]
+    dtype: torch.dtype
+    gradients: bool
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        """Returns the present state."""
+        return cls(os.getcwd(), dict(os.environ), torch.get_default_dtype(), torch.is_grad_enabled())
+
+    def restore(self) -> None:
+        """Makes everything what it was, so that another run begins like the first one."""
+        os.chdir(self.home)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        torch.set_default_dtype(self.dtype)
+        torch.set_grad_enabled(self.gradients)
+
+
+def _left(stack: contextlib.ExitStack) -> list[str]:
+    """Leaves what was entered, and returns what it warned of or raised."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            stack.close()
+        except Exception as error:
+            return [f"{type(error).__name__}: {error}"]
+    return [str(warning.message) for warning in caught]
+
+
+class _Finder:
+    """Looks for the models of a script."""
+
+    def __init__(self, observed: str | None, enter: Enter, run: ScriptRun, stack: contextlib.ExitStack) -> None:
+        self._observed, self._enter, self._run, self._stack = observed, enter, run, stack
+        self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._inside = threading.local()
+        self._lock = threading.RLock()
+        self._is_done = False
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Looks at each call of a module that no other module makes, until nothing more is to be found."""
+        original, finder = torch.nn.Module.__call__, self
+
+        def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if finder._is_done or is_tracing() or getattr(finder._inside, "on", False):
+                return original(self, *args, **kwargs)
+            finder._inside.on = True
+            try:
+                finder._look(self, args, kwargs)
+                return original(self, *args, **kwargs)
+            finally:
+                finder._inside.on = False
+
+        with replaced_attributes(torch.nn.Module, {"__call__": call}):
+            yield
+
+    def _look(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            with self._lock:
+                self._run.main = self._run.main or sys.modules.get(_MAIN)
+                if self._observed is None:
+                    self._look_at(module, args, kwargs)
+                else:
+                    self._look_for(self._observed)
+        except Exception as error:  # the script goes on
+            self._is_done = self._observed is not None
+            self._run.problems.append("".join(traceback.format_exception_only(error)).strip())
+
+    def _look_for(self, path: str) -> None:
+        found = value_at(vars(sys.modules[_MAIN]), path)
+        if found is None or not (isinstance(found, torch.nn.Module) or modules_in(found)) or self._is_done:
+            return
+        self._is_done = True
+        self._take("", found)
+
+    def _look_at(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module in self._seen or isinstance(module, torch.jit.ScriptModule):
+            return
+        if next(module.parameters(), None) is None and next(module.buffers(), None) is None:
+            return
+        if not flattened_call(args, kwargs, keep_values=False).tensors:
+            return
+        self._seen.add(module)
+        if len(self._run.found) >= _MOST_MODULES:
+            self._is_done = True
+            self._run.problems.append(f"The script calls more than {_MOST_MODULES} modules: name one with --observe.")
+            return
+        name = type(module).__name__
+        alike = sum(type(other).__name__ == name for other in self._run.found.values())
+        self._take(f"{name}_{alike + 1}" if alike else name, module)
+
+    def _take(self, name: str, found: Any) -> None:
+        self._run.found[name] = found
+        self._stack.enter_context(self._enter(name, found))
+
+
+class _Tee:
+    """A stream that also keeps the text that is written to it; everything else is up to the stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._kept = stream, list[str]()
+
+    def write(self, text: str) -> Any:
+        self._kept.append(text)
+        return self._stream.write(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def getvalue(self) -> str:
+        """Returns the text."""
+        return "".join(self._kept)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@dataclass(frozen=True)
+class ObservedScript:
+    """The first run of a script.
+
+    Attributes:
+        script: The script.
+        run: What came of it.
+        observer: What the models were called with.
+        watches: How long the calls took and what they returned, by the name of the part; without those of a pipeline,
+            whose methods are only known afterwards.
+    """
+
+    script: Script
+    run: ScriptRun
+    observer: InputObserver
+    watches: Mapping[str, Watch]
+
+    @property
+    def application(self) -> Any:
+        """The model that was named, or all that were found, by name."""
+        return self.run.found[""] if self.script.observed is not None else dict(self.run.found)
+
+
+def observe_script(script: Script) -> ObservedScript:
+    """Runs a script, records the calls of its models, and returns both."""
+    observer, watches = InputObserver(), dict[str, Watch]()
+
+    def enter(name: str, found: Any) -> contextlib.AbstractContextManager[Any]:
+        named = {name: found} if script.observed is None else found
+        if isinstance(found, torch.nn.Module):
+            places = {name: (found, "forward")}
+        else:
+            named_methods = named_targets(found) if isinstance(found, Mapping) else {}
+            places = {target.path: (module, target.method) for target, module in named_methods.items()}
+        with contextlib.ExitStack() as stack:
+            for path, place in places.items():
+                watches[path] = Watch()
+                stack.callback(attach(*place, watches[path]).leave)
+            stack.enter_context(observer(named))
+            return stack.pop_all()
+
+    with seeded(0):
+        return ObservedScript(script, script.run(enter), observer, watches)
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """The run of a script on graphs, compared with its first run.
+
+    Attributes:
+        run: What came of it.
+        problems: What is not as it was, a sentence each; the text that the script printed does not count.
+        calls: How many calls the graphs served.
+        seconds: How long they took.
+    """
+
+    run: ScriptRun
+    problems: tuple[str, ...]
+    calls: int
+    seconds: float
+
+
+def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> GraphRun:
+    """Runs a script again, with graphs in place of its models, and compares both runs.
+
+    Args:
+        first: Its first run.
+        onnx_model: Its models.
+    """
+    script, places, watches = first.script, list[InPlace](), dict[str, Watch]()
+    parts = {name: part.observation for name, part in first.observer.parts.items()}
+    observations = parts if first.observer.has_only_parts else {"": first.observer.observation}
+
+    def enter(name: str, found: Any) -> contextlib.AbstractContextManager[Any]:
+        graphs, application = onnx_model, found
+        if script.observed is None:
+            if name not in onnx_model.parts:
+                return contextlib.nullcontext()
+            graphs, application = OnnxModel.of(onnx_model.parts[name]), {name: found}
+        try:
+            in_place = graphs.in_place_of(application, outside="eager")
+        except InvalidRequestError:  # the graph keeps a state from call to call
+            in_place = graphs.in_place_of(application)
+        names = [name] if script.observed is None or onnx_model.graphs else list(onnx_model.parts)
+        places.append(in_place)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(in_place)
+            for part, place in zip(names, in_place.places, strict=True):
+                watch = watches[part] = Watch()
+                if place[1] == observations[part].method_name:  # not with the hooks of the module around it
+                    recorded = [call.outputs.tensors() for call in observations[part].calls]
+                    watch.compared_with = first.watches[part].outputs if part in first.watches else recorded
+                stack.callback(attach(*place, watch).leave)
+            return stack.pop_all()
+
+    onnx_model.open()
+    with seeded(0):
+        run = script.run(enter, quiet=True)
+    calls, outside = sum(place.inside for place in places), sum(place.outside for place in places)
+    problems = [*run.problems]
+    if run.error is not None:
+        problems.append(f"the script fails: {type(run.error).__name__}: {run.error}".partition("\n")[0])
+    elif run.exit_code:
+        problems.append(f"the script exits with {run.exit_code}")
+    if not calls:
+        problems.append("no call reached the graphs")
+    if outside:
+        refusal = next(str(place.last_refusal) for place in places if place.last_refusal is not None)
+        problems.append(f"{outside} of {calls + outside} calls are outside of the domain: {' '.join(refusal.split())}")
+    for name, watch in watches.items():
+        of = f" of {name}" if name else ""
+        before = first.watches.get(name)
+        if watch.first_step is not None:
+            problems.append(f"call {watch.first_step}{of} returns something else")
+        elif before is not None and len(before.seconds) != len(watch.seconds):
+            problems.append(f"{len(before.seconds)} calls{of} became {len(watch.seconds)}")
+    return GraphRun(run, tuple(problems), calls, sum(sum(watch.seconds) for watch in watches.values()))

@@ -1,0 +1,133 @@
+"""``exportkit run``: it runs a script, exports the models that the script calls, and runs it again on the graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import exportkit
+from exportkit.commands.shared import (
+    BAD_INPUT,
+    NOT_PROVEN,
+    Debug,
+    exit_on_error,
+    progress,
+    quiet_libraries,
+    stderr,
+)
+from exportkit.errors import NoCallsError
+
+if TYPE_CHECKING:
+    from exportkit.api.script import ObservedScript
+
+
+def run(
+    script: Annotated[
+        list[str],
+        typer.Argument(
+            help="A Python script, or a module with -m, and its arguments. After --, all arguments are the script's.",
+            metavar="SCRIPT [ARGUMENTS]...",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(help="A new or empty folder, for the graphs and their proof.", metavar="DIR", show_default=False),
+    ],
+    observe: Annotated[
+        str | None,
+        typer.Option(
+            help="A variable of the script that holds the model, the pipeline or the dict of models, such as pipe or "
+            "app.model. By default, all modules with weights that the script itself calls.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
+    opset: Annotated[int | None, typer.Option(min=18, help="ONNX opset; the default is torch's choice.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Run a script, export the models that it calls, prove them, and run it again on the graphs.
+
+    The script knows nothing of exportkit, and runs as it does without. Afterwards, its models are exported to DIR and
+    proven there. Then the script runs once more, with the same random seeds and with the graphs in place of its models;
+    what it prints is compared, and not shown again.
+
+    Exits with 0 if the models are proven and the script runs on them, with 1 if not, with 2 for invalid usage. If the
+    script itself fails, nothing is exported, and the exit code is the script's.
+    """
+    from exportkit.api.script import ProcessState, Script, observe_script, run_on_graphs
+    from exportkit.folder.folder import REPORT_JSON, REPORT_TEXT, check_destination
+    from exportkit.running.session import require_onnxruntime
+
+    out = out.absolute()  # the script may change the working directory
+    asked = Script(script[0], tuple(script[1:]), module, observe)
+    with exit_on_error(BAD_INPUT, debug):
+        require_onnxruntime()
+        asked.require()
+        check_destination(out)
+    state = ProcessState.now()
+    try:
+        first = observe_script(asked)
+        if first.run.exit_code:
+            first.run.print_error()
+            stderr.print("exportkit: the script failed, so nothing was exported.", style="red", markup=False)
+            raise typer.Exit(first.run.exit_code)
+        for problem in first.run.problems:
+            stderr.print(f"warning: {problem}", style="yellow", markup=False, soft_wrap=True)
+        with exit_on_error(NOT_PROVEN, debug), _as_main(first.run.main):
+            _require_found(first)
+            with quiet_libraries(), progress(asked.name):
+                onnx_model = exportkit.export(first.application, first.observer).save(out, opset=opset)
+            report = json.loads((out / REPORT_JSON).read_text("utf-8"))
+            typer.echo(f"\n{(out / REPORT_TEXT).read_text('utf-8')}\n{out}: {onnx_model.size / 1e6:.1f} MB\n")
+            state.restore()
+            second = run_on_graphs(first, onnx_model)
+    finally:
+        state.restore()
+    second.run.print_error()
+    typer.echo(f"{asked.name} on the graphs prints {_compared(first.run.printed, second.run.printed)}")
+    problems = [*([] if report["ok"] else [report["verdict"].partition(": ")[2]]), *second.problems]
+    durations = f"{first.observer.seconds:.3g} s with the model, {second.seconds:.3g} s on the graphs"
+    calls = "1 call" if second.calls == 1 else f"{second.calls} calls"
+    typer.echo(f"{'NOT PROVEN: ' + '; '.join(problems) if problems else 'proven'}; {calls}: {durations}")
+    raise typer.Exit(NOT_PROVEN if problems else 0)
+
+
+def _require_found(first: ObservedScript) -> None:
+    """Raises NoCallsError if the script called nothing that could be observed."""
+    if first.run.found:
+        return
+    name, problem = first.script.observed, next(iter(first.run.problems), None)
+    raise NoCallsError(
+        "The script calls no module with weights." if name is None else "The script calls no module while it has this.",
+        where=first.script.name if name is None else f"--observe {name}",
+        expected="a call of a torch.nn.Module"
+        if name is None
+        else "a variable of the script, or an attribute of one, that holds a model before it is called",
+        got=problem,
+        hint="a model that only exists inside a function is found without --observe." if name is not None else None,
+    )
+
+
+def _as_main(module: ModuleType | None) -> contextlib.AbstractContextManager[None]:
+    """Lets the classes of a script be found by their names, as they are while it runs."""
+    from exportkit.overrides import Item, replaced
+
+    return contextlib.nullcontext() if module is None else replaced([(Item(sys.modules, "__main__"), module)])
+
+
+def _compared(before: str, after: str) -> str:
+    """Whether a script prints the same again; if not, the first line that differs, which may be a time or a date."""
+    if before == after:
+        return "the same"
+    pairs = enumerate(itertools.zip_longest(before.splitlines(), after.splitlines(), fillvalue="nothing"), 1)
+    number, (first, second) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+    return f"something else in line {number}: {first[:80]!r} became {second[:80]!r}"
