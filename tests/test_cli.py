@@ -20,7 +20,7 @@ from exportkit.examples.run import ExampleRun
 from exportkit.proof.report import Row
 from tests import models
 
-COMMANDS = ["demo", "export", "verify", "report", "trace", "compare", "scan-skips"]
+COMMANDS = ["demo", "export", "run", "verify", "report", "trace", "compare", "scan-skips"]
 
 
 SENDS_CTRL_C = """

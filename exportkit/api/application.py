@@ -42,6 +42,7 @@ class RunComparison:
         onnx_seconds: The same with the graphs.
         eager_total: Seconds of all calls of the method, or of all modules of a pipeline, together.
         onnx_total: The same with the graphs.
+        methods: The methods that were called, by their paths: one, or those of several modules.
         expected: What the application returned with the model.
         got: What it returned with the graphs.
     """
@@ -56,6 +57,7 @@ class RunComparison:
     onnx_seconds: float
     eager_total: float
     onnx_total: float
+    methods: tuple[str, ...]
     expected: Any = field(repr=False)
     got: Any = field(repr=False)
 
@@ -71,9 +73,13 @@ class RunComparison:
             lines.append(f"call {self.first_step} of {self.steps} is the first whose outputs differ")
         lines.append(f"calls: {self.inside} on the graphs, {self.outside} outside of their domain")
         lines += [f"  {line}" for line in str(self.refusal or "").splitlines()]
-        ratio = self.eager_seconds / self.onnx_seconds if self.onnx_seconds else float("nan")
-        times = f"{self.eager_seconds * 1e3:.3g} ms with the model, {self.onnx_seconds * 1e3:.3g} ms with the graphs"
-        return "\n".join([*lines, f"a call takes {times} (median), {ratio:.2f} times as fast"])
+        is_single = (
+            len(self.methods) == 1
+        )  # calls of several modules take so different times that a median says nothing
+        eager, onnx = (self.eager_seconds, self.onnx_seconds) if is_single else (self.eager_total, self.onnx_total)
+        times = f"{eager * 1e3:.3g} ms with the model, {onnx * 1e3:.3g} ms with the graphs"
+        said = f"a call takes {times} (median)" if is_single else f"all calls take {times}"
+        return "\n".join([*lines, f"{said}, {eager / onnx if onnx else float('nan'):.2f} times as fast"])
 
 
 def compare_runs(
@@ -148,6 +154,7 @@ def compare_runs(
         statistics.median(onnx.seconds or [0.0]),
         sum(eager.seconds),
         sum(onnx.seconds),
+        tuple(one.contract.target for one in ([onnx_model] if onnx_model.graphs else onnx_model.parts.values())),
         expected,
         got,
     )

@@ -1,7 +1,8 @@
 """Runs a script as it is, and lets its models be observed, or computed by graphs, from their first call on.
 
-A script makes its models while it runs. So until they are found, each call of a module that no other module makes is
-looked at before it begins. Whatever fails there is noted, and the script goes on.
+A script makes its models while it runs. A variable is looked for at each line of the script, and before each call of a
+module that no other module makes. Without a name, these calls show the models. Whatever fails there is noted, and the
+script goes on.
 
 `observe_script` and `run_on_graphs` are the two runs that ``exportkit run`` compares.
 """
@@ -21,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -81,8 +82,8 @@ class Script:
         name: The file, or the name of the module.
         arguments: Its arguments on the command line.
         is_module: Run a module, as ``python -m`` does.
-        observed: Path of the model or application in the variables of the script, such as ``app.model``; None for the
-            modules with weights that it calls.
+        observed: Path of a model, a method of it, or an application in the variables of the script, such as
+            ``app.model``; None for the modules with weights that it calls.
     """
 
     name: str
@@ -209,24 +210,48 @@ class _Finder:
             finally:
                 finder._inside.on = False
 
-        with replaced_attributes(torch.nn.Module, {"__call__": call}):
-            yield
+        traces = self._observed is not None and sys.gettrace() is None  # not under a debugger
+        if traces:
+            sys.settrace(self._trace)
+        try:
+            with replaced_attributes(torch.nn.Module, {"__call__": call}):
+                yield
+        finally:
+            if traces:
+                self._stop_tracing()
 
-    def _look(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _trace(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        """Follows the lines of the script itself, and of nothing that it calls."""
+        if self._is_done:
+            self._stop_tracing()
+            return None
+        code = frame.f_code
+        if code.co_name != "<module>" or frame.f_globals.get("__name__") != _MAIN:
+            return None
+        if self._observed is not None and self._observed.partition(".")[0] in frame.f_globals:
+            self._look(None, (), {})
+        return self._trace
+
+    def _stop_tracing(self) -> None:
+        if sys.gettrace() == self._trace:
+            sys.settrace(None)
+
+    def _look(self, module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             with self._lock:
                 self._run.main = self._run.main or sys.modules.get(_MAIN)
-                if self._observed is None:
-                    self._look_at(module, args, kwargs)
-                else:
+                if self._observed is not None:
                     self._look_for(self._observed)
+                elif module is not None:
+                    self._look_at(module, args, kwargs)
         except Exception as error:  # the script goes on
             self._is_done = self._observed is not None
             self._run.problems.append("".join(traceback.format_exception_only(error)).strip())
 
     def _look_for(self, path: str) -> None:
-        found = value_at(vars(sys.modules[_MAIN]), path)
-        if found is None or not (isinstance(found, torch.nn.Module) or modules_in(found)) or self._is_done:
+        found = None if self._is_done else value_at(vars(sys.modules[_MAIN]), path)
+        model = found.__self__ if isinstance(found, MethodType) else found
+        if not isinstance(model, torch.nn.Module) and (found is not model or not modules_in(model)):
             return
         self._is_done = True
         self._take("", found)
@@ -294,7 +319,12 @@ class ObservedScript:
     @property
     def application(self) -> Any:
         """The model that was named, or all that were found, by name."""
-        return self.run.found[""] if self.script.observed is not None else dict(self.run.found)
+        return _owner(self.run.found[""]) if self.script.observed is not None else dict(self.run.found)
+
+
+def _owner(found: Any) -> Any:
+    """The model of a method; anything else is the model or the application itself."""
+    return found.__self__ if isinstance(found, MethodType) else found
 
 
 def observe_script(script: Script) -> ObservedScript:
@@ -302,9 +332,10 @@ def observe_script(script: Script) -> ObservedScript:
     observer, watches = InputObserver(), dict[str, Watch]()
 
     def enter(name: str, found: Any) -> contextlib.AbstractContextManager[Any]:
-        named = {name: found} if script.observed is None else found
-        if isinstance(found, torch.nn.Module):
-            places = {name: (found, "forward")}
+        named = {name: found} if script.observed is None else _owner(found)
+        method = found.__name__ if isinstance(found, MethodType) else "forward"
+        if isinstance(_owner(found), torch.nn.Module):
+            places = {name: (_owner(found), method)}
         else:
             named_methods = named_targets(found) if isinstance(found, Mapping) else {}
             places = {target.path: (module, target.method) for target, module in named_methods.items()}
@@ -312,7 +343,7 @@ def observe_script(script: Script) -> ObservedScript:
             for path, place in places.items():
                 watches[path] = Watch()
                 stack.callback(attach(*place, watches[path]).leave)
-            stack.enter_context(observer(named))
+            stack.enter_context(observer(named, method_name=method))
             return stack.pop_all()
 
     with seeded(0):
@@ -348,7 +379,7 @@ def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> GraphRun:
     observations = parts if first.observer.has_only_parts else {"": first.observer.observation}
 
     def enter(name: str, found: Any) -> contextlib.AbstractContextManager[Any]:
-        graphs, application = onnx_model, found
+        graphs, application = onnx_model, _owner(found)
         if script.observed is None:
             if name not in onnx_model.parts:
                 return contextlib.nullcontext()

@@ -288,7 +288,7 @@ class ApplicationRecorder:
                 path = f"{root}.{inner}".rstrip(".")
                 if next(module.children(), None) is None:
                     self._leaves.add(path)
-                if type(module).forward is not torch.nn.Module.forward:
+                if not inner or type(module).forward is not torch.nn.Module.forward:
                     targets[Target(path, "forward")] = module
                 targets |= {Target(path, name): module for name in methods_of(module)}
         return targets

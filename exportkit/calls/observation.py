@@ -119,8 +119,9 @@ class Observation:
             raise NoCallsError(
                 f"No inputs were captured. {called} was called, `{self.method_name}` was not.",
                 where=f"{self.model_name}.{self.method_name}",
-                hint=f"observe that method: method_name={self.called_instead[0]!r}, or "
-                f"(model, {self.called_instead[0]!r}) among several modules.",
+                hint=f"observe that method: pass method_name={self.called_instead[0]!r}, or "
+                f"(model, {self.called_instead[0]!r}) among several modules; for exportkit run, add it to the name: "
+                f"--observe NAME.{self.called_instead[0]}.",
             )
         raise NoCallsError(
             "No inputs were captured.",

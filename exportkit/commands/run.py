@@ -33,7 +33,7 @@ def run(
         list[str],
         typer.Argument(
             help="A Python script, or a module with -m, and its arguments. After --, all arguments are the script's.",
-            metavar="SCRIPT [ARGUMENTS]...",
+            metavar="SCRIPT",
             show_default=False,
         ),
     ],
@@ -44,8 +44,8 @@ def run(
     observe: Annotated[
         str | None,
         typer.Option(
-            help="A variable of the script that holds the model, the pipeline or the dict of models, such as pipe or "
-            "app.model. By default, all modules with weights that the script itself calls.",
+            help="A variable of the script that holds the model, the pipeline or the dict of models, such as pipe, "
+            "app.model or vae.decode. By default, all modules with weights that the script itself calls.",
             metavar="NAME",
             show_default=False,
         ),

@@ -102,6 +102,15 @@ class TestProven:
         assert last_line(result).startswith("proven; 8 calls: ")
         assert {file.name for file in (tmp_path / "out").glob("*.onnx")} == {"unet.onnx", "vae_decode.onnx"}
 
+    def test_a_method_is_named_and_its_only_call_is_recorded(self, script, tmp_path):
+        text = (
+            PIPELINE.partition("    class Pipe")[0] + "    vae = Vae()\n    print(vae.decode(torch.ones(2, 3)).shape)\n"
+        )
+        result = run(script(text), "--observe", "vae.decode", "--out", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+        assert last_line(result).startswith("proven; 1 call: ")
+        assert sys.gettrace() is None
+
     def test_a_module_runs_as_with_python_m(self, script, tmp_path, monkeypatch):
         script("", "package/__init__.py")
         script(CLASSIFIER, "package/app.py")
@@ -177,6 +186,13 @@ class TestNotProven:
         assert result.exit_code == 1
         assert "where: --observe app.model" in result.stderr
         assert "is found without --observe" in result.stderr
+
+    def test_another_method_than_the_observed_one_is_named(self, script, tmp_path):
+        text = PIPELINE.partition("    class Pipe")[0] + "    vae = Vae()\n    vae.decode(torch.ones(2, 3))\n"
+        result = run(script(text), "--observe", "vae", "--out", tmp_path / "out")
+        assert result.exit_code == 1
+        assert "`decode` was called, `forward` was not" in result.stderr
+        assert "--observe NAME.decode" in result.stderr
 
     @pytest.mark.runtime
     def test_a_script_that_is_different_the_second_time(self, script, tmp_path):
