@@ -19,6 +19,7 @@ from exportkit.api.in_place import InPlace, Outside
 from exportkit.api.onnx_model import OnnxModel
 from exportkit.calls.method_wrapper import attach
 from exportkit.errors import ExportkitError, InvalidRequestError, InvalidTypeError
+from exportkit.onnx_files.runner import ApplicationRun
 from exportkit.running.compare import Difference, compare_outputs
 from exportkit.trees import flatten
 from exportkit.trees.constants import text_of
@@ -66,6 +67,16 @@ class RunComparison:
         """Whether the application returned the same: integers and text exactly, numbers within rounding."""
         return all(difference.reason is None for difference in self.differences)
 
+    @property
+    def row(self) -> ApplicationRun:
+        """What a report says about these runs."""
+        number = len(self.differences)
+        equal = f"{number} values of the result are equal" if number != 1 else "the result is equal"
+        calls = f"calls: {self.inside} on the graphs, {self.outside} outside of their domain"
+        wrong = [f"{d.path or 'result'}: {d.reason}" for d in self.differences if d.reason is not None]
+        said = wrong[:1] or [equal]
+        return ApplicationRun(self.equal, "; ".join([*said, calls]), self.eager_total, self.onnx_total)
+
     def __str__(self) -> str:
         lines = [f"{'equal' if self.equal else 'DIFFERENT'}, {len(self.differences)} values compared"]
         lines += [f"  {d.path or 'result'}: {d.reason}" for d in self.differences if d.reason is not None]
@@ -91,6 +102,8 @@ def compare_runs(
     seed: int = 0,
 ) -> RunComparison:
     """Returns how an application that uses a model behaves with the model, and with graphs in its place.
+
+    `OnnxModel.verify` has a row for the latest comparison from then on, and `Exported.save` writes one into its report.
 
     Both runs begin with the same seeds of torch, numpy and ``random``, whose states are restored afterwards.
 
@@ -143,7 +156,7 @@ def compare_runs(
     onnx.compared_with = eager.outputs
     with seeded(seed), replaced, _attached(replaced, onnx):
         got = run()
-    return RunComparison(
+    compared = RunComparison(
         tuple(_differences(expected, got)),
         onnx.first_step,
         len(eager.seconds),
@@ -158,6 +171,8 @@ def compare_runs(
         expected,
         got,
     )
+    onnx_model.compared = compared.row
+    return compared
 
 
 class Watch:

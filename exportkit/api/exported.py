@@ -10,10 +10,11 @@ from typing import Literal
 
 import torch
 
+from exportkit.api.application import RunComparison
 from exportkit.api.onnx_model import OnnxModel, recorded
 from exportkit.calls.observation import Observation
 from exportkit.calls.observer import Observer
-from exportkit.errors import InvalidRequestError
+from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.files import as_path, check_file, replacing
 from exportkit.onnx_files.graph import Runtime
 from exportkit.onnx_files.quantised import Bits, Dtype, Quantisation
@@ -151,6 +152,7 @@ class Exported(ExportedModel):
         data: Observer | Observation | None = None,
         values: bool = True,
         verify: bool = True,
+        compared: RunComparison | None = None,
     ) -> OnnxModel:
         """Writes a folder that runs elsewhere, proves it, and returns its graphs as something to call.
 
@@ -170,16 +172,25 @@ class Exported(ExportedModel):
             values: Also write the values of the calls, so that the folder can be proven without the model.
             verify: Prove the graphs, which takes memory for the weights once more; if that fails, a RuntimeWarning says
                 so. Without it there is no report, and ``exportkit verify`` proves the folder later.
+            compared: What `compare_runs` returned for graphs of this export: a row of the report.
 
         Raises:
             DestinationError: if the directory cannot be written, or holds something else.
             ExportError: if an operator cannot be translated.
             InvalidRequestError: if the runtime cannot run the model, its graphs cannot have the opset, or the weights
                 cannot be quantised like this.
+            InvalidTypeError: if ``compared`` is anything else.
             MissingPackageError: if the installed onnxruntime cannot run a graph that is made for it.
         """
         from exportkit.folder.folder import save_folder
 
+        if not isinstance(compared, RunComparison | None):
+            raise InvalidTypeError(
+                "A report says how an application ran on the graphs.",
+                where="compared",
+                expected="what compare_runs returned",
+                got=type(compared).__name__,
+            )
         return OnnxModel.of(
             save_folder(
                 self,
@@ -190,6 +201,7 @@ class Exported(ExportedModel):
                 given=given_calls(recorded(data)),
                 values=values,
                 verify=verify,
+                compared=None if compared is None else compared.row,
             )
         )
 

@@ -39,10 +39,13 @@ class OnnxModel(OnnxRunner):
             attempts=runner.attempts,
             exported=runner.exported,
             check_files=runner.check_files,
+            compared=runner.compared,
         )
 
     def verify(self, unseen: bool = True, *, data: Observer | Observation | None = None) -> Report:
         """Returns the proof: a row for each recorded call, and for calls at sizes that were never run.
+
+        The latest run of an application that `compare_runs` compared has a row, too.
 
         Sizes that turn out wrong leave the domain. The metadata of the ONNX file say so, too, unless it belongs to a
         saved folder, which stays as it is.

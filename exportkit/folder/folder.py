@@ -30,7 +30,7 @@ from exportkit.folder.clients import for_runtime, write_client_files
 from exportkit.folder.manifest import GraphData, dump_graph, load_graph
 from exportkit.json_data import InvalidDataError, parse_json, read
 from exportkit.onnx_files.graph import Contract, OnnxGraph, Runtime
-from exportkit.onnx_files.runner import OnnxRunner, write_graphs
+from exportkit.onnx_files.runner import ApplicationRun, OnnxRunner, write_graphs
 from exportkit.onnx_files.translate import input_names, write_domain
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.kinds import Split
@@ -64,6 +64,7 @@ def save_folder(
     given: Sequence[Call] = (),
     values: bool = True,
     verify: bool = True,
+    compared: ApplicationRun | None = None,
 ) -> OnnxRunner:
     """Writes a folder, and returns its graphs as something to call; see `Exported.save`."""
     target = check_destination(directory)
@@ -74,6 +75,7 @@ def save_folder(
         runner = _write_graphs(exported, folder, opset, runtime)
         if lossy is not None:
             runner = lossy_runner(runner, lossy, verify)
+        runner.compared = compared
         finding = write_client_files(exported, runner.contract, folder) if runner.graphs else None
         if finding is not None:
             contract = runner.contract
@@ -175,7 +177,9 @@ def _without_model(runner: OnnxRunner, with_unseen: bool) -> OnnxRunner:
         unseen = tuple(unseen_calls(graph.traced)) if with_unseen and graph.traced is not None else ()
         graphs[name] = OnnxGraph(graph.contract, graph.observation, unseen=unseen, eager=graph.eager)
     parts = {name: _without_model(part, with_unseen) for name, part in runner.parts.items()}
-    return OnnxRunner(graphs, parts, runner.edges, split=runner.split, attempts=runner.attempts)
+    return OnnxRunner(
+        graphs, parts, runner.edges, split=runner.split, attempts=runner.attempts, compared=runner.compared
+    )
 
 
 def _take_domains(runner: OnnxRunner, proven: OnnxRunner) -> None:
@@ -211,6 +215,7 @@ def _manifest(runner: OnnxRunner, folder: Path, values: bool) -> dict[str, Any]:
             for path in files
         },
         "attempts": [dict(vars(attempt)) for attempt in runner.attempts],
+        **({} if runner.compared is None else {"compared": dict(vars(runner.compared))}),
         **described,
     }
 
@@ -238,7 +243,10 @@ def _load_graphs(folder: Path, data: Mapping[str, Any], files: CheckedFiles) -> 
     if not has_own and not data["parts"]:
         raise InvalidDataError("a graph", "none")
     described = data.get("program", data)
-    return _load_runner(folder, described, files, has_own, attempts=attempts, check_files=files.check)
+    compared = read(ApplicationRun | None, data.get("compared"))
+    return _load_runner(
+        folder, described, files, has_own, attempts=attempts, check_files=files.check, compared=compared
+    )
 
 
 def _load_runner(

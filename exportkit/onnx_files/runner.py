@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,23 @@ from exportkit.running.session import Session
 from exportkit.trees import flatten, join
 
 
+@dataclass(frozen=True)
+class ApplicationRun:
+    """How an application ran on graphs, compared with its run on the model.
+
+    Attributes:
+        equal: Whether it did the same.
+        text: What was compared, and what differs.
+        eager_seconds: How long all calls of the model took.
+        onnx_seconds: How long the same calls took on the graphs.
+    """
+
+    equal: bool
+    text: str
+    eager_seconds: float
+    onnx_seconds: float
+
+
 class OnnxRunner:
     """Graphs and parts with the calling convention of the model; parts alone for several modules.
 
@@ -50,6 +67,7 @@ class OnnxRunner:
         exported: The export that the graphs come from; None if they were loaded from a folder.
         check_files: Checks the files of the folder that the graphs were loaded from, and returns what a proof should
             mention; None if they were not loaded from a folder.
+        compared: The latest run of an application on the graphs; None if there was none.
 
     Attributes:
         module_state: The state that the last call left, or None before the first one.
@@ -65,9 +83,11 @@ class OnnxRunner:
         attempts: tuple[Attempt, ...] = (),
         exported: ExportedModel | None = None,
         check_files: Callable[[], tuple[str, ...]] | None = None,
+        compared: ApplicationRun | None = None,
     ) -> None:
         self.graphs, self.parts, self.edges = dict(graphs), dict(parts or {}), dict(edges or {})
         self.split, self.attempts, self.exported, self.check_files = split, attempts, exported, check_files
+        self.compared = compared
         self.module_state: Any = None
 
     def __repr__(self) -> str:

@@ -32,7 +32,7 @@ from exportkit.proof.calls import Tensors, as_made, assembled_calls, small_calls
 from exportkit.proof.figures import Figures
 from exportkit.proof.leeway import measurements, name_of
 from exportkit.proof.lossy import distance_from_float32, lossy_differences
-from exportkit.proof.report import Divergence, Report, Row
+from exportkit.proof.report import Divergence, Report, Row, Status
 from exportkit.proof.values import value_differences
 from exportkit.running.bounds import rounding_bound
 from exportkit.running.compare import Difference, compare_outputs
@@ -85,7 +85,7 @@ def prove(
     if not runner.graphs:
         if given:
             require_own(runner.graphs, runner.parts)
-        return Report((), 0, tuple(notes), parts, attempts)
+        return Report(tuple(_application_rows(runner)), 0, tuple(notes), parts, attempts)
     if runner.split is None:
         (report,) = reports.values()
         rows = list(report.rows)
@@ -97,7 +97,7 @@ def prove(
             row = Row("assembled", label, {}, "proven")
             rows.append(_row(runner.graph, row, call, call.outputs.tensors(), functools.partial(assembled, values)))
         findings = (*report.findings, *notes)
-        rows += _given_rows(runner, given)
+        rows += [*_given_rows(runner, given), *_application_rows(runner)]
         return replace(report, rows=tuple(rows), findings=findings, parts=parts, attempts=attempts)
     numbered = []
     for name, graph in runner.graphs.items():
@@ -108,7 +108,8 @@ def prove(
             made = as_made(graph.contract.plan, call)
             numbered.append((number, _row(graph, row, made, call.outputs.tensors(), runner.run_call)))
     rows = [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
-    return Report((*rows, *_given_rows(runner, given)), 0, (runner.split.text, *notes), {**reports, **parts}, attempts)
+    rows += [*_given_rows(runner, given), *_application_rows(runner)]
+    return Report(tuple(rows), 0, (runner.split.text, *notes), {**reports, **parts}, attempts)
 
 
 def _given_rows(runner: OnnxRunner, given: Sequence[Call]) -> Iterator[Row]:
@@ -116,6 +117,25 @@ def _given_rows(runner: OnnxRunner, given: Sequence[Call]) -> Iterator[Row]:
         sizes = solve_sizes(runner.contract.plan, call.shapes()) if runner.split is None else {}
         row = Row("given", call.label.removeprefix("given "), sizes, "proven")
         yield _row(runner.graph, row, call, call.outputs.tensors(), runner.run_call)
+
+
+def _application_rows(runner: OnnxRunner) -> Iterator[Row]:
+    """Yields the row of the latest run of an application; a quantised graph need not do the same as the model."""
+    run = runner.compared
+    if run is None:
+        return
+    graphs = [graph for one in (runner, *runner.parts.values()) for graph in one.graphs.values()]
+    is_lossy = any(graph.contract.quantised is not None for graph in graphs)
+    status: Status = "measured" if is_lossy else "proven" if run.equal else "differs"
+    yield Row(
+        "application",
+        "run",
+        {},
+        status,
+        where=run.text,
+        eager_seconds=run.eager_seconds,
+        onnx_seconds=run.onnx_seconds,
+    )
 
 
 def problems_of(traced: TracedProgram, unseen: bool) -> tuple[str, ...]:

@@ -146,6 +146,7 @@ def _lossy(runner: OnnxRunner, lossy: Lossy, verify: bool) -> OnnxRunner:
         split=runner.split,
         attempts=runner.attempts,
         exported=runner.exported,
+        compared=runner.compared,
     )
 
 

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 import exportkit
 from exportkit.errors import ArgumentError, InvalidRequestError, InvalidTypeError, UnknownMethodError
+from exportkit.report.export import export_page
 from tests.models import Add, tiny_llama, tiny_t5
 
 pytestmark = pytest.mark.runtime
@@ -188,6 +189,55 @@ def test_a_difference_is_found_with_its_first_token_and_call(llama, llama_graph)
     assert lines[0] == "DIFFERENT, 2 values compared"
     assert "tokens" in lines[1]
     assert "at [0, 11]" in lines[1]
+
+
+class TestAComparisonInTheReport:
+    @pytest.fixture
+    def model(self):
+        return nn.Linear(3, 3)
+
+    @pytest.fixture
+    def export(self, model):
+        observer = exportkit.InputObserver()
+        with observer(model):
+            model(torch.ones(2, 3))
+        return exportkit.export(model, observer)
+
+    def test_the_latest_one_has_a_row(self, model, export, tmp_path):
+        graph = export.to_onnx(tmp_path / "model.onnx")
+        exportkit.compare_runs(lambda: model(torch.rand(4, 3)), model, graph)
+        report = graph.verify()
+        assert report.ok
+        row = report.rows[-1]
+        assert (row.kind, row.status) == ("application", "proven")
+        assert row.where == "the result is equal; calls: 1 on the graphs, 0 outside of their domain"
+        assert row.eager_seconds > 0
+        assert "application run" in str(report)
+
+    def test_a_folder_keeps_it(self, model, export, tmp_path):
+        graph = export.to_onnx(tmp_path / "model.onnx")
+        compared = exportkit.compare_runs(lambda: model(torch.rand(4, 3)), model, graph)
+        export.save(tmp_path / "out", compared=compared)
+        assert "application run" in (tmp_path / "out" / "report.txt").read_text()
+        assert exportkit.load(tmp_path / "out").verify().rows[-1].where == compared.row.text
+        assert "application run" in export_page(tmp_path / "out")
+
+    def test_a_run_that_differs_is_not_proven(self, model, export, tmp_path):
+        graph, runs = export.to_onnx(tmp_path / "model.onnx"), []
+
+        def run():
+            runs.append(None)
+            return model(torch.rand(4, 3)) * len(runs)
+
+        assert not exportkit.compare_runs(run, model, graph).equal
+        report = graph.verify()
+        assert not report.ok
+        assert report.problems()[0].startswith("application call run: differs, result: ")
+
+    def test_anything_else_is_refused(self, export, tmp_path):
+        with pytest.raises(InvalidTypeError, match="what compare_runs returned"):
+            export.save(tmp_path / "out", compared=True)
+        assert not (tmp_path / "out").exists()
 
 
 def test_states_of_random_numbers_are_restored(tmp_path):
