@@ -10,11 +10,12 @@ script goes on.
 from __future__ import annotations
 
 import contextlib
-import io
+import inspect
 import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
@@ -22,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, MethodType, ModuleType
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ from exportkit.api.in_place import InPlace
 from exportkit.api.observer import InputObserver
 from exportkit.api.onnx_model import OnnxModel
 from exportkit.calls.application import modules_in, named_targets, value_at
-from exportkit.calls.method_wrapper import attach
-from exportkit.errors import InvalidRequestError
+from exportkit.calls.method_wrapper import MethodWrapper, attach
+from exportkit.errors import InvalidRequestError, UnknownMethodError
 from exportkit.overrides import replaced_attributes
 from exportkit.trees.flatten import flattened_call
 
@@ -116,8 +117,11 @@ class Script:
             enter: Is entered when a model is found, right before its first call.
             quiet: Show nothing of what the script prints to stdout.
         """
-        run, output = ScriptRun(), io.StringIO() if quiet else _Tee(sys.stdout)
-        with self._started(), contextlib.redirect_stdout(output), contextlib.ExitStack() as stack:
+        run = ScriptRun()
+        with contextlib.ExitStack() as files, self._started(), contextlib.ExitStack() as stack:
+            hidden = files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) if quiet else None
+            output: Any = _Tee(sys.stdout) if hidden is None else hidden
+            files.enter_context(contextlib.redirect_stdout(output))
             finder = _Finder(self.observed, enter, run, stack)
             stack.enter_context(finder.looking())
             try:
@@ -132,7 +136,9 @@ class Script:
             except BaseException as error:
                 run.exit_code, run.error = 130 if isinstance(error, KeyboardInterrupt) else 1, error
             run.problems += _left(stack)
-        run.printed = output.getvalue()
+            if hidden is not None:
+                hidden.seek(0)
+            run.printed = output.read() if hidden is not None else output.getvalue()
         return run
 
     @contextlib.contextmanager
@@ -194,6 +200,8 @@ class _Finder:
         self._inside = threading.local()
         self._lock = threading.RLock()
         self._is_done = False
+        self._entered: contextlib.ExitStack | None = None
+        self._known: list[int] = []
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
@@ -237,24 +245,45 @@ class _Finder:
             sys.settrace(None)
 
     def _look(self, module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Looks for models, before a module is called or, without one, at a line of the script."""
         try:
             with self._lock:
                 self._run.main = self._run.main or sys.modules.get(_MAIN)
                 if self._observed is not None:
-                    self._look_for(self._observed)
+                    self._look_for(self._observed, is_called=module is not None)
                 elif module is not None:
                     self._look_at(module, args, kwargs)
         except Exception as error:  # the script goes on
             self._is_done = self._observed is not None
             self._run.problems.append("".join(traceback.format_exception_only(error)).strip())
 
-    def _look_for(self, path: str) -> None:
-        found = None if self._is_done else value_at(vars(sys.modules[_MAIN]), path)
-        model = found.__self__ if isinstance(found, MethodType) else found
-        if not isinstance(model, torch.nn.Module) and (found is not model or not modules_in(model)):
+    def _look_for(self, path: str, is_called: bool) -> None:
+        """Takes what has the name now, until a module is called: it may be bound anew, and get more modules."""
+        main = vars(sys.modules[_MAIN])
+        found = value_at(main, path) if is_called else _stored_at(main, path)
+        if isinstance(found, MethodWrapper):
+            found = found.original()
+        model = _owner(found)
+        if not isinstance(model, torch.nn.Module) and found is not model:
             return
-        self._is_done = True
-        self._take("", found)
+        modules = {"": model} if isinstance(model, torch.nn.Module) else modules_in(model)
+        known = [id(model), *map(id, modules.values())]
+        if not modules or self._is_done:
+            return
+        if known != self._known:
+            entered = contextlib.ExitStack()
+            try:
+                entered.enter_context(self._enter("", found))
+            except UnknownMethodError:
+                if not is_called:  # it may still get the modules that it lacks
+                    return
+                raise
+            self._stack.push(entered)
+            before, self._entered, self._known = self._entered, entered, known
+            self._run.found[""] = found
+            if before is not None:
+                self._run.problems += _left(before)
+        self._is_done = is_called
 
     def _look_at(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in self._seen or isinstance(module, torch.jit.ScriptModule):
@@ -270,11 +299,29 @@ class _Finder:
             return
         name = type(module).__name__
         alike = sum(type(other).__name__ == name for other in self._run.found.values())
-        self._take(f"{name}_{alike + 1}" if alike else name, module)
+        name = f"{name}_{alike + 1}" if alike else name
+        self._run.found[name] = module
+        self._stack.enter_context(self._enter(name, module))
 
-    def _take(self, name: str, found: Any) -> None:
-        self._run.found[name] = found
-        self._stack.enter_context(self._enter(name, found))
+
+def _stored_at(application: Any, path: str) -> Any:
+    """What a path leads to, as far as that can be told without running code, such as a property that loads a model."""
+    value = application
+    for step in path.split("."):
+        if isinstance(value, dict):
+            found = value.get(step)
+        elif isinstance(value, list | tuple):
+            found = value[int(step)] if step.isdecimal() and int(step) < len(value) else None
+        else:
+            found = inspect.getattr_static(value, step, None)
+            if isinstance(found, FunctionType):
+                found = getattr(value, step)  # a method
+            elif hasattr(type(found), "__get__"):
+                return None
+            elif found is None and isinstance(value, torch.nn.Module):
+                found = dict(value.named_children()).get(step)
+        value = found
+    return value
 
 
 class _Tee:
@@ -329,25 +376,30 @@ def _owner(found: Any) -> Any:
 
 def observe_script(script: Script) -> ObservedScript:
     """Runs a script, records the calls of its models, and returns both."""
-    observer, watches = InputObserver(), dict[str, Watch]()
+    observers, watches = [InputObserver()], dict[str, Watch]()
+    latest: list[Any] = []
 
     def enter(name: str, found: Any) -> contextlib.AbstractContextManager[Any]:
-        named = {name: found} if script.observed is None else _owner(found)
+        model = _owner(found)
+        if script.observed is not None and all(model is not one for one in latest):  # the variable was bound anew
+            observers.append(InputObserver())
+            watches.clear()
+            latest[:] = [model]
         method = found.__name__ if isinstance(found, MethodType) else "forward"
-        if isinstance(_owner(found), torch.nn.Module):
-            places = {name: (_owner(found), method)}
+        if isinstance(model, torch.nn.Module):
+            places = {name: (model, method)}
         else:
-            named_methods = named_targets(found) if isinstance(found, Mapping) else {}
-            places = {target.path: (module, target.method) for target, module in named_methods.items()}
+            named = named_targets(model) if isinstance(model, Mapping) else {}
+            places = {target.path: (module, target.method) for target, module in named.items()}
         with contextlib.ExitStack() as stack:
             for path, place in places.items():
-                watches[path] = Watch()
-                stack.callback(attach(*place, watches[path]).leave)
-            stack.enter_context(observer(named, method_name=method))
+                stack.callback(attach(*place, watches.setdefault(path, Watch())).leave)
+            stack.enter_context(observers[-1]({name: model} if script.observed is None else model, method_name=method))
             return stack.pop_all()
 
     with seeded(0):
-        return ObservedScript(script, script.run(enter), observer, watches)
+        run = script.run(enter)
+    return ObservedScript(script, run, observers[-1], watches)
 
 
 @dataclass(frozen=True)
@@ -375,11 +427,16 @@ def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> GraphRun:
         onnx_model: Its models.
     """
     script, places, watches = first.script, list[InPlace](), dict[str, Watch]()
+    latest: list[Any] = []
     parts = {name: part.observation for name, part in first.observer.parts.items()}
     observations = parts if first.observer.has_only_parts else {"": first.observer.observation}
 
     def enter(name: str, found: Any) -> contextlib.AbstractContextManager[Any]:
         graphs, application = onnx_model, _owner(found)
+        if script.observed is not None and all(application is not one for one in latest):
+            places.clear()
+            watches.clear()
+            latest[:] = [application]
         if script.observed is None:
             if name not in onnx_model.parts:
                 return contextlib.nullcontext()
@@ -393,7 +450,7 @@ def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> GraphRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(in_place)
             for part, place in zip(names, in_place.places, strict=True):
-                watch = watches[part] = Watch()
+                watch = watches.setdefault(part, Watch())
                 if place[1] == observations[part].method_name:  # not with the hooks of the module around it
                     recorded = [call.outputs.tensors() for call in observations[part].calls]
                     watch.compared_with = first.watches[part].outputs if part in first.watches else recorded

@@ -27,6 +27,7 @@ from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError
 
 _REACH = 4  # steps from an application to a module: `pipe.stages["decoder"].model` takes three
 _MOST_ITEMS = 1000  # of a list or a dict that are looked at: longer ones are vocabularies, not modules
+_MOST_OBJECTS = 20_000  # that are looked at: a pipeline holds some dozens, and some tokenizers thousands
 _CLOSED = (type, ModuleType, FunctionType, MethodType, torch.Tensor, torch.dtype, torch.device, str, bytes, int, float)
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*")  # a name is also the name of a file
 
@@ -52,7 +53,7 @@ def modules_in(application: Any) -> dict[str, torch.nn.Module]:
     seen: set[int] = set()
 
     def look(value: Any, path: str, reach: int) -> None:
-        if isinstance(value, _CLOSED) or id(value) in seen:
+        if isinstance(value, _CLOSED) or id(value) in seen or len(seen) > _MOST_OBJECTS:
             return
         seen.add(id(value))
         if isinstance(value, torch.nn.Module):
@@ -66,14 +67,17 @@ def modules_in(application: Any) -> dict[str, torch.nn.Module]:
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
-    """What a container or an object holds, by the step that leads to it."""
-    if isinstance(value, Mapping):
-        items = list(value.items()) if len(value) <= _MOST_ITEMS else []
-        return [(key, inner) for key, inner in items if isinstance(key, str) and "." not in key]
-    if isinstance(value, list | tuple):
-        return [(str(position), inner) for position, inner in enumerate(value)] if len(value) <= _MOST_ITEMS else []
+    """What a container or an object holds, by the step that leads to it; no code of the object runs for that."""
+    if isinstance(value, dict | list | tuple):
+        steps = value.items() if isinstance(value, dict) else enumerate(value)
+        named = [(str(step), inner) for step, inner in steps] if len(value) <= _MOST_ITEMS else []
+        return [(step, inner) for step, inner in named if "." not in step]
+    try:
+        own = dict(object.__getattribute__(value, "__dict__"))
+    except AttributeError:
+        own = {}
     slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
-    return [*getattr(value, "__dict__", {}).items(), *((n, getattr(value, n)) for n in slots if hasattr(value, n))]
+    return [*own.items(), *((n, getattr(value, n)) for n in slots if hasattr(value, n))]
 
 
 def _slots(cls: type) -> tuple[str, ...]:
@@ -86,8 +90,10 @@ def value_at(application: Any, path: str) -> Any:
     value = application
     try:
         for step in path.split(".") if path else ():
-            is_list = isinstance(value, list | tuple)
-            value = value[int(step)] if is_list else value[step] if isinstance(value, Mapping) else getattr(value, step)
+            if isinstance(value, list | tuple):
+                value = value[int(step)]
+            else:
+                value = value[step] if isinstance(value, Mapping) and step in value else getattr(value, step)
     except (AttributeError, LookupError, ValueError, TypeError):
         return None
     return value

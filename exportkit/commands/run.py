@@ -94,7 +94,8 @@ def run(
         state.restore()
     second.run.print_error()
     typer.echo(f"{asked.name} on the graphs prints {_compared(first.run.printed, second.run.printed)}")
-    problems = [*([] if report["ok"] else [report["verdict"].partition(": ")[2]]), *second.problems]
+    reasons = [*([] if report["ok"] else [report["verdict"].partition(": ")[2]]), *second.problems]
+    problems = [" ".join(reason.split()) for reason in reasons]
     durations = f"{first.observer.seconds:.3g} s with the model, {second.seconds:.3g} s on the graphs"
     calls = "1 call" if second.calls == 1 else f"{second.calls} calls"
     typer.echo(f"{'NOT PROVEN: ' + '; '.join(problems) if problems else 'proven'}; {calls}: {durations}")

@@ -111,6 +111,43 @@ class TestProven:
         assert last_line(result).startswith("proven; 1 call: ")
         assert sys.gettrace() is None
 
+    def test_a_variable_may_be_bound_anew_and_get_more_modules(self, script, tmp_path):
+        text = """
+            import torch
+            from types import SimpleNamespace
+            app = SimpleNamespace()
+            app.pipe = SimpleNamespace(unet=torch.nn.Linear(3, 3))
+            app.pipe = SimpleNamespace(unet=torch.nn.Linear(2, 3))
+            app.pipe.vae = torch.nn.Linear(3, 2)
+            app.pipe.note = "complete"
+            for rows in (2, 3):
+                print(app.pipe.vae(app.pipe.unet(torch.ones(rows, 2))).shape)
+        """
+        result = run(script(text), "--observe", "app.pipe", "--out", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+        assert last_line(result).startswith("proven; 4 calls: ")
+
+    def test_looking_for_a_variable_runs_no_code_of_the_script(self, script, tmp_path):
+        text = """
+            import functools, torch
+            class App:
+                @functools.cached_property
+                def model(self):
+                    print("loads")
+                    return torch.nn.Linear(3, 3)
+            app = App()
+            print("begins")
+            print(app.model(torch.ones(2, 3)).shape)
+        """
+        result = run(script(text), "--observe", "app.model", "--out", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+        assert result.stdout.splitlines()[:2] == ["begins", "loads"]
+
+    def test_a_script_may_write_bytes(self, script, tmp_path):
+        text = CLASSIFIER.replace('print("classes"', 'sys.stdout.buffer.flush() or print("classes"')
+        result = run(script(text), "2", "--out", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+
     def test_a_module_runs_as_with_python_m(self, script, tmp_path, monkeypatch):
         script("", "package/__init__.py")
         script(CLASSIFIER, "package/app.py")
