@@ -20,6 +20,7 @@ from exportkit.api.onnx_model import OnnxModel
 from exportkit.calls.method_wrapper import attach
 from exportkit.errors import ExportkitError, InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.runner import ApplicationRun
+from exportkit.plan.notebook import html_lines, html_of, html_verdict
 from exportkit.running.compare import Difference, compare_outputs
 from exportkit.trees import flatten
 from exportkit.trees.constants import text_of
@@ -76,6 +77,11 @@ class RunComparison:
         wrong = [f"{d.path or 'result'}: {d.reason}" for d in self.differences if d.reason is not None]
         said = wrong[:1] or [equal]
         return ApplicationRun(self.equal, "; ".join([*said, calls]), self.eager_total, self.onnx_total)
+
+    def _repr_html_(self) -> str:
+        """Returns the lines for notebooks."""
+        first, *lines = str(self).splitlines()
+        return html_of(html_verdict(first, self.equal), html_lines([line.strip() for line in lines]))
 
     def __str__(self) -> str:
         lines = [f"{'equal' if self.equal else 'DIFFERENT'}, {len(self.differences)} values compared"]

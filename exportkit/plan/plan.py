@@ -11,7 +11,7 @@ from exportkit.errors import PlanError
 from exportkit.plan.expression import Expression
 from exportkit.plan.leaves import AxisKey, Constant, Finding, PlannedLeaf, Role, Sizes, Variable, known, listed
 from exportkit.plan.placeholders import Grids, Marker, Placeholder
-from exportkit.plan.text import dump_plan, explain_axis, load_plan, plan_source, plan_table
+from exportkit.plan.text import dump_plan, explain_axis, load_plan, plan_html, plan_source, plan_table
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,10 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_table(self.leaves, self.variables, self.findings)
+
+    def _repr_html_(self) -> str:
+        """Returns the same for notebooks."""
+        return plan_html(self.leaves, self.variables, self.findings)
 
     def explain(self, path: str, axis: int) -> str:
         """Returns why an axis of an input has its size, in sentences.

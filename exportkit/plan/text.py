@@ -11,6 +11,7 @@ from typing import Any
 from exportkit.errors import PlanError
 from exportkit.json_data import InvalidDataError, parse_json, read
 from exportkit.plan.leaves import Constant, Finding, PlannedLeaf, Variable, known, listed
+from exportkit.plan.notebook import html_lines, html_of, html_table
 from exportkit.plan.placeholders import Grids, Marker, Placeholder
 
 _FORMAT = "exportkit-plan"
@@ -29,15 +30,29 @@ _HEADER = "import torch\n\nDYNAMIC = torch.export.Dim.DYNAMIC\n"
 
 def plan_table(leaves: Sequence[PlannedLeaf], variables: Sequence[Variable], findings: Sequence[Finding]) -> str:
     """Returns a row for each input (alike ones together), the variables and their evidence, and the findings."""
-    rows = [("input", "type", "shape", "seen")]
-    for label, leaf in alike_leaves(leaves):
-        rows.append((label, leaf.dtype, f"({', '.join(map(str, leaf.sizes))})", seen_shapes(leaf)))
-    lines = _aligned(rows)
+    lines = _aligned(_input_rows(leaves))
     if variables:
-        lines += ["", *_aligned([("variable", "evidence"), *((v.name, v.evidence) for v in variables)])]
+        lines += ["", *_aligned(_variable_rows(variables))]
     if findings:
         lines += ["", *(f"note: {finding.text}" for finding in findings)]
     return "\n".join(lines)
+
+
+def plan_html(leaves: Sequence[PlannedLeaf], variables: Sequence[Variable], findings: Sequence[Finding]) -> str:
+    """Returns the same as `plan_table`, as HTML for notebooks."""
+    evidence = html_table(_variable_rows(variables)) if variables else ""
+    return html_of(html_table(_input_rows(leaves)), evidence, html_lines([finding.text for finding in findings]))
+
+
+def _input_rows(leaves: Sequence[PlannedLeaf]) -> list[tuple[str, ...]]:
+    rows = [("input", "type", "shape", "seen")]
+    for label, leaf in alike_leaves(leaves):
+        rows.append((label, leaf.dtype, f"({', '.join(map(str, leaf.sizes))})", seen_shapes(leaf)))
+    return [*rows]
+
+
+def _variable_rows(variables: Sequence[Variable]) -> list[tuple[str, ...]]:
+    return [("variable", "evidence"), *((variable.name, variable.evidence) for variable in variables)]
 
 
 def alike_leaves(leaves: Sequence[PlannedLeaf]) -> list[tuple[str, PlannedLeaf]]:

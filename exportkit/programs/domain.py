@@ -14,6 +14,7 @@ from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, PlanError
 from exportkit.json_data import Size, read
 from exportkit.plan.conditions import SizeCondition
+from exportkit.plan.notebook import html_lines, html_of, html_table
 from exportkit.plan.plan import Plan
 from exportkit.probing.simplify import first_step
 from exportkit.probing.traits import PLAIN, require_traits
@@ -217,14 +218,22 @@ class Domain:
         return " or ".join([*apart, ranged(name, smallest, largest)])
 
     def __str__(self) -> str:
-        rows = [("input", "dtype", "sizes", "")]
-        rows += [
-            (item.path, item.dtype, f"({', '.join(map(str, item.sizes))})", "optional" if item.optional else "")
-            for item in self.inputs
-        ]
+        rows = self._rows()
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines += [f"sizes: {self._bounds(name)}" for name in self.ranges]
+        return "\n".join([*lines, *self._lines()])
+
+    def _repr_html_(self) -> str:
+        """Returns the same for notebooks."""
+        return html_of(html_table(self._rows()), html_lines(self._lines()))
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        optional = ["optional" if item.optional else "" for item in self.inputs]
+        rows = [(item.path, item.dtype, f"({', '.join(map(str, item.sizes))})") for item in self.inputs]
+        return [("input", "dtype", "sizes", ""), *((*row, note) for row, note in zip(rows, optional, strict=True))]
+
+    def _lines(self) -> list[str]:
+        lines = [f"sizes: {self._bounds(name)}" for name in self.ranges]
         lines += [f"small sizes: {pattern}" for pattern in self.patterns]
         lines += [f"condition: {_placed(condition)}" for condition in self.conditions if condition.own]
         others = sum(not condition.own for condition in self.conditions)
@@ -237,7 +246,7 @@ class Domain:
             lines.append(f"may be left out: {'; or '.join(sets) or 'nothing'}")
         lines += [f"required: {text}" for text in self._read_besides()]
         lines += [f"constant: {path} = {value!r}" for path, value in self.constants.items()]
-        return "\n".join([*lines, *(f"returns: {path or 'output'} = {text}" for path, text in self.returned.items())])
+        return [*lines, *(f"returns: {path or 'output'} = {text}" for path, text in self.returned.items())]
 
 
 def _placed(condition: SizeCondition) -> str:

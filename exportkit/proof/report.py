@@ -12,12 +12,14 @@ import torch
 
 from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.quantised import Quantised
+from exportkit.plan.notebook import html_details, html_lines, html_of, html_table, html_verdict
 from exportkit.proof.figures import Figures, layer_table, over_budget, together, worst
 
 _SHOWN_PROBLEMS = 3
 LOCATE_HINT = "locate() names the module, line and node where the difference begins"
 
 Status = Literal["proven", "measured", "differs", "refused", "no call", "outside"]
+_HEADER = ("call", "sizes", "result", "max difference", "where")
 Kind = Literal["recorded", "given", "unseen", "assembled", "application"]
 
 
@@ -201,13 +203,20 @@ class Report:
         first = [self.verdict(), ""] if self.is_measured else []
         return "\n".join([*first, *parts, *self.lines(), self.verdict()])
 
+    def _repr_html_(self) -> str:
+        """Returns the same for notebooks."""
+        parts = [html_details(name, part._repr_html_()) for name, part in self.parts.items()]
+        limits = [f"{self._word} for {', '.join(self.limits)}"] if self.limits else []
+        notes = html_lines([*limits, *self.findings, *(f"tried: {text}" for text in self.attempts)])
+        rows = html_table([_HEADER, *map(_cells, self.rows)]) if self.rows else ""
+        return html_of(html_verdict(self.verdict(), self.ok), *parts, rows, notes)
+
     def lines(self) -> list[str]:
         """Returns where the graph may be used, the table of the calls, the findings and the attempts."""
         if not self.rows and self.parts:
             return [f"note: {text}" for text in self.findings] + [f"tried: {text}" for text in self.attempts]
-        header = ("call", "sizes", "result", "max difference", "where")
-        rows = [header, *(_cells(row) for row in self.rows)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        rows = [_HEADER, *map(_cells, self.rows)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
         hints = [LOCATE_HINT] if self._to_locate() is not None else []
