@@ -3,8 +3,6 @@
 A script makes its models while it runs. A variable is looked for at each line of the script, and before each call of a
 module that no other module makes. Without a name, these calls show the models. Whatever fails there is noted, and the
 script goes on.
-
-`observe_script` and `run_on_graphs` are the two runs that ``exportkit run`` compares.
 """
 
 from __future__ import annotations
@@ -20,21 +18,17 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 from exportkit._torch_compat.tracing import is_tracing
-from exportkit.api.application import Watch, seeded
-from exportkit.api.in_place import InPlace
-from exportkit.api.observer import InputObserver
-from exportkit.api.onnx_model import OnnxModel
-from exportkit.calls.application import modules_in, named_targets, value_at
-from exportkit.calls.method_wrapper import MethodWrapper, attach
+from exportkit.calls.application import modules_in
+from exportkit.calls.method_wrapper import MethodWrapper
 from exportkit.errors import InvalidRequestError, UnknownMethodError
 from exportkit.overrides import replaced_attributes
 from exportkit.trees.flatten import flattened_call
@@ -259,11 +253,10 @@ class _Finder:
 
     def _look_for(self, path: str, is_called: bool) -> None:
         """Takes what has the name now, until a module is called: it may be bound anew, and get more modules."""
-        main = vars(sys.modules[_MAIN])
-        found = value_at(main, path) if is_called else _stored_at(main, path)
+        found = _stored_at(vars(sys.modules[_MAIN]), path)
         if isinstance(found, MethodWrapper):
             found = found.original()
-        model = _owner(found)
+        model = owner_of(found)
         if not isinstance(model, torch.nn.Module) and found is not model:
             return
         modules = {"": model} if isinstance(model, torch.nn.Module) else modules_in(model)
@@ -309,18 +302,17 @@ def _stored_at(application: Any, path: str) -> Any:
     value = application
     for step in path.split("."):
         if isinstance(value, dict):
-            found = value.get(step)
+            value = value.get(step)
         elif isinstance(value, list | tuple):
-            found = value[int(step)] if step.isdecimal() and int(step) < len(value) else None
+            value = value[int(step)] if step.isdecimal() and int(step) < len(value) else None
         else:
             found = inspect.getattr_static(value, step, None)
-            if isinstance(found, FunctionType):
-                found = getattr(value, step)  # a method
+            is_plain = isinstance(found, FunctionType | MemberDescriptorType)  # a method, or an item of __slots__
+            if is_plain or (found is None and isinstance(value, torch.nn.Module)):  # children are no attributes
+                found = getattr(value, step, None)
             elif hasattr(type(found), "__get__"):
                 return None
-            elif found is None and isinstance(value, torch.nn.Module):
-                found = dict(value.named_children()).get(step)
-        value = found
+            value = found
     return value
 
 
@@ -346,136 +338,6 @@ class _Tee:
         return getattr(self._stream, name)
 
 
-@dataclass(frozen=True)
-class ObservedScript:
-    """The first run of a script.
-
-    Attributes:
-        script: The script.
-        run: What came of it.
-        observer: What the models were called with.
-        watches: How long the calls took and what they returned, by the name of the part; without those of a pipeline,
-            whose methods are only known afterwards.
-    """
-
-    script: Script
-    run: ScriptRun
-    observer: InputObserver
-    watches: Mapping[str, Watch]
-
-    @property
-    def application(self) -> Any:
-        """The model that was named, or all that were found, by name."""
-        return _owner(self.run.found[""]) if self.script.observed is not None else dict(self.run.found)
-
-
-def _owner(found: Any) -> Any:
-    """The model of a method; anything else is the model or the application itself."""
+def owner_of(found: Any) -> Any:
+    """Returns the model of a method; anything else is the model or the application itself."""
     return found.__self__ if isinstance(found, MethodType) else found
-
-
-def observe_script(script: Script) -> ObservedScript:
-    """Runs a script, records the calls of its models, and returns both."""
-    observers, watches = [InputObserver()], dict[str, Watch]()
-    latest: list[Any] = []
-
-    def enter(name: str, found: Any) -> contextlib.AbstractContextManager[Any]:
-        model = _owner(found)
-        if script.observed is not None and all(model is not one for one in latest):  # the variable was bound anew
-            observers.append(InputObserver())
-            watches.clear()
-            latest[:] = [model]
-        method = found.__name__ if isinstance(found, MethodType) else "forward"
-        if isinstance(model, torch.nn.Module):
-            places = {name: (model, method)}
-        else:
-            named = named_targets(model) if isinstance(model, Mapping) else {}
-            places = {target.path: (module, target.method) for target, module in named.items()}
-        with contextlib.ExitStack() as stack:
-            for path, place in places.items():
-                stack.callback(attach(*place, watches.setdefault(path, Watch())).leave)
-            stack.enter_context(observers[-1]({name: model} if script.observed is None else model, method_name=method))
-            return stack.pop_all()
-
-    with seeded(0):
-        run = script.run(enter)
-    return ObservedScript(script, run, observers[-1], watches)
-
-
-@dataclass(frozen=True)
-class GraphRun:
-    """The run of a script on graphs, compared with its first run.
-
-    Attributes:
-        run: What came of it.
-        problems: What is not as it was, a sentence each; the text that the script printed does not count.
-        calls: How many calls the graphs served.
-        seconds: How long they took.
-    """
-
-    run: ScriptRun
-    problems: tuple[str, ...]
-    calls: int
-    seconds: float
-
-
-def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> GraphRun:
-    """Runs a script again, with graphs in place of its models, and compares both runs.
-
-    Args:
-        first: Its first run.
-        onnx_model: Its models.
-    """
-    script, places, watches = first.script, list[InPlace](), dict[str, Watch]()
-    latest: list[Any] = []
-    parts = {name: part.observation for name, part in first.observer.parts.items()}
-    observations = parts if first.observer.has_only_parts else {"": first.observer.observation}
-
-    def enter(name: str, found: Any) -> contextlib.AbstractContextManager[Any]:
-        graphs, application = onnx_model, _owner(found)
-        if script.observed is not None and all(application is not one for one in latest):
-            places.clear()
-            watches.clear()
-            latest[:] = [application]
-        if script.observed is None:
-            if name not in onnx_model.parts:
-                return contextlib.nullcontext()
-            graphs, application = OnnxModel.of(onnx_model.parts[name]), {name: found}
-        try:
-            in_place = graphs.in_place_of(application, outside="eager")
-        except InvalidRequestError:  # the graph keeps a state from call to call
-            in_place = graphs.in_place_of(application)
-        names = [name] if script.observed is None or onnx_model.graphs else list(onnx_model.parts)
-        places.append(in_place)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(in_place)
-            for part, place in zip(names, in_place.places, strict=True):
-                watch = watches.setdefault(part, Watch())
-                if place[1] == observations[part].method_name:  # not with the hooks of the module around it
-                    recorded = [call.outputs.tensors() for call in observations[part].calls]
-                    watch.compared_with = first.watches[part].outputs if part in first.watches else recorded
-                stack.callback(attach(*place, watch).leave)
-            return stack.pop_all()
-
-    onnx_model.open()
-    with seeded(0):
-        run = script.run(enter, quiet=True)
-    calls, outside = sum(place.inside for place in places), sum(place.outside for place in places)
-    problems = [*run.problems]
-    if run.error is not None:
-        problems.append(f"the script fails: {type(run.error).__name__}: {run.error}".partition("\n")[0])
-    elif run.exit_code:
-        problems.append(f"the script exits with {run.exit_code}")
-    if not calls:
-        problems.append("no call reached the graphs")
-    if outside:
-        refusal = next(str(place.last_refusal) for place in places if place.last_refusal is not None)
-        problems.append(f"{outside} of {calls + outside} calls are outside of the domain: {' '.join(refusal.split())}")
-    for name, watch in watches.items():
-        of = f" of {name}" if name else ""
-        before = first.watches.get(name)
-        if watch.first_step is not None:
-            problems.append(f"call {watch.first_step}{of} returns something else")
-        elif before is not None and len(before.seconds) != len(watch.seconds):
-            problems.append(f"{len(before.seconds)} calls{of} became {len(watch.seconds)}")
-    return GraphRun(run, tuple(problems), calls, sum(sum(watch.seconds) for watch in watches.values()))

@@ -25,7 +25,7 @@ from exportkit.commands.shared import (
 from exportkit.errors import NoCallsError
 
 if TYPE_CHECKING:
-    from exportkit.api.script import ObservedScript
+    from exportkit.api.script_runs import ObservedScript
 
 
 def run(
@@ -63,7 +63,8 @@ def run(
     Exits with 0 if the models are proven and the script runs on them, with 1 if not, with 2 for invalid usage. If the
     script itself fails, nothing is exported, and the exit code is the script's.
     """
-    from exportkit.api.script import ProcessState, Script, observe_script, run_on_graphs
+    from exportkit.api.script import ProcessState, Script
+    from exportkit.api.script_runs import observe_script, run_on_graphs
     from exportkit.folder.folder import REPORT_JSON, REPORT_TEXT, check_destination
     from exportkit.running.session import require_onnxruntime
 
