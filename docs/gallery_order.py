@@ -8,6 +8,7 @@ _FIRST = (
     "language_model",
     "encoder_decoder",
     "multimodal",
+    "pipeline",
     "genai",
     "save_observation",
     "from_torch_observer",

@@ -114,7 +114,7 @@ class Observation:
                 where=f"{self.model_name}.{self.method_name}",
                 got=self.problems[0],
             )
-        if self.called_instead:
+        if self.called_instead and not self.further:
             called = " and ".join(f"`{name}`" for name in self.called_instead)
             raise NoCallsError(
                 f"No inputs were captured. {called} was called, `{self.method_name}` was not.",

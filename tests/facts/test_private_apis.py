@@ -10,7 +10,7 @@ from exportkit._torch_compat.memory import StorageRef, memory_state, scientific_
 from exportkit._torch_compat.modules import paths_of_modules, put_hooks_in_trace, take_hooks_in_trace
 from exportkit._torch_compat.pytree import deregister_node, key_name, register_node, registered_node, tree_leaves
 from exportkit._torch_compat.rounding import rounding_varied
-from exportkit._torch_compat.symbolic_shapes import input_axes, shape_guards, source_names
+from exportkit._torch_compat.symbolic_shapes import input_axes, shape_guards, source_names, with_ranges
 from exportkit._torch_compat.tracing import apart_from_modes, in_backward, is_tracing, watched_symbols
 from exportkit._torch_compat.transformers import (
     attention_implementation,
@@ -125,6 +125,17 @@ class Decides(torch.nn.Module):
 
 _INPUTS = {"x": torch.ones(5, 2), "y": [torch.ones(10)]}
 _FREE = {"x": {0: torch.export.Dim.DYNAMIC}, "y": [{0: torch.export.Dim.DYNAMIC}]}
+
+
+def test_symbols_of_a_program_get_other_bounds_which_a_file_keeps(tmp_path):
+    dynamic = torch.export.Dim.DYNAMIC
+    program = torch.export.export(torch.nn.ReLU(), (torch.ones(3, 4),), dynamic_shapes=({0: dynamic, 1: dynamic},))
+    first, second = input_axes(program)["input"]
+    assert (program.range_constraints[first].lower, program.range_constraints[second].lower) in ((0, 0), (2, 2))
+    torch.export.save(with_ranges(program, {first: (0, None), second: (1, 9)}), tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2")
+    assert {(limit.lower, min(limit.upper, 99)) for limit in loaded.range_constraints.values()} == {(0, 99), (1, 9)}
+    assert loaded.module()(torch.ones(0, 1)).shape == (0, 1)
 
 
 def test_a_trace_tells_which_symbol_a_size_gets_and_what_becomes_of_it():
