@@ -8,6 +8,7 @@ from torch import nn
 
 import exportkit
 from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError, UnknownMethodError
+from tests.programs.test_several import TwoKernels
 
 
 class TextEncoder(nn.Module):
@@ -252,6 +253,26 @@ class TestExport:
             with onnx_model.in_place_of(application) as calls:
                 pipe(["a dog"])
             assert repr(calls) == "InPlace(3 calls inside, 0 outside)"
+
+    def test_a_module_that_needs_several_programs(self, tmp_path):
+        torch.manual_seed(0)
+        app, observer = SimpleNamespace(kernels=TwoKernels(), head=nn.Linear(8, 2)), exportkit.InputObserver()
+
+        @torch.no_grad()
+        def run(length):
+            result, last = app.kernels(torch.randn(2, length, 8))
+            for _ in range(2):
+                result, last = app.kernels(torch.randn(2, 1, 8), last)
+            return app.head(result)
+
+        with observer(app):
+            run(5)
+        exportkit.export(app, observer).save(tmp_path / "out")
+        names = sorted(file.name for file in (tmp_path / "out").glob("*.onnx"))
+        assert names == ["head.onnx", "kernels.with_state.onnx", "kernels.without_state.onnx"]
+        loaded = exportkit.load(tmp_path / "out")
+        assert loaded.verify().ok
+        assert exportkit.compare_runs(lambda: run(9), app, loaded).equal
 
     @pytest.mark.parametrize(
         ("application", "error"), [(nn.Linear(2, 2), UnknownMethodError), (print, InvalidTypeError)]
