@@ -90,9 +90,7 @@ class RunComparison:
             lines.append(f"call {self.first_step} of {self.steps} is the first whose outputs differ")
         lines.append(f"calls: {self.inside} on the graphs, {self.outside} outside of their domain")
         lines += [f"  {line}" for line in str(self.refusal or "").splitlines()]
-        is_single = (
-            len(self.methods) == 1
-        )  # calls of several modules take so different times that a median says nothing
+        is_single = len(self.methods) == 1  # the times of several modules differ too much for a median to say anything
         eager, onnx = (self.eager_seconds, self.onnx_seconds) if is_single else (self.eager_total, self.onnx_total)
         times = f"{eager * 1e3:.3g} ms with the model, {onnx * 1e3:.3g} ms with the graphs"
         said = f"a call takes {times} (median)" if is_single else f"all calls take {times}"
