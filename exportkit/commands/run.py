@@ -109,7 +109,9 @@ def _require_found(first: ObservedScript) -> None:
         return
     name, problem = first.script.observed, next(iter(first.run.problems), None)
     raise NoCallsError(
-        "The script calls no module with weights." if name is None else "The script calls no module while it has this.",
+        "The script calls no module with weights."
+        if name is None
+        else "No variable of this name holds a model when the script calls one.",
         where=first.script.name if name is None else f"--observe {name}",
         expected="a call of a torch.nn.Module"
         if name is None
