@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
@@ -27,6 +27,35 @@ UNSAFE_VIEW, TO_COPY = torch.ops.aten._unsafe_view.default, torch.ops.aten._to_c
 def schema_of(target: Any) -> Any:
     """Returns the schema of what a node calls, or None if it is not an operator of torch. Seen in torch 2.13."""
     return getattr(target, "_schema", None)
+
+
+class Written(NamedTuple):
+    """What a graph does with a tensor that it writes to.
+
+    Attributes:
+        family: The node that makes the tensor, its views, and the nodes that write to any of them, in order.
+        writers: The nodes that write.
+    """
+
+    family: list[torch.fx.Node]
+    writers: list[torch.fx.Node]
+
+
+def written_tensors(graph: torch.fx.Graph) -> dict[torch.fx.Node, Written]:
+    """Returns the tensors that a graph writes to, by the node that makes each. Seen in torch 2.13."""
+    made_from: dict[torch.fx.Node, torch.fx.Node] = {}  # a view, or the result of writing, and what it was made as
+    writers: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        for argument, value in zip(getattr(schema_of(node.target), "arguments", ()), node.args, strict=False):
+            if argument.alias_info is not None and isinstance(value, torch.fx.Node):
+                made_from[node] = made_from.get(value, value)
+                if argument.alias_info.is_write:
+                    writers.setdefault(made_from[node], []).append(node)
+    families: dict[torch.fx.Node, list[torch.fx.Node]] = {first: [first] for first in writers}
+    for node, first in made_from.items():
+        if first in families:
+            families[first].append(node)
+    return {first: Written(families[first], nodes) for first, nodes in writers.items()}
 
 
 def operator_name(target: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +22,9 @@ from exportkit._torch_compat.graph import (
     operator_name,
     schema_of,
     with_graph_module,
+    written_tensors,
 )
+from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit.onnx_files.complex_numbers import complex_decompositions
 from exportkit.onnx_files.exact import (
     EXACT,
@@ -36,6 +38,7 @@ from exportkit.onnx_files.linear_algebra import LINEAR_ALGEBRA
 from exportkit.onnx_files.ordering import ORDERING
 from exportkit.onnx_files.pools import POOLS
 from exportkit.onnx_files.special_functions import SPECIAL_FUNCTIONS
+from exportkit.running.program import tensor_placeholders
 
 aten = torch.ops.aten
 
@@ -43,8 +46,7 @@ aten = torch.ops.aten
 def translatable(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program without run-time assertions and without operators that torch.onnx cannot translate."""
     for step in (
-        without_assertions,
-        with_constants,
+        prepared,
         with_complex_as_pairs,
         with_zeros_for_masked_rows,
         with_checked_indices,
@@ -52,6 +54,11 @@ def translatable(program: torch.export.ExportedProgram) -> torch.export.Exported
     ):
         program = step(program)
     return program
+
+
+def prepared(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the program in a form in which its layers can be compared: without what may differ between them."""
+    return with_constants(without_writes_to_inputs(without_assertions(program)))
 
 
 # Run-time assertions, which ONNX has no form for.
@@ -97,6 +104,48 @@ def _is_removable(node: torch.fx.Node) -> bool:
     if node.op != "call_function" or node.users or (node.is_impure() and not is_inactive_dropout(node)):
         return False
     return not getattr(schema_of(node.target), "is_mutable", False) and "sym_size" not in str(node.target)
+
+
+# Inputs that a model overwrites, such as the states of a cache. A graph returns the new values instead.
+
+
+def without_writes_to_inputs(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the program without writes into whole inputs, unless a view of the old values is read afterwards."""
+    if not _overwritten(program, program.graph):
+        return program
+    module = copied_module(program)
+    for first, writer in _overwritten(program, module.graph):
+        for user in _later(first.users, writer):
+            user.replace_input_with(first, writer.args[1])
+        writer.replace_all_uses_with(writer.args[1])
+        module.graph.erase_node(writer)
+    module.recompile()
+    return with_graph_module(program, module)
+
+
+def _overwritten(program: torch.export.ExportedProgram, graph: torch.fx.Graph) -> list[tuple[torch.fx.Node, Any]]:
+    """Such inputs, with the node that writes."""
+    names, written = set(tensor_placeholders(program)), written_tensors(graph)
+    found = []
+    for first, (family, (writer, *others)) in written.items():
+        if first.name not in names or others or writer.target is not aten.copy_.default or writer.args[0] is not first:
+            continue
+        into, new = (cast(torch.fx.Node, value) for value in writer.args[:2])
+        is_whole = into.meta["val"].dtype == new.meta["val"].dtype and _shape(into) == _shape(new)
+        views = family[1 : family.index(writer)]
+        is_last = not any(_later(view.users, writer) for view in views)
+        if is_whole and is_last and not any(new in related for related, _ in written.values()):
+            found.append((first, writer))
+    return found
+
+
+def _later(nodes: Iterable[torch.fx.Node], writer: torch.fx.Node) -> list[torch.fx.Node]:
+    """Those of the nodes that come after another one."""
+    return [node for node in nodes if node > writer]
+
+
+def _shape(node: torch.fx.Node) -> list[Any]:
+    return [size if type(size) is int else traced_expression(size) for size in node.meta["val"].shape]
 
 
 # Functions of weights and constants alone that ONNX does not have: the quantile of a normal distribution that a model

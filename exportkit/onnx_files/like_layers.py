@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import schema_of
+from exportkit._torch_compat.graph import written_tensors
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 
 Node = torch.fx.Node
@@ -235,17 +235,8 @@ class _Description:
 def _require_writes_inside(graph: torch.fx.Graph, layer_of: Callable[[Node], Layer | None]) -> None:
     """Checks that what is written in place is made in the same layer, and read elsewhere only afterwards."""
     order = {node: place for place, node in enumerate(graph.nodes)}
-    made_from: dict[Node, Node] = {}  # a view, or the result of writing, and what it was first made as
-    last: dict[Node, Node] = {}  # what is written to, and the last node that does
-    for node in graph.nodes:
-        for argument, value in zip(getattr(schema_of(node.target), "arguments", ()), node.args, strict=False):
-            if argument.alias_info is not None and isinstance(value, Node):
-                made_from[node] = made_from.get(value, value)
-                if argument.alias_info.is_write:
-                    last[made_from[node]] = node
-    for first, writer in last.items():
-        family = [node for node in graph.nodes if made_from.get(node, node) is first]
+    for first, (family, writers) in written_tensors(graph).items():
         places = {layer_of(node) for node in family}
         users = (user for node in family for user in node.users if layer_of(user) not in places)
-        if len(places) > 1 or first.op == "placeholder" or any(order[user] < order[writer] for user in users):
+        if len(places) > 1 or first.op == "placeholder" or any(order[user] < order[writers[-1]] for user in users):
             raise NotRepeated

@@ -22,7 +22,7 @@ from exportkit._torch_compat.graph import copied_module, exact_no_ops, quiet_onn
 from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
-from exportkit.onnx_files.decompositions import translatable, with_constants, without_assertions
+from exportkit.onnx_files.decompositions import prepared, translatable
 from exportkit.onnx_files.findings import operator_findings
 from exportkit.onnx_files.graph import Contract, Runtime
 from exportkit.overrides import replaced_attributes
@@ -187,7 +187,7 @@ def onnx_program(
             stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
         else:
             with contextlib.suppress(Exception):  # then all layers are translated
-                repeated = RepeatedLayers(with_constants(without_assertions(program)), zeros)
+                repeated = RepeatedLayers(prepared(program), zeros)
                 found = translated(repeated.reduced)
                 repeated.repeat(found.model)
                 return found

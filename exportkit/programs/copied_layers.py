@@ -305,7 +305,7 @@ class _Run:
             for name, module in layer.module.named_modules():
                 stack.enter_context(replaced_attributes(module, dict(self._numbers(name))))
             self.result = forward(*args, **kwargs)
-        self.nodes = dict(_numbered(last.next))
+        self.nodes = {node: number for number, node in enumerate(_read_after(last))}
         if self.noted or layer.numbers:
             self._leave_plain_numbers()
 
@@ -323,7 +323,7 @@ class _Run:
         layer, before = self.layer, self.layer.places
         after, (weights, attributes, _) = _places(layer.call), _contents(layer.module)
         arguments = before.keys() - layer.weights.keys()
-        if after.keys() != arguments or not all(node.op == "call_function" for node in self.nodes):
+        if after.keys() != arguments or not all(map(self._is_known, self.nodes)):
             return False
         self.rows = [self._row(node, self.places) for node in self.nodes]
         changed = [steps for steps in arguments if after[steps].value is not before[steps].value]
@@ -341,6 +341,14 @@ class _Run:
             and not _holders(after).keys() & _holders(_places(self.result)).keys()
             and all(made is not None for made in (*self.changes.values(), *self.returned))
         )
+
+    def _is_known(self, node: Node) -> bool:
+        """Whether a node calls an operator, or gets the graph that an operator runs, such as a scan."""
+        return node.op == "call_function" or (node.op == "get_attr" and self._graph_at(node) is not None)
+
+    def _graph_at(self, node: Node) -> torch.fx.GraphModule | None:
+        part = getattr(self.layer.tracer.root, str(node.target), None)
+        return part if isinstance(part, torch.fx.GraphModule) else None
 
     def _numbers(self, owner: str) -> Iterator[tuple[str, _Number]]:
         for part, attribute in self.layer.numbers:
@@ -362,6 +370,8 @@ class _Run:
                 return slice, *map(described, (value.start, value.stop, value.step))
             return _described(value)
 
+        if node.op == "get_attr":
+            return _graph_rows(self._graph_at(node))
         options = [(name, described(value)) for name, value in node.kwargs.items()]
         return node.target, described(node.args), options, _described(node.meta.get("val"))
 
@@ -371,6 +381,27 @@ class _Run:
             node = node_of(value, self.layer.tracer)
             return (Node, self.nodes[node]) if node in self.nodes and not _marks(value) else None
         return _described(value) if type(value) in ATOMS or isinstance(value, _SIZES) else None
+
+
+def _graph_rows(module: torch.fx.GraphModule | None) -> Any:
+    """What each node of a graph computes that an operator runs; something that equals nothing if it is not a graph."""
+    if module is None:
+        return object()
+    numbers: dict[Node, int] = {}
+    rows: list[Any] = []
+
+    def described(value: Any) -> Any:
+        return (Node, numbers[value]) if isinstance(value, Node) else _described(value)
+
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            part = getattr(module, str(node.target), None)
+            rows.append(_graph_rows(part if isinstance(part, torch.fx.GraphModule) else None))
+        else:
+            target = node.target if node.op == "call_function" else node.op
+            rows.append((target, map_aggregate((node.args, node.kwargs), described), _described(node.meta.get("val"))))
+        numbers[node] = len(numbers)
+    return rows
 
 
 def _are_the_same(one: Mapping[Steps, Any], other: Mapping[Steps, Any]) -> bool:
@@ -389,11 +420,16 @@ def _places_of(node: Node, places: Mapping[Node, set[Steps]]) -> set[Steps]:
     return places.get(node, set())
 
 
-def _numbered(node: Node) -> Iterator[tuple[Node, int]]:
-    number = 0
-    while node.op != "root":
-        yield node, number
-        node, number = node.next, number + 1
+def _read_after(last: Node) -> list[Node]:
+    """The nodes after another one, without sizes that nothing reads: torch's caches decide whether they are there."""
+    found: list[Node] = []
+    while (last := last.next).op != "root":
+        found.append(last)
+    unread = set[Node]()
+    for node in reversed(found):
+        if isinstance(node.meta.get("val"), _SIZES) and unread.issuperset(node.users):
+            unread.add(node)
+    return [node for node in found if node not in unread]
 
 
 @dataclass(frozen=True, eq=False)
@@ -467,10 +503,9 @@ class _Kind:
         run, tracer = self.run, layer.tracer
         copies: dict[Node, Any] = {node: self._nodes_at(at, layer).pop() for node, at in self.reads.items() if at}
         for node in run.nodes:
-            if node.users or not isinstance(node.meta.get("val"), _SIZES):
-                copies[node] = copy = tracer.graph.node_copy(node, lambda other: copies.get(other, other))
-                in_module(copy, run.layer.path, layer.path)
-        layer.left = [copies.get(node) for node in run.nodes]
+            copies[node] = copy = tracer.graph.node_copy(node, lambda other: copies.get(other, other))
+            in_module(copy, run.layer.path, layer.path)
+        layer.left = [copies[node] for node in run.nodes]
         tensors: dict[int, torch.Tensor] = {}
 
         def copied(made: Any, value: Any) -> Any:

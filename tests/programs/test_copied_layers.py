@@ -139,3 +139,29 @@ def test_the_program_is_that_of_a_trace_of_all_layers(config, monkeypatch):
     program = exportkit.export(model, observer).program
     assert rows(copied) == rows(program)
     assert str(copied.range_constraints) == str(program.range_constraints)
+
+
+@pytest.mark.slow
+def test_layers_with_scans_are_copied(tmp_path):
+    config = transformers.Mamba2Config(
+        hidden_size=32,
+        num_hidden_layers=6,
+        num_heads=4,
+        head_dim=16,
+        n_groups=1,
+        state_size=8,
+        vocab_size=100,
+        chunk_size=8,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model, observer = transformers.AutoModelForCausalLM.from_config(config).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model.generate(torch.randint(3, 99, (2, 7)), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    exported = exportkit.export(model, observer)
+    scans = [node for node in exported.program.graph.nodes if str(node.target) == "scan"]
+    assert len(scans) == 6
+    assert len({node.args[0].target for node in scans}) <= 3
+    assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
