@@ -244,7 +244,7 @@ class Observer:
 
     @property
     def has_only_parts(self) -> bool:
-        """Whether what was observed has no calls of its own: an application, or a model of which only parts ran."""
+        """Whether what was observed is an application, or a model of which only parts ran."""
         if self._application is not None:
             return True
         named = self._parts is not None and not self._parts.is_auto
