@@ -87,7 +87,7 @@ class Script:
     observed: str | None = None
 
     def require(self) -> None:
-        """Raises InvalidRequestError if there is no such script, or nothing can have such a name in it."""
+        """Raises InvalidRequestError if there is no such script, or if ``observed`` is not the name of a variable."""
         path = Path(self.name)
         if not self.is_module and not path.is_file() and not (path / "__main__.py").is_file():
             raise InvalidRequestError(

@@ -156,7 +156,7 @@ class ExportedModel:
 
 
 def require_own(programs: Mapping[str, Any], parts: Iterable[str]) -> None:
-    """Raises InvalidRequestError if there is no program or graph, as several modules have none of their own.
+    """Raises InvalidRequestError if there is no program or graph: several modules together have none of their own.
 
     Args:
         programs: The programs or graphs.

@@ -45,7 +45,7 @@ class VAE(nn.Module):
 
 
 class Pipeline:
-    """Knows nothing of exportkit, and is no module."""
+    """Knows nothing of exportkit, and is not a module."""
 
     def __init__(self):
         self.text_encoder, self.unet, self.vae = TextEncoder().eval(), UNet().eval(), VAE().eval()
