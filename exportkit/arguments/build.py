@@ -116,9 +116,15 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
         result = _repeated(result, axis, size)
         along = sorted({*dynamic} - {0})
         if size > have and axis == 0 and along:
-            chunks = result.split(have)
-            result = torch.cat([chunk.roll(turn, dims=along[-1]) for turn, chunk in enumerate(chunks)])
+            result = _rolled(result, torch.arange(size, device=result.device) // have, along[-1])
     return result.contiguous()
+
+
+def _rolled(tensor: torch.Tensor, turns: torch.Tensor, axis: int) -> torch.Tensor:
+    """The tensor with each row rolled along an axis by as many places as ``turns`` says for it."""
+    size, rows = tensor.shape[axis], torch.arange(len(turns), device=tensor.device)
+    places = (torch.arange(size, device=tensor.device) - turns[:, None]) % max(size, 1)
+    return tensor.movedim(axis, 1)[rows[:, None], places].movedim(1, axis)
 
 
 def _repeated(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:

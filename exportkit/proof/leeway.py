@@ -25,7 +25,7 @@ from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import Measured, OnnxGraph
 from exportkit.plan.plan import Plan
 from exportkit.probing.simplify import as_simplified
-from exportkit.running.bounds import local_scale, rounding_bound, usual_bound
+from exportkit.running.bounds import local_scale, magnitudes, rounding_bound, usual_bound
 from exportkit.running.compare import compare_tensors, elements_apart
 from exportkit.running.masks import find_masks, visible_positions, visible_tail
 
@@ -131,7 +131,7 @@ def _allowed(base: torch.Tensor, moved: torch.Tensor, found: torch.Tensor | None
         # One run moves one element by little, and another one by more, as chance has it: the elements around it count,
         # without those that moved because a decision was made differently.
         usual = usual_bound(base)
-        moved = torch.maximum(local_scale(torch.minimum(moved, usual / _TIMES)), moved)
+        moved = torch.maximum(local_scale(magnitudes(torch.minimum(moved, usual / _TIMES))), moved)
         moved = torch.where(moved > _UNKNOWN * usual, _TIMES * moved, torch.minimum(_TIMES * moved, usual))
     return moved if found is None else torch.maximum(moved, found)
 

@@ -39,17 +39,16 @@ _FEWEST = 8
 Bound = Callable[[torch.Tensor], torch.Tensor]
 
 
-def local_scale(tensor: torch.Tensor) -> torch.Tensor:
+def local_scale(sizes: torch.Tensor) -> torch.Tensor:
     """Returns the scale of the values around each element, ready to broadcast.
 
     It is the root mean square of all elements that have the same index along an axis, the smallest one over the axes:
     a matrix with pixels in one column and probabilities in another, or with a large row and a small one, has a
-    scale for each. Not less than the magnitude of the element itself. NaN and infinities do not count.
+    scale for each. Not less than the magnitude of the element itself.
 
     Args:
-        tensor: Numbers, which may be complex.
+        sizes: Magnitudes of the values, as `magnitudes` returns them.
     """
-    sizes = magnitudes(tensor)
     top = sizes.max().clamp_min(torch.finfo(torch.float64).tiny) if sizes.numel() else 1.0
     squares = (sizes / top).square()
     scales = []
@@ -84,14 +83,14 @@ def rounding_bound(expected: torch.Tensor, times: float = 1.0) -> torch.Tensor:
     # Denormals are rounded in absolute steps, and flushed to zero by some kernels (those of float16 are not). Sigmoids
     # and exponentials that end at a limit are 0 where torch still has 1e-27.
     least = max(_ROUNDINGS * info.smallest_normal * info.eps, min(info.smallest_normal, 2.0**-100))
-    return relative * local_scale(expected) + max(times * least, relative * unit * largest)
+    return relative * local_scale(sizes) + max(times * least, relative * unit * largest)
 
 
 def usual_bound(expected: torch.Tensor) -> torch.Tensor:
     """Returns how far each element of a result may be off if its rounding error was not measured."""
     if not expected.is_floating_point() and not expected.is_complex():
         return torch.zeros((), dtype=torch.float64)
-    return torch.maximum(_usual(expected.dtype) * local_scale(expected), rounding_bound(expected))
+    return torch.maximum(_usual(expected.dtype) * local_scale(magnitudes(expected)), rounding_bound(expected))
 
 
 def _usual(dtype: torch.dtype) -> float:

@@ -287,12 +287,15 @@ def _elements(tensor: torch.Tensor, visible: torch.Tensor | None) -> torch.Tenso
 def elements_apart(a: torch.Tensor, b: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
     """Returns the distance of each pair of elements: 0 where equal or hidden, infinite where only one is special."""
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    apart = (a.to(wide) - b.to(wide)).abs()
+    are_integers = unit_of(a.dtype) == unit_of(b.dtype) == 0
+    if visible is None and not are_integers and math.isfinite(apart.sum().item()):
+        return apart
     same = (a == b) | (a.isnan() & b.isnan())
     if visible is not None:
         same = same | ~visible.cpu()
-    apart = (a.to(wide) - b.to(wide)).abs()
     apart = torch.where(apart.isnan(), math.inf, apart)
-    if unit_of(a.dtype) == unit_of(b.dtype) == 0:  # large integers that differ may be equal as floats
+    if are_integers:  # large ones that differ may be equal as floats
         apart = apart.clamp_min(1.0)
     return torch.where(same, 0.0, apart)
 
