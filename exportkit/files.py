@@ -197,3 +197,11 @@ def stamp_of(file: Path) -> Stamp:
     """
     found = file.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def listing(folder: Path) -> str:
+    """Returns what is at a path, in a few words for an error message."""
+    if not folder.is_dir():
+        return "a file" if folder.exists() else "nothing"
+    names = sorted(item.name for item in folder.iterdir())
+    return ", ".join(names[:8] + ["..."] * (len(names) > 8)) or "an empty folder"

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
@@ -152,6 +153,23 @@ class TestExport:
         result = run("export", bert, "--out", tmp_path / "new" / "bert.onnx")
         assert (result.exit_code, last_line(result)) == (0, "proven"), result.output
         assert {file.name for file in (tmp_path / "new").iterdir()} == {"bert.onnx", "bert.onnx.data"}
+
+    def test_data_of_the_user_a_task_and_further_outputs(self, bert, tmp_path):
+        for number, shape in enumerate([(2, 5), (3, 7)]):
+            save_file({"input_ids": torch.full(shape, 3)}, tmp_path / f"{number}.safetensors")
+        data = [option for number in (0, 1) for option in ("--data", tmp_path / f"{number}.safetensors")]
+        asked = ("--task", "feature-extraction", "--outputs", "hidden_states", *data)
+        result = run("export", bert, "--out", tmp_path / "out", *asked)
+        assert (result.exit_code, last_line(result)) == (0, "proven"), result.output
+        assert result.stdout.startswith("BertModel, forward with input_ids 2x5, 3x7\n")
+        outputs = exportkit.load(tmp_path / "out").outputs.values()
+        assert {"last_hidden_state", "hidden_states[0]"} <= {*outputs}
+
+    def test_parts_become_graphs_of_their_own(self, tmp_path):
+        models.tiny_t5().save_pretrained(tmp_path / "t5")
+        result = run("export", tmp_path / "t5", "--out", tmp_path / "out", "--parts", "encoder")
+        assert (result.exit_code, last_line(result)) == (0, "proven"), result.output
+        assert [*exportkit.load(tmp_path / "out").parts] == ["encoder"]
 
     def test_json_is_one_document(self, bert, tmp_path):
         result = run("export", bert, "--out", tmp_path / "out", "--json")
@@ -369,6 +387,11 @@ class TestWrongInput:
     def test_wrong_usage(self, arguments):
         self.check(run(*arguments), "Usage: ")
 
+    def test_parts_need_a_folder(self, bert, tmp_path):
+        self.check(
+            run("export", bert, "--out", tmp_path / "bert.onnx", "--parts", "bert"), "--parts makes several graphs"
+        )
+
     def test_an_opset_that_torch_does_not_write(self, bert, tmp_path):
         self.check(run("export", bert, "--out", tmp_path, "--opset", 7), "--opset")
 
@@ -379,10 +402,10 @@ class TestWrongInput:
         assert "no such checkpoint folder" in result.stderr
 
     def test_ctrl_c_is_quiet(self, tmp_path, monkeypatch):
-        def interrupted(_):
+        def interrupted(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("exportkit.examples.run.load_checkpoint", interrupted)
+        monkeypatch.setattr("exportkit.examples.checkpoint.load_checkpoint", interrupted)
         result = run("export", "model", "--out", tmp_path)
         assert result.exit_code == 130
         assert result.stdout == ""

@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -140,11 +141,41 @@ def export(
             min=0, max=1, help="With --weights, the least share of equal top-1 choices; some layers keep more bits."
         ),
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="A task of transformers, such as feature-extraction; by default, the class that was saved.",
+            metavar="TASK",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Data to run the model on: .txt (a text in each line), an image, .jsonl (arguments of the processor), "
+            ".safetensors (tensors of a call). May be given several times.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    outputs: Annotated[
+        str | None,
+        typer.Option(
+            help="What the model returns besides: hidden_states, attentions.", metavar="NAMES", show_default=False
+        ),
+    ] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(
+            help="Submodules that become graphs of their own, such as encoder.", metavar="NAMES", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Export a local transformers checkpoint to ONNX, and prove it.
 
-    The model first runs in the way that is usual for its task, which shows what varies: a text model generates or
-    reads padded batches, an image or audio model gets noise. Weights are loaded as float32. Nothing is downloaded.
+    The model first runs, which shows what varies: on --data if given, otherwise in the way that is usual for its task.
+    A text model generates or reads padded batches, an image or audio model gets noise. Weights are loaded as float32.
+    Nothing is downloaded.
 
     If OUT is a folder, it holds everything that `exportkit verify` and `exportkit report` need. If OUT ends in .onnx,
     only the graph and its weights are written.
@@ -154,7 +185,7 @@ def export(
 
     Exits with 0 if the result is proven, or measured and as accurate as asked for, 1 if it is not, 2 for invalid usage.
     """
-    from exportkit.examples.run import load_checkpoint
+    from exportkit.examples.checkpoint import load_checkpoint
     from exportkit.files import check_file
     from exportkit.folder.folder import check_destination
     from exportkit.running.session import require_onnxruntime
@@ -168,13 +199,16 @@ def export(
         raise typer.BadParameter("--accuracy is for graphs that are measured: add --weights or --dtype.")
     if to_file and runtime == "genai":
         raise typer.BadParameter("onnxruntime-genai needs a folder: --out may not end in .onnx.")
+    if to_file and parts is not None:
+        raise typer.BadParameter("--parts makes several graphs, which need a folder: --out may not end in .onnx.")
     with quiet_libraries():
         with exit_on_error(BAD_INPUT, debug):
             if not no_verify:
                 require_onnxruntime()
             check_file(out) if to_file else check_destination(out)
             with progress(f"loading {model_dir}"):
-                pipeline = Pipeline(load_checkpoint(model_dir))
+                example = load_checkpoint(model_dir, task, data or (), _names(outputs))
+                pipeline = Pipeline(replace(example, parts=_names(parts)))
             pipeline.observe()
             make_folder(out.parent if to_file else out)
         with exit_on_error(NOT_PROVEN, debug, as_json):
@@ -192,6 +226,11 @@ def export(
         typer.echo(f"{files}: {pipeline.onnx_model.size / 1e6:.1f} MB; {durations}\n")
         typer.echo(text)  # its last line is the verdict
     raise typer.Exit(0 if ok else NOT_PROVEN)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    """The names in an option that takes several of them, with commas between."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def _write_file(

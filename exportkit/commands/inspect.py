@@ -45,7 +45,7 @@ def verify(
     Exits with 0 if the result is proven, 1 if it is not, 2 for invalid usage, such as a missing or changed file.
     """
     import exportkit
-    from exportkit.examples.run import load_checkpoint
+    from exportkit.examples.checkpoint import load_checkpoint
     from exportkit.running.session import require_onnxruntime
 
     with quiet_libraries(), exit_on_error(BAD_INPUT, debug):
@@ -96,7 +96,7 @@ def report(
 
 def _page_of(folder: Path) -> str:
     """The page of a folder; each kind of folder has a file by which it is recognised."""
-    from exportkit.examples.run import listing
+    from exportkit.files import listing
     from exportkit.folder.folder import MANIFEST
     from exportkit.module_traces.files import INDEX
     from exportkit.report.export import export_page
@@ -138,7 +138,7 @@ def trace(
     """
     import torch
 
-    from exportkit.examples.run import load_checkpoint
+    from exportkit.examples.checkpoint import load_checkpoint
     from exportkit.module_traces.trace import trace_model
 
     with quiet_libraries(), exit_on_error(BAD_INPUT):

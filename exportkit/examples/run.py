@@ -1,25 +1,20 @@
-"""Models with a run worth observing: `ExampleRun`, the default run of a transformers model, and local checkpoints.
+"""Models with a run worth observing: `ExampleRun`, and the default run of a transformers model.
 
 The default run depends on what the model declares: its main input, whether it generates, and the signature of its
-``forward``. The name of the model does not matter. Anything wrong with the folder of a checkpoint is reported before
-the model runs: a missing file, an architecture that transformers does not have, weights that would stay random.
+``forward``. The name of the model does not matter.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from exportkit.api.observer import InputObserver
-from exportkit.errors import DestinationError, InvalidRequestError, ObservationError
+from exportkit.errors import InvalidRequestError, ObservationError
 
 _MOST_CALLS = 16  # more than any example makes, so that the values of all calls are stored
 OWN_CALLS = (
@@ -47,17 +42,23 @@ class ExampleRun:
         description: What the run does, in a few words.
         model: The model, in evaluation mode.
         run: Runs the model.
+        parts: Paths of submodules that become graphs of their own.
     """
 
     name: str
     description: str
     model: torch.nn.Module
     run: Callable[[], object]
+    parts: tuple[str, ...] = ()
 
     def observe(self) -> InputObserver:
-        """Runs the model and returns the observer that recorded the run."""
+        """Runs the model and returns the observer that recorded the run.
+
+        Raises:
+            InvalidRequestError: if the model has no such parts.
+        """
         observer = InputObserver()
-        with observer(self.model, store_n_calls=_MOST_CALLS), torch.no_grad():
+        with observer(self.model, store_n_calls=_MOST_CALLS, parts=[*self.parts] or None), torch.no_grad():
             self.run()
         return observer
 
@@ -82,7 +83,8 @@ def default_run(model: Any, tokenizer: Any = None) -> ExampleRun:
     if model.can_generate():
         if main != "input_ids":
             raise _no_default_run(model, f"one that generates from {main}")
-        return _generation(model, _prompt(model, tokenizer))
+        prompt = _prompt(model, tokenizer)
+        return generation(model, [prompt], f"one prompt of {prompt['input_ids'].shape[1]} tokens")
     if main not in _CALLS:
         raise _no_default_run(model, f"one that takes {main}")
     calls = [
@@ -92,8 +94,7 @@ def default_run(model: Any, tokenizer: Any = None) -> ExampleRun:
     lacking = [name for name in required if name not in calls[0]]
     if lacking:
         raise _no_default_run(model, f"one that needs {', '.join(lacking)} as well")
-    shapes = ", ".join("x".join(map(str, call[main].shape)) for call in calls)
-    return _example(model, f"forward with {main} {shapes}", lambda: [model(**call) for call in calls])
+    return forward_calls(model, calls)
 
 
 def _no_default_run(model: Any, kind: str) -> InvalidRequestError:
@@ -114,7 +115,7 @@ def _example(model: Any, description: str, run: Callable[[], object]) -> Example
             run()
         except Exception as error:
             raise ObservationError(
-                "The model raises in its default run.",
+                "The model raises in the run that is observed.",
                 where=f"{type(model).__name__}: {description}",
                 got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
                 hint=OWN_CALLS,
@@ -123,10 +124,30 @@ def _example(model: Any, description: str, run: Callable[[], object]) -> Example
     return ExampleRun(type(model).__name__, description, model, guarded)
 
 
-def _generation(model: Any, prompt: _Inputs) -> ExampleRun:
-    description = f"generate: one prompt of {prompt['input_ids'].shape[1]} tokens, {_NEW_TOKENS} new tokens"
+def generation(model: Any, prompts: Sequence[_Inputs], what: str) -> ExampleRun:
+    """Returns a model with a run that generates a few tokens from each prompt.
+
+    Args:
+        model: A transformers model.
+        prompts: The arguments of ``generate``.
+        what: What the prompts are, in a few words.
+    """
     length = {"min_new_tokens": _NEW_TOKENS, "max_new_tokens": _NEW_TOKENS}
-    return _example(model, description, lambda: model.generate(**prompt, **length, do_sample=False, num_beams=1))
+    options = {**length, "do_sample": False, "num_beams": 1}
+    description = f"generate: {what}, {_NEW_TOKENS} new tokens"
+    return _example(model, description, lambda: [model.generate(**prompt, **options) for prompt in prompts])
+
+
+def forward_calls(model: Any, calls: Sequence[_Inputs]) -> ExampleRun:
+    """Returns a model with a run that calls its ``forward``.
+
+    Args:
+        model: A transformers model.
+        calls: The arguments of each call.
+    """
+    main = next(name for name in (model.main_input_name, *calls[0]) if name in calls[0])
+    shapes = ", ".join("x".join(map(str, call[main].shape)) for call in calls)
+    return _example(model, f"forward with {main} {shapes}", lambda: [model(**call) for call in calls])
 
 
 def _prompt(model: Any, tokenizer: Any) -> _Inputs:
@@ -186,129 +207,3 @@ _CALLS: Mapping[str, Callable[[Any, Any], list[_Inputs]]] = {
     "pixel_values": _image_calls,
     "input_values": _audio_calls,
 }
-
-
-_CONTENT = "a folder with config.json and *.safetensors"
-_SAVE = "model.save_pretrained(folder) writes such a folder"
-
-
-def load_checkpoint(folder: str | os.PathLike[str]) -> ExampleRun:
-    """Loads the model of a local checkpoint, with the default run for its task. Nothing is downloaded.
-
-    The weights are loaded as float32 whatever their dtype in the files, because onnxruntime has float32 kernels on
-    every machine.
-
-    Args:
-        folder: Folder with ``config.json``, ``*.safetensors`` and, if the model has a tokenizer, the tokenizer's files.
-
-    Raises:
-        DestinationError: if the folder, its configuration or its weights cannot be read.
-        InvalidRequestError: if the architecture is unknown, or has no default run.
-    """
-    path = Path(folder)
-    return default_run(_load_model(path, _model_class(path)), _load_tokenizer(path))
-
-
-def _model_class(folder: Path) -> Any:
-    """The class that ``architectures`` in ``config.json`` names."""
-    import transformers
-
-    names = _read_config(folder).get("architectures") or ["no class"]
-    found = getattr(transformers, str(names[0]), None)
-    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-        return found
-    raise InvalidRequestError(
-        "The checkpoint's architecture is unknown.",
-        where=f"architectures in {folder / 'config.json'}",
-        expected=f"a model class of transformers {transformers.__version__}",
-        got=names[0],
-        hint=f"upgrade transformers if a newer version has it. If the model comes with its own code, {OWN_CALLS}",
-    )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise DestinationError(
-            "There is no such checkpoint folder.",
-            where=str(folder),
-            expected=_CONTENT,
-            got=listing(folder),
-            hint=f"{_SAVE}. exportkit does not download models from the Hugging Face hub; download the model first.",
-        )
-    file = folder / "config.json"
-    if not file.exists():
-        raise DestinationError(
-            "Not a checkpoint: the folder has no config.json.",
-            where=str(folder),
-            expected=_CONTENT,
-            got=listing(folder),
-            hint=f"{_SAVE}.",
-        )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DestinationError("The configuration cannot be read.", where=str(file), got=error) from error
-    return config if isinstance(config, dict) else {}
-
-
-def listing(folder: Path) -> str:
-    """Returns what is at a path, in a few words for an error message."""
-    if not folder.is_dir():
-        return "a file" if folder.exists() else "nothing"
-    names = sorted(item.name for item in folder.iterdir())
-    return ", ".join(names[:8] + ["..."] * (len(names) > 8)) or "an empty folder"
-
-
-def _load_model(folder: Path, model_class: Any) -> Any:
-    if not any(folder.glob("*.safetensors")):
-        raise DestinationError(
-            "The checkpoint has no weights.",
-            where=str(folder),
-            expected="*.safetensors",
-            got=listing(folder),
-            hint=f"{_SAVE}, even if the model was loaded from *.bin files.",
-        )
-    try:
-        model, found = model_class.from_pretrained(
-            folder,
-            local_files_only=True,
-            dtype=torch.float32,
-            use_safetensors=True,  # never a pickle (*.bin), which can run code when it is read
-            ignore_mismatched_sizes=True,  # _check_weights reports them, with their sizes
-            output_loading_info=True,
-        )
-    except Exception as error:
-        raise DestinationError(
-            f"The checkpoint cannot be loaded as {model_class.__name__}.",
-            where=str(folder),
-            got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            hint="config.json and the weights must come from the same model, and no file may be truncated.",
-        ) from error
-    _check_weights(folder, model_class, found)
-    return model.eval()
-
-
-def _check_weights(folder: Path, model_class: Any, found: Mapping[str, Any]) -> None:
-    """Raises DestinationError if parameters are not in the files; transformers would leave them random."""
-    missing = [(name, "nothing") for name in sorted(found["missing_keys"])]
-    other = [(name, f"{tuple(stored)} instead of {tuple(wanted)}") for name, stored, wanted in found["mismatched_keys"]]
-    wrong = [f"{name}: {got}" for name, got in other + missing]
-    if wrong:
-        raise DestinationError(
-            f"The checkpoint lacks {len(wrong)} weights of {model_class.__name__}.",
-            where=str(folder),
-            expected=f"every weight of {model_class.__name__} with the sizes in config.json",
-            got=", ".join(wrong[:3] + ["..."] * (len(wrong) > 3)),
-            hint="a shard may be missing, or config.json belongs to a different model than the weights.",
-        )
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    """The tokenizer saved with the model, or None."""
-    from transformers import AutoTokenizer
-
-    if not any(folder.glob("tokenizer*")):
-        return None
-    with contextlib.suppress(Exception):  # some need packages that are not installed; the tokens are random then
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return None

@@ -40,6 +40,26 @@ def extend_tokens(plan: Plan, probe: ModelProbe) -> Plan:
     return name_variables(replace(plan, variables=tuple(variables)))
 
 
+def follow_encoder(plan: Plan) -> Plan:
+    """Returns the plan in which caches of what an encoder returned follow its length.
+
+    Such a cache is empty in the first call for an input of the encoder, and as long as the encoder's states in the
+    calls after it. The cache of the decoder itself, which grows with each token, tells it apart.
+    """
+    cached = [v for v in plan.variables if all(plan.by_path[p].growing is not None for p, _ in plan.axes_of(v.name))]
+    found: dict[str, str] = {}
+    for variable in cached:
+        if variable.follows is None and len(known(variable.seen) - {0}) > 1:
+            for other in plan.variables:
+                follows = all(a in (0, None, b) for a, b in zip(variable.seen, other.seen, strict=True))
+                if follows and other not in cached and any(axis == 1 for _, axis in plan.axes_of(other.name)):
+                    found.setdefault(variable.name, other.name)
+    if len(found) == len(cached):
+        return plan
+    variables = [replace(v, follows=found.get(v.name, v.follows)) for v in plan.variables]
+    return replace(plan, variables=tuple(variables))
+
+
 def _filled_length(variable: Variable) -> int | None:
     """The one size that it was seen with apart from 0; None if it was never 0, or had several sizes."""
     seen = sorted(known(variable.seen))
@@ -103,7 +123,7 @@ def _frames_for(
 
 def add_relations(plan: Plan, probe: ModelProbe) -> Plan:
     """Returns a plan with relations of weaker evidence, if the model accepts that plan and not this one."""
-    bolder = infer_plan(probe.table, plan.constants, distinct=2)
+    bolder = follow_encoder(infer_plan(probe.table, plan.constants, distinct=2))
     batch = plan.with_role("batch")
     if batch is not None and len(known(batch.seen)) == 1:
         bolder = without_guess(bolder).with_variable(batch, plan.axes_of(batch.name))

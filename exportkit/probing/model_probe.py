@@ -63,10 +63,18 @@ class ModelProbe:
         return new is None or self.accepts(plan, {**choose_sizes(plan), new.name: max(known(new.seen)) + 2})
 
     def accepts_apart(self, plan: Plan, first: str, second: str) -> bool:
-        """Returns whether the model accepts two variables at different sizes, either of them the larger one."""
+        """Returns whether the model accepts two variables at different sizes, either of them the larger one.
+
+        A model does not look at what an encoder returned if a cache holds what it made of it, so that is also tried
+        with caches that are empty.
+        """
         try:
             sizes = choose_sizes(plan)
         except ExportkitError:
             return False
         swapped = {**sizes, first: sizes[second], second: sizes[first]}
-        return self.accepts(plan, sizes) and self.accepts(plan, swapped)
+        followers = [v.seen for v in plan.variables if v.follows is not None]
+        unfilled = {number for seen in followers for number, size in enumerate(seen) if size == 0}
+        empty = [v.name for v in plan.variables if unfilled and all(v.seen[number] == 0 for number in unfilled)]
+        tried = [sizes, swapped, *([{**sizes, **dict.fromkeys(empty, 0)}] if empty else [])]
+        return all(self.accepts(plan, chosen) for chosen in tried)

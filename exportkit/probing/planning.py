@@ -20,7 +20,7 @@ from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.batch import confirm_batch
-from exportkit.probing.lengths import add_relations, extend_tokens, pull_apart
+from exportkit.probing.lengths import add_relations, extend_tokens, follow_encoder, pull_apart
 from exportkit.probing.model_probe import ModelProbe
 from exportkit.probing.placeholders import ValueRelations, find_value_relations
 from exportkit.probing.simplify import simplify_calls
@@ -94,7 +94,7 @@ def plan_calls(observation: Observation, model: torch.nn.Module | None = None, m
 
 def _confirmed(probe: ModelProbe, relations: ValueRelations) -> Plan:
     plan = relations.added_to(infer_plan(probe.table, constants_of(probe.observation)))
-    plan = extend_tokens(confirm_batch(plan, probe), probe)
+    plan = follow_encoder(extend_tokens(confirm_batch(plan, probe), probe))
     if not probe.accepts_lengths(plan):
         plan = add_relations(plan, probe)
     return name_variables(pull_apart(plan, probe))

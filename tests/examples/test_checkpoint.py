@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exportkit.errors import DestinationError, InvalidRequestError, ObservationError
-from exportkit.examples.run import load_checkpoint
+from exportkit.examples.checkpoint import load_checkpoint
 from tests import models
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -105,7 +105,7 @@ class TestDefaultRun:
         from transformers import T5Model
 
         example = load_checkpoint(saved(T5Model(models.tiny_t5().config), tmp_path))
-        with pytest.raises(ObservationError, match="raises in its default run") as error:
+        with pytest.raises(ObservationError, match="raises in the run that is observed") as error:
             example.observe()
         assert "input_ids or inputs_embeds" in str(error.value)
 

@@ -1,9 +1,13 @@
-"""How many frames a model takes for each state, found out by asking."""
+"""How many frames a model takes for each state, found out by asking, and caches of what an encoder returned."""
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import exportkit
 from exportkit.probing.lengths import frames_of_states
+from tests import models
 
 CONVOLUTIONS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=3)
 
@@ -44,3 +48,22 @@ def test_a_model_that_takes_one_number_of_states_has_no_relation():
 
 def test_frames_that_do_not_grow_evenly_with_the_states_have_no_relation():
     assert frames_of_states(lambda frames, states: frames <= states * states, 47, 7, "states") is None
+
+
+@pytest.mark.parametrize("shapes", [[(2, 5), (3, 7)], [(2, 5), (3, 5)], [(1, 5), (1, 7)], [(3, 5), (1, 3), (1, 2)]])
+def test_an_encoder_decoder_that_generates_from_several_batches_is_proven(shapes, tmp_path):
+    model = models.tiny_t5()
+    observer = exportkit.InputObserver()
+    with observer(model, store_n_calls=16):
+        for shape in shapes:
+            model.generate(torch.randint(3, 60, shape), max_new_tokens=4, min_new_tokens=4, num_beams=1)
+    exported = exportkit.export(model, observer)
+    names = [variable.name for variable in exported.plan.variables]
+    assert sorted(names) == ["batch", "encoder_sequence", "past_encoder_sequence", "past_sequence", "sequence"]
+    assert exported.plan.variable("past_encoder_sequence").follows == "encoder_sequence"
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    ids = torch.randint(3, 60, (4, 6))
+    expected = model.generate(ids, max_new_tokens=5, num_beams=1)
+    with onnx_model.in_place_of(model):
+        assert torch.equal(model.generate(ids, max_new_tokens=5, num_beams=1), expected)
