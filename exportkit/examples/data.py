@@ -77,11 +77,11 @@ def _items(file: Path) -> Iterator[_Item]:
         for line in file.read_text("utf-8").splitlines():
             if line.strip():
                 yield {"text": line}
-    elif file.suffix in (".jsonl", ".json"):
+    elif file.suffix == ".jsonl":
         for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
             item = json.loads(line) if line.strip() else None
             if isinstance(item, dict):
-                yield {name: _opened(value, file.parent) for name, value in item.items()}
+                yield {n: value if n == "text" else _opened(value, file.parent) for n, value in item.items()}
             elif item is not None:
                 raise ValueError(f"line {number} is not a JSON object")
     elif file.suffix.lower() in _IMAGES:

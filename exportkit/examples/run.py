@@ -16,7 +16,7 @@ import torch
 from exportkit.api.observer import InputObserver
 from exportkit.errors import InvalidRequestError, ObservationError
 
-_MOST_CALLS = 16  # more than any example makes, so that the values of all calls are stored
+_MOST_CALLS = 16  # with values; of further calls, shapes are enough
 OWN_CALLS = (
     "observe calls of your own in Python: observer = exportkit.InputObserver(); "
     "run the model in `with observer(model):`; then exportkit.export(model, observer)."

@@ -94,6 +94,10 @@ class TestOtherKinds:
         calls = observed_calls(vit, write(tmp_path / "data.jsonl", lines))
         assert [len(call["pixel_values"]) for call in calls] == [3, 1, 1]
 
+    def test_a_text_is_never_a_path(self, bert, tmp_path):
+        calls = observed_calls(bert, write(tmp_path / "data.jsonl", json.dumps({"text": "quick cat.png"})))
+        assert calls[0]["input_ids"].tolist()[0][0] == 3
+
     def test_tensors_are_the_arguments_of_a_call(self, bert, tmp_path):
         for number, shape in enumerate([(2, 5), (3, 4)]):
             save_file({"input_ids": torch.full(shape, 3)}, tmp_path / f"{number}.safetensors")
