@@ -167,7 +167,9 @@ def export(
     parts: Annotated[
         str | None,
         typer.Option(
-            help="Submodules that become graphs of their own, such as encoder.", metavar="NAMES", show_default=False
+            help="Submodules that become graphs of their own, such as encoder; auto finds those that feed the model.",
+            metavar="NAMES",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -208,7 +210,7 @@ def export(
             check_file(out) if to_file else check_destination(out)
             with progress(f"loading {model_dir}"):
                 example = load_checkpoint(model_dir, task, data or (), _names(outputs))
-                pipeline = Pipeline(replace(example, parts=_names(parts)))
+                pipeline = Pipeline(replace(example, parts=parts if parts == "auto" else _names(parts) or None))
             pipeline.observe()
             make_folder(out.parent if to_file else out)
         with exit_on_error(NOT_PROVEN, debug, as_json):
@@ -228,9 +230,9 @@ def export(
     raise typer.Exit(0 if ok else NOT_PROVEN)
 
 
-def _names(text: str | None) -> tuple[str, ...]:
+def _names(text: str | None) -> list[str]:
     """The names in an option that takes several of them, with commas between."""
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _write_file(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from exportkit.api.observer import InputObserver
+from exportkit.calls.parts import Wanted
 from exportkit.errors import InvalidRequestError, ObservationError
 
 _MOST_CALLS = 16  # with values; of further calls, shapes are enough
@@ -42,14 +43,14 @@ class ExampleRun:
         description: What the run does, in a few words.
         model: The model, in evaluation mode.
         run: Runs the model.
-        parts: Paths of submodules that become graphs of their own.
+        parts: Submodules that become graphs of their own; see `InputObserver`.
     """
 
     name: str
     description: str
     model: torch.nn.Module
     run: Callable[[], object]
-    parts: tuple[str, ...] = ()
+    parts: Wanted | None = None
 
     def observe(self) -> InputObserver:
         """Runs the model and returns the observer that recorded the run.
@@ -58,7 +59,7 @@ class ExampleRun:
             InvalidRequestError: if the model has no such parts.
         """
         observer = InputObserver()
-        with observer(self.model, store_n_calls=_MOST_CALLS, parts=[*self.parts] or None), torch.no_grad():
+        with observer(self.model, store_n_calls=_MOST_CALLS, parts=self.parts), torch.no_grad():
             self.run()
         return observer
 
