@@ -301,3 +301,38 @@ def exact_no_ops() -> list[tuple[Any, dict[str, float]]]:
         return []
     exact = {"_abs_tol": 0.0, "_rel_tol": 0.0}
     return [(value, exact) for value in values if exact.keys() <= vars(value).keys()]
+
+
+def quick_matches() -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the attributes to replace, each with its owner, so that rewriting a graph takes time linear in its size.
+
+    For a rule with two results, such as two slices of one tensor, onnxscript tries each node with all others, which
+    takes minutes with a few thousand of them. Seen in onnxscript 0.7.
+    """
+    try:
+        from onnxscript.rewriter import _DEFAULT_REWRITE_RULES
+        from onnxscript.rewriter._basics import MatchResult
+
+        found = [(rule._matcher, rule._matcher.pattern.output_nodes) for rule in _DEFAULT_REWRITE_RULES]
+        pairs = [(m, nodes[0].op_identifier(), nodes[1].op_identifier()) for m, nodes in found if _of_one_input(nodes)]
+    except (ImportError, AttributeError, TypeError):
+        return []
+
+    def quick(matcher: Any, first: str, second: str) -> Callable[..., Any]:
+        match = matcher.match
+
+        def matched(model: Any, graph: Any, node: Any, **options: Any) -> Any:
+            given = node.inputs[0] if node.op_type == first and node.inputs else None
+            others = [use.node for use in given.uses() if use.node is not node] if given is not None else []
+            if any(other.op_type == second for other in others):
+                return match(model, graph, node, **options)
+            return MatchResult().fail(f"No {first} and {second} of one value.")
+
+        return matched
+
+    return [(m, {"match": quick(m, first[1], second[1])}) for m, first, second in pairs if first and second]
+
+
+def _of_one_input(nodes: Any) -> bool:
+    """Whether the results of a pattern are made by two nodes that read the same value first."""
+    return len(nodes) == 2 and all(node.inputs for node in nodes) and nodes[0].inputs[0] is nodes[1].inputs[0]

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit._torch_compat.graph import copied_module, exact_no_ops, quiet_onnx_export, with_graph_module
+from exportkit._torch_compat.graph import (
+    copied_module,
+    exact_no_ops,
+    quick_matches,
+    quiet_onnx_export,
+    with_graph_module,
+)
 from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
@@ -161,8 +167,8 @@ def onnx_program(
         operators_at_any_length(),
         contextlib.ExitStack() as stack,
     ):
-        for constant, exact in exact_no_ops():  # otherwise the epsilon of a norm may be left out
-            stack.enter_context(replaced_attributes(constant, exact))
+        for owner, attributes in [*exact_no_ops(), *quick_matches()]:  # otherwise an epsilon may be left out
+            stack.enter_context(replaced_attributes(owner, attributes))
         forget_pending_sizes(program)
 
         def translated(source: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:

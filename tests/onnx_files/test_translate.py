@@ -59,3 +59,20 @@ def test_a_number_that_depends_on_constants_alone_needs_no_operator(tmp_path):
     torch.testing.assert_close(onnx(x), model(x))
     assert model(x).count_nonzero()
     assert str(exported.program.graph) == graph
+
+
+def test_a_rule_for_two_slices_of_one_tensor_is_only_asked_about_such_slices(monkeypatch):
+    import onnx_ir as ir
+
+    from exportkit._torch_compat.graph import quick_matches
+
+    ((matcher, _),) = quick_matches()
+    asked = []
+    monkeypatch.setattr(type(matcher), "match", lambda _self, _model, _graph, node, **_: asked.append(node))
+    ((_, attributes),) = quick_matches()
+    x = ir.val("x")
+    alone = [ir.node("Slice", [ir.node("Sin", [x]).outputs[0]]) for _ in range(3)]
+    pair = [ir.node("Slice", [x]) for _ in range(2)]
+    for node in (*alone, *pair, ir.node("Cos", [x])):
+        attributes["match"](None, None, node)
+    assert asked == pair
