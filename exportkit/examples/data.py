@@ -1,4 +1,4 @@
-"""Runs of a local checkpoint on data of the user.
+"""Runs a local checkpoint on the user's own data.
 
 The data are files of these kinds:
 
@@ -49,7 +49,7 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
     items, calls = list[_Item](), list[_Inputs]()
     for file in files:
         if not file.is_file():
-            raise DestinationError("There is no such file of data.", where=str(file), got=listing(file))
+            raise DestinationError("The data file does not exist.", where=str(file), got=listing(file))
         try:
             if file.suffix == ".safetensors":
                 calls.append(_tensors(file))

@@ -1,4 +1,4 @@
-"""Runs on data of the user: what each kind of file becomes, and the errors for files that are no data."""
+"""Runs on the user's own data: what each kind of file becomes, and the errors for other files."""
 
 import json
 
@@ -134,7 +134,7 @@ class TestTasksAndOutputs:
 
 class TestErrors:
     def test_no_file(self, bert, tmp_path):
-        with pytest.raises(DestinationError, match="no such file of data"):
+        with pytest.raises(DestinationError, match="data file does not exist"):
             load_checkpoint(bert, data=[tmp_path / "none.txt"])
 
     def test_another_kind_of_file(self, bert, tmp_path):
