@@ -117,7 +117,7 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
         along = sorted({*dynamic} - {0})
         if size > have and axis == 0 and along:
             result = _rolled(result, torch.arange(size, device=result.device) // have, along[-1])
-    return result.contiguous()
+    return result.clone(memory_format=torch.contiguous_format)
 
 
 def _rolled(tensor: torch.Tensor, turns: torch.Tensor, axis: int) -> torch.Tensor:
@@ -134,9 +134,11 @@ def _repeated(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
     would leave open which of them top-k takes, and hide a graph that reads only the sizes that it was traced with.
     """
     have = tensor.shape[axis]
+    if size <= have:
+        return tensor.narrow(axis, 0, size)
     index = torch.arange(size, device=tensor.device)
     result = tensor.index_select(axis, index % have)
-    if size <= have or not tensor.is_floating_point() or tensor.itemsize < _COMPUTED:
+    if not tensor.is_floating_point() or tensor.itemsize < _COMPUTED:
         return result
     copies = -(-size // have)
     smaller = (copies - 1 - index // have) / (_STEP * copies)

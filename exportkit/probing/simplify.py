@@ -78,8 +78,9 @@ def as_simplified(
         joined: Paths of lists that are one tensor.
         unused: Paths of tensors that the model never reads; they count at all positions of a list.
     """
-    hidden = set(map(_unnumbered, unused))
-    kept = {path: tensor for path, tensor in tensors.items() if _unnumbered(path) not in hidden}
+    hidden, kept = set(map(_unnumbered, unused)), dict(tensors)
+    if hidden:
+        kept = {path: tensor for path, tensor in tensors.items() if _unnumbered(path) not in hidden}
     for parent in joined:
         members = _members(kept, parent)
         if members:

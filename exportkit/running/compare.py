@@ -122,12 +122,12 @@ def compare_tensors(
         if left_out == a.numel() and bool((apart > allowed).any()):
             reason = "nothing of it can be compared: what the model itself returns there is arbitrary"
         allowed = torch.maximum(allowed, leeway)
-    wrong, largest = apart > allowed, _position(apart)
+    wrong, (largest, place) = apart > allowed, _largest(apart)
     if not bool(wrong.any()):
-        return Difference(path, reason, apart[largest].item(), share, largest, left_out)
-    worst = _position(torch.where(wrong, apart - allowed, -1.0))
+        return Difference(path, reason, largest, share, place, left_out)
+    _, worst = _largest(torch.where(wrong, apart - allowed, -1.0))
     reason = f"{a[worst].item():.6g} became {b[worst].item():.6g} at {list(worst)}"
-    return Difference(path, reason, apart[largest].item(), share, worst, left_out)
+    return Difference(path, reason, largest, share, worst, left_out)
 
 
 def compare_outputs(
@@ -223,9 +223,8 @@ def position_of_largest(
     a, b = _numbers(first), _numbers(second)
     if a.shape != b.shape or a.numel() == 0 or a.ndim == 0:
         return None
-    apart = elements_apart(a, b, visible)
-    position = _position(apart)
-    return position if apart[position].item() > 0 else None
+    largest, position = _largest(elements_apart(a, b, visible))
+    return position if largest > 0 else None
 
 
 def is_reordered(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | None = None) -> bool:
@@ -300,13 +299,14 @@ def elements_apart(a: torch.Tensor, b: torch.Tensor, visible: torch.Tensor | Non
     return torch.where(same, 0.0, apart)
 
 
-def _position(values: torch.Tensor) -> tuple[int, ...]:
-    """The index of the largest element; `torch.unravel_index` takes longer than the comparison."""
-    flat, found = int(values.argmax()), list[int]()
+def _largest(values: torch.Tensor) -> tuple[float, tuple[int, ...]]:
+    """The largest element and its index; `torch.unravel_index` takes longer than the comparison."""
+    value, position = values.reshape(-1).max(0)
+    flat, found = int(position), list[int]()
     for size in reversed(values.shape):
         flat, index = divmod(flat, size)
         found.insert(0, index)
-    return tuple(found)
+    return value.item(), tuple(found)
 
 
 def _of_floats(a: torch.Tensor, b: torch.Tensor) -> Distance:

@@ -28,7 +28,7 @@ _DTYPES = (
 # What ends the whole process, by SIGABRT or SIGFPE, instead of raising. Seen in onnxruntime 1.31.1.
 _NOT_FOR_EMPTY = {"GRU", "LSTM"}  # if the batch is 0; GRU also if the length is
 _FUSION_NOT_FOR_EMPTY = "MatmulTransposeFusion"  # with a Transpose that moves axis 0 to the last two, if its size is 0
-_BFLOAT16 = 16  # TensorProto.BFLOAT16
+_BFLOAT16, _BFLOAT16_TENSOR = 16, "tensor(bfloat16)"  # TensorProto.BFLOAT16, and its name in onnxruntime
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -115,6 +115,8 @@ class Session:
             self.shapes[value.name] = tuple(value.shape)
         self.inputs = list(self.shapes)
         self.outputs: list[str] = [value.name for value in self._session.get_outputs()]
+        values = (*self._session.get_inputs(), *self._session.get_outputs())
+        self._has_bfloat16 = any(value.type == _BFLOAT16_TENSOR for value in values)
 
     def _open(self, **options: Any) -> None:
         try:
@@ -153,7 +155,7 @@ class Session:
             InvalidTypeError: if onnxruntime has no counterpart of a dtype, or a tensor has no values or is sparse.
             RuntimeFailure: if onnxruntime refuses the call.
         """
-        values, is_empty = {}, False
+        given, is_empty = dict[str, torch.Tensor](), False
         for name in self.inputs:
             if name not in feeds:
                 raise InvalidRequestError(
@@ -169,13 +171,7 @@ class Session:
             if not self.shapes[name] and tensor.ndim:  # a Python number, which programs of torch take as a size
                 tensor = torch.tensor(tensor.shape[-1])
             is_empty = is_empty or not tensor.numel()
-            if tensor.dtype is torch.bfloat16:
-                values[name] = self._runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(
-                    tensor.view(torch.uint16).numpy(), _BFLOAT16
-                )
-            elif tensor.dtype in _DTYPES:
-                values[name] = self._runtime.OrtValue.ortvalue_from_numpy(tensor.numpy())
-            else:
+            if tensor.dtype not in _DTYPES:
                 raise InvalidTypeError(
                     "This dtype has no counterpart in onnxruntime.",
                     where=name,
@@ -183,6 +179,7 @@ class Session:
                     got=str(tensor.dtype).removeprefix("torch."),
                     hint="convert the input, for instance with .view(torch.uint8) or .to(torch.float32).",
                 )
+            given[name] = tensor
         if is_empty and self._dangers is None:
             self._dangers = _dangers(self._source)
             if self._dangers[1]:
@@ -194,17 +191,30 @@ class Session:
                 hint="call the model itself for empty inputs.",
             )
         try:
-            results = self._session.run_with_ort_values(self.outputs, values)
+            return self._outputs(given)
         except Exception as error:
             where = self._shapes_of(feeds)
             raise RuntimeFailure("onnxruntime refused the call.", where=where, got=_first_line(error)) from error
+
+    def _outputs(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs by name; numpy arrays are the fastest way to and from onnxruntime, but have no bfloat16."""
+        if not self._has_bfloat16 and all(tensor.dtype is not torch.bfloat16 for tensor in given.values()):
+            arrays = self._session.run(self.outputs, {name: tensor.numpy() for name, tensor in given.items()})
+            return dict(zip(self.outputs, map(torch.from_numpy, arrays), strict=True))
+        values = {name: self._value(tensor) for name, tensor in given.items()}
         outputs = {}
-        for name, value in zip(self.outputs, results, strict=True):
-            is_bfloat16 = value.data_type() == "tensor(bfloat16)"  # which numpy does not have
+        for name, value in zip(self.outputs, self._session.run_with_ort_values(self.outputs, values), strict=True):
+            is_bfloat16 = value.data_type() == _BFLOAT16_TENSOR
             outputs[name] = (
                 torch.utils.dlpack.from_dlpack(value).clone() if is_bfloat16 else torch.from_numpy(value.numpy())
             )
         return outputs
+
+    def _value(self, tensor: torch.Tensor) -> Any:
+        if tensor.dtype is torch.bfloat16:
+            words = tensor.view(torch.uint16).numpy()
+            return self._runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(words, _BFLOAT16)
+        return self._runtime.OrtValue.ortvalue_from_numpy(tensor.numpy())
 
     def _shapes_of(self, feeds: Mapping[str, torch.Tensor]) -> str:
         return ", ".join(f"{name} {tuple(feeds[name].shape)}" for name in self.inputs)

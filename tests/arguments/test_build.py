@@ -105,9 +105,11 @@ def test_shape_type_and_values_are_as_wanted(have, data, dtype):
     assert set(made.flatten().tolist()) <= set(tensor.flatten().tolist())
 
 
-def test_the_recorded_shape_gives_the_recorded_values_in_a_copy():
-    tensor = torch.ones(2, 3)
-    made = resize(tensor, (2, 3))
+@pytest.mark.parametrize("shape", [(3, 3), (1, 3), (2, 3), (3, 2), (2, 2)])
+def test_the_values_are_copies_of_the_recorded_ones_at_shorter_sizes_too(shape):
+    tensor = torch.arange(1, 10).reshape(3, 3)
+    made = resize(tensor, shape)
+    assert torch.equal(made, tensor[: shape[0], : shape[1]])
     made.zero_()
     assert bool(tensor.all())
 
