@@ -29,6 +29,9 @@ _DTYPES = (
 _NOT_FOR_EMPTY = {"GRU", "LSTM"}  # if the batch is 0; GRU also if the length is
 _FUSION_NOT_FOR_EMPTY = "MatmulTransposeFusion"  # with a Transpose that moves axis 0 to the last two, if its size is 0
 _BFLOAT16, _BFLOAT16_TENSOR = 16, "tensor(bfloat16)"  # TensorProto.BFLOAT16, and its name in onnxruntime
+# Threads of onnxruntime that wait actively for the next call keep torch, which computes in between, from the cores: a
+# proof takes up to twice as long.
+_IDLE = "session.force_spinning_stop"
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -100,6 +103,7 @@ class Session:
         self._runtime = runtime = require_onnxruntime()
         options = runtime.SessionOptions()
         options.log_severity_level = 4  # what fails is raised, not printed
+        options.add_session_config_entry(_IDLE, "1")
         if folder is not None:
             options.add_session_config_entry(_FOLDER, str(folder))
         if not optimised:
