@@ -283,6 +283,10 @@ class Call:
         """Returns the inputs that are not tensors by full path, ``None`` included."""
         return {join(name, p): c for name, tree in self.arguments.items() for p, c in tree.constants().items()}
 
+    def generators(self) -> list[torch.Generator]:
+        """Returns the random number generators among the inputs."""
+        return [value for value in self.constants().values() if isinstance(value, torch.Generator)]
+
     def has(self, name: str) -> bool:
         """Returns whether the argument has a leaf other than None."""
         return name in self.arguments and any(leaf is not None for leaf in self.arguments[name].leaves)

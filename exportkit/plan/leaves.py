@@ -192,6 +192,11 @@ class Constant:
     value: Any
     fingerprint: tuple[Any, ...] = ()
 
+    @property
+    def is_generator(self) -> bool:
+        """Whether it is a generator of random numbers, all of which have the same fingerprint."""
+        return len(self.fingerprint) > 1 and str(self.fingerprint[1]).startswith("Generator(")
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -160,7 +160,8 @@ def _made_twice(traced: TracedProgram, call: Call) -> list[Tree]:
 
     def twice(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
         for seed, given in enumerate((values, call.copies())):
-            torch.default_generator.manual_seed(seed)
+            for generator in (torch.default_generator, *call.generators()):
+                generator.manual_seed(seed)
             tree = flatten(run(given))
             results.append(tree.with_leaves({path: tensor.clone() for path, tensor in tree.tensors().items()}))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -59,12 +60,22 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
         args, kwargs = call.signature.unbind(values)
         return target(*args, **kwargs)
 
-    values, devices = call.copies(), set()
-    for tensor in call.tensors().values():
-        if tensor.device.type == "cuda":
-            devices.add(tensor.device.index or 0)
-    with torch.no_grad(), recording_paused(), torch.random.fork_rng(devices=sorted(devices)), modules_kept(model):
+    values = call.copies()
+    with torch.no_grad(), recording_paused(), _random_states_kept(call), modules_kept(model):
         return run(values) if around is None else around(values, run)
+
+
+@contextlib.contextmanager
+def _random_states_kept(call: Call) -> Iterator[None]:
+    """Restores the states of torch's own generators, and of those among the arguments of a call."""
+    devices = {t.device.index or 0 for t in call.tensors().values() if t.device.type == "cuda"}
+    states = [(generator, generator.get_state()) for generator in call.generators()]
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def sampled_answer(

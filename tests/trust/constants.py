@@ -297,3 +297,34 @@ def float_that_varies(self, x, temperature):
 )
 def constant_beside_a_tensor(self, values):
     return values[0] * sum(values[1:]) if isinstance(values, list) else values[0]
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+@case(
+    recorded=[call(x(2, 5), generator=generator(0)), call(x(3, 7), generator=generator(1))],
+    serves=[call(x(4, 9), generator=generator(2)), call(x(2, 5), generator=generator(0))],
+    truth=[call(x(4, 9), generator=None)],
+)
+def generator_that_nothing_is_drawn_from(self, x, generator=None):
+    return x * 2
+
+
+@case(
+    recorded=[call(x(2, 5), generator=generator(0)), call(x(3, 7), generator=generator(0))],
+    truth=[call(x(4, 9), generator=generator(1))],
+    may_refuse=True,
+)
+def generator_that_numbers_are_drawn_from(self, x, generator=None):
+    return x + torch.rand((), generator=generator)
+
+
+@case(
+    recorded=[call(x(2, 5), generator=generator(4)), call(x(3, 7), generator=generator(4))],
+    truth=[call(x(4, 9), generator=generator(1))],
+    may_refuse=True,
+)
+def seed_of_a_generator(self, x, generator=None):
+    return x + float(generator.initial_seed())
