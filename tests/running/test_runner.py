@@ -89,3 +89,20 @@ def test_an_onnx_model_is_a_runner():
     assert [outcome.agrees for outcome in outcomes] == [True, False, False]
     with pytest.raises(RuntimeFailure, match="refused the call"):
         runner(call_of(2, 4))
+
+
+def test_generators_of_random_numbers_are_as_they_were_after_a_run():
+    class Noisy(torch.nn.Module):
+        def forward(self, x, generator):
+            return x + torch.rand(x.shape, generator=generator) + torch.rand(x.shape)
+
+    given = torch.Generator().manual_seed(3)
+    values = {"x": torch.ones(2), "generator": given}
+    call = Call({name: flatten(value) for name, value in values.items()}, Signature.of(Noisy().forward))
+    states = given.get_state(), torch.get_rng_state()
+
+    first, again = (EagerRunner(Noisy(), "forward")(call) for _ in range(2))
+
+    assert torch.equal(first[""], again[""])
+    assert torch.equal(given.get_state(), states[0])
+    assert torch.equal(torch.get_rng_state(), states[1])
