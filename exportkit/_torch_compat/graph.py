@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -161,6 +161,7 @@ def program_of(
     graph: torch.fx.Graph,
     inputs: list[InputSpec],
     outputs: list[OutputSpec],
+    example: Sequence[torch.Tensor] | None = None,
 ) -> torch.export.ExportedProgram:
     """Returns a program of its own for a graph that was made from a part of another program. Seen in torch 2.13.
 
@@ -169,6 +170,7 @@ def program_of(
         graph: The graph.
         inputs: Its inputs, weights included.
         outputs: Its outputs.
+        example: Tensors of the sizes that it was traced with, which AOTInductor wants to have.
     """
     module = torch.fx.GraphModule(program.graph_module, graph)
     module.meta.update(program.graph_module.meta)
@@ -177,16 +179,19 @@ def program_of(
     returned: Any = (0,) * sum(spec.kind is OutputKind.USER_OUTPUT for spec in outputs)
     signature = ModuleCallSignature([], [], tree_flatten(given)[1], tree_flatten(returned)[1], names)
     weights = {spec.target for spec in inputs if spec.target is not None}
-    return torch.export.ExportedProgram(
+    made = torch.export.ExportedProgram(
         root=module,
         graph=graph,
         graph_signature=ExportGraphSignature(inputs, outputs),
         state_dict={name: value for name, value in program.state_dict.items() if name in weights},
         range_constraints=program.range_constraints,
         module_call_graph=[ModuleCallEntry("", signature)],
+        example_inputs=None if example is None else (tuple(example), {}),
         constants={name: value for name, value in program.constants.items() if name in weights},
         verifiers=require(program, "verifiers", "torch 2.13"),
     )
+    require(made, "_guards_code", "torch 2.13").clear()  # they name the inputs of the other program
+    return made
 
 
 def decomposition_attributes(kernels: Mapping[Any, Callable[..., Any]]) -> list[tuple[Any, dict[str, Any]]]:

@@ -43,7 +43,11 @@ def flat_program(traced: TracedProgram) -> torch.export.ExportedProgram:
             returned.append(value)
     output.args = (tuple(returned),)
     module.recompile()
-    flat = program_of(program, module.graph, inputs, outputs)
+    example, shapes = [], traced.plan.shapes(traced.sizes)
+    for name, path in zip(tensor_placeholders(program), traced.input_paths, strict=True):
+        value = nodes[name].meta["val"]
+        example.append(torch.zeros(shapes[path], dtype=value.dtype, device=value.device))
+    flat = program_of(program, module.graph, inputs, outputs, example)
     ranges: dict[Any, tuple[int, int | None]] = {}
     axes = input_axes(program)
     for name, path in zip(tensor_placeholders(program), traced.input_paths, strict=True):

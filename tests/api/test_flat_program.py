@@ -1,6 +1,7 @@
 """Programs that travel: torch alone reads them, and they return what the model returns at unseen sizes."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -97,6 +98,52 @@ def test_python_values_among_inputs_and_outputs(tmp_path):
     x, y = torch.randn(7, 4), torch.randn(7, 4)
     description = read_elsewhere(path, tmp_path, [([x, y], [x + y * 2.0, x])])
     assert description["constants"] == {"scale": "2.0"}
+
+
+@pytest.fixture(scope="module")
+def convolution(tmp_path_factory):
+    """The file of a program, and inputs at sizes that it was not traced with, with what the model returns for them."""
+    model, observer = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2)), exportkit.InputObserver()
+    with observer(model):
+        for shape in ((2, 3, 8, 10), (3, 3, 12, 6)):
+            model(torch.randn(shape))
+    path = exportkit.export(model, observer).save_program(tmp_path_factory.mktemp("program") / "model.pt2")
+    cases = [torch.randn(shape) for shape in ((5, 3, 16, 4), (4, 3, 6, 20))]
+    return path, [(case, model(case).detach()) for case in cases]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles C++")
+def test_aotinductor_compiles_it(convolution, tmp_path):
+    path, cases = convolution
+    package = str(tmp_path / "compiled.pt2")
+    compiled = torch._inductor.aoti_load_package(
+        torch._inductor.aoti_compile_and_package(torch.export.load(path), package_path=package)
+    )
+    for given, expected in cases:
+        (returned,) = compiled(given)
+        torch.testing.assert_close(returned, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_openvino_converts_it(convolution):
+    openvino = pytest.importorskip("openvino")
+    path, cases = convolution
+    converted = openvino.convert_model(torch.export.load(path))
+    compiled = openvino.compile_model(converted, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    for given, expected in cases:
+        returned = torch.from_numpy(compiled([given.numpy()])[0])
+        torch.testing.assert_close(returned, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_torch_refuses_sizes_beyond_an_upper_limit(tmp_path):
+    model, observer = nn.Linear(3, 2), exportkit.InputObserver()
+    with observer(model):
+        for rows in (4, 5):
+            model(torch.ones(rows, 3))
+    exported = exportkit.export(model, observer.plan().range("batch", 2, 16))
+    program = torch.export.load(exported.save_program(tmp_path / "model.pt2")).module()
+    assert program(torch.ones(16, 3))[0].shape == (16, 2)
+    with pytest.raises(AssertionError, match="size.*<= 16"):
+        program(torch.ones(17, 3))
 
 
 def test_each_module_of_a_pipeline_has_a_program(tmp_path):
