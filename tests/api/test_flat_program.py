@@ -103,7 +103,8 @@ def test_python_values_among_inputs_and_outputs(tmp_path):
 @pytest.fixture(scope="module")
 def convolution(tmp_path_factory):
     """The file of a program, and inputs at sizes that it was not traced with, with what the model returns for them."""
-    model, observer = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2)), exportkit.InputObserver()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2))
+    observer = exportkit.InputObserver()
     with observer(model):
         for shape in ((2, 3, 8, 10), (3, 3, 12, 6)):
             model(torch.randn(shape))
@@ -142,7 +143,7 @@ def test_torch_refuses_sizes_beyond_an_upper_limit(tmp_path):
     exported = exportkit.export(model, observer.plan().range("batch", 2, 16))
     program = torch.export.load(exported.save_program(tmp_path / "model.pt2")).module()
     assert program(torch.ones(16, 3))[0].shape == (16, 2)
-    with pytest.raises(AssertionError, match="size.*<= 16"):
+    with pytest.raises(AssertionError, match=r"size.*<= 16"):
         program(torch.ones(17, 3))
 
 
