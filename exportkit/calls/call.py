@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -318,6 +318,24 @@ class Call:
                     changed[path] = tensors[full]
             arguments[name] = tree.with_leaves(changed) if changed else tree
         return self.with_arguments(arguments)
+
+    def without(self, names: Set[str]) -> Call:
+        """Returns the same call without the arguments of these names, those in ``**kwargs`` included."""
+        kept = {name: tree for name, tree in self.arguments.items() if name not in names}
+        catch_all, caught = self.signature.var_keyword, self._caught()
+        if catch_all is not None and not names.isdisjoint(caught):
+            del kept[catch_all]
+            if left := {name: value for name, value in caught.items() if name not in names}:
+                kept[catch_all] = flatten(left)
+        return replace(self, arguments=kept)
+
+    def names(self) -> set[str]:
+        """Returns the names of the inputs that the call gives, those in ``**kwargs`` included."""
+        return {*self.arguments, *self._caught()} - {str(self.signature.var_keyword)}
+
+    def _caught(self) -> dict[str, Any]:
+        tree = self.arguments.get(str(self.signature.var_keyword))
+        return {} if tree is None else dict(tree.build())
 
     def with_arguments(self, arguments: Mapping[str, Tree]) -> Call:
         """Returns a call, not made yet, with other arguments."""

@@ -28,11 +28,13 @@ class SeenShapes:
     outputs: Mapping[str, tuple[Size, ...]]
     count: Size = 1
 
-    def without(self, names: set[str]) -> SeenShapes:
-        """Returns the same shapes without the arguments of these names."""
+    def without(self, names: set[str], catch_all: str | None) -> SeenShapes:
+        """Returns the same shapes without the arguments of these names, of which ``catch_all`` may hold some."""
         kept = {}
         for path, shape in self.inputs.items():
-            if path.partition(".")[0].partition("[")[0] not in names:
+            first, _, rest = path.partition(".")
+            name = rest if first == catch_all else first
+            if first not in names and name.partition(".")[0].partition("[")[0] not in names:
                 kept[path] = shape
         return replace(self, inputs=kept)
 
@@ -178,12 +180,12 @@ class Observation:
             arguments[name] = flatten(value)
 
     def without(self, names: set[str]) -> Observation:
-        """Returns the same calls without the arguments of these names."""
+        """Returns the same calls without the arguments of these names, those in ``**kwargs`` included."""
         if not names:
             return self
-        kept = [replace(c, arguments={n: t for n, t in c.arguments.items() if n not in names}) for c in self.calls]
-        further = tuple(shapes.without(names) for shapes in self.further)
-        return replace(self, calls=tuple(kept), removed=self.removed | names, further=further)
+        further = tuple(shapes.without(names, self.signature.var_keyword) for shapes in self.further)
+        kept = tuple(call.without(names) for call in self.calls)
+        return replace(self, calls=kept, removed=self.removed | names, further=further)
 
     @functools.cached_property
     def merged_arguments(self) -> Mapping[str, Tree]:

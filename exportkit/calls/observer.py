@@ -267,8 +267,13 @@ class Observer:
         """Returns whether no call is stored."""
         return self.num_obs() == 0
 
-    def remove_inputs(self, names_or_positions: Iterable[str | int]) -> None:
+    def remove_inputs(self, names_or_positions: Iterable[str | int]) -> int:
         """Leaves inputs out of the observation, and so of everything that is inferred from now on.
+
+        Names that the method may take by ``**kwargs`` need not be given in any call.
+
+        Returns:
+            How many of these inputs there were in the calls.
 
         Raises:
             ObservationError: if nothing was observed yet.
@@ -283,14 +288,19 @@ class Observer:
             raise InvalidTypeError(
                 "Inputs are removed by a list of their names or positions.", got=repr(names_or_positions)
             )
-        names = {signature.name_of(key) for key in names_or_positions}
+        names = set[str]()
+        for key in names_or_positions:
+            may_be_caught = signature.var_keyword is not None and isinstance(key, str)
+            names.add(str(key) if may_be_caught else signature.name_of(key))
         variadic = names & {signature.var_positional, signature.var_keyword}
         if variadic:
             raise InvalidRequestError(
                 f"Cannot remove variadic input {', '.join(sorted(map(str, variadic)))}.",
                 hint="remove inputs that the signature names one by one.",
             )
+        before = {name for call in self.observation.calls for name in call.names()}
         self._removed |= names
+        return len(before & names)
 
 
 def _require_count(value: object, name: str) -> None:

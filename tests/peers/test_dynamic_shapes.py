@@ -393,6 +393,19 @@ def test_input_can_be_removed_when_only_some_calls_have_it():
     assert observer.infer_dynamic_shapes() == ({0: D},)
 
 
+@pytest.mark.parametrize(("names", "count", "left"), [(["y"], 1, ["z"]), (["absent"], 0, ["y", "z"]), ("yz", 2, [])])
+def test_inputs_that_come_by_var_keyword_are_removed_if_they_are_given(names, count, left):
+    class Sum(torch.nn.Module):
+        def forward(self, x, **kwargs):
+            return x + sum(value.sum() for value in kwargs.values())
+
+    observer = calls(Sum(), ((), {"x": ones(2), "y": ones(3), "z": ones(4)}))
+    assert observer.remove_inputs(list(names)) == count
+    assert list(observer.infer_arguments()) == ["x", *left]
+    assert list(observer.infer_dynamic_shapes().get("kwargs", {})) == left
+    assert list(observer.observation.calls[0].shapes()) == ["x", *(f"kwargs.{name}" for name in left)]
+
+
 @pytest.mark.parametrize("names", [["args"], ["kwargs"], [1]])
 def test_further_positions_and_names_cannot_be_removed(names):
     observer = calls(Total(), ((ones(2), ones(2)), {"y": ones(2)}))
