@@ -152,7 +152,7 @@ class _Describer:
             return value.fingerprint or _identity(value)
         if isinstance(value, torch.layout | torch.memory_format):
             return ("torch", str(value).removeprefix("torch."))
-        if isinstance(value, torch.Generator):  # what is drawn from it differs from call to call, as a proof finds out
+        if isinstance(value, torch.Generator) and not self._in_object:  # a proof finds out whether it is drawn from
             return ("torch", f"Generator({value.device.type})")
         if isinstance(value, enum.Enum):
             return ("enum", class_name(kind), value.name or repr(value.value))
