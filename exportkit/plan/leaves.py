@@ -195,7 +195,7 @@ class Constant:
     @property
     def is_generator(self) -> bool:
         """Whether it is a generator of random numbers, all of which have the same fingerprint."""
-        return len(self.fingerprint) > 1 and str(self.fingerprint[1]).startswith("Generator(")
+        return self.fingerprint[:1] == ("torch",) and str(self.fingerprint[1]).startswith("Generator(")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Plans from sizes alone, for the shapes that models really get."""
 
 import pytest
+import torch
 
+import exportkit
 from exportkit.errors import PlanError
 from exportkit.plan.infer import infer_plan
 from exportkit.plan.leaves import CallTable, Constant, Leaf
@@ -131,3 +133,21 @@ def test_a_plan_prints_as_a_table():
         "past_sequence  length of the cache: 0, 7, 8\n"
         "batch          leading axis of every input and of an output, always 2; not confirmed by a run"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.Generator(), "value: the graph draws nothing from a generator, and accepts any."),
+        ("Generator(cpu)", "value='Generator(cpu)' is baked into the graph."),
+    ],
+)
+def test_a_generator_is_not_baked_in_and_a_text_that_looks_like_one_is(value, text):
+    class Doubles(torch.nn.Module):
+        def forward(self, x, value=None):
+            return x * 2
+
+    model, observer = Doubles(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.ones(2), value=value)
+    assert text in [finding.text for finding in observer.plan().findings]
