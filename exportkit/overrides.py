@@ -35,9 +35,9 @@ _MISSING = object()  # held by an attribute or an item that does not exist
 
 
 class _Named:
-    """A slot that is known by the identity of its owner, which need not be hashable, and by a name."""
+    """A slot that is known by the identity of its owner, which need not be hashable, and by a name or key."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Any, name: Any) -> None:
         self.owner = owner
         self.name = name
 

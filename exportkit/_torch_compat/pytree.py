@@ -19,9 +19,15 @@ class Registered(NamedTuple):
     flatten_with_keys: Callable[[Any], tuple[list[tuple[Any, Any]], Any]] | None
 
 
+def nodes() -> dict[type, Any]:
+    """Returns torch's registrations by class. Seen in torch 2.13."""
+    found: dict[type, Any] = require(torch.utils._pytree, "SUPPORTED_NODES", "torch 2.13")
+    return found
+
+
 def registered_node(cls: type) -> Registered | None:
     """Returns torch's pytree registration of ``cls``, or None. Seen in torch 2.13."""
-    definition = require(torch.utils._pytree, "SUPPORTED_NODES", "torch 2.13").get(cls)
+    definition = nodes().get(cls)
     if definition is None:
         return None
     return Registered(definition.flatten_fn, definition.unflatten_fn, definition.flatten_with_keys_fn)
@@ -42,12 +48,6 @@ def register_node(
     import torch.utils._cxx_pytree
 
     unique = f" {id(cls)}" if "<locals>" in cls.__qualname__ else ""  # torch takes each name once
-    mapping_key = require(torch.utils._pytree, "MappingKey", "torch 2.13")
-
-    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        leaves, context = flatten(value)
-        return [(mapping_key(key), leaf) for key, leaf in zip(keys(value), leaves, strict=True)], context
-
     require(torch.utils._pytree, "register_pytree_node", "torch 2.13")(
         cls,
         flatten,
@@ -55,8 +55,31 @@ def register_node(
         serialized_type_name=f"exportkit:{cls.__module__}.{cls.__qualname__}{unique}",
         to_dumpable_context=dump,
         from_dumpable_context=load,
-        flatten_with_keys_fn=flatten_with_keys,
+        flatten_with_keys_fn=_with_keys(flatten, keys),
     )
+
+
+def _with_keys(
+    flatten: Callable[[Any], tuple[list[Any], Any]], keys: Callable[[Any], list[str]]
+) -> Callable[[Any], tuple[list[tuple[Any, Any]], Any]]:
+    mapping_key = require(torch.utils._pytree, "MappingKey", "torch 2.13")
+
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        leaves, context = flatten(value)
+        return [(mapping_key(key), leaf) for key, leaf in zip(keys(value), leaves, strict=True)], context
+
+    return flatten_with_keys
+
+
+def node_of(
+    cls: type,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], Any],
+    keys: Callable[[Any], list[str]],
+) -> Any:
+    """Returns a registration of ``cls`` for `nodes`. Seen in torch 2.13."""
+    made = require(torch.utils._pytree, "NodeDef", "torch 2.13")
+    return made(cls, flatten, unflatten, _with_keys(flatten, keys))
 
 
 def deregister_node(cls: type) -> None:

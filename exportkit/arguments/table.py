@@ -127,7 +127,7 @@ def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], Any]) -> Any:
 
 def _spec(value: Any, marked: Mapping[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):
-        return marked[id(value)]
+        return marked.get(id(value), {})  # a registration of others may list tensors that follow from the others
     if type(value) in (list, tuple):
         return type(value)(_spec(item, marked) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

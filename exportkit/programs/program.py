@@ -42,11 +42,11 @@ from exportkit.rewrites.table import BUFFER_VALUES, STRICT, Rewrite, adapted_cal
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import (
     Tree,
+    caches_opened,
     check_opened,
     fingerprint,
     flatten,
     join,
-    registered_caches,
     set_stored_length,
     text_of,
 )
@@ -214,7 +214,7 @@ def trace(
     forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
     names = tuple(rule.name for rule in rules)
     with (
-        registered_caches(),
+        caches_opened([*kwargs.values(), outputs.build()]),
         operators_at_any_length(tracing=True),
         applied(rules, model),
         replaced_attributes(model, {"forward": forward}),

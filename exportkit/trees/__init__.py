@@ -12,7 +12,7 @@ from exportkit.trees.caches import (
 from exportkit.trees.constants import check_opened, check_unchanged, constants_in, note_values, text_of
 from exportkit.trees.fingerprint import Fingerprint, fingerprint
 from exportkit.trees.flatten import flatten, with_list
-from exportkit.trees.registry import opens_in_order, register_flattening_functions, registered_caches
+from exportkit.trees.registry import caches_opened, opens_in_order, register_flattening_functions, registered_caches
 from exportkit.trees.structure import join, joined
 from exportkit.trees.tree import Tree, string_type
 
@@ -20,6 +20,7 @@ __all__ = [
     "Fingerprint",
     "Growth",
     "Tree",
+    "caches_opened",
     "check_opened",
     "check_unchanged",
     "constants_in",

@@ -14,10 +14,18 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.pytree import deregister_node, register_node, registered_node
+from exportkit._torch_compat.pytree import (
+    deregister_node,
+    node_of,
+    nodes,
+    register_node,
+    registered_node,
+    tree_leaves,
+)
 from exportkit._torch_compat.transformers import cache_bases
+from exportkit.overrides import Item, replaced
 from exportkit.trees.caches import is_cache_class
-from exportkit.trees.flatten import flattened_cache
+from exportkit.trees.flatten import flatten, flattened_cache
 from exportkit.trees.json_form import dump_rest, dump_structure, load_rest, load_structure
 from exportkit.trees.objects import flatten_tensors, opened_classes, tensor_names, unflatten_tensors
 from exportkit.trees.structure import Leaves, Object, build
@@ -65,6 +73,26 @@ def registered_caches() -> Iterator[None]:
     caches = _with_subclasses(bases[:1])
     with _nodes.held(caches | dict.fromkeys(opened_classes)), _loadable.held(caches | _with_subclasses(bases[1:])):
         yield
+
+
+@contextlib.contextmanager
+def caches_opened(values: Iterable[Any]) -> Iterator[None]:
+    """Registers the cache classes that are loaded, so that torch opens these values into the leaves of a `Tree`.
+
+    Registrations by others are used where they do that. Those of transformers' exporters also list the tensors that a
+    sliding window is compared with, which are no inputs.
+    """
+    with registered_caches():
+        foreign = []
+        if not all(map(_opens_into_tree, values)):
+            foreign = [cls for cls in _with_subclasses(cache_bases()[:1]) if not opens_in_order(cls)]
+        with replaced([(Item(nodes(), cls), node_of(cls, flattened_cache, _unflatten, _keys)) for cls in foreign]):
+            yield
+
+
+def _opens_into_tree(value: Any) -> bool:
+    found = {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    return found == {id(tensor) for tensor in flatten(value).tensors().values()}
 
 
 def _with_subclasses(bases: Iterable[type]) -> dict[type, None]:

@@ -247,6 +247,25 @@ def test_permanent_registration_by_transformers_is_possible_and_left_alone():
     """) == ["True", "4", "True", "4"]
 
 
+def test_a_registration_that_lists_more_tensors_than_there_are_inputs_is_left_out_of_an_export():
+    assert _run("""
+        import torch
+        from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
+        from exportkit import InputObserver, export
+        from tests.models import random_ids, tiny_mistral
+
+        nodes = torch.utils._pytree.SUPPORTED_NODES
+        model, observer = tiny_mistral(), InputObserver()
+        register_cache_pytrees_for_model(model)
+        theirs = dict(nodes)
+        with observer(model):
+            model.generate(random_ids(2, 4), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        print(len(observer.infer_dynamic_shapes()["past_key_values"]))  # with the tensor of the window of each layer
+        print(len([path for path in export(model, observer).inputs if "past_key_values" in path]))
+        print(nodes == theirs)
+    """) == ["6", "4", "True"]
+
+
 def test_caches_made_inside_are_known_although_transformers_was_not_loaded_before():
     assert _run("""
         import torch
