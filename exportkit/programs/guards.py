@@ -7,10 +7,19 @@ which tracing assumes, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from exportkit._torch_compat.symbolic_shapes import ShapeGuard, always_holds, as_python, input_axes, shape_guards
+import torch
+
+from exportkit._torch_compat.symbolic_shapes import (
+    ShapeGuard,
+    always_holds,
+    as_python,
+    input_axes,
+    shape_guards,
+    traced_expression,
+)
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
 from exportkit.programs.call_check import SMALLEST
@@ -75,6 +84,30 @@ class TracedSizes:
     def named(self, numbers: Mapping[str, Any]) -> dict[str, str]:
         """Returns traced numbers, by any key, as expressions over the variables of the plan."""
         return {key: as_python(number, self._names) for key, number in numbers.items()}
+
+    def element_counts(self) -> list[str]:
+        """Returns how many elements the tensors of the program have, as expressions over the variables of the plan.
+
+        The weights of attention count as one, as a translated graph has it even where torch computes without it.
+        Tensors whose size depends on values are left out.
+        """
+        texts: dict[Any, str] = {}
+        found: dict[str, None] = {}
+        for node in self._program.graph.nodes:
+            value = node.meta.get("val")
+            shapes: list[Sequence[Any]] = [value.shape] if isinstance(value, torch.Tensor) else []
+            if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+                query, keys = (argument.meta["val"].shape for argument in node.args[:2])
+                shapes.append((*query[:-1], keys[-2]))
+            for shape in shapes:
+                sizes = [size if expr is None else expr for size in shape for expr in [traced_expression(size)]]
+                symbols = {symbol for size in sizes for symbol in getattr(size, "free_symbols", ())}
+                if symbols and symbols <= self._homes.keys():
+                    for size in sizes:
+                        if size not in texts:
+                            texts[size] = str(size) if isinstance(size, int) else f"({as_python(size, self._names)})"
+                    found[" * ".join([texts[size] for size in sizes])] = None
+        return list(found)
 
     def fixed(self) -> frozenset[str]:
         """Returns the conditions that an axis became a number or depends on others: a graph takes nothing else."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from exportkit.calls.call import Call
+from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
@@ -25,6 +26,7 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import run_sized, sized_call, stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
+from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
 from exportkit.running.compare import Difference, Tensors, compare_tensors
 from exportkit.running.eager import EagerRunner, sampled_answer
@@ -34,7 +36,10 @@ from exportkit.running.runner import compare_calls, recorded
 
 # A call at other, larger sizes is run if parameters times rows and tokens stay below this: about two seconds.
 _MOST_WORK = 2**36
-_MOST_ELEMENTS = 2**22
+_MOST_ELEMENTS = 2**22  # of all inputs together
+# Elements of one tensor: 512 MiB of float32, of which onnxruntime may hold a few. The logits of 5 rows of 71 tokens
+# have less than half as many for the largest vocabularies; attention over all pixels of 67 images has far more.
+_LARGEST_TENSOR = 2**27
 _LARGEST_TRIED = 512
 
 
@@ -166,12 +171,13 @@ def without_harmless(
     numbers = {n for found in asked.values() for n in found if 0 < n <= _LARGEST_TRIED}
     near = {size for n in numbers for size in (n, n + 1, n + 3, 2 * n)}
     crossing: dict[str, list[tuple[int, dict[str, int]]]] = {}
+    affordable = Affordable(traced)
     for pattern in ({}, *(pattern.sizes for pattern in domain.patterns)) if asked else ():
         start = at_pattern(traced.plan, traced.sizes, pattern)
         small_alone = {*_broken(domain, start)} if pattern else set()
         for sizes in varied_sizes(traced.plan, start, sorted(near)):
             broken = {*_broken(domain, sizes)} - small_alone
-            if broken <= asked.keys() and is_affordable(traced, sizes):
+            if broken <= asked.keys() and sizes in affordable:
                 for text in broken:
                     crossing.setdefault(text, []).append((len(broken), sizes))
     harmless: dict[str, dict[str, int]] = {}  # with sizes that break it
@@ -197,7 +203,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
     samples: list[Mapping[str, int]] = []
     known = [dict(pattern.sizes) for pattern in domain.patterns]
     unseen = [dict(item.sizes) for item in unseen_sizes(plan, traced.sizes)]
-    findings, failed = [], list[Pattern]()
+    findings, failed, affordable = [], list[Pattern](), Affordable(traced)
     for pattern in small_patterns(plan):
         if pattern in known or any(_fails_with(plan, part, pattern) for part in failed):
             continue
@@ -205,13 +211,13 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
         reason, waived = probe.difference(at), _broken(domain, at)
         if reason is None:  # one row may have no room for the images of three
             others = [sizes for sizes in unseen if small(sizes) == pattern]
-            others += [sizes for sizes in larger_sizes(plan, traced.sizes, pattern) if is_affordable(traced, sizes)]
+            others += [sizes for sizes in larger_sizes(plan, traced.sizes, pattern) if sizes in affordable]
             for at in others:
                 reason = probe.difference(at) if _holds(domain, waived, at) else None
                 if reason is not None:
                     break
         if reason == "":
-            larger = affordable_sizes(traced, domain, pattern, waived)
+            larger = affordable.largest(domain, pattern, waived)
             smallest = smallest_sizes(plan, traced.sizes, pattern)
             others = [sizes for sizes in (smallest, larger) if sizes is not None and _holds(domain, waived, sizes)]
             reason = next((text for sizes in others if (text := probe.difference(sizes))), "")
@@ -245,29 +251,38 @@ def _broken(domain: Domain, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple([condition.text for condition in domain.conditions if not condition.holds(sizes)])
 
 
-def affordable_sizes(
-    traced: TracedProgram, domain: Domain, pattern: Pattern, waived: Sequence[str] = ()
-) -> dict[str, int] | None:
-    """Returns the largest of other sizes with the same pattern that fulfil the conditions and take little time.
+class Affordable:
+    """Which sizes a model runs at in about two seconds, with tensors that are not too large for its graph.
 
     Args:
         traced: The program.
-        domain: Its domain.
-        pattern: Variables that are 0 or 1.
-        waived: Texts of conditions that need not hold.
     """
-    for sizes in larger_sizes(traced.plan, traced.sizes, pattern):
-        if is_affordable(traced, sizes) and _holds(domain, waived, sizes):
-            return sizes
-    return None
 
+    def __init__(self, traced: TracedProgram) -> None:
+        self._traced = traced
+        self._parameters = sum(parameter.numel() for parameter in traced.model.parameters())
+        counts = TracedSizes(traced).element_counts()
+        self._small_enough = [SizeCondition(f"{count} <= {_LARGEST_TENSOR}") for count in counts]
 
-def is_affordable(traced: TracedProgram, sizes: Mapping[str, int]) -> bool:
-    """Returns whether the model runs at these sizes in about two seconds."""
-    shapes = traced.plan.shapes(sizes).values()
-    tokens = max((math.prod(shape[:2]) for shape in shapes), default=1)
-    parameters = sum(parameter.numel() for parameter in traced.model.parameters())
-    return sum(map(math.prod, shapes)) <= _MOST_ELEMENTS and tokens * parameters <= _MOST_WORK
+    def __contains__(self, sizes: Mapping[str, int]) -> bool:
+        shapes = self._traced.plan.shapes(sizes).values()
+        tokens = max((math.prod(shape[:2]) for shape in shapes), default=1)
+        if sum(map(math.prod, shapes)) > _MOST_ELEMENTS or tokens * self._parameters > _MOST_WORK:
+            return False
+        return all(condition.holds(sizes) for condition in self._small_enough)
+
+    def largest(self, domain: Domain, pattern: Pattern, waived: Sequence[str] = ()) -> dict[str, int] | None:
+        """Returns the largest of other sizes with the same pattern that fulfil the conditions and are affordable.
+
+        Args:
+            domain: The domain of the program.
+            pattern: Variables that are 0 or 1.
+            waived: Texts of conditions that need not hold.
+        """
+        for sizes in larger_sizes(self._traced.plan, self._traced.sizes, pattern):
+            if sizes in self and _holds(domain, waived, sizes):
+                return sizes
+        return None
 
 
 def _holds(domain: Domain, waived: Sequence[str], sizes: Mapping[str, int]) -> bool:

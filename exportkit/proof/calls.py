@@ -27,7 +27,7 @@ from exportkit.probing.missing import absent_patterns, call_without
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import run_sized, sized_call
 from exportkit.programs.call_check import SmallSizes
-from exportkit.programs.patterns import affordable_sizes, sizes_of_calls
+from exportkit.programs.patterns import Affordable, sizes_of_calls
 from exportkit.programs.program import TracedProgram
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager
@@ -75,7 +75,7 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
     """
     plan, domain = traced.plan, traced.domain
     combinations = [(item.label, item.sizes) for item in unseen_sizes(plan, traced.sizes)]
-    large = affordable_sizes(traced, domain, {})
+    large = Affordable(traced).largest(domain, {})
     if large is not None:
         combinations.append(("large sizes", large))
     waived = {condition.text for condition in domain.waived}

@@ -51,6 +51,27 @@ def test_recorded_calls_and_unseen_sizes_are_proven(onnx_model):
     assert max(row.absolute for row in report.rows) < 1e-5
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_large_sizes_leave_room_for_attention_over_all_pixels(fused, tmp_path):
+    class OverPixels(torch.nn.Module):
+        def forward(self, image):
+            pixels = image.flatten(2).transpose(1, 2)
+            if fused:
+                return torch.nn.functional.scaled_dot_product_attention(pixels, pixels, pixels)
+            return (pixels @ pixels.transpose(1, 2)).softmax(-1) @ pixels
+
+    report = exported(
+        OverPixels(), [(torch.randn(2, 4, 6, 5),), (torch.randn(3, 4, 8, 9),)], tmp_path / "m.onnx"
+    ).verify()
+    assert report.ok
+    asked = [rows * (height * width) ** 2 for rows, height, width in map(_sizes, report.rows)]
+    assert 10**6 < max(asked) < 2**28
+
+
+def _sizes(row):
+    return [row.sizes[name] for name in ("batch", "height", "width")]
+
+
 def test_recorded_calls_alone_can_be_checked(onnx_model):
     report = onnx_model.verify(unseen=False)
     assert report.ok
