@@ -79,8 +79,8 @@ def registered_caches() -> Iterator[None]:
 def caches_opened(values: Iterable[Any]) -> Iterator[None]:
     """Registers the cache classes that are loaded, so that torch opens these values into the leaves of a `Tree`.
 
-    Registrations by others are used where they do that. Those of transformers' exporters also list the tensors that a
-    sliding window is compared with, which are no inputs.
+    Registrations by other code are used if they do that. The one of transformers' exporters does not: it also flattens
+    constants of sliding windows.
     """
     with registered_caches():
         foreign = []
