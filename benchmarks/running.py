@@ -160,6 +160,11 @@ class Runner:
             "position_ids": torch.arange(past, past + new).expand(batch, new),
         }
         places = {name: key for key, name in _places(session.get_inputs()).items()}
+        known |= {  # transformers.exporters asks for the window of each layer
+            item.name: torch.tensor(self._windows[int(item.name.split(".")[-2])])
+            for item in session.get_inputs()
+            if item.name.endswith("._sliding_window_tensor")
+        }
         given = {
             item.name: cache[places[item.name]] if item.name in places else known[item.name]
             for item in session.get_inputs()
