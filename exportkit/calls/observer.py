@@ -103,25 +103,9 @@ class Observer:
             new = [text for text in application.problems() if text not in before]
             _report((), tuple(new))
             return
-        signature = self._check(model, method_name)
-        if self._application is not None:
-            raise InvalidRequestError(
-                "An observer records one model, or one application; this one recorded an application before.",
-                got=type(model).__name__,
-                hint="use one InputObserver for each.",
-            )
-        if self._recorder is None:
-            self._recorder = Recorder(signature, method_name, type(model).__name__)
-        elif self._recorder.signature.names != signature.names:
-            raise InvalidRequestError(
-                "An observer records one method; this one recorded another before.",
-                expected=f"a method with inputs {', '.join(self._recorder.signature.names)}",
-                got=f"{type(model).__name__}.{method_name} with inputs {', '.join(signature.names)}",
-                hint="use one InputObserver for each method.",
-            )
+        recorder = self._recorder_of(model, method_name)
         self._model, self._method_name = weakref.ref(model), method_name
         self._parts = PartRecorder(model, method_name, parts) if parts is not None else None
-        recorder = self._recorder
         recorder.allow(store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes)
         known = len(recorder.problems), len(recorder.limits)
         attachment = attach(model, method_name, recorder, leaves_when_spent=shapes == "stored")
@@ -140,6 +124,26 @@ class Observer:
                 part_recorder.leave()
                 limits += tuple(f"The part {name!r} was not called." for name in part_recorder.not_called())
             _report(recorder.problems[known[0] :], limits)
+
+    def _recorder_of(self, model: torch.nn.Module, method_name: str) -> Recorder:
+        """The recorder of a method, new or of an earlier run."""
+        signature = self._check(model, method_name)
+        if self._application is not None:
+            raise InvalidRequestError(
+                "An observer records one model, or one application; this one recorded an application before.",
+                got=type(model).__name__,
+                hint="use one InputObserver for each.",
+            )
+        if self._recorder is None:
+            self._recorder = Recorder(signature, method_name, type(model).__name__)
+        elif self._recorder.signature.names != signature.names:
+            raise InvalidRequestError(
+                "An observer records one method; this one recorded another before.",
+                expected=f"a method with inputs {', '.join(self._recorder.signature.names)}",
+                got=f"{type(model).__name__}.{method_name} with inputs {', '.join(signature.names)}",
+                hint="use one InputObserver for each method.",
+            )
+        return self._recorder
 
     def _application_of(self, application: Any, method_name: str, parts: Wanted | None) -> ApplicationRecorder:
         """The recorder of an application, new or of an earlier run."""

@@ -9,29 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import re
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
 
-from exportkit._torch_compat.modules import buffer_table, module_table, parameter_table
 from exportkit._torch_compat.pytree import tree_leaves, tree_map
-from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.tracing import in_module, node_of, tensor_of
 from exportkit.overrides import replaced_attributes
+from exportkit.programs.layer import (
+    SIZES,
+    Layer,
+    LayerNumber,
+    Steps,
+    contents,
+    description,
+    held,
+    holders,
+    marks,
+    places_in,
+    plain,
+)
 from exportkit.trees import flatten
-from exportkit.trees.caches import ATOMS, is_cache_class
-from exportkit.trees.fingerprint import fingerprint
+from exportkit.trees.caches import ATOMS
 
 Node = torch.fx.Node
 SIZE = torch.ops.aten.sym_size.int
-Steps = tuple[Any, ...]  # the attributes and items that lead to a value
 _MEMBER = re.compile(r"((?:.*\.)?)(\d+)")
-_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_OF_ANY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 _MOST_RUNS = 8  # in Gemma3, every sixth layer is of another kind
 
 
@@ -62,7 +68,7 @@ class CopiedLayers:
         if len(runs) >= _MOST_RUNS and not kinds:
             return forward(*args, **kwargs)
         try:
-            layer = _Layer(tracer, path, int(member[2]), module, (args, kwargs), self._left.get(key, ()))
+            layer = Layer(tracer, path, int(member[2]), module, (args, kwargs), self._left.get(key, ()))
             found = next((kind for kind in kinds if kind.includes(layer)), None)
         except Exception:  # an object that raises when it is looked at: the layer is traced
             return forward(*args, **kwargs)
@@ -78,201 +84,6 @@ class CopiedLayers:
                 kinds += [found] if found is not None else []
                 runs.append(run)
         return run.result
-
-
-class _Place(NamedTuple):
-    """A value, and where it is: an item or an attribute of its holder."""
-
-    value: Any
-    holder: Any = None
-    name: Any = None
-
-    def write(self, value: Any) -> None:
-        if isinstance(self.holder, dict | list):
-            self.holder[self.name] = value
-        else:
-            setattr(self.holder, self.name, value)
-
-
-def _places(value: Any) -> dict[Steps, _Place]:
-    """The values inside containers and caches; what these are themselves is found at the place `len`."""
-    found: dict[Steps, _Place] = {}
-    opened: set[int] = set()
-
-    def walk(steps: Steps, place: _Place) -> None:
-        value, items = place.value, None
-        if id(value) in opened:  # it contains itself
-            found[steps] = _Place(type(value).__name__)
-            return
-        if isinstance(value, dict):
-            items = list(value.items())
-        elif isinstance(value, list | tuple):
-            items = list(enumerate(value))
-        elif is_cache_class(type(value)):
-            items = list(vars(value).items())
-        if items is None:
-            found[steps] = place
-            return
-        found[*steps, len] = _Place((type(value), len(items)))
-        opened.add(id(value))
-        for name, item in items:
-            walk((*steps, name), _Place(item, value, name))
-        opened.discard(id(value))
-
-    walk((), _Place(value))
-    return found
-
-
-def _holders(places: Mapping[Steps, _Place]) -> dict[int, Any]:
-    return {id(place.holder): place.holder for place in places.values() if place.holder is not None}
-
-
-class _Layer:
-    """A module, the arguments that it is called with, and the nodes of the layer before it."""
-
-    left: Sequence[Node | None]
-
-    def __init__(
-        self, tracer: Any, path: str, number: int, module: torch.nn.Module, call: Any, before: Sequence[Node | None]
-    ) -> None:
-        self.before = before
-        self.tracer, self.path, self.number, self.module, self.call = tracer, path, number, module, call
-        self.weights, self.attributes, self.has_hooks = _contents(module)
-        self.held, self.numbers = _held(self.attributes), frozenset(self._numbers())
-        self.places = _places(call) | {steps: _Place(tensor) for steps, tensor in self.weights.items()}
-        self.described = {steps: _described(place.value) for steps, place in self.places.items()}
-
-    def _numbers(self) -> Iterator[Steps]:
-        """The attributes that hold the number of the layer, as those of another one in the list hold its number."""
-        candidates = [steps for steps, value in self.attributes.items() if type(value) is int and value == self.number]
-        root = getattr(self.tracer, "scope_root", None)  # the tracer of torch.export has one
-        if root is None or not candidates:
-            return
-        for name, other in root.get_submodule(self.path.rpartition(".")[0]).named_children():
-            if type(other) is type(self.module) and name.isdigit() and int(name) != self.number:
-                parts = dict(other.named_modules(remove_duplicate=False))
-                for part, attribute in candidates:
-                    if part in parts and vars(parts[part]).get(attribute) == int(name):
-                        yield part, attribute
-                return
-
-    def nodes(self) -> dict[Node, set[Steps]]:
-        """The places of the tensors, by the nodes that compute them."""
-        found: dict[Node, set[Steps]] = {}
-        for steps, place in self.places.items():
-            node = node_of(place.value, self.tracer)
-            if node is not None:
-                found.setdefault(node, set()).add(steps)
-        for position, node in enumerate(self.before):
-            if node is not None:
-                found.setdefault(node, set()).add((_Layer, position))
-        return found
-
-    def own_numbers(self, other: _Layer) -> frozenset[Steps] | None:
-        """Returns the attributes that hold the number of each of two layers; None if anything else differs."""
-        if self.attributes.keys() != other.attributes.keys() or self.has_hooks or other.has_hooks:
-            return None
-        found = set()
-        for name, value in self.attributes.items():
-            if name in self.numbers & other.numbers:
-                found.add(name)
-            elif self.held[name] != other.held[name]:
-                return None
-            elif type(value) not in ATOMS:
-                rows = _rows(value, max(self.number, other.number))
-                if any(fingerprint(row[self.number]) != fingerprint(row[other.number]) for row in rows):
-                    return None
-        return frozenset(found)
-
-
-def _contents(module: torch.nn.Module) -> tuple[dict[Steps, Any], dict[Steps, Any], bool]:
-    """The parameters and buffers of a module and those in it, their other attributes, and whether they have hooks."""
-    weights, attributes, has_hooks = {}, {}, False
-    for path, part in module.named_modules(remove_duplicate=False):
-        parameters, buffers, modules = parameter_table(part), buffer_table(part), module_table(part)
-        for name, tensor in (*parameters.items(), *buffers.items()):
-            weights[torch.nn.Module, path, name] = tensor
-        attributes[path, type] = type(part)
-        for name, value in vars(part).items():
-            if name not in _OF_ANY_MODULE:
-                attributes[path, name] = value
-            elif isinstance(value, dict) and value:
-                has_hooks |= all(value is not table for table in (parameters, buffers, modules))
-    return weights, attributes, has_hooks
-
-
-def _held(attributes: Mapping[Steps, Any]) -> dict[Steps, Any]:
-    """What has to be equal of attributes; tensors in them have to be the same."""
-    return {
-        steps: _described(value) if type(value) in ATOMS else fingerprint(types.SimpleNamespace(value=value))
-        for steps, value in attributes.items()
-    }
-
-
-def _rows(value: Any, number: int, depth: int = 2) -> Iterator[Sequence[Any]]:
-    """The lists in an object, such as a configuration, that may have an entry for each layer."""
-    if isinstance(value, list | tuple):
-        if len(value) > number:
-            yield value
-    elif depth:
-        for name, part in (value if isinstance(value, dict) else getattr(value, "__dict__", {})).items():
-            if not str(name).startswith("__"):
-                yield from _rows(part, number, depth - 1)
-
-
-def _described(value: Any) -> Any:
-    """What has to be equal of two values for code to do the same with them."""
-    if isinstance(value, torch.Tensor):
-        sizes = tuple(map(_described, (*value.shape, *value.stride())))
-        return type(value), sizes, value.dtype, value.device, value.requires_grad, _marks(value)
-    if isinstance(value, _SIZES):
-        return type(value), traced_expression(value)
-    if isinstance(value, list | tuple):
-        return type(value), *map(_described, value)
-    if type(value) is float:
-        return float, repr(value)  # 0.0 and -0.0 are not the same
-    return type(value), value if type(value) in ATOMS else fingerprint(value)
-
-
-def _marks(tensor: torch.Tensor) -> list[str]:
-    """What rewrites have noted on a tensor."""
-    return [name for name in vars(tensor) if "exportkit" in name]
-
-
-class _Number(int):
-    """The number of a layer in one of its attributes. It notes what is computed with it."""
-
-    noted: list[tuple[Steps, Callable[..., Any], tuple[Any, ...], Any]]
-    name: Steps
-
-
-def _plain(value: Any) -> Any:
-    return int(value) if isinstance(value, _Number) else value
-
-
-_BINARY = ("add", "sub", "mul", "floordiv", "truediv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
-_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
-_MIRRORED |= {name: f"r{name}" for name in _BINARY} | {f"r{name}": name for name in _BINARY}
-
-
-def _noting(name: str, mirrored: str = "") -> Callable[..., Any]:
-    """Returns the method of an integer; with what only the other operand can compute, that one gets a plain integer."""
-    compute = getattr(int, f"__{name}__")
-
-    def method(self: _Number, *others: Any) -> Any:
-        result = compute(self, *others)
-        self.noted.append((self.name, compute, others, result))
-        if result is NotImplemented and mirrored:
-            return getattr(type(others[0]), f"__{mirrored}__", lambda *_: NotImplemented)(others[0], int(self))
-        return result
-
-    return method
-
-
-for _name in ("hash", "bool", "str", "repr", "format", "float", "neg", "pos", "abs", "invert"):
-    setattr(_Number, f"__{_name}__", _noting(_name))
-for _name, _other in _MIRRORED.items():
-    setattr(_Number, f"__{_name}__", _noting(_name, _other))
 
 
 class _Run:
@@ -291,7 +102,7 @@ class _Run:
         noted: What it computed with its number.
     """
 
-    def __init__(self, layer: _Layer, forward: Callable[..., Any]) -> None:
+    def __init__(self, layer: Layer, forward: Callable[..., Any]) -> None:
         self.layer = layer
         self.noted: list[tuple[Steps, Callable[..., Any], tuple[Any, ...], Any]] = []
         self.reads: dict[Node, set[Steps]] = {}
@@ -310,18 +121,18 @@ class _Run:
             self._leave_plain_numbers()
 
     def _leave_plain_numbers(self) -> None:
-        if any(isinstance(leaf, _Number) for leaf in tree_leaves(self.result)):
-            self.result = tree_map(_plain, self.result)
+        if any(isinstance(leaf, LayerNumber) for leaf in tree_leaves(self.result)):
+            self.result = tree_map(plain, self.result)
         for node in self.nodes:
-            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _plain)
-        for place in _places(self.layer.call).values():
-            if isinstance(place.value, _Number) and not isinstance(place.holder, tuple):
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), plain)
+        for place in places_in(self.layer.call).values():
+            if isinstance(place.value, LayerNumber) and not isinstance(place.holder, tuple):
                 place.write(int(place.value))
 
     def is_known(self) -> bool:
         """Returns whether this is all that the layer did, as far as can be told, and describes it."""
         layer, before = self.layer, self.layer.places
-        after, (weights, attributes, _) = _places(layer.call), _contents(layer.module)
+        after, (weights, attributes, _) = places_in(layer.call), contents(layer.module)
         arguments = before.keys() - layer.weights.keys()
         if after.keys() != arguments or not all(map(self._is_known, self.nodes)):
             return False
@@ -334,11 +145,11 @@ class _Run:
         return (
             not layer.has_hooks
             and _are_the_same(attributes, layer.attributes)
-            and _held(attributes) == layer.held
+            and held(attributes) == layer.held
             and _are_the_same(weights, layer.weights)
-            and all(_described(after[steps].value) == layer.described[steps] for steps in kept)
+            and all(description(after[steps].value) == layer.described[steps] for steps in kept)
             and not any(isinstance(after[steps].holder, tuple) for steps in self.changes)
-            and not _holders(after).keys() & _holders(_places(self.result)).keys()
+            and not holders(after).keys() & holders(places_in(self.result)).keys()
             and all(made is not None for made in (*self.changes.values(), *self.returned))
         )
 
@@ -350,10 +161,10 @@ class _Run:
         part = getattr(self.layer.tracer.root, str(node.target), None)
         return part if isinstance(part, torch.fx.GraphModule) else None
 
-    def _numbers(self, owner: str) -> Iterator[tuple[str, _Number]]:
+    def _numbers(self, owner: str) -> Iterator[tuple[str, LayerNumber]]:
         for part, attribute in self.layer.numbers:
             if part == owner:
-                number = _Number(self.layer.number)
+                number = LayerNumber(self.layer.number)
                 number.noted, number.name = self.noted, (part, attribute)
                 yield attribute, number
 
@@ -368,19 +179,19 @@ class _Run:
                 return type(value), *map(described, value)
             if isinstance(value, slice):
                 return slice, *map(described, (value.start, value.stop, value.step))
-            return _described(value)
+            return description(value)
 
         if node.op == "get_attr":
             return _graph_rows(self._graph_at(node))
         options = [(name, described(value)) for name, value in node.kwargs.items()]
-        return node.target, described(node.args), options, _described(node.meta.get("val"))
+        return node.target, described(node.args), options, description(node.meta.get("val"))
 
     def _made(self, value: Any) -> Any:
         """A tensor by the node that made it, a number or another plain value by itself; None for others."""
         if isinstance(value, torch.Tensor):
             node = node_of(value, self.layer.tracer)
-            return (Node, self.nodes[node]) if node in self.nodes and not _marks(value) else None
-        return _described(value) if type(value) in ATOMS or isinstance(value, _SIZES) else None
+            return (Node, self.nodes[node]) if node in self.nodes and not marks(value) else None
+        return description(value) if type(value) in ATOMS or isinstance(value, SIZES) else None
 
 
 def _graph_rows(module: torch.fx.GraphModule | None) -> Any:
@@ -391,7 +202,7 @@ def _graph_rows(module: torch.fx.GraphModule | None) -> Any:
     rows: list[Any] = []
 
     def described(value: Any) -> Any:
-        return (Node, numbers[value]) if isinstance(value, Node) else _described(value)
+        return (Node, numbers[value]) if isinstance(value, Node) else description(value)
 
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -399,7 +210,7 @@ def _graph_rows(module: torch.fx.GraphModule | None) -> Any:
             rows.append(_graph_rows(part if isinstance(part, torch.fx.GraphModule) else None))
         else:
             target = node.target if node.op == "call_function" else node.op
-            rows.append((target, map_aggregate((node.args, node.kwargs), described), _described(node.meta.get("val"))))
+            rows.append((target, map_aggregate((node.args, node.kwargs), described), description(node.meta.get("val"))))
         numbers[node] = len(numbers)
     return rows
 
@@ -409,7 +220,7 @@ def _are_the_same(one: Mapping[Steps, Any], other: Mapping[Steps, Any]) -> bool:
 
 
 def _same_kind(node: Node, other: Node | None) -> bool:
-    return other is not None and _described(node.meta["val"]) == _described(other.meta["val"])
+    return other is not None and description(node.meta["val"]) == description(other.meta["val"])
 
 
 def _places_of(node: Node, places: Mapping[Node, set[Steps]]) -> set[Steps]:
@@ -427,7 +238,7 @@ def _read_after(last: Node) -> list[Node]:
         found.append(last)
     unread = set[Node]()
     for node in reversed(found):
-        if isinstance(node.meta.get("val"), _SIZES) and unread.issuperset(node.users):
+        if isinstance(node.meta.get("val"), SIZES) and unread.issuperset(node.users):
             unread.add(node)
     return [node for node in found if node not in unread]
 
@@ -475,7 +286,7 @@ class _Kind:
         own_places = {b[: i + 1] for a, b in pairs for i in range(len(b)) if a[i] != b[i]}
         return cls(first, run, reads, frozenset(own_places), numbers)
 
-    def includes(self, layer: _Layer) -> bool:
+    def includes(self, layer: Layer) -> bool:
         """Returns whether a layer leaves the same nodes behind, too."""
         if self.run.layer.own_numbers(layer) != self.numbers:
             return False
@@ -489,7 +300,7 @@ class _Kind:
                 expected[self._moved(steps, layer)] = described
         own = {self._moved(steps, layer) for steps in self.own}
         found = {
-            steps: _described(place.value)
+            steps: description(place.value)
             for steps, place in layer.places.items()
             if not self._is_of_another(steps, lists, own)
         }
@@ -498,7 +309,7 @@ class _Kind:
         read = [(node, self._nodes_at(places, layer)) for node, places in self.reads.items() if places]
         return all(len(others) == 1 and _same_kind(node, *others) for node, others in read)
 
-    def copy(self, layer: _Layer) -> Any:
+    def copy(self, layer: Layer) -> Any:
         """Returns what a layer returns, after it was given copies of the nodes."""
         run, tracer = self.run, layer.tracer
         copies: dict[Node, Any] = {node: self._nodes_at(at, layer).pop() for node, at in self.reads.items() if at}
@@ -521,16 +332,16 @@ class _Kind:
         made = iter(run.returned)
         return flatten(run.result).map(lambda leaf: copied(next(made), leaf)).build()
 
-    def _moved(self, steps: Steps, layer: _Layer) -> Steps:
+    def _moved(self, steps: Steps, layer: Layer) -> Steps:
         shift = layer.number - self.run.layer.number
         return tuple(step + shift if steps[: i + 1] in self.own else step for i, step in enumerate(steps))
 
-    def _nodes_at(self, places: Iterable[Steps], layer: _Layer) -> set[Node | None]:
+    def _nodes_at(self, places: Iterable[Steps], layer: Layer) -> set[Node | None]:
         found: set[Node | None] = set()
         for steps in places:
             moved = self._moved(steps, layer)
             *tensor, kind, axis = moved if SIZE in steps else (*moved, None, None)
-            if tensor[0] is _Layer:
+            if tensor[0] is Layer:
                 node = layer.before[tensor[1]] if tensor[1] < len(layer.before) else None
             else:
                 node = node_of(layer.places[tuple(tensor)].value, layer.tracer)

@@ -17,7 +17,7 @@ from exportkit.probing.missing import find_missing_defaults
 from exportkit.probing.planning import BoundPlan
 from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
 from exportkit.probing.traits import attributes_read
-from exportkit.programs.program import Example
+from exportkit.programs.traced_method import Example
 from exportkit.rewrites.chunk_scans import chunk_size_of
 from exportkit.rewrites.lists import ListingNoted
 from exportkit.rewrites.table import (

@@ -28,7 +28,7 @@ from exportkit.calls.call import Call
 from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.plan import Plan
 from exportkit.programs.repro import TraceRequest
-from exportkit.programs.subject import FlatSignature
+from exportkit.programs.traced_method import FlatSignature
 from exportkit.trees import flatten, join, registered_caches
 
 _DETAILS = "exportkit-details-"

@@ -22,8 +22,9 @@ from exportkit.programs.failure import is_data_dependent
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_harmless_constants, with_traits
 from exportkit.programs.patterns import ProgramProbe, add_patterns
-from exportkit.programs.program import Example, TracedProgram, trace
+from exportkit.programs.program import TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
+from exportkit.programs.traced_method import Example
 from exportkit.rewrites.lists import SYMBOLIC_LENGTH
 from exportkit.rewrites.table import (
     BUFFER_VALUES,

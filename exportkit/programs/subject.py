@@ -2,32 +2,26 @@
 
 A graph has no memory, so a state that a model keeps on its modules between calls becomes an argument and a result.
 Arguments that the model changes in place become results. What modules inside the model return can be added to its
-result. The signature is flat and explicit: torch.export (2.13) cannot trace tensors given through ``*args`` or
-``**kwargs``, and constants need not be inputs of a graph.
+result.
 """
 
 from __future__ import annotations
 
-import keyword
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from exportkit._torch_compat.modules import has_hooks
-from exportkit._torch_compat.symbolic_shapes import hold_equal
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
-from exportkit.plan.plan import Plan
 from exportkit.probing.effects import written_arguments
 from exportkit.programs.number_inputs import Numbers, with_numbers
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
-from exportkit.trees import Tree, flatten, join
-from exportkit.trees.structure import path_of
+from exportkit.trees import flatten, join
 
 STATE = "module_state"
 RESULT = "result"
@@ -279,102 +273,3 @@ def _made_again(
         if outputs_close(expected, got):
             return replace(given, outputs=tree), tree.build()[STATE]
     return None
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of the traced function.
-
-    Attributes:
-        path: Path of the value, such as ``args[0]``.
-        tree: The value.
-        argument: Parameter of the model's method that it belongs to.
-        key: Position in ``*args`` or key in ``**kwargs``; None for any other argument.
-    """
-
-    path: str
-    tree: Tree
-    argument: str
-    key: int | str | None
-
-
-def _parameter_name(key: str, taken: Collection[str]) -> str:
-    """A key of ``**kwargs``, which may be any text, as the name of a parameter."""
-    name = re.sub(r"\W", "_", key)
-    if not name.isidentifier() or keyword.iskeyword(name):
-        name = f"_{name}"
-    while name in taken:
-        name += "_"
-    return name
-
-
-@dataclass(frozen=True)
-class FlatSignature:
-    """Parameters of the traced function by name, and the values of everything else, which it fills in."""
-
-    signature: Signature
-    parameters: Mapping[str, Parameter]
-    fixed: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, call: Call) -> FlatSignature:
-        """Returns the signature for a call: a parameter for each argument that holds tensors.
-
-        Elements of ``*args`` and ``**kwargs`` are parameters of their own.
-        """
-        signature = call.signature
-        found: dict[str, Parameter] = {}
-        for argument, tree in call.arguments.items():
-            parts: dict[Any, Tree] = {None: tree}
-            if argument == signature.var_positional:
-                parts = {position: flatten(value) for position, value in enumerate(tree.build())}
-            elif argument == signature.var_keyword:
-                parts = {key: flatten(value) for key, value in tree.build().items()}
-            taken = set(call.arguments) - {argument}
-            for key, part in parts.items():
-                if not part.tensors():
-                    continue
-                name, path = argument, path_of(() if key is None else (key,), argument)
-                if key is not None:
-                    name = key if isinstance(key, str) and key not in taken else f"{argument}_{key}"
-                found[_parameter_name(name, {*taken, *found})] = Parameter(path, part, argument, key)
-        return cls(signature, found, call.values())
-
-    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the model's own arguments by parameter, for values of the flat parameters."""
-        values = dict(self.fixed)
-        for name, container in ((self.signature.var_positional, list), (self.signature.var_keyword, dict)):
-            if name is not None and name in values:  # as a new container whose elements can be replaced
-                values[name] = container(values[name])
-        for name, value in given.items():
-            parameter = self.parameters[name]
-            if parameter.key is None:
-                values[parameter.argument] = value
-            else:
-                values[parameter.argument][parameter.key] = value
-        return values
-
-
-def tie_sizes(plan: Plan, shapes: Mapping[str, tuple[Any, ...]]) -> None:
-    """Tells a trace which sizes are the same by the plan, so that each variable has one symbol.
-
-    Otherwise the layers of a cache have symbols of their own, as long as no operator compares them.
-
-    Args:
-        plan: The plan.
-        shapes: Shapes of the traced inputs by path.
-    """
-    found: dict[str, Any] = {}
-    others: dict[Any, Any] = {}  # such as lengths of sliding windows
-    sums = []
-    for leaf in plan.leaves:
-        for size, value in zip(leaf.sizes, shapes.get(leaf.path, ()), strict=False):
-            if size.variable is not None:
-                hold_equal(value, found.setdefault(size.variable, value))
-            elif size.is_linear and not size.is_static:
-                sums.append((size, value))
-            elif not size.is_static:
-                hold_equal(value, others.setdefault(size, value))
-    for size, value in sums:
-        if size.variables() <= found.keys():
-            hold_equal(value, size.evaluate(found))

@@ -1,0 +1,221 @@
+"""What a layer is, for copies to be made of its nodes: its weights, attributes, arguments and number, by place.
+
+A place is the attributes and items that lead to a value.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from exportkit._torch_compat.modules import buffer_table, module_table, parameter_table
+from exportkit._torch_compat.symbolic_shapes import traced_expression
+from exportkit._torch_compat.tracing import node_of
+from exportkit.trees.caches import ATOMS, is_cache_class
+from exportkit.trees.fingerprint import fingerprint
+
+Node = torch.fx.Node
+Steps = tuple[Any, ...]  # the attributes and items that lead to a value
+SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_OF_ANY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+class Place(NamedTuple):
+    """A value, and where it is: an item or an attribute of its holder."""
+
+    value: Any
+    holder: Any = None
+    name: Any = None
+
+    def write(self, value: Any) -> None:
+        """Puts another value there."""
+        if isinstance(self.holder, dict | list):
+            self.holder[self.name] = value
+        else:
+            setattr(self.holder, self.name, value)
+
+
+def places_in(value: Any) -> dict[Steps, Place]:
+    """Returns the values inside containers and caches; what these are themselves is found at the place `len`."""
+    found: dict[Steps, Place] = {}
+    opened: set[int] = set()
+
+    def walk(steps: Steps, place: Place) -> None:
+        value, items = place.value, None
+        if id(value) in opened:  # it contains itself
+            found[steps] = Place(type(value).__name__)
+            return
+        if isinstance(value, dict):
+            items = list(value.items())
+        elif isinstance(value, list | tuple):
+            items = list(enumerate(value))
+        elif is_cache_class(type(value)):
+            items = list(vars(value).items())
+        if items is None:
+            found[steps] = place
+            return
+        found[*steps, len] = Place((type(value), len(items)))
+        opened.add(id(value))
+        for name, item in items:
+            walk((*steps, name), Place(item, value, name))
+        opened.discard(id(value))
+
+    walk((), Place(value))
+    return found
+
+
+def holders(places: Mapping[Steps, Place]) -> dict[int, Any]:
+    """Returns what holds values at these places, by id."""
+    return {id(place.holder): place.holder for place in places.values() if place.holder is not None}
+
+
+class Layer:
+    """A module, the arguments that it is called with, and the nodes of the layer before it."""
+
+    left: Sequence[Node | None]
+
+    def __init__(
+        self, tracer: Any, path: str, number: int, module: torch.nn.Module, call: Any, before: Sequence[Node | None]
+    ) -> None:
+        self.before = before
+        self.tracer, self.path, self.number, self.module, self.call = tracer, path, number, module, call
+        self.weights, self.attributes, self.has_hooks = contents(module)
+        self.held, self.numbers = held(self.attributes), frozenset(self._numbers())
+        self.places = places_in(call) | {steps: Place(tensor) for steps, tensor in self.weights.items()}
+        self.described = {steps: description(place.value) for steps, place in self.places.items()}
+
+    def _numbers(self) -> Iterator[Steps]:
+        """The attributes that hold the number of the layer, as those of another one in the list hold its number."""
+        candidates = [steps for steps, value in self.attributes.items() if type(value) is int and value == self.number]
+        root = getattr(self.tracer, "scope_root", None)  # the tracer of torch.export has one
+        if root is None or not candidates:
+            return
+        for name, other in root.get_submodule(self.path.rpartition(".")[0]).named_children():
+            if type(other) is type(self.module) and name.isdigit() and int(name) != self.number:
+                parts = dict(other.named_modules(remove_duplicate=False))
+                for part, attribute in candidates:
+                    if part in parts and vars(parts[part]).get(attribute) == int(name):
+                        yield part, attribute
+                return
+
+    def nodes(self) -> dict[Node, set[Steps]]:
+        """Returns the places of the tensors, by the nodes that compute them."""
+        found: dict[Node, set[Steps]] = {}
+        for steps, place in self.places.items():
+            node = node_of(place.value, self.tracer)
+            if node is not None:
+                found.setdefault(node, set()).add(steps)
+        for position, node in enumerate(self.before):
+            if node is not None:
+                found.setdefault(node, set()).add((Layer, position))
+        return found
+
+    def own_numbers(self, other: Layer) -> frozenset[Steps] | None:
+        """Returns the attributes that hold the number of each of two layers; None if anything else differs."""
+        if self.attributes.keys() != other.attributes.keys() or self.has_hooks or other.has_hooks:
+            return None
+        found = set()
+        for name, value in self.attributes.items():
+            if name in self.numbers & other.numbers:
+                found.add(name)
+            elif self.held[name] != other.held[name]:
+                return None
+            elif type(value) not in ATOMS:
+                rows = _rows(value, max(self.number, other.number))
+                if any(fingerprint(row[self.number]) != fingerprint(row[other.number]) for row in rows):
+                    return None
+        return frozenset(found)
+
+
+def contents(module: torch.nn.Module) -> tuple[dict[Steps, Any], dict[Steps, Any], bool]:
+    """Returns the parameters and buffers of a module and its parts, their other attributes, and if they have hooks."""
+    weights, attributes, has_hooks = {}, {}, False
+    for path, part in module.named_modules(remove_duplicate=False):
+        parameters, buffers, modules = parameter_table(part), buffer_table(part), module_table(part)
+        for name, tensor in (*parameters.items(), *buffers.items()):
+            weights[torch.nn.Module, path, name] = tensor
+        attributes[path, type] = type(part)
+        for name, value in vars(part).items():
+            if name not in _OF_ANY_MODULE:
+                attributes[path, name] = value
+            elif isinstance(value, dict) and value:
+                has_hooks |= all(value is not table for table in (parameters, buffers, modules))
+    return weights, attributes, has_hooks
+
+
+def held(attributes: Mapping[Steps, Any]) -> dict[Steps, Any]:
+    """Returns what has to be equal of attributes; tensors in them have to be the same."""
+    return {
+        steps: description(value) if type(value) in ATOMS else fingerprint(types.SimpleNamespace(value=value))
+        for steps, value in attributes.items()
+    }
+
+
+def _rows(value: Any, number: int, depth: int = 2) -> Iterator[Sequence[Any]]:
+    """The lists in an object, such as a configuration, that may have an entry for each layer."""
+    if isinstance(value, list | tuple):
+        if len(value) > number:
+            yield value
+    elif depth:
+        for name, part in (value if isinstance(value, dict) else getattr(value, "__dict__", {})).items():
+            if not str(name).startswith("__"):
+                yield from _rows(part, number, depth - 1)
+
+
+def description(value: Any) -> Any:
+    """Returns what has to be equal of two values for code to do the same with them."""
+    if isinstance(value, torch.Tensor):
+        sizes = tuple(map(description, (*value.shape, *value.stride())))
+        return type(value), sizes, value.dtype, value.device, value.requires_grad, marks(value)
+    if isinstance(value, SIZES):
+        return type(value), traced_expression(value)
+    if isinstance(value, list | tuple):
+        return type(value), *map(description, value)
+    if type(value) is float:
+        return float, repr(value)  # 0.0 and -0.0 are not the same
+    return type(value), value if type(value) in ATOMS else fingerprint(value)
+
+
+def marks(tensor: torch.Tensor) -> list[str]:
+    """Returns what rewrites have noted on a tensor."""
+    return [name for name in vars(tensor) if "exportkit" in name]
+
+
+class LayerNumber(int):
+    """The number of a layer in one of its attributes. It notes what is computed with it."""
+
+    noted: list[tuple[Steps, Callable[..., Any], tuple[Any, ...], Any]]
+    name: Steps
+
+
+def plain(value: Any) -> Any:
+    """Returns a value; the number of a layer as a plain integer."""
+    return int(value) if isinstance(value, LayerNumber) else value
+
+
+_BINARY = ("add", "sub", "mul", "floordiv", "truediv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+_MIRRORED |= {name: f"r{name}" for name in _BINARY} | {f"r{name}": name for name in _BINARY}
+
+
+def _noting(name: str, mirrored: str = "") -> Callable[..., Any]:
+    """Returns the method of an integer; with what only the other operand can compute, that one gets a plain integer."""
+    compute = getattr(int, f"__{name}__")
+
+    def method(self: LayerNumber, *others: Any) -> Any:
+        result = compute(self, *others)
+        self.noted.append((self.name, compute, others, result))
+        if result is NotImplemented and mirrored:
+            return getattr(type(others[0]), f"__{mirrored}__", lambda *_: NotImplemented)(others[0], int(self))
+        return result
+
+    return method
+
+
+for _name in ("hash", "bool", "str", "repr", "format", "float", "neg", "pos", "abs", "invert"):
+    setattr(LayerNumber, f"__{_name}__", _noting(_name))
+for _name, _other in _MIRRORED.items():
+    setattr(LayerNumber, f"__{_name}__", _noting(_name, _other))
