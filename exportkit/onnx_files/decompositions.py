@@ -316,6 +316,8 @@ def _is_known(node: torch.fx.Node) -> bool:
         return is_plain_cross_entropy(first, *others)
     if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
         return is_plain_pool(first, *others)
+    if node.target is aten.cumsum.default:
+        return node.meta["val"].dtype not in (torch.float16, torch.bfloat16)
     if node.target is aten.roll.default:
         return all(isinstance(shift, int) for shift in others[0])
     if node.target is aten.scatter_reduce.two:
@@ -396,7 +398,9 @@ _RANK = 4  # batch, heads, tokens, size
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.cdist.default: _cdist,
     aten.conv2d.default: _conv2d,
-    # other names, with which torch.onnx does not convert operands to one dtype
+    # other names, which torch.onnx does not know, or with which it does not convert operands to one dtype
+    aten.__lshift__.Tensor: torch.bitwise_left_shift,
+    aten.__rshift__.Tensor: torch.bitwise_right_shift,
     aten.divide.Tensor: torch.div,
     aten.multiply.Tensor: torch.mul,
     aten.subtract.Tensor: torch.sub,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,18 +12,19 @@ from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core
 
 from exportkit.onnx_files.reduction_forms import number
+from exportkit.onnx_files.size_forms import constant_in, exact_like
 
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
 
 
 def as_value(value: Any, like: Any) -> Any:
-    """A number as a constant with the dtype of an argument; a value as it is."""
-    return number(value, like) if isinstance(value, bool | int | float) else value
+    """A number as a constant with the dtype of an argument; a value as it is, with all digits that the dtype has."""
+    return number(value, like) if isinstance(value, bool | int | float) else exact_like(value, like.dtype)
 
 
-# Limits. onnxruntime compares the lower halves of 64-bit integers in Max, Min and Clip; and a Clip without an upper
-# limit takes the largest finite number for one.
+# Limits. onnxruntime compares the lower halves of 64-bit integers in Max, Min and Clip. A Clip without an upper limit
+# takes the largest finite number for one, and a limit that is not a number for none.
 
 
 def _maximum(x: Any, y: Any) -> Any:
@@ -45,7 +47,8 @@ def _limited(x: Any, y: Any, of_floats: Any, keeps: Any, of_booleans: Any) -> An
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     low, high = (None if limit is None else op.CastLike(as_value(limit, x), x) for limit in (min, max))
     if x.dtype.is_floating_point():
-        if low is None or high is None or len(getattr(min, "shape", ())) or len(getattr(max, "shape", ())):
+        constants = constant_in(min), constant_in(max)
+        if any(constant is None or math.isnan(constant) for constant in constants):
             x = x if low is None else op.Max(x, low)
             return x if high is None else op.Min(x, high)
         return op.Clip(x, low, high)
@@ -85,6 +88,13 @@ def _sign(x: Any) -> Any:
     return op.Where(op.IsNaN(x), zero, op.Sign(x))
 
 
+_UNSIGNED = {onnx_ir.DataType[f"UINT{bits}"] for bits in (8, 16, 32, 64)}
+
+
+def _neg(x: Any) -> Any:
+    return op.Sub(number(0, x), x) if x.dtype in _UNSIGNED else op.Neg(x)
+
+
 def _of_floats(form: Callable[[Any], Any], otherwise: bool | None = None) -> Callable[[Any], Any]:
     """A form for floats; integers stay as they are, or give the same answer everywhere."""
 
@@ -114,9 +124,19 @@ def _pow(x: Any, exponent: Any) -> Any:
 
 
 def _pow_to_number(x: Any, exponent: Any) -> Any:
+    if isinstance(exponent, onnx_ir.Value):
+        return _pow_to_size(x, exponent)
     if x.dtype.is_floating_point() or isinstance(exponent, float):
         return core.aten_pow_tensor_scalar(x, exponent)
     return _product(x, exponent, x.dtype)
+
+
+def _pow_to_size(x: Any, exponent: Any) -> Any:
+    if x.dtype.is_floating_point():
+        return op.Pow(x, op.Cast(as_value(exponent, x), to=x.dtype))
+    if exponent.dtype.is_floating_point():
+        return op.Pow(op.Cast(x, to=exponent.dtype), exponent)
+    return _int_pow(x, op.Cast(exponent, to=x.dtype), x.dtype)
 
 
 def _number_to_pow(x: Any, exponent: Any) -> Any:
@@ -207,6 +227,7 @@ INTEGER_FORMS: dict[Any, Callable[..., Any]] = {
     aten.masked_fill.Tensor: _masked_fill,
     aten.maximum.default: _maximum,
     aten.minimum.default: _minimum,
+    aten.neg.default: _neg,
     aten.pow.Scalar: _number_to_pow,
     aten.pow.Tensor_Scalar: _pow_to_number,
     aten.pow.Tensor_Tensor: _pow,

@@ -91,6 +91,14 @@ def _isin(elements: torch.Tensor, others: torch.Tensor, invert: bool = False, **
 # Along an axis, all elements up to one.
 
 
+def _cumsum(values: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """torch.onnx computes sums of float16 and bfloat16 in float32, and leaves them so."""
+    kind = dtype or values.dtype
+    if kind not in (torch.float16, torch.bfloat16):
+        return NotImplemented
+    return values.to(kind).float().cumsum(dim).to(kind)
+
+
 def _cumprod(values: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     kind = dtype or (values.dtype if values.is_floating_point() else torch.int64)
     if not values.ndim:
@@ -142,6 +150,7 @@ ORDERING: dict[Any, Callable[..., Any]] = {
     aten.cummax.default: _cummax,
     aten.cummin.default: _cummin,
     aten.cumprod.default: _cumprod,
+    aten.cumsum.default: _cumsum,
     aten.isin.Tensor_Tensor: _isin,
     aten.kthvalue.default: _kthvalue,
     aten.median.dim: _median,

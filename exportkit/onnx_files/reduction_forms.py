@@ -195,15 +195,15 @@ def _may_be_empty(shape: onnx_ir.Shape, reduced: Sequence[int]) -> bool:
 
 
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: int | None = None) -> Any:
-    rank, kind = len(x.shape), x.dtype
+    shape, kind = x.shape, x.dtype
     if dtype not in (-1, None):
         x, kind = op.Cast(x, to=dtype), onnx_ir.DataType(dtype)
-    if not rank:
+    if not len(shape):
         return op.Identity(x)
-    dims = [dim] if isinstance(dim, int) else [*(dim or range(rank))]
+    dims = [dim] if isinstance(dim, int) else [*(dim or range(len(shape)))]
     axes = op.Constant(value_ints=dims)
     mean = op.ReduceMean(x, axes, keepdims=keepdim)
-    if all(isinstance(x.shape[axis], int) and x.shape[axis] for axis in dims):
+    if all(isinstance(shape[axis], int) and shape[axis] for axis in dims):
         return mean
     count = op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=False)
     nothing = op.Constant(value=onnx_ir.tensor(math.nan, dtype=kind))

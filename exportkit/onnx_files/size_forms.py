@@ -2,7 +2,7 @@
 
 Python's floats have double precision. torch.onnx computes with single precision, in which ``int(100 * 0.29)`` is 29
 instead of 28, and rounds quotients toward zero. Here numbers are computed in double precision as long as they stay
-numbers; operators on tensors get them in single precision, as they always do.
+numbers; operators on tensors in double precision get them like that, others in single precision, as they always do.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import onnx_ir
 import torch
 from onnxscript import opset18
+from onnxscript.function_libs.torch_lib.ops import core
 
 from exportkit._torch_compat.symbolic_shapes import symbolic_square_root
 
@@ -25,6 +26,8 @@ op: Any = opset18  # its annotations know values of one graph, not numbers
 _DOUBLE, _SINGLE, _INT = onnx_ir.DataType.DOUBLE, onnx_ir.DataType.FLOAT, onnx_ir.DataType.INT64
 # Where a number in single precision keeps the same one in double precision.
 _EXACT = "exportkit.exact"
+# Where a tensor keeps the constant that it was made of.
+_CONSTANT = "exportkit.constant"
 
 
 def _is_float(value: Any) -> bool:
@@ -88,6 +91,44 @@ def _sym_float(x: Any) -> Any:
     return _float(_exact(x))
 
 
+def exact_like(value: Any, dtype: Any) -> Any:
+    """Returns a number in double precision for a tensor of that dtype, if it is one with that many digits.
+
+    Args:
+        value: A number or value of the graph.
+        dtype: The dtype of the tensor.
+    """
+    return value.meta[_EXACT] if dtype == _DOUBLE and _EXACT in getattr(value, "meta", {}) else value
+
+
+def _item(x: Any) -> Any:
+    """The number in a tensor."""
+    if x.dtype.is_floating_point():
+        return _float(op.Cast(op.Reshape(x, op.Constant(value_ints=[])), to=_DOUBLE))
+    return core.aten__local_scalar_dense(x)
+
+
+def _scalar_tensor(value: Any, dtype: int = _SINGLE, **_options: Any) -> Any:
+    kind = _SINGLE if dtype in (-1, None) else onnx_ir.DataType(dtype)
+    tensor = core.aten_scalar_tensor(exact_like(value, kind), kind)
+    if isinstance(value, bool | int | float):
+        tensor.meta[_CONSTANT] = value
+    return tensor
+
+
+def constant_in(value: Any) -> float | None:
+    """Returns the Python number that a value of the graph was made of, or that it is; None for any other value."""
+    return value if isinstance(value, bool | int | float) else getattr(value, "meta", {}).get(_CONSTANT)
+
+
+def _full(size: Any, value: Any, dtype: int = -1, **_options: Any) -> Any:
+    return core.aten_full(size, exact_like(value, dtype), dtype)
+
+
+def _full_like(x: Any, value: Any, dtype: int = -1, **_options: Any) -> Any:
+    return core.aten_full_like(x, exact_like(value, x.dtype if dtype in (-1, None) else dtype), dtype)
+
+
 def _arange_to(end: Any, dtype: int | None = None, **options: Any) -> Any:
     return _arange(0, end, 1, dtype, **options)
 
@@ -128,6 +169,10 @@ SIZE_FORMS: dict[Any, Callable[..., Any]] = {
     math.ceil: _to_int(op.Ceil),
     builtins.round: _to_int(op.Round),
     math.trunc: _to_int(lambda x: op.Cast(x, to=_INT)),
+    aten._local_scalar_dense.default: _item,
+    aten.scalar_tensor.default: _scalar_tensor,
+    aten.full.default: _full,
+    aten.full_like.default: _full_like,
     aten.arange.default: _arange_to,
     aten.arange.start: _arange_between,
     aten.arange.start_step: _arange,

@@ -88,6 +88,54 @@ def _chunk(values: torch.Tensor, chunks: int, dim: int = 0) -> Any:
     return [aten.slice(values, dim, part * size, (part + 1) * size) for part in range(count)]
 
 
+def _take_along_dim(values: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    if dim is None:
+        return values.flatten().gather(0, indices.flatten())
+    shapes = [list(tensor.shape) for tensor in (values, indices)]
+    lengths = [shape[dim] for shape in shapes]
+    for shape in shapes:
+        shape[dim] = 1
+    shape = list(torch.broadcast_shapes(*shapes))
+    taken = []
+    for tensor, length in zip((values, indices), lengths, strict=True):
+        shape[dim] = length
+        taken.append(tensor.expand(shape))
+    return taken[0].gather(dim, taken[1])
+
+
+def _cov(
+    values: torch.Tensor,
+    *,
+    correction: int = 1,
+    fweights: torch.Tensor | None = None,
+    aweights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The covariance of rows; torch asks for the values of the number of observations."""
+    rows = values[None] if values.ndim < 2 else values
+    rows = rows if rows.is_floating_point() or rows.is_complex() else rows.to(torch.get_default_dtype())
+    weights = torch.ones_like(rows[0].real)
+    for given in (fweights, aweights):
+        weights = weights if given is None else weights * given
+    total = weights.sum()
+    mean = (rows * weights).sum(1, keepdim=True) / total
+    taken = correction if aweights is None else correction * (weights * aweights).sum() / total
+    rows = rows - mean
+    found = (rows * weights) @ rows.mH / (total - taken).clamp(min=0)
+    return found[0, 0] if values.ndim < 2 else found
+
+
+def _corrcoef(values: torch.Tensor) -> torch.Tensor:
+    if values.ndim < 2:
+        found = _cov(values)
+        return found / found
+    found = _cov(values)
+    deviation = found.diagonal().real.sqrt()
+    ratio = found / deviation[:, None] / deviation[None]
+    if ratio.is_complex():
+        return torch.complex(ratio.real.clamp(-1, 1), ratio.imag.clamp(-1, 1))
+    return ratio.clamp(-1, 1)
+
+
 def _recurrence(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """A plain recurrent layer as one loop operator for each layer and direction."""
 
@@ -231,6 +279,9 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
 ]
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten.chunk.default: _chunk,
+    aten.corrcoef.default: _corrcoef,
+    aten.cov.default: _cov,
+    aten.take_along_dim.default: _take_along_dim,
     aten.tensor_split.sections: _tensor_split,
     aten.rnn_tanh.input: _recurrence(torch.tanh),
     aten.rnn_relu.input: _recurrence(torch.relu),

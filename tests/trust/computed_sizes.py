@@ -1,5 +1,6 @@
 """Python arithmetic with sizes: a graph has to compute it, or to refuse the sizes it does not hold for."""
 
+import functools
 import math
 
 import torch
@@ -293,3 +294,18 @@ def three_largest(self, x):
 @case(serves=USUAL, truth=SMALL)
 def as_many_largest_as_rows(self, x):
     return x.topk(max(1, x.shape[1] // 4), 1).values
+
+
+@case(serves=USUAL, truth=SMALL)
+def powers_with_sizes(self, x):
+    return x ** x.shape[0], 2 ** x.shape[1] * x, (-1) ** x.shape[1] * x, x.long() ** x.shape[0]
+
+
+@functools.lru_cache
+def _positions(length):
+    return torch.arange(length).float()
+
+
+@case(serves=USUAL, truth=SMALL)
+def remembered_by_a_cache(self, x):
+    return x + _positions(x.shape[1])

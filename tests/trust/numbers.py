@@ -299,3 +299,25 @@ def around_zero(self, x):
 )
 def rounding_of_halves(self, x):
     return x.round(), x.trunc(), x.floor(), x.long(), x.to(torch.int32)
+
+
+@case(
+    in_dtype(torch.int8, (2, 5), (3, 7)),
+    truth=[call(torch.full((2, 3), number, dtype=torch.int8)) for number in (100, -128)],
+)
+def signed_integers_that_overflow(self, x):
+    return x + x, -x, x.abs(), x * x, x.sum(), x // 3
+
+
+@case(
+    [call(ints(2, 5).to(torch.uint8)), call(ints(3, 7).to(torch.uint8))],
+    truth=[call(torch.full((2, 3), number, dtype=torch.uint8)) for number in (200, 0)],
+)
+def unsigned_integers_that_overflow(self, x):
+    return x + x, x - 1, x * x, -x, x.sum(), x.mean(dtype=torch.float32), x.float() - 300
+
+
+@case(truth=at((1, 3000), (3, 2)), serves=at((4, 9)))
+def sums_in_half_precision(self, x):
+    half = torch.ones_like(x).half()
+    return half.cumsum(1), half.bfloat16().cumsum(0), torch.arange(x.shape[1], dtype=torch.float16)

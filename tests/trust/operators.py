@@ -309,3 +309,23 @@ class GatedRecurrentUnit(nn.Module):
 
     def forward(self, x, hidden=None):
         return self.gru(x, hidden)
+
+
+@case(
+    [call(ints(2, 5), ints(2, 5)), call(ints(3, 7), ints(3, 7))],
+    serves=[call(ints(4, 9), ints(4, 9))],
+    truth=[call(ints(2, 4), torch.full((2, 4), 64)), call(ints(2, 4) - 4, ints(2, 4))],
+)
+def shifted_bits(self, x, count):
+    return x << count, x >> count
+
+
+@case([call(x(2, 6, 5)), call(x(3, 6, 7))], serves=[call(x(4, 6, 9)), call(x(1, 6, 4))], truth=[call(x(2, 6, 1))])
+def taken_along_an_axis(self, x):
+    best = x.argmax(1, keepdim=True)
+    return x.take_along_dim(best, 1), x.take_along_dim(x[:1].argsort(2), 2), x.take_along_dim(best)
+
+
+@case(serves=at((4, 9)), truth=at((1, 6), (4, 1)))
+def covariances(self, x):
+    return x.T.cov(), x.cov(correction=0), torch.corrcoef(x), x[0].cov()

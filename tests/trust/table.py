@@ -14,6 +14,7 @@ FILES = (
     "carried_objects",
     "traits",
     "numbers",
+    "python_numbers",
     "operators",
     "empty_selections",
     "well_behaved",
