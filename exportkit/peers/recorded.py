@@ -192,7 +192,7 @@ def _shaped(call: Call, any_named: bool, flat: bool, as_args_kwargs: bool) -> An
 
 def _given(observation: Observation, which: Any) -> Mapping[str, Tree]:
     if which is None:
-        counts = [sum(call.has(name) for name in call.arguments) for call in observation.calls]
+        counts = [sum(map(_is_given, call.arguments.values())) for call in observation.calls]
         return _protected(observation.calls[counts.index(max(counts))])
     if isinstance(which, int) and not isinstance(which, bool):
         if not -len(observation.calls) <= which < len(observation.calls):
@@ -209,6 +209,11 @@ def _given(observation: Observation, which: Any) -> Mapping[str, Tree]:
         expected="None, the number of a recorded call, a tuple of positional or a dict of named arguments",
         got=repr(which)[:100],
     )
+
+
+def _is_given(tree: Tree) -> bool:
+    """Whether an argument is more than None; a cache without layers is."""
+    return not tree.leaves or any(leaf is not None for leaf in tree.leaves)
 
 
 def _check_given(observation: Observation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

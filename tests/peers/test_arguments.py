@@ -40,6 +40,16 @@ def test_first_call_with_the_most_inputs_is_taken():
     assert text(observer.infer_arguments()) == "(T1s2,T1s2)"
 
 
+def test_cache_without_layers_counts_as_an_input():
+    prompt = {"input_ids": random_ids(1, 3), "past_key_values": make_dynamic_cache([])}
+    token = {"input_ids": random_ids(1, 1), "past_key_values": random_cache(3)}
+
+    inferred = calls(IdsDecoder(), ((), prompt), ((), token)).infer_arguments()
+
+    assert inferred["input_ids"].shape == (1, 3)
+    assert inferred["past_key_values"].get_seq_length() == 0
+
+
 def test_call_can_be_chosen_by_its_number():
     observer = calls(Add(), *[((ones(n), ones(n)), {}) for n in (2, 3, 4)])
 
