@@ -89,8 +89,10 @@ def _chunk(values: torch.Tensor, chunks: int, dim: int = 0) -> Any:
 
 
 def _take_along_dim(values: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Negative indices count from the end, which they do not in ``gather``."""
     if dim is None:
-        return values.flatten().gather(0, indices.flatten())
+        return _take_along_dim(values.flatten(), indices.flatten(), 0)
+    indices = torch.where(indices < 0, indices + values.shape[dim], indices)
     shapes = [list(tensor.shape) for tensor in (values, indices)]
     lengths = [shape[dim] for shape in shapes]
     for shape in shapes:

@@ -323,7 +323,8 @@ def shifted_bits(self, x, count):
 @case([call(x(2, 6, 5)), call(x(3, 6, 7))], serves=[call(x(4, 6, 9)), call(x(1, 6, 4))], truth=[call(x(2, 6, 1))])
 def taken_along_an_axis(self, x):
     best = x.argmax(1, keepdim=True)
-    return x.take_along_dim(best, 1), x.take_along_dim(x[:1].argsort(2), 2), x.take_along_dim(best)
+    last = x.take_along_dim(best - x.shape[1], 1)
+    return x.take_along_dim(best, 1), last, x.take_along_dim(x[:1].argsort(2), 2), x.take_along_dim(best)
 
 
 @case(serves=at((4, 9)), truth=at((1, 6), (4, 1)))
