@@ -89,10 +89,10 @@ def _chunk(values: torch.Tensor, chunks: int, dim: int = 0) -> Any:
 
 
 def _take_along_dim(values: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Negative indices count from the end, which they do not in ``gather``."""
+    """Indices outside wrap around (torch 2.13), which they do not in ``gather``."""
     if dim is None:
         return _take_along_dim(values.flatten(), indices.flatten(), 0)
-    indices = torch.where(indices < 0, indices + values.shape[dim], indices)
+    indices = indices.remainder(values.shape[dim])
     shapes = [list(tensor.shape) for tensor in (values, indices)]
     lengths = [shape[dim] for shape in shapes]
     for shape in shapes:
