@@ -20,6 +20,7 @@ _VALUE_ASSERTIONS = ("_assert_scalar", "_assert_async", "sym_constrain_range", "
 _ASSERTIONS = (*_VALUE_ASSERTIONS, "_assert_tensor_metadata")
 # Operators of aten with private names.
 FFT_R2C, FFT_C2C, FFT_C2R = torch.ops.aten._fft_r2c, torch.ops.aten._fft_c2c, torch.ops.aten._fft_c2r
+ITEM = torch.ops.aten._local_scalar_dense.default  # what item() calls
 CONJUGATE = torch.ops.aten._conj_physical
 UNSAFE_VIEW, TO_COPY = torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default
 

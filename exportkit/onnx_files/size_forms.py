@@ -18,6 +18,7 @@ import torch
 from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core
 
+from exportkit._torch_compat.graph import ITEM
 from exportkit._torch_compat.symbolic_shapes import symbolic_square_root
 
 aten = torch.ops.aten
@@ -169,7 +170,7 @@ SIZE_FORMS: dict[Any, Callable[..., Any]] = {
     math.ceil: _to_int(op.Ceil),
     builtins.round: _to_int(op.Round),
     math.trunc: _to_int(lambda x: op.Cast(x, to=_INT)),
-    aten._local_scalar_dense.default: _item,
+    ITEM: _item,
     aten.scalar_tensor.default: _scalar_tensor,
     aten.full.default: _full,
     aten.full_like.default: _full_like,
