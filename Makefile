@@ -11,6 +11,7 @@ STAMP  := $(VENV)/.stamp
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 ORT    := $(shell sed -n '/^onnxruntime==/p' constraints.txt)
 OTHER  := .venv-clients
+TRAVEL := .venv-programs
 MODELS := .venv-coverage
 OLDEST := .venv-oldest
 CODE   := $(wildcard exportkit tests gallery benchmarks docs/*.py)
@@ -137,10 +138,18 @@ $(OTHER)/.stamp: tests/clients/requirements.txt constraints.txt
 	@$(OTHER)/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) $(ORT) -r tests/clients/requirements.txt
 	@touch $@
 
-clients: $(STAMP) $(OTHER)/.stamp  ## Let optimum run exported models, in an environment of its own
+# The environment in which programs are read has neither exportkit nor transformers.
+$(TRAVEL)/.stamp: tests/clients/programs.txt constraints.txt
+	@test -x $(TRAVEL)/bin/python || $(PYTHON) -m venv $(TRAVEL)
+	@echo "Installing OpenVINO, ExecuTorch and $(TORCH) in $(TRAVEL) (some minutes)"
+	@$(TRAVEL)/bin/python -m pip install -qq --disable-pip-version-check $(TORCH) setuptools -r tests/clients/programs.txt
+	@touch $@
+
+clients: $(STAMP) $(OTHER)/.stamp $(TRAVEL)/.stamp  ## Let optimum, OpenVINO, ExecuTorch and AOTInductor take exported models
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	OMP_NUM_THREADS=1 $(BIN)/python tests/clients/export_models.py "$$folder" && \
-	OMP_NUM_THREADS=1 $(OTHER)/bin/python tests/clients/check_optimum.py "$$folder"
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python tests/clients/check_optimum.py "$$folder" && \
+	OMP_NUM_THREADS=1 $(TRAVEL)/bin/python tests/clients/check_programs.py "$$folder"
 
 build: $(STAMP)  ## Build the wheel and the source archive in dist/
 	@rm -rf build dist

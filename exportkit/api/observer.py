@@ -65,8 +65,10 @@ class InputObserver(Observer):
         Args:
             set_batch_dimension_for: Inputs, by name or position, whose batch axis is dynamic although it never
                 varied; True for all.
-            dim_names: Names instead of ``Dim.DYNAMIC``, for ``torch.onnx.export``: True for the names of the plan, or
-                names by input and axis; axes left out get a name of their own.
+            dim_names: Names instead of ``Dim.DYNAMIC``, for ``torch.onnx.export``. With True, axes that are equal in
+                the plan have one name: ``batch_size``, ``sequence_length``, ``past_sequence_length`` and
+                ``total_sequence_length`` for the axes of decoders, otherwise that of the plan. With a dict, names by
+                input and axis; axes left out get a name of their own.
 
         Returns:
             A tuple if all calls gave all inputs by position, else a dict in signature order. Constants are None; a

@@ -20,7 +20,14 @@ from exportkit.calls.method_wrapper import attach
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Part, PartRecorder, Wanted
 from exportkit.calls.recorder import Recorder
-from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError, ObservationError, UnknownMethodError
+from exportkit.errors import (
+    InvalidRequestError,
+    InvalidTypeError,
+    NoCallsError,
+    ObservationError,
+    UnknownInputError,
+    UnknownMethodError,
+)
 
 
 class Observer:
@@ -274,14 +281,14 @@ class Observer:
     def remove_inputs(self, names_or_positions: Iterable[str | int]) -> int:
         """Leaves inputs out of the observation, and so of everything that is inferred from now on.
 
-        Names that the method may take by ``**kwargs`` need not be given in any call.
+        Inputs need not be given in any call. A name or position that the method does not have is warned about.
 
         Returns:
             How many of these inputs there were in the calls.
 
         Raises:
             ObservationError: if nothing was observed yet.
-            InvalidRequestError: for ``*args`` and ``**kwargs``, and for names that the method does not have.
+            InvalidRequestError: for ``*args`` and ``**kwargs``.
         """
         if self._application is not None:
             _ = self.observation  # raises: each module has inputs of its own
@@ -292,16 +299,21 @@ class Observer:
             raise InvalidTypeError(
                 "Inputs are removed by a list of their names or positions.", got=repr(names_or_positions)
             )
-        names = set[str]()
+        names, unknown = set[str](), list[UnknownInputError]()
         for key in names_or_positions:
             may_be_caught = signature.var_keyword is not None and isinstance(key, str)
-            names.add(str(key) if may_be_caught else signature.name_of(key))
+            try:
+                names.add(str(key) if may_be_caught else signature.name_of(key))
+            except UnknownInputError as error:
+                unknown.append(error)
         variadic = names & {signature.var_positional, signature.var_keyword}
         if variadic:
             raise InvalidRequestError(
                 f"Cannot remove variadic input {', '.join(sorted(map(str, variadic)))}.",
                 hint="remove inputs that the signature names one by one.",
             )
+        for problem in unknown:
+            warnings.warn(f"exportkit: nothing to remove. {problem}", RuntimeWarning, stacklevel=2)
         before = {name for call in self.observation.calls for name in call.names()}
         self._removed |= names
         return len(before & names)

@@ -29,6 +29,17 @@ from exportkit.trees import Growth, Tree, flatten, join
 
 _FEW_ELEMENTS = 2**16  # smaller tensors are copied: many share one memory, which copy-on-write would copy as a whole
 
+# What yobx, optimum and onnxruntime-genai call the axes that they know.
+_COMMON_NAMES = {
+    "batch": "batch_size",
+    "sequence": "sequence_length",
+    "past_sequence": "past_sequence_length",
+    "past_sequence + sequence": "total_sequence_length",
+    "attention_sequence": "total_sequence_length",
+    "encoder_sequence": "encoder_sequence_length",
+    "decoder_sequence": "decoder_sequence_length",
+}
+
 BatchHints = set[int | str] | bool | None
 DimNames = bool | Mapping[str | int, Mapping[int, str]] | None
 
@@ -353,7 +364,7 @@ def _namer(observation: Observation, dim_names: DimNames) -> Callable[[str, int]
 
         def from_plan(path: str, axis: int) -> str:
             size = plan.by_path[path].sizes[axis]
-            return _fallback(path, axis) if size.is_static else str(size)
+            return _fallback(path, axis) if size.is_static else _COMMON_NAMES.get(str(size), str(size))
 
         return from_plan
     if not isinstance(dim_names, Mapping) or not all(isinstance(axes, Mapping) for axes in dim_names.values()):

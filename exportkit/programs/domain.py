@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -232,9 +233,21 @@ class Domain:
         rows = [(item.path, item.dtype, f"({', '.join(map(str, item.sizes))})") for item in self.inputs]
         return [("input", "dtype", "sizes", ""), *((*row, note) for row, note in zip(rows, optional, strict=True))]
 
+    def _small_sizes(self) -> list[str]:
+        """The patterns of 0 and 1, in one line if all combinations are among them."""
+        sizes: dict[str, set[int]] = {name: set() for name in self.ranges}
+        for pattern in self.patterns:
+            for name, size in pattern.sizes.items():
+                sizes[name].add(size)
+        combinations = math.prod(len(of_one) + 1 for of_one in sizes.values()) - 1
+        if len({frozenset(pattern.sizes.items()) for pattern in self.patterns}) < max(combinations, 2):
+            return [str(pattern) for pattern in self.patterns]
+        stated = [f"{name} = {' or '.join(map(str, sorted(of_one)))}" for name, of_one in sizes.items() if of_one]
+        return [", ".join(stated) + (", in any combination" if len(stated) > 1 else "")]
+
     def _lines(self) -> list[str]:
         lines = [f"sizes: {self._bounds(name)}" for name in self.ranges]
-        lines += [f"small sizes: {pattern}" for pattern in self.patterns]
+        lines += [f"small sizes: {text}" for text in self._small_sizes()]
         lines += [f"condition: {_placed(condition)}" for condition in self.conditions if condition.own]
         others = sum(not condition.own for condition in self.conditions)
         if others:

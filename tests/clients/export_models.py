@@ -1,6 +1,7 @@
 """Exports tiny models to folders, with what transformers makes of some inputs, for clients in another environment.
 
-In comes a directory; out go a folder for each model in it, and ``expected.json``. Run by ``make clients``.
+In comes a directory; out go a folder for each model in it, and ``expected.json``, for optimum; and programs (``.pt2``)
+with calls (``.pt``) for the compilers. Run by ``make clients``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -48,6 +52,14 @@ def bert() -> torch.nn.Module:
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     )
     return BertForSequenceClassification(config)
+
+
+def llama() -> torch.nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def lively(model: torch.nn.Module) -> torch.nn.Module:
@@ -97,6 +109,57 @@ def save_classifier(model: torch.nn.Module, folder: Path) -> list[dict[str, Any]
         return [{"inputs": _lists(inputs), "logits": model(**inputs).logits.tolist()} for inputs in calls]
 
 
+def save_decoder_program(model: torch.nn.Module, path: Path) -> None:
+    """Saves the program of a decoder with a cache, with prompts, single tokens, and several tokens on a past.
+
+    ExecuTorch reserves memory for the upper limit of each size, so the plan states them.
+    """
+    observer = exportkit.InputObserver()
+    with observer(model):
+        model.generate(prompt(1, 5, 0)["input_ids"], max_new_tokens=4, do_sample=False)
+    plan = observer.plan().range("batch", 1, 8).range("sequence", 1, 64).range("past_sequence", 0, 128)
+    exported = exportkit.export(model, plan)
+    exported.save_program(path)
+
+    def caches(cache: DynamicCache) -> dict[str, torch.Tensor]:
+        return {
+            f"past_key_values.layers[{number}].{name}": getattr(layer, name).clone()
+            for number, layer in enumerate(cache.layers)
+            for name in ("keys", "values")
+        }
+
+    calls = []
+    for batch, past, new in ((1, 7, 1), (3, 9, 5), (2, 60, 4), (8, 128, 64)):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(prompt(batch, past, 0)["input_ids"], past_key_values=cache)
+            given: dict[str, torch.Tensor] = {
+                "input_ids": prompt(batch, new, 0)["input_ids"],
+                "attention_mask": torch.ones(batch, past + new, dtype=torch.int64),
+                "position_ids": torch.arange(past, past + new).repeat(batch, 1),
+                **caches(cache),
+            }
+            plain = {name: given[name] for name in ("input_ids", "attention_mask", "position_ids")}
+            result = model(**plain, past_key_values=cache, logits_to_keep=1)
+        returned = {"logits": result.logits, **caches(cache)}
+        calls.append(([given[name] for name in exported.inputs], [returned[name] for name in exported.outputs]))
+    torch.save(calls, path.with_suffix(".pt"))
+
+
+def save_image_program(path: Path) -> None:
+    """Saves the program of a small image model, with images of several sizes."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.AvgPool2d(2)).eval()
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for shape in ((2, 3, 8, 10), (3, 3, 12, 6)):
+            model(torch.randn(shape))
+    plan = observer.plan().range("batch", 1, 8).range("height", 4, 64).range("width", 4, 64)
+    exportkit.export(model, plan).save_program(path)
+    with torch.no_grad():
+        images = [torch.randn(shape) for shape in ((5, 3, 16, 4), (1, 3, 64, 64), (4, 3, 6, 20))]
+        torch.save([([image], [model(image)]) for image in images], path.with_suffix(".pt"))
+
+
 def _lists(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in inputs.items()}
 
@@ -110,7 +173,9 @@ def main() -> None:
     expected = {name: save_generator(lively(make()), directory / name) for name, make in generators.items()}
     expected["bert"] = save_classifier(lively(bert()), directory / "bert")
     (directory / "expected.json").write_text(json.dumps(expected), "utf-8")
-    print(f"exported {', '.join(expected)} to {directory}")
+    save_decoder_program(lively(llama()), directory / "decoder.pt2")
+    save_image_program(directory / "images.pt2")
+    print(f"exported {', '.join(expected)}, and the programs of a decoder and an image model")
 
 
 if __name__ == "__main__":

@@ -352,7 +352,7 @@ def test_axes_inside_nested_values_get_names_of_their_own():
     ]
 
 
-def test_names_can_be_those_of_the_plan():
+def test_names_can_be_those_that_other_tools_give():
     every = [
         (
             (random_ids(2, n),),
@@ -363,9 +363,16 @@ def test_names_can_be_those_of_the_plan():
     shapes = calls(IdsDecoder(), *every).infer_dynamic_shapes(set_batch_dimension_for=True, dim_names=True)
 
     assert shapes == {
-        "input_ids": {0: "batch", 1: "sequence"},
-        "attention_mask": {0: "batch", 1: "past_sequence + sequence"},
-        "past_key_values": [{0: "batch", 2: "past_sequence"}] * 2,
+        "input_ids": {0: "batch_size", 1: "sequence_length"},
+        "attention_mask": {0: "batch_size", 1: "total_sequence_length"},
+        "past_key_values": [{0: "batch_size", 2: "past_sequence_length"}] * 2,
+    }
+
+
+def test_axes_that_no_other_tool_names_have_the_names_of_the_plan():
+    assert _observed_add().infer_dynamic_shapes(dim_names=True) == {
+        "x": {0: "batch_size", 1: "x_axis_1"},
+        "y": {1: "x_axis_1"},
     }
 
 
@@ -414,12 +421,14 @@ def test_further_positions_and_names_cannot_be_removed(names):
         observer.remove_inputs(names)
 
 
-@pytest.mark.parametrize("names", [["w"], [3], [-1]])
-def test_removing_an_input_that_does_not_exist_is_refused(names):
-    observer = calls(Ignores(), ((ones(2),), {}))
+@pytest.mark.parametrize("name", ["w", 3, -1])
+def test_removing_an_input_that_does_not_exist_removes_the_others_and_warns(name):
+    observer = calls(Ignores(), ((ones(2), ones(3)), {}))
 
-    with pytest.raises(ValueError, match="Unexpected keyword argument"):
-        observer.remove_inputs(names)
+    with pytest.warns(RuntimeWarning, match=f"Unexpected keyword argument {name!r}.*no such input") as warned:
+        assert observer.remove_inputs(["y", name]) == 1
+    assert warned[0].filename == __file__
+    assert observer.infer_dynamic_shapes() == ({},)
 
 
 # Before anything was recorded

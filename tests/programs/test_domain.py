@@ -51,6 +51,26 @@ def test_it_prints_as_a_table():
     )
 
 
+@pytest.mark.parametrize(
+    ("patterns", "lines"),
+    [
+        ([], []),
+        ([{"columns": 1}], ["columns = 1"]),
+        ([{"columns": 1}, {"columns": 0}], ["columns = 0 or 1"]),
+        ([{"rows": 1}, {"columns": 0}], ["rows = 1", "columns = 0"]),
+        (
+            [{"columns": 0}, {"rows": 1}, {"columns": 1, "rows": 1}, {"columns": 1}, {"columns": 0, "rows": 1}],
+            ["rows = 1, columns = 0 or 1, in any combination"],
+        ),
+    ],
+)
+def test_small_sizes_take_one_line_if_all_combinations_are_inside(patterns, lines):
+    domain = replace(DOMAIN, patterns=tuple(map(SmallSizes, patterns)))
+    assert [line for line in str(domain).splitlines() if line.startswith("small")] == [
+        f"small sizes: {line}" for line in lines
+    ]
+
+
 def test_its_limits_are_said_in_a_line():
     assert DOMAIN.limits() == [
         "1 <= rows <= 99",
