@@ -12,7 +12,7 @@ import torch
 
 from exportkit._torch_compat.modules import CALL_WITH_HOOKS
 from exportkit._torch_compat.tracing import is_tracing
-from exportkit.calls.application import module_at, modules_in
+from exportkit.calls.application import module_at, modules_in, require_parameters
 from exportkit.calls.method_wrapper import attach
 from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.runner import OnnxRunner
@@ -124,4 +124,8 @@ def _place(runner: OnnxRunner, model: torch.nn.Module | object) -> tuple[OnnxRun
     """A runner with the module and the method that it takes the place of."""
     path, _, name = runner.contract.target.rpartition(".")
     name = CALL_WITH_HOOKS if name == "__call__" else name
-    return runner, module_at(model, path, name, runner.contract.model_name), name
+    module = module_at(model, path, name, runner.contract.model_name)
+    if not runner.contract.stateful:  # otherwise the state is among the arguments
+        given = dict.fromkeys(leaf.argument for leaf in runner.contract.plan.leaves)
+        require_parameters(module, name, given, runner.contract.model_name)
+    return runner, module, name

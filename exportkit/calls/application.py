@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -127,6 +127,28 @@ def module_at(application: Any, path: str, method: str, model_name: str = "") ->
         expected=f"a model like {model_name}" if not path else f"an object or dict with {path}, like {model_name}",
         got=type(application).__name__,
     )
+
+
+def require_parameters(module: torch.nn.Module, method: str, names: Iterable[str], model_name: str) -> None:
+    """Raises InvalidRequestError if a method cannot take arguments that calls of the observed model gave.
+
+    Args:
+        module: The module that is given as the observed one.
+        method: Its method.
+        names: Names of the arguments.
+        model_name: The class of the observed module.
+    """
+    signature = Signature.of(getattr(module, method))
+    if signature.var_positional is not None or signature.var_keyword is not None:
+        return
+    lacking = [name for name in names if name not in signature.names]
+    if lacking:
+        raise InvalidRequestError(
+            f"This is not the model that was observed: its {method} does not take {', '.join(lacking)}.",
+            where=f"{type(module).__name__}.{method}({', '.join(signature.names)})",
+            expected=f"a model like {model_name}",
+            got=type(module).__name__,
+        )
 
 
 def methods_of(module: torch.nn.Module) -> list[str]:

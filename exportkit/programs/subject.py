@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.modules import has_hooks
+from exportkit.calls.application import require_parameters
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
 from exportkit.probing.effects import written_arguments
@@ -44,9 +45,12 @@ def exported_form(
         numbers: Python numbers that become inputs, with their types.
 
     Raises:
-        InvalidRequestError: if ``outputs`` names modules that the model does not have.
+        InvalidRequestError: if ``outputs`` names modules that the model does not have, or the model does not take the
+            arguments of the calls.
     """
     target = observation.method_name
+    given = {name for call in observation.calls for name in call.names()}
+    require_parameters(model, target, filter(given.__contains__, observation.signature.names), observation.model_name)
     if outputs:
         model, observation = with_outputs(model, observation.method_name, observation, outputs)
     method = observation.method_name

@@ -268,14 +268,20 @@ def test_wrong_arguments_of_a_comparison(run, graph, error, text, tmp_path):
     assert vars(model) == before
 
 
+class Tokens(nn.Module):
+    def decode(self, ids, skip_special_tokens=True):
+        return ids
+
+
 @pytest.mark.parametrize(
     ("model", "options", "error", "text"),
     [
         (nn.ReLU(), {"outside": "ignore"}, InvalidRequestError, "'raise' or 'eager'"),
         (print, {}, InvalidTypeError, "in_place_of\\(pipe.model\\)"),
         (nn.ReLU(), {}, UnknownMethodError, "decode"),
+        (Tokens(), {}, InvalidRequestError, "its decode does not take x"),
     ],
-    ids=["outside", "no module", "another model"],
+    ids=["outside", "no module", "another model", "another method of this name"],
 )
 def test_wrong_arguments(model, options, error, text, tmp_path):
     class Codec(nn.Module):

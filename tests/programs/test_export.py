@@ -13,6 +13,7 @@ from exportkit.errors import (
     ArgumentError,
     DestinationError,
     ExportError,
+    InvalidRequestError,
     InvalidTypeError,
     MissingPackageError,
     NoCallsError,
@@ -249,6 +250,14 @@ def test_calls_that_all_failed_are_an_error_that_tells_why():
 def test_wrong_types_are_errors(model, source):
     with pytest.raises(InvalidTypeError):
         exportkit.export(model, source)
+
+
+def test_a_model_that_was_not_observed_is_an_error():
+    observer = observe(torch.nn.Bilinear(4, 4, 2), ((torch.ones(3, 4), torch.ones(3, 4)), {}))
+    with pytest.raises(InvalidRequestError, match="does not take input1, input2") as caught:
+        exportkit.export(torch.nn.Linear(4, 2), observer)
+    assert "Linear.forward(input)" in str(caught.value)
+    assert "a model like Bilinear" in str(caught.value)
 
 
 class Holder:
