@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from exportkit.calls.call import Call, Signature
@@ -22,21 +22,25 @@ class SeenShapes:
         inputs: Shape of each input tensor by full path.
         outputs: Shape of each output tensor by its path in what the method returned.
         count: Number of calls that had these shapes.
+        constants: Numbers, flags and texts that were arguments, by path, of calls that are not stored.
     """
 
     inputs: Mapping[str, tuple[Size, ...]]
     outputs: Mapping[str, tuple[Size, ...]]
     count: Size = 1
+    constants: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
     def without(self, names: set[str], catch_all: str | None) -> SeenShapes:
         """Returns the same shapes without the arguments of these names, of which ``catch_all`` may hold some."""
-        kept = {}
-        for path, shape in self.inputs.items():
+
+        def is_kept(path: str) -> bool:
             first, _, rest = path.partition(".")
             name = rest if first == catch_all else first
-            if first not in names and name.partition(".")[0].partition("[")[0] not in names:
-                kept[path] = shape
-        return replace(self, inputs=kept)
+            return first not in names and name.partition(".")[0].partition("[")[0] not in names
+
+        inputs = {path: shape for path, shape in self.inputs.items() if is_kept(path)}
+        constants = {path: value for path, value in self.constants.items() if is_kept(path)}
+        return replace(self, inputs=inputs, constants=constants)
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,8 @@ class Observation:
         for one in [*stored, *self.further]:
             key = tuple(one.inputs.items()), tuple(one.outputs.items())
             before = found.get(key)
-            found[key] = one if before is None else replace(before, count=before.count + one.count)
+            count = one.count if before is None else before.count + one.count
+            found[key] = replace(one, count=count, constants={})
         return tuple(found.values())
 
     def tensor_paths(self) -> list[str]:
@@ -186,6 +191,17 @@ class Observation:
         further = tuple(shapes.without(names, self.signature.var_keyword) for shapes in self.further)
         kept = tuple(call.without(names) for call in self.calls)
         return replace(self, calls=kept, removed=self.removed | names, further=further)
+
+    def constants_of(self, seen: SeenShapes) -> dict[str, Tree]:
+        """Returns the constants of calls that are not stored, by parameter."""
+        found: dict[str, Any] = {}
+        for path, value in seen.constants.items():
+            first, _, key = path.partition(".")
+            if key:  # one of those in ``**kwargs``
+                found.setdefault(first, {})[key] = value
+            else:
+                found[first] = value
+        return {name: flatten(value) for name, value in found.items()}
 
     @functools.cached_property
     def merged_arguments(self) -> Mapping[str, Tree]:
@@ -230,7 +246,7 @@ class Observation:
             "restored": sorted(self.restored),
             "problems": list(self.problems),
             "failures": [{"error": failure.error, "arguments": failure.arguments} for failure in self.failures],
-            "further": [{"inputs": s.inputs, "outputs": s.outputs, "count": s.count} for s in self.further],
+            "further": [{each.name: getattr(seen, each.name) for each in fields(seen)} for seen in self.further],
         }
         # made-up values are not written as if they had been seen
         save_calls(self.signature, self.calls, about, directory, values and self.has_values)

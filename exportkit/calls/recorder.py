@@ -11,8 +11,9 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any, NamedTuple
 
 from exportkit._torch_compat.tracing import is_capturing, is_tracing
@@ -25,12 +26,16 @@ from exportkit.trees.structure import Structure, joined_parts
 from exportkit.trees.tree import lazy_tree
 
 MOST_SHAPES = 1000  # different shapes of calls that are kept
+# Beyond this, calls that only differ in constants are one: a loop of many steps may count them in an argument.
+_MOST_CONSTANTS = 64
+_KEPT = frozenset({bool, int, float, str})  # types of constants that are kept of calls that are not stored
 
 Method = Callable[..., Any]
 Shapes = Mapping[str, tuple[int, ...]]
 PathsOf = Callable[[Structure], Sequence[tuple[str, int]]]
 # What distinguishes values here: their structure, and the shapes of their tensors.
 _Key = tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]
+_Constants = tuple[tuple[int | str, bool | int | float | str], ...]  # by position or name
 
 
 class _Begun(NamedTuple):
@@ -85,7 +90,8 @@ class Recorder:
         self._limit = 0
         self._memory = Memory(None, [])
         self._counts_shapes = True
-        self._counter = ShapeCounter(functools.partial(_input_paths, signature), _output_paths)
+        paths_of = functools.partial(_input_paths, signature), _output_paths
+        self._counter = ShapeCounter(*paths_of, functools.partial(_constant_path, signature))
         self._seconds = 0.0
         self._calls: dict[int, Call] = {}
         self._known: tuple[tuple[int, ...], Observation] | None = None
@@ -264,11 +270,16 @@ class Recorder:
     def _count(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the method and counts the shapes of its inputs, as they were before, and outputs."""
         inputs = self._guarded(lambda: _shaped(flattened_call(args, kwargs, keep_values=False)))
+        given: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
+        kept = [(place, value) for place, value in given if type(value) in _KEPT]
+        constants = tuple([(place, value) for place, value in kept if type(value) is not float or isfinite(value)])
         started = time.perf_counter()
         result = method(*args, **kwargs)
         self._seconds += time.perf_counter() - started
         if inputs is not None:
-            self._guarded(lambda: self._counter.count(inputs, _shaped(flattened(result, keep_values=False))))
+            outputs = self._guarded(lambda: _shaped(flattened(result, keep_values=False)))
+            if outputs is not None:
+                self._guarded(lambda: self._counter.count(inputs, outputs, constants))
         return result
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
@@ -286,6 +297,15 @@ def _input_paths(signature: Signature, structure: Structure) -> list[tuple[str, 
     return [(join(name, path), number) for name, found in leaves.items() for path, number in found.tensors()]
 
 
+def _constant_path(signature: Signature, place: int | str) -> str | None:
+    """The path of an argument by its position or name; None for one of ``*args``."""
+    if isinstance(place, str):
+        return place if place in signature.plain() else join(str(signature.var_keyword), place)
+    rest = signature.var_positional
+    names = signature.names if rest is None else signature.names[: signature.names.index(rest)]
+    return names[place] if place < len(names) else None
+
+
 def _output_paths(structure: Structure) -> list[tuple[str, int]]:
     return structure.listed().tensors()
 
@@ -301,29 +321,34 @@ class ShapeCounter:
     Args:
         input_paths: Gives full path and number of each tensor in the structure of ``(args, kwargs)``.
         output_paths: Gives path and number of each tensor in the structure of outputs.
+        constant_path: Gives the path of an argument by its position or name, None for one of ``*args``.
 
     Attributes:
         total: Number of calls.
         overflowed: Whether some calls had shapes that are not kept.
     """
 
-    def __init__(self, input_paths: PathsOf, output_paths: PathsOf) -> None:
+    def __init__(
+        self, input_paths: PathsOf, output_paths: PathsOf, constant_path: Callable[[int | str], str | None]
+    ) -> None:
+        self._constant_path = constant_path
         self._inputs, self._outputs = _Side(input_paths), _Side(output_paths)
         self._lock = threading.Lock()
-        self._counts: dict[tuple[_Key, _Key], list[int]] = {}  # lists of one, as the keys take long to hash
+        self._counts: dict[tuple[_Key, _Key, _Constants], list[int]] = {}  # lists of one, as the keys take long to hash
         self.total = 0
         self.overflowed = False
 
-    def count(self, inputs: tuple[Structure, Any], outputs: tuple[Structure, Any]) -> None:
-        """Counts one call, given by the structures and shapes of both sides."""
-        key = (inputs[0].marks, inputs[1]), (outputs[0].marks, outputs[1])
+    def count(self, inputs: tuple[Structure, Any], outputs: tuple[Structure, Any], constants: _Constants = ()) -> None:
+        """Counts one call, given by the structures and shapes of both sides, and the constants among its arguments."""
+        constants = constants if len(self._counts) < _MOST_CONSTANTS else ()
+        key = (inputs[0].marks, inputs[1]), (outputs[0].marks, outputs[1]), constants
         with self._lock:
             self.total += 1
             known = self._counts.get(key)
             if known is not None:
                 known[0] += 1
             elif len(self._counts) < MOST_SHAPES:
-                self._counts[self._inputs.keep(*inputs), self._outputs.keep(*outputs)] = [1]
+                self._counts[self._inputs.keep(*inputs), self._outputs.keep(*outputs), constants] = [1]
             else:
                 self.overflowed = True
 
@@ -332,9 +357,13 @@ class ShapeCounter:
         with self._lock:
             counted = [(key, count) for key, (count,) in self._counts.items()]
         return tuple(
-            SeenShapes(self._inputs.by_path(inputs), self._outputs.by_path(outputs), count)
-            for (inputs, outputs), count in counted
+            SeenShapes(self._inputs.by_path(inputs), self._outputs.by_path(outputs), count, self._by_path(constants))
+            for (inputs, outputs, constants), count in counted
         )
+
+    def _by_path(self, constants: _Constants) -> dict[str, bool | int | float | str]:
+        kept = [(p, v) for p, v in constants if isinstance(v, str) or -(2**63) <= v < 2**63]  # neither inf nor NaN
+        return {path: value for place, value in kept if (path := self._constant_path(place)) is not None}
 
 
 class _Side:

@@ -43,7 +43,7 @@ DTYPES = {
         torch.float8_e8m0fnu,
     )
 }  # fmt: skip
-_FORM = ("exportkit-observation", 3)
+_FORM = ("exportkit-observation", 4)
 _NOUN = "an observation"
 _MOST_BYTES = 2**47  # of one tensor: as many bytes as a process can address
 

@@ -3,15 +3,17 @@
 A graph takes all inputs, so defaults stand for those that a call leaves out. Whether the defaults are right depends on
 which inputs are left out together, on the other values and on the sizes: one recorded call shows little of that. So
 each combination is tried at the sizes of the trace, which no recorded call has, with recorded values and with values of
-all magnitudes.
+all magnitudes. If the model compares sizes only where inputs are left out, it is tried on the other side, too.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from exportkit.calls.call import Call
 from exportkit.errors import ExportkitError
 from exportkit.probing.missing import (
     Absences,
@@ -22,8 +24,10 @@ from exportkit.probing.missing import (
     with_wide_values,
 )
 from exportkit.probing.simplify import as_simplified
+from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.programs.program import TracedProgram
-from exportkit.running.eager import EagerRunner, sampled_answer
+from exportkit.programs.turns import UNTRIED, Turns
+from exportkit.running.eager import EagerRunner, run_eager, sampled_answer
 from exportkit.running.masks import find_mask
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import Runner, compare_calls
@@ -86,6 +90,30 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
     The program is asked first, then the model itself with the defaults: at these sizes, a model may treat several
     tokens on a filled state in its own way, with and without the inputs.
     """
+    try:
+        call = call_without(traced.plan, traced.observation, traced.sizes, pattern)
+    except ExportkitError:
+        return
+    yield from _compared(traced, call)
+
+    def reads(call: Call) -> SizeReads | None:
+        return size_reads(functools.partial(run_eager, traced.model, traced.method, call))
+
+    without = reads(call)
+    completed = reads(completed_call(traced.plan, traced.observation, call, traced.defaults.values))
+    if without is None or completed is None:  # the model does not run with the defaults, which says nothing
+        return
+    others = functools.partial(call_without, traced.plan, traced.observation, absent=pattern)
+    turns = Turns(traced, lambda sizes: reads(others(sizes=sizes)), completed.comparisons().keys(), True)
+    for turn in turns.of(without, traced.sizes):
+        if turn.sizes is None:
+            yield UNTRIED
+        else:
+            yield from _compared(traced, others(sizes=turn.sizes))
+
+
+def _compared(traced: TracedProgram, call: Call) -> Iterator[str]:
+    """Yields how the result of a call without some inputs differs with defaults, for two sets of values."""
     plan, observation = traced.plan, traced.observation
 
     def simplified(runner: Runner) -> Runner:
@@ -96,10 +124,6 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
 
     model = simplified(EagerRunner(traced.model, traced.method))
     program = simplified(ProgramRunner(traced.program, traced.input_paths, traced.output_paths))
-    try:
-        call = call_without(plan, observation, traced.sizes, pattern)
-    except ExportkitError:
-        return
     mask = find_mask(call.tensors())
     if mask is not None:  # what it hides is arbitrary
         path, kept = mask

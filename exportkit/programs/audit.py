@@ -31,7 +31,7 @@ from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import Place, place_of_node
 from exportkit.programs.guards import TracedSizes
-from exportkit.programs.patterns import ProgramProbe, recorded_patterns, without_harmless
+from exportkit.programs.patterns import ProgramProbe, with_recorded_patterns, without_harmless
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.subject import STATE
 from exportkit.running.eager import replaced_buffer
@@ -74,7 +74,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
     """
     sizes, probe = TracedSizes(traced), ProgramProbe(traced)
     domain = replace(traced.domain, conditions=sizes.conditions(), returned=sizes.named(traced.numbers))
-    domain = replace(domain, patterns=recorded_patterns(traced, domain, probe))
+    domain = with_recorded_patterns(traced, domain, probe)
     domain, crossings = without_harmless(traced, domain, probe, sizes.fixed())
     for call in traced.observation.calls:
         domain = _with_recorded(traced, domain, call, probe, sizes.fixed())
@@ -216,6 +216,7 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
         calls = ", ".join(map(str, recorded[pattern]))
         text = f"calls {calls} leave out {names}, and no default stands for that ({reason}); the graph refuses them."
         findings.append(Finding("missing input", names, text))
+    findings += _refused_later(traced)
     if traced.model.training:
         text = "the model is in training mode: dropout and batch statistics differ between calls; call model.eval()."
         findings.append(Finding("training mode", "", text))
@@ -239,6 +240,23 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
         text = f"the model keeps its state on its modules; the graph takes it as {STATE} and returns it."
         findings.append(Finding("module state", STATE, text))
     return findings
+
+
+def _refused_later(traced: TracedProgram) -> list[Finding]:
+    """Findings on constants of calls that were not stored, and that the graph refuses."""
+    counts: dict[tuple[str, str], int] = {}
+    for seen in traced.observation.further:
+        for path, value in traced.domain.values.refused(traced.observation.constants_of(seen)).items():
+            counts[path, repr(value)] = counts.get((path, repr(value)), 0) + seen.count
+    return [
+        Finding(
+            "refused call",
+            path,
+            f"{'1 call' if count == 1 else f'{count} calls'} that {'was' if count == 1 else 'were'} not stored gave "
+            f"{path}={value}, which the graph refuses; store more calls to serve it (store_n_calls).",
+        )
+        for (path, value), count in counts.items()
+    ]
 
 
 def rule_findings(traced: TracedProgram) -> list[Finding]:

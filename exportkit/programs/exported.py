@@ -20,7 +20,7 @@ from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Edge
-from exportkit.errors import ExportError, ExportkitError, InvalidRequestError
+from exportkit.errors import ArgumentError, ExportError, ExportkitError, InvalidRequestError
 from exportkit.plan.leaves import Finding, PlannedLeaf
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import completed_call
@@ -30,6 +30,7 @@ from exportkit.programs.audit import findings_of
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of, kinds_of
+from exportkit.programs.left_out import with_harmless_constants
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.strategies import Attempt, Programs, Search, export_program
 from exportkit.running.compare import Difference, Tensors, compare_outputs
@@ -194,6 +195,9 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
         if traced.absences.refused:
             return next(finding.text for finding in findings_of(traced) if finding.kind == "missing input")
         plan, defaults = traced.plan, traced.defaults.values
+        refusal = next(filter(None, (_refusal(traced, first) for first, *_ in kinds.values())), None)
+        if refusal is not None:
+            return refusal
         for first, *_ in kinds.values():
             call = completed_call(plan, traced.observation, traced.observation.calls[first.index or 0], defaults)
             if not _serves(traced, recorded, [call]):
@@ -229,6 +233,18 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
         programs, why_split = search.several
         return ExportedModel(programs, split=why_split, attempts=tuple(search.attempts))
     return ExportedModel({"": search.found()}, attempts=tuple(search.attempts))
+
+
+def _refusal(traced: TracedProgram, call: Call) -> str | None:
+    """Why the graph refuses a recorded call for its constants; the model is only asked if it has to be."""
+    try:
+        try:
+            traced.domain.values.require(call.values())
+        except ArgumentError:
+            with_harmless_constants(traced).domain.values.require(call.values())
+    except ArgumentError as error:
+        return f"recorded call {call.index}: refused, {in_one_line(error)}"
+    return None
 
 
 def _proven(

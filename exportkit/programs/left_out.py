@@ -2,8 +2,9 @@
 
 A call may leave out a constant although the model's default is another one: ``generate`` passes ``use_cache=True``
 where the default is None, and means the same. What a call leaves out has its default, so a graph serves such calls if
-the model runs the same operators on the same arguments with it, and returns the same. The same holds for a constant
-that recorded calls gave with several values, such as one that is passed on to ``**kwargs`` and never read.
+the model runs the same operators on the same arguments with it, makes the same decisions by sizes, and returns the
+same. The same holds for a constant that calls gave with several values, such as one that is passed on to ``**kwargs``
+and never read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError
 from exportkit.plan.sizes import unseen_sizes
+from exportkit.probing.size_reads import SizeReads
 from exportkit.probing.traits import Traits, find_traits
 from exportkit.programs.kinds import Landmarks, kinds_of
 from exportkit.programs.program import TracedProgram
@@ -42,7 +44,9 @@ def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
         traced: The program, whose model is run.
     """
     values = traced.domain.values
-    refused = [item for call in traced.observation.calls for item in values.refused(call.arguments).items()]
+    observation = traced.observation
+    made = [*(call.arguments for call in observation.calls), *map(observation.constants_of, observation.further)]
+    refused = [item for arguments in made for item in values.refused(arguments).items()]
     others = {(path, fingerprint(value)): value for path, value in refused}
     wanted = [{path: _LEFT_OUT} for path in values.required()] + [{path: v} for (path, _), v in others.items()]
     if not wanted:
@@ -103,17 +107,22 @@ def _changes_nothing(traced: TracedProgram, calls: list[Call], logs: list[Any], 
 
 
 def _with(call: Call, constants: _Constants) -> Call:
-    catch_all, arguments = call.signature.var_keyword, dict[str, Any](call.arguments)
+    signature, arguments = call.signature, dict[str, Any](call.arguments)
+    catch_all = signature.var_keyword or ""
     caught = arguments[catch_all].build() if catch_all in arguments else {}
     for path, value in constants.items():
-        key = next((key for key in caught if path_of((key,), catch_all or "") == path), None)
+        key = next((key for key in caught if path_of((key,), catch_all) == path), None)
+        if key is None and catch_all:
+            key = path.removeprefix(f"{catch_all}.") if path.startswith(f"{catch_all}.") else None
         if key is not None:
             caught = {**caught, key: value}
-        elif path in arguments:
+        elif path in signature.names:
             arguments[path] = value if value is _LEFT_OUT else flatten(value)
-    if catch_all in arguments:
-        arguments[catch_all] = flatten({key: value for key, value in caught.items() if value is not _LEFT_OUT})
-    return call.with_arguments({name: tree for name, tree in arguments.items() if tree is not _LEFT_OUT})
+    caught = {key: value for key, value in caught.items() if value is not _LEFT_OUT}
+    if caught or catch_all in arguments:
+        arguments[catch_all] = flatten(caught)
+    given = {name: arguments[name] for name in signature.names if arguments.get(name, _LEFT_OUT) is not _LEFT_OUT}
+    return replace(call.with_arguments(given), named=call.named | (given.keys() - call.arguments.keys()))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -121,11 +130,13 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _log(traced: TracedProgram, call: Call) -> Any:
-    """The operators that the model runs, the structure of what it returns, and the tensors in it; None if it raises."""
+    """What the model does: operators, decisions by sizes, and what it returns, with its tensors; None if it raises."""
     try:
-        returned, log = operators_of(lambda: run_eager(traced.model, traced.method, call))
+        reads = SizeReads()
+        with reads:
+            returned, log = operators_of(lambda: run_eager(traced.model, traced.method, call))
     except Exception:
         return None
     tree = flatten(returned)
     kept = [tensor.clone() for tensor in tree.tensors().values()]
-    return log, fingerprint(tree.build()), kept
+    return (log, reads.log), fingerprint(tree.build()), kept

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.graph import is_assertion, takes_number
-from exportkit.calls.call import Call, NumberKind, number_in
-from exportkit.calls.observation import Observation
+from exportkit.calls.call import Call, NumberKind, number_as_tensor, number_in
+from exportkit.calls.observation import Observation, SeenShapes
 from exportkit.probing.simplify import first_step
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import flatten, is_cache_class, join
@@ -66,6 +66,7 @@ def varying_numbers(observation: Observation) -> dict[str, NumberKind]:
         name = first_step(path)
         told = [n for n, call in zip(calls, observation.calls, strict=True) if name == path or call.has(name)]
         values = [numbers.get(path) for numbers in told]
+        values += [numbers[path] for numbers in map(_further_numbers, observation.further) if path in numbers]
         if len({type(value) for value in values}) == 1 and len(set(map(repr, values))) > 1:
             found[path] = "int" if type(values[0]) is int else "float"
     return found
@@ -80,6 +81,10 @@ def _numbers(call: Call) -> Iterator[tuple[str, float]]:
                 yield join(name, path), value
 
 
+def _further_numbers(seen: SeenShapes) -> dict[str, float]:
+    return {path: v for path, v in seen.constants.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
 def as_sizes(observation: Observation, numbers: Numbers, sizes: Collection[str]) -> dict[str, NumberKind]:
     """Returns the numbers in which some make sizes: integers that are never negative, and others are left out.
 
@@ -88,7 +93,7 @@ def as_sizes(observation: Observation, numbers: Numbers, sizes: Collection[str])
         numbers: The numbers.
         sizes: Paths of those that make sizes, or may.
     """
-    calls = [dict(_numbers(call)) for call in observation.calls]
+    calls = [*map(dict, map(_numbers, observation.calls)), *map(_further_numbers, observation.further)]
     found: dict[str, NumberKind] = {}
     for path, kind in numbers.items():
         if path not in sizes:
@@ -114,7 +119,16 @@ def with_numbers(model: torch.nn.Module, observation: Observation, numbers: Numb
         ordered = {name: given[name] for name in signature.names if name in given}
         named = call.named | (made.keys() - call.arguments.keys())
         calls.append(replace(call, arguments=ordered, named=named, signature=signature))
-    changed = replace(observation, calls=tuple(calls), signature=signature, method_name="forward", further=())
+    further = []
+    for seen in observation.further:
+        values = {**observation.signature.defaults, **_further_numbers(seen)}
+        if all(type(values.get(path)) in (int, float) for path in numbers):
+            shapes = {path: tuple(number_as_tensor(values[path], kind).shape) for path, kind in numbers.items()}
+            constants = {path: value for path, value in seen.constants.items() if path not in numbers}
+            further.append(replace(seen, inputs={**seen.inputs, **shapes}, constants=constants))
+    changed = replace(
+        observation, calls=tuple(calls), signature=signature, method_name="forward", further=tuple(further)
+    )
     return WithNumbers(model, observation, numbers), changed
 
 

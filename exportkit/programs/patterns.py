@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import functools
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from exportkit.calls.call import Call
@@ -23,23 +24,19 @@ from exportkit.plan.small_sizes import (
 )
 from exportkit.probing.missing import beyond_rounding, completed_call
 from exportkit.probing.simplify import as_simplified
+from exportkit.probing.size_reads import Comparison, SizeReads
 from exportkit.probing.sized_calls import run_sized, sized_call, stepwise_outputs
+from exportkit.programs.affordable import Affordable, fulfils
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
-from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
+from exportkit.programs.turns import Turns
 from exportkit.running.compare import Difference, Tensors, compare_tensors
 from exportkit.running.eager import EagerRunner, sampled_answer
 from exportkit.running.masks import find_mask, visible_by_shape
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import compare_calls, recorded
 
-# A call at other, larger sizes is run if parameters times rows and tokens stay below this: about two seconds.
-_MOST_WORK = 2**36
-_MOST_ELEMENTS = 2**22  # of all inputs together
-# Elements of one tensor: 512 MiB of float32, of which onnxruntime may hold a few. The logits of 5 rows of 71 tokens
-# have less than half as many for the largest vocabularies; attention over all pixels of 67 images has far more.
-_LARGEST_TENSOR = 2**27
 _LARGEST_TRIED = 512
 
 
@@ -55,6 +52,8 @@ class ProgramProbe:
         self._program = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)
         self._eager = EagerRunner(traced.model, traced.method)
         self._known: dict[tuple[int, ...], str | None] = {}
+        self._read: dict[tuple[int, ...], SizeReads] = {}
+        self._turned = set[Comparison]()  # those that make no difference
 
     def difference(self, sizes: Mapping[str, int]) -> str | None:
         """Returns how the program departs from the model at these sizes: an empty string if it does not.
@@ -77,8 +76,7 @@ class ProgramProbe:
     def _difference(self, sizes: Mapping[str, int]) -> str | None:
         traced = self._traced
         try:
-            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
-            made = run_sized(traced.plan, traced.model, traced.method, call)
+            call, made = self._made(sizes)
         except Exception:  # whatever the model raises for sizes that it does not accept
             return None
         full = replace(call.with_tensors(made.tensors()), sizes=sizes, outputs=made.outputs)
@@ -90,6 +88,48 @@ class ProgramProbe:
                 return difference
             difference = difference if stepwise is None else self._outcome(full, stepwise)
         return difference
+
+    def limits(self, sizes: Mapping[str, int], domain: Domain) -> list[SizeCondition]:
+        """Returns conditions for sizes like these, beyond which the program departs from the model, or may.
+
+        The model is not compared at these sizes themselves. Of its decisions by sizes, only those count that it does
+        not take at the sizes of the trace.
+
+        Args:
+            sizes: Sizes of all variables, such as some that are 0 or 1.
+            domain: The domain of the program.
+        """
+        start = self._reads(sizes)
+        known = self._traced_comparisons | self._turned
+        if start is None or not start.comparisons().keys() - known:
+            return []
+        turns = Turns(replace(self._traced, domain=domain), self._reads, known)
+        found = [turn for turn in turns.of(start, sizes) if turn.sizes is None or self.difference(turn.sizes)]
+        self._turned |= set() if found else start.comparisons().keys()
+        others = [f"{name} != {size}" for name, size in small(sizes).items()]
+        return [SizeCondition(" or ".join([*others, turn.kept]), turn.place, own=True) for turn in found]
+
+    @functools.cached_property
+    def _traced_comparisons(self) -> frozenset[Comparison]:
+        reads = self._reads(self._traced.sizes)
+        return frozenset() if reads is None else frozenset(reads.comparisons())
+
+    def _reads(self, sizes: Mapping[str, int]) -> SizeReads | None:
+        key = tuple(sizes.values())
+        if key not in self._read:
+            with warnings.catch_warnings(), contextlib.suppress(Exception):
+                warnings.simplefilter("ignore")  # at sizes that nobody asked for
+                sampled_answer(self._traced.model, lambda: self._made(sizes))
+        return self._read.get(key)
+
+    def _made(self, sizes: Mapping[str, int]) -> tuple[Call, Call]:
+        """A call at given sizes, and the one that the model runs; which sizes it reads is noted."""
+        traced, reads = self._traced, SizeReads()
+        call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
+        with reads:
+            made = run_sized(traced.plan, traced.model, traced.method, call)
+        self._read[tuple(sizes.values())] = reads
+        return call, made
 
     def difference_in(self, call: Call) -> str:
         """Returns how the program departs from what a recorded call returned: an empty string if it does not."""
@@ -122,8 +162,8 @@ def sizes_of_calls(traced: TracedProgram) -> list[dict[str, int]]:
     return [solve_sizes(traced.plan, call.shapes()) for call in traced.observation.calls]
 
 
-def recorded_patterns(traced: TracedProgram, domain: Domain, probe: ProgramProbe) -> tuple[SmallSizes, ...]:
-    """Returns the patterns of 0 and 1 in recorded calls; they belong to the domain in any case.
+def with_recorded_patterns(traced: TracedProgram, domain: Domain, probe: ProgramProbe) -> Domain:
+    """Returns the domain with the patterns of 0 and 1 in recorded calls, which belong to it in any case.
 
     Args:
         traced: The program.
@@ -135,12 +175,13 @@ def recorded_patterns(traced: TracedProgram, domain: Domain, probe: ProgramProbe
         pattern = small(sizes)
         if pattern and pattern not in patterns:
             patterns.append(pattern)
-    found = []
+    found, limits = [], list[SizeCondition]()
     for pattern in patterns:
         at = at_pattern(traced.plan, traced.sizes, pattern)
-        waived = _broken(domain, at) if probe.difference(at) == "" else ()
-        found.append(SmallSizes(pattern, waived))
-    return tuple(found)
+        is_right = probe.difference(at) == ""
+        found.append(SmallSizes(pattern, _broken(domain, at) if is_right else ()))
+        limits += probe.limits(at, domain) if is_right else []
+    return replace(domain, patterns=tuple(found), conditions=(*domain.conditions, *limits))
 
 
 def without_harmless(
@@ -185,7 +226,7 @@ def without_harmless(
         fewest = min(count for count, _ in found)
         tried = [sizes for count, sizes in found if count == fewest]
         outcomes = [probe.difference(tried[position]) for position in (0, len(tried) // 2, -1)]
-        if "" in outcomes and not any(outcomes):
+        if "" in outcomes and not any(outcomes) and not probe.limits(tried[-1], domain):
             harmless[text] = tried[-1]
     waived = [condition for condition in domain.conditions if condition.text in harmless]
     kept = [condition for condition in domain.conditions if condition.text not in harmless]
@@ -199,7 +240,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
         traced: The program.
     """
     probe, plan, domain = ProgramProbe(traced), traced.plan, traced.domain
-    found: list[SmallSizes] = []
+    found, limits = list[SmallSizes](), list[SizeCondition]()
     samples: list[Mapping[str, int]] = []
     known = [dict(pattern.sizes) for pattern in domain.patterns]
     unseen = [dict(item.sizes) for item in unseen_sizes(plan, traced.sizes)]
@@ -213,21 +254,22 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
             others = [sizes for sizes in unseen if small(sizes) == pattern]
             others += [sizes for sizes in larger_sizes(plan, traced.sizes, pattern) if sizes in affordable]
             for at in others:
-                reason = probe.difference(at) if _holds(domain, waived, at) else None
+                reason = probe.difference(at) if fulfils(domain, waived, at) else None
                 if reason is not None:
                     break
         if reason == "":
             larger = affordable.largest(domain, pattern, waived)
             smallest = smallest_sizes(plan, traced.sizes, pattern)
-            others = [sizes for sizes in (smallest, larger) if sizes is not None and _holds(domain, waived, sizes)]
+            others = [sizes for sizes in (smallest, larger) if sizes is not None and fulfils(domain, waived, sizes)]
             reason = next((text for sizes in others if (text := probe.difference(sizes))), "")
         if reason == "":
+            limits += probe.limits(at, domain)
             found.append(SmallSizes(pattern, waived))
             samples.append(at)
         elif reason is not None:
             failed.append(pattern)
             findings.append(_left_out(SmallSizes(pattern), reason))
-    extended = replace(domain, patterns=(*domain.patterns, *found))
+    extended = replace(domain, patterns=(*domain.patterns, *found), conditions=(*domain.conditions, *limits))
     return replace(traced, domain=extended, plan=plan.with_findings(findings), samples=tuple(samples))
 
 
@@ -249,41 +291,3 @@ def _left_out(pattern: SmallSizes, reason: str) -> Finding:
 
 def _broken(domain: Domain, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple([condition.text for condition in domain.conditions if not condition.holds(sizes)])
-
-
-class Affordable:
-    """Which sizes a model runs at in about two seconds, with tensors that are not too large for its graph.
-
-    Args:
-        traced: The program.
-    """
-
-    def __init__(self, traced: TracedProgram) -> None:
-        self._traced = traced
-        self._parameters = sum(parameter.numel() for parameter in traced.model.parameters())
-        counts = TracedSizes(traced).element_counts()
-        self._small_enough = [SizeCondition(f"{count} <= {_LARGEST_TENSOR}") for count in counts]
-
-    def __contains__(self, sizes: Mapping[str, int]) -> bool:
-        shapes = self._traced.plan.shapes(sizes).values()
-        tokens = max((math.prod(shape[:2]) for shape in shapes), default=1)
-        if sum(map(math.prod, shapes)) > _MOST_ELEMENTS or tokens * self._parameters > _MOST_WORK:
-            return False
-        return all(condition.holds(sizes) for condition in self._small_enough)
-
-    def largest(self, domain: Domain, pattern: Pattern, waived: Sequence[str] = ()) -> dict[str, int] | None:
-        """Returns the largest of other sizes with the same pattern that fulfil the conditions and are affordable.
-
-        Args:
-            domain: The domain of the program.
-            pattern: Variables that are 0 or 1.
-            waived: Texts of conditions that need not hold.
-        """
-        for sizes in larger_sizes(self._traced.plan, self._traced.sizes, pattern):
-            if sizes in self and _holds(domain, waived, sizes):
-                return sizes
-        return None
-
-
-def _holds(domain: Domain, waived: Sequence[str], sizes: Mapping[str, int]) -> bool:
-    return all(condition.text in waived or condition.holds(sizes) for condition in domain.conditions)

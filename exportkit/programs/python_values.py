@@ -133,8 +133,10 @@ class PythonValues:
 
     def allowing(self, found: Mapping[str, Fingerprint | None]) -> PythonValues:
         """Returns the values with one more that is allowed for each of some constants; None: it may be left out."""
-        more = {path: (self.defaults[path] if form is None else form,) for path, form in found.items()}
-        return replace(self, forms={path: (*forms, *more.get(path, ())) for path, forms in self.forms.items()})
+        forms, defaults = dict(self.forms), dict.fromkeys(found, NOTHING) | dict(self.defaults)
+        for path, form in found.items():
+            forms[path] = (*forms.get(path, (NOTHING,)), defaults[path] if form is None else form)
+        return replace(self, forms=forms, defaults=defaults)
 
     @functools.cached_property
     def _left_out(self) -> dict[str, Mismatch]:

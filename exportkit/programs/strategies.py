@@ -316,6 +316,8 @@ class Search:
             if self._example is None:
                 with stage("arguments", self._seconds):
                     self._example, self.rules = chosen_example(self.model, self.method, plan, self.required)
+                    if plan.observation.signature.numbers:  # a model may ask whether a number is an int
+                        self.rules = [SYMBOLIC_LENGTHS, *self.rules]
             example = self._example
             if enlarges:
                 with stage("arguments", self._seconds):
@@ -351,7 +353,7 @@ class Search:
             return
         self.error = None
         if self._audit is None or audit.refused < self._audit.refused:
-            absences = find_absences(traced)
+            absences = find_absences(replace(traced, domain=audit.domain))
             domain = replace(audit.domain, absent=absences.allowed)
             traced = replace(traced, plan=found, domain=domain, absences=absences, crossings=audit.crossings)
             self.result = replace(traced, seconds=self._seconds)

@@ -26,8 +26,9 @@ from exportkit.plan.small_sizes import at_pattern, covering, small
 from exportkit.probing.missing import absent_patterns, call_without
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import run_sized, sized_call
+from exportkit.programs.affordable import Affordable
 from exportkit.programs.call_check import SmallSizes
-from exportkit.programs.patterns import Affordable, sizes_of_calls
+from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager

@@ -185,7 +185,7 @@ class _Symbolic(type):
         return builtins.int(*args, **options)
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, builtins.int)
+        return isinstance(value, builtins.int | torch.SymInt)
 
     def __subclasscheck__(cls, other: type) -> bool:
         return issubclass(other, builtins.int)

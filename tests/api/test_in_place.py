@@ -60,6 +60,30 @@ def test_a_cache_of_the_caller_is_filled(llama, llama_graph):
     torch.testing.assert_close(cache.layers[1].keys, expected.layers[1].keys)
 
 
+@pytest.mark.parametrize("way", ["assistant", "prompt lookup"])
+def test_assisted_generation_returns_the_same_tokens(llama, way, tmp_path):
+    assisted = {"prompt_lookup_num_tokens": 3}
+    if way == "assistant":
+        assisted = {"assistant_model": tiny_llama(num_hidden_layers=1)}
+
+    def run():
+        return generate(llama, IDS[:1], **assisted), generate(llama, IDS[1:])
+
+    graph = exported(llama, run, tmp_path)
+    compared = exportkit.compare_runs(run, llama, graph)
+    assert compared.equal
+    assert compared.outside == 0
+
+
+def test_a_static_cache_is_used_as_by_the_model(llama, tmp_path):
+    def run():
+        return generate(llama, IDS[:2, :7], cache_implementation="static")
+
+    compared = exportkit.compare_runs(run, llama, exported(llama, run, tmp_path))
+    assert compared.equal
+    assert compared.outside == 0
+
+
 def test_weights_of_the_model_are_not_needed(llama, llama_graph):
     with torch.device("meta"):
         empty = type(llama)(llama.config).eval()

@@ -9,7 +9,7 @@ import torch
 
 from exportkit import InputObserver
 from exportkit.calls import recorder
-from exportkit.calls.observation import SeenShapes
+from exportkit.calls.observation import Observation, SeenShapes
 from exportkit.errors import InvalidRequestError
 from tests.models import Add, IdsDecoder, OptionalAdd, Picky, random_cache, random_ids, tiny_llama
 
@@ -34,6 +34,34 @@ def test_shapes_of_all_calls_are_counted():
     assert observer.num_obs() == 2
     assert _counts(observer) == [((1,), 3), ((2,), 1), ((3,), 2)]
     assert observer.observation.seen[0] == SeenShapes({"x": (1,), "y": (1,)}, {"": (1,)}, 3)
+
+
+def test_constants_of_calls_that_are_not_stored_are_kept_by_path(tmp_path):
+    class Model(torch.nn.Module):
+        def forward(self, x, step=0, *, scale=1.0, **options):
+            return x
+
+    model, observer = Model(), InputObserver()
+    with observer(model, store_n_calls=1):
+        model(torch.ones(2), 1)
+        for step in (3, 3, 4):
+            model(torch.ones(2), step, scale=float("nan"), flag=True, name="a", other=None)
+    observer.observation.save(tmp_path / "calls")
+    for observation in (observer.observation, Observation.load(tmp_path / "calls")):
+        assert [(dict(one.constants), one.count) for one in observation.further] == [
+            ({"step": 3, "options.flag": True, "options.name": "a"}, 2),
+            ({"step": 4, "options.flag": True, "options.name": "a"}, 1),
+        ]
+
+
+def test_a_loop_that_counts_its_steps_is_counted_by_its_shapes():
+    model, observer = OptionalAdd(), InputObserver()
+    with observer(model, store_n_calls=0):
+        for step in range(3000):
+            model(torch.ones(2), step)
+    assert sum(one.count for one in observer.observation.further) == 3000
+    assert len(observer.observation.further) < 100
+    assert observer.observation.problems == ()
 
 
 def test_inputs_are_told_by_path_however_they_are_given():

@@ -247,7 +247,7 @@ def test_files_are_readable_for_all_who_may_read_the_directory(tmp_path):
 def test_observation_says_what_wrote_it(tmp_path):
     data = json.loads((_saved(tmp_path, torch.ones(1)) / "observation.json").read_text())
 
-    assert (data["format"], data["version"]) == ("exportkit-observation", 3)
+    assert (data["format"], data["version"]) == ("exportkit-observation", 4)
     assert data["written_by"]["torch"] == torch.__version__
     assert set(data["written_by"]) == {"python", "exportkit", "torch", "transformers", "safetensors"}
 
@@ -470,7 +470,7 @@ def test_another_version_is_named(tmp_path, data, got):
     assert str(raised.value) == (
         "Not an observation that this version reads.\n"
         f"  where: {tmp_path / 'observation.json'}\n"
-        "  expected: exportkit-observation 3\n"
+        "  expected: exportkit-observation 4\n"
         f"  got: {got}"
     )
 

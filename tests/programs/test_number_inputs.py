@@ -101,3 +101,44 @@ def test_numbers_in_containers_that_make_sizes_are_inputs(tmp_path):
         (x, *_), kwargs = call(1, 6, 2, 8, 7, -2.0)
         with pytest.raises(ArgumentError, match="an int, 0 or larger"):
             each(x, -1, 8, **kwargs)
+
+
+class LastRows(torch.nn.Module):
+    def forward(self, x, rows=0, scale=1.0):
+        return x[:, slice(-rows, None) if isinstance(rows, int) else rows] * scale
+
+
+def test_numbers_that_vary_only_after_the_stored_calls_are_inputs(tmp_path):
+    model, observer = LastRows(), exportkit.InputObserver()
+    with observer(model):
+        for length, rows in ((5, 2), (6, 2), (7, 2), (8, 3), (9, 1)):
+            model(torch.randn(2, length, 4), rows=rows, scale=rows / 2)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    x = torch.randn(3, 11, 4)
+    for rows in (1, 4, 11):
+        torch.testing.assert_close(graph(x, rows=rows, scale=0.3), model(x, rows=rows, scale=0.3))
+
+
+def test_other_values_after_the_stored_calls_are_a_finding_if_the_graph_refuses_them(tmp_path):
+    class Flags(torch.nn.Module):
+        def forward(self, x, negated=False, unread="a"):
+            return -x if negated else x
+
+    model, observer = Flags(), exportkit.InputObserver()
+    with observer(model):
+        for length in (2, 3, 4):
+            model(torch.randn(2, length))
+        model(torch.randn(2, 5), unread="b")
+        for _ in range(2):
+            model(torch.randn(2, 6), negated=True)
+    exported = exportkit.export(model, observer)
+    assert [finding.text for finding in exported.plan.findings if finding.kind == "refused call"] == [
+        "2 calls that were not stored gave negated=True, which the graph refuses; store more calls to serve it "
+        "(store_n_calls)."
+    ]
+    graph = exported.to_onnx(tmp_path / "model.onnx")
+    x = torch.randn(4, 9)
+    assert torch.equal(graph(x, unread="b"), x)
+    with pytest.raises(ArgumentError, match="negated"):
+        graph(x, negated=True)

@@ -345,3 +345,24 @@ class TestFolder:
     def test_scripts_are_written_for_each_program(self, kernels, tmp_path):
         folder = kernels[1].repro(tmp_path)
         assert (folder / "with_state" / "repro.py").exists()
+
+
+class OtherMode(torch.nn.Module):
+    def forward(self, x, mode="plain"):
+        return -x if mode == "negated" and x.shape[1] > 100 else x
+
+
+@pytest.mark.runtime
+def test_constants_that_matter_at_larger_sizes_have_programs_of_their_own(tmp_path):
+    model, observer = OtherMode(), exportkit.InputObserver()
+    with observer(model):
+        for length, mode in ((5, "plain"), (7, "negated")):
+            model(torch.randn(2, length), mode=mode)
+    exported = exportkit.export(model, observer)
+    assert len(exported.programs) == 2
+    graphs = exported.to_onnx(tmp_path / "model.onnx")
+    assert graphs.verify().ok
+    x = torch.randn(3, 150)
+    assert torch.equal(graphs(x, mode="plain"), x)
+    with pytest.raises(ArgumentError, match="x_axis_1 <= 100"):
+        graphs(x, mode="negated")

@@ -328,3 +328,44 @@ def generator_that_numbers_are_drawn_from(self, x, generator=None):
 )
 def seed_of_a_generator(self, x, generator=None):
     return x + float(generator.initial_seed())
+
+
+def with_flags(*flags, **options):
+    """Recorded with each flag in turn; called with each at sizes beyond the limits of the models below."""
+    return {
+        "recorded": [call(x(2 + n, 5 + n), **flag) for n, flag in enumerate(flags)],
+        "truth": [call(x(4, size), **flag) for flag in flags for size in (150, 1200)],
+        "serves": [call(x(4, 9), **flag) for flag in flags],
+        **options,
+    }
+
+
+@case(**with_flags({"flag": False}, {"flag": True}))
+def a_flag_for_long_inputs(self, x, flag=False):
+    return x * 2 if flag and x.shape[1] > 1000 else x + 1
+
+
+@case(**with_flags({"mode": "a"}, {"mode": "b"}))
+def a_mode_for_long_inputs(self, x, **options):
+    return x * 2 if options.get("mode") == "b" and x.shape[1] > 100 else x + 1
+
+
+@case(**with_flags({"flag": False}, {"flag": True}))
+def a_limit_from_a_table(self, x, flag=False):
+    limit = {False: 2000, True: 1000}[flag]
+    return x * 2 if x.shape[1] > limit else x
+
+
+@case(**with_flags({"data": {"flag": False}}, {"data": {"flag": True}}))
+def a_flag_in_a_dict(self, x, data=None):
+    return x * 2 if data["flag"] and len(x.T) > 100 else x
+
+
+@case(**with_flags({"mode": "a"}, {"mode": "a"}, {"mode": "a"}, {"mode": "b"}, serves=[call(x(4, 9), mode="a")]))
+def a_mode_after_the_stored_calls(self, x, mode="a"):
+    return x * 2 if mode == "b" and x.shape[1] > 100 else x + 1
+
+
+@case(**with_flags({"mode": "a"}, {"mode": "a"}, {"mode": "a"}, {"mode": "b"}))
+def a_mode_that_is_not_read(self, x, mode="a"):
+    return x + 1

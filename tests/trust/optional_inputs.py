@@ -194,3 +194,48 @@ def absent_with_a_constant(self, x, y=None, scale=1.0):
 )
 def names_and_positions(self, x, y):
     return x - 2 * y
+
+
+@case(
+    [call(x(2, 5), x(2, 5)), call(x(3, 7))],
+    truth=[call(x(4, 120)), call(x(4, 100)), call(x(4, 120), x(4, 120)), call(x(1, 1))],
+    serves=[call(x(4, 9)), call(x(4, 9), x(4, 9)), call(x(4, 300), x(4, 300))],
+)
+def scaled_if_long_and_alone(self, x, y=None):
+    if y is None:
+        return x * 2 if x.shape[1] > 100 else x
+    return x + y
+
+
+@case(
+    [call(x(2, 5), x(2, 5)), call(x(3, 7))],
+    truth=[call(x(4, 2001)), call(x(4, 1999))],
+    serves=[call(x(4, 9)), call(x(4, 9), x(4, 9))],
+)
+def scaled_if_thousands_and_alone(self, x, y=None):
+    if y is None and x.shape[0] * x.shape[1] >= 8000:
+        return x * 2
+    return x + (torch.zeros_like(x) if y is None else y)
+
+
+@case(
+    [call(x(2, 5), x(2, 5)), call(x(3, 7))],
+    truth=[call(x(4, 90)), call(x(4, 64)), call(x(4, 65), x(4, 65))],
+    serves=[call(x(4, 9)), call(x(4, 90)), call(x(4, 90), x(4, 90))],
+)
+def windowed_if_alone(self, x, y=None):
+    """Beside a window that leaves out nothing, with and without it."""
+    if y is None and x.shape[1] > 64:
+        return torch.cat([x[:, :64], x[:, 64:]], 1) + 1
+    return x + 1 if y is None else x + 1 + y * 0
+
+
+@case(
+    [call(x(2, 5), x(2, 5)), call(x(3, 7))],
+    truth=[call(x(4, 1)), call(x(1, 1)), call(x(4, 1), x(4, 1))],
+    serves=[call(x(4, 9)), call(x(4, 9), x(4, 9))],
+)
+def negated_if_single_and_alone(self, x, y=None):
+    if y is None and x.shape[1] == 1:
+        return -x
+    return x if y is None else x + y

@@ -166,3 +166,44 @@ def at_most_two(self, x):
 @case(serves=at((4, 9)), truth=at((1, 5), (1, 1)))
 def distance_to_the_mean_of_others(self, x):
     return (x - (x.sum(0) - x) / (x.shape[0] - 1)).abs()
+
+
+@case(
+    [call(x(2, 5)), call(x(3, 7))],
+    truth=[call(x(1, 1200)), call(x(1, 1001)), call(x(1, 1000)), call(x(1, 1)), call(x(3, 1200))],
+    serves=[call(x(4, 9)), call(x(4, 1200))],
+)
+def one_long_row(self, x):
+    return x * 2 if x.shape[0] == 1 and x.shape[1] > 1000 else x + 1
+
+
+@case(
+    [call(x(1, 5)), call(x(1, 7)), call(x(3, 7))],
+    truth=[call(x(1, 120)), call(x(1, 101)), call(x(1, 100)), call(x(3, 120))],
+    serves=[call(x(1, 9)), call(x(4, 9)), call(x(4, 1200))],
+)
+def one_long_row_beside_recorded_ones(self, x):
+    if x.shape[0] == 1:
+        return x * 2 if x.shape[1] > 100 else x + 1
+    return x + 1
+
+
+@case(
+    [call(x(2, 5)), call(x(3, 7))],
+    truth=[call(x(90, 1)), call(x(41, 1)), call(x(40, 1)), call(x(90, 2))],
+    serves=[call(x(4, 9)), call(x(90, 9))],
+)
+def one_column_of_many_rows(self, x):
+    rows, columns = x.shape
+    return -x if columns == 1 and rows * columns > 40 else x
+
+
+@case(
+    [call(x(2, 5)), call(x(3, 7))],
+    truth=[call(x(4, 1200)), call(x(3, 1200)), call(x(1, 1200)), call(x(4, 300)), call(x(5, 299))],
+    serves=[call(x(4, 9)), call(x(3, 9))],
+)
+def odd_rows_that_are_long(self, x):
+    if x.shape[0] % 2 == 0:
+        return x + 1
+    return 1 + x if x.shape[1] < 300 else x - 1

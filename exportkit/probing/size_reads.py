@@ -1,0 +1,143 @@
+"""Which sizes Python code reads from tensors in a run, and how it compares them.
+
+Two runs of a model with the same operators may still decide by sizes in different ways: ``flag and x.shape[1] > 1000``
+asks only if there is a flag, and runs with short inputs do not show it.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_OWN = str(Path(__file__).parents[1])  # what exportkit compares on its way to the model is left out
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod")
+
+
+class Comparison(NamedTuple):
+    """A comparison of a size, or of a number that is calculated from sizes.
+
+    Attributes:
+        place: Where it is: file, line, and position in the code of the function.
+        operator: Its name, such as ``lt``.
+        limit: The right side, if it does not come from sizes.
+    """
+
+    place: tuple[str, int, int]
+    operator: str
+    limit: float | None
+
+
+class SizeReads(TorchFunctionMode):
+    """Notes the sizes that code reads from tensors while it is active, and what it compares them with.
+
+    Attributes:
+        log: What was read and compared, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[Any, ...]] = []
+
+    def comparisons(self) -> dict[Comparison, tuple[int, float]]:
+        """Returns the comparisons with the values of both sides."""
+        return {entry[0]: entry[1:] for entry in self.log if isinstance(entry[0], Comparison)}
+
+    def decisions(self) -> frozenset[tuple[Comparison, bool]]:
+        """Returns what came of the comparisons."""
+        made = [entry for entry in self.log if isinstance(entry[0], Comparison)]
+        return frozenset([(found, getattr(operator, found.operator)(left, right)) for found, left, right in made])
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Returns the result of a function, with sizes that note what becomes of them."""
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        if isinstance(result, torch.Size):
+            self.log.append((name, *result))
+            return torch.Size([_Size.of(size, self.log) for size in result])
+        if type(result) is int:
+            self.log.append((name, result))
+            return _Size.of(result, self.log)
+        return result
+
+
+def size_reads(run: Callable[[], Any]) -> SizeReads | None:
+    """Returns which sizes are read while a function runs; None if it raises."""
+    found = SizeReads()
+    try:
+        with found:
+            run()
+    except Exception:
+        return None
+    return found
+
+
+class _Size(int):
+    """A size that notes how it is compared, and so do numbers that are calculated from it."""
+
+    log: list[tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, value: int, log: list[tuple[Any, ...]]) -> _Size:
+        found = cls(value)
+        found.log = log
+        return found
+
+    def __bool__(self) -> bool:
+        self.note("ne", 0)
+        return int(self) != 0
+
+    def note(self, name: str, other: Any) -> None:
+        """Notes that the caller of the caller compares this size."""
+        frame = sys._getframe(2)
+        place = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
+        if not place[0].startswith(_OWN):
+            plain = int(other) if isinstance(other, int) else other
+            comparison = Comparison(place, name, None if isinstance(other, _Size) else plain)
+            self.log.append((comparison, int(self), plain))
+
+    def __float__(self) -> float:
+        self.log.append(("float", int(self)))
+        return float(int(self))
+
+    def __neg__(self) -> int:
+        return _Size.of(-int(self), self.log)
+
+    __hash__ = int.__hash__
+
+
+def _comparing(name: str) -> Callable[[_Size, Any], Any]:
+    compare = getattr(operator, name)
+
+    def compared(self: _Size, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return NotImplemented
+        self.note(name, other)
+        return compare(int(self), int(other) if isinstance(other, int) else other)
+
+    return compared
+
+
+def _calculating(name: str, reflected: bool) -> Callable[[_Size, Any], Any]:
+    calculate = getattr(operator, name)
+
+    def calculated(self: _Size, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented
+        values = (int(other), int(self)) if reflected else (int(self), int(other))
+        return _Size.of(calculate(*values), self.log)
+
+    return calculated
+
+
+for _name in _COMPARISONS:
+    setattr(_Size, f"__{_name}__", _comparing(_name))
+for _name in _ARITHMETIC:
+    setattr(_Size, f"__{_name}__", _calculating(_name, False))
+    setattr(_Size, f"__r{_name}__", _calculating(_name, True))
