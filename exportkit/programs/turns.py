@@ -7,6 +7,7 @@ sizes in lines that the trace never saw. So these decisions are noted, and each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from exportkit.programs.program import TracedProgram
 
 UNTRIED = "it decides by sizes that take too long to be tried"
 _MOST_COMPARISONS = 8  # that are turned; a path beside the trace rarely has more than one of its own
+_STEPS = (16, 64)  # at which sides are looked at that do not follow a variable in steps of one
 _MOST_COMPARED = 2**24  # a limit beyond this is none for the size of a tensor
 
 
@@ -63,35 +65,72 @@ class Turns:
             start: What the run read.
             sizes: Its sizes.
         """
+        own = {each: sides for each, sides in start.comparisons().items() if each not in self._known}
+        if not own:
+            return
         seen = {tuple(sizes.items()): start.decisions()}
-        own = [
-            (comparison, sides) for comparison, sides in start.comparisons().items() if comparison not in self._known
-        ]
-        for comparison, (left, right) in own[:_MOST_COMPARISONS]:
-            place, found, untried = f"{comparison.place[0]}:{comparison.place[1]}", False, ""
-            for name in sizes if abs(right) < _MOST_COMPARED else ():
-                last = {True: sizes[name], False: sizes[name]}  # the largest and the smallest size without a turn
-                for size in _beside(sizes[name], left, int(right)):
-                    larger = size > sizes[name]
-                    kept = f"{name} {'<=' if larger else '>='} {last[larger]}"
-                    other = settled(self._traced.plan, {**sizes, name: size})
-                    if tuple(other.items()) in seen or not self._is_beside(sizes, other, name):
-                        continue
-                    self._affordable = self._affordable or Affordable(self._traced)
-                    if other not in self._affordable:
-                        untried = untried or kept
-                        continue
-                    reads = self._reads(other)
-                    if reads is None:
-                        continue
-                    if reads.decisions() in seen.values():
-                        last[larger] = size
-                    else:
-                        found = True
-                        yield Turn(other, kept, place)
-                    seen[tuple(other.items())] = reads.decisions()
-            if untried and not found:
-                yield Turn(None, untried, place)
+        for name, size in sizes.items():
+            largest, smallest = size, size  # without a turn
+            for each, other_size in self._wanted(dict(list(own.items())[:_MOST_COMPARISONS]), sizes, name):
+                other = self._beside(sizes, name, other_size)
+                if other is None or tuple(other.items()) in seen:
+                    continue
+                place = f"{each.place[0]}:{each.place[1]}"
+                kept = f"{name} <= {largest}" if other_size > size else f"{name} >= {smallest}"
+                if not self._is_affordable(sizes, other):
+                    yield Turn(None, kept, place)
+                    break
+                reads = self._reads(other)
+                if reads is None:
+                    continue
+                if reads.decisions() not in seen.values():
+                    yield Turn(other, kept, place)
+                elif other_size > size:
+                    largest = max(largest, other_size)
+                else:
+                    smallest = min(smallest, other_size)
+                seen[tuple(other.items())] = reads.decisions()
+
+    def _wanted(
+        self, own: Mapping[Comparison, tuple[int, float]], sizes: Mapping[str, int], name: str
+    ) -> list[tuple[Comparison, int]]:
+        """The sizes of a variable at which comparisons may come out otherwise, the nearest first.
+
+        How both sides follow the variable is seen at a size beside, or at larger ones, as for ``length // 32``.
+        """
+        found: dict[int, Comparison] = {}
+        left_over = dict(own)
+        for step in (1, *_STEPS):
+            other = self._beside(sizes, name, sizes[name] + step) if left_over else None
+            if other is None or (step > 1 and not self._is_affordable(sizes, other)):
+                continue
+            reads = self._reads(other)
+            sides = {} if reads is None else reads.comparisons()
+            for each, (left, right) in list(left_over.items()):
+                if each not in sides:  # it may have turned already
+                    found.setdefault(other[name], each)
+                    continue
+                apart, then = left - right, sides[each][0] - sides[each][1]
+                if then != apart and abs(right) < _MOST_COMPARED:
+                    del left_over[each]
+                    by_one = step / (then - apart)  # how far one side moves by one
+                    zero, beyond = sizes[name] - math.floor(apart * by_one), math.ceil(abs(by_one))
+                    for size in (zero - 1, zero, zero + 1, zero - beyond, zero + beyond):
+                        found.setdefault(size, each)
+        by_distance = sorted(found, key=lambda size: abs(size - sizes[name]))
+        return [(found[size], size) for size in by_distance if size >= 0 and size != sizes[name]]
+
+    def _beside(self, sizes: Mapping[str, int], name: str, size: int) -> dict[str, int] | None:
+        """The sizes with another one for a variable; None if they are not in the domain."""
+        other = settled(self._traced.plan, {**sizes, name: size})
+        return other if self._is_beside(sizes, other, name) else None
+
+    def _is_affordable(self, sizes: Mapping[str, int], other: Mapping[str, int]) -> bool:
+        """Whether sizes can be tried: always if they are not much larger than those that were run."""
+        if math.prod(n + 1 for n in other.values()) <= 4 * math.prod(n + 1 for n in sizes.values()):
+            return True
+        self._affordable = self._affordable or Affordable(self._traced)
+        return other in self._affordable
 
     def _is_beside(self, sizes: Mapping[str, int], other: Mapping[str, int], name: str) -> bool:
         """Whether sizes are in the domain if others are, from which they differ in one variable."""
@@ -99,10 +138,3 @@ class Turns:
         in_range = variable.minimum <= other[name] and (variable.maximum is None or other[name] <= variable.maximum)
         in_range &= self._at_small_sizes or small(other) == small(sizes)
         return in_range and all(c.holds(other) or not c.holds(sizes) for c in conditions)
-
-
-def _beside(size: int, left: int, right: int) -> list[int]:
-    """Sizes of a variable at which the left side of a comparison may be beside the right side, the nearest first."""
-    apart, scaled = right - left, size * right // max(left, 1)
-    others = {size + sign * apart + step for sign in (1, -1) for step in (-1, 0, 1)} | {scaled, scaled + 1}
-    return sorted((other for other in others if other >= 0 and other != size), key=lambda other: abs(other - size))

@@ -207,3 +207,12 @@ def odd_rows_that_are_long(self, x):
     if x.shape[0] % 2 == 0:
         return x + 1
     return 1 + x if x.shape[1] < 300 else x - 1
+
+
+@case(
+    [call(x(2, 5)), call(x(3, 7))],
+    truth=[call(x(1, 250)), call(x(1, 128)), call(x(1, 127)), call(x(2, 250))],
+    serves=[call(x(4, 9)), call(x(4, 250))],
+)
+def one_row_of_many_blocks(self, x):
+    return x.cumsum(1) if x.shape[0] == 1 and x.shape[1] // 32 > 3 else x
