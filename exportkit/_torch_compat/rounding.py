@@ -83,7 +83,7 @@ class _RoundingVaried:
     def _varied(self, value: Any, weights: bool = False) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(self._varied(part, weights) for part in value)
-        if not isinstance(value, torch.Tensor) or not _is_rounded(value) or not value.numel():
+        if not isinstance(value, torch.Tensor) or value.is_nested or not _is_rounded(value) or not value.numel():
             return value
         if not weights and value.untyped_storage().data_ptr() in self.constant:
             return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -24,7 +23,7 @@ from exportkit.plan.small_sizes import (
 )
 from exportkit.probing.missing import beyond_rounding, completed_call
 from exportkit.probing.simplify import as_simplified
-from exportkit.probing.size_reads import Comparison, SizeReads
+from exportkit.probing.size_reads import Comparison, SizeReads, size_reads
 from exportkit.probing.sized_calls import run_sized, sized_call, stepwise_outputs
 from exportkit.programs.affordable import Affordable, fulfils
 from exportkit.programs.call_check import SmallSizes
@@ -52,7 +51,7 @@ class ProgramProbe:
         self._program = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)
         self._eager = EagerRunner(traced.model, traced.method)
         self._known: dict[tuple[int, ...], str | None] = {}
-        self._read: dict[tuple[int, ...], SizeReads] = {}
+        self._read: dict[tuple[int, ...], SizeReads | None] = {}
         self._turned = set[Comparison]()  # those that make no difference
 
     def difference(self, sizes: Mapping[str, int]) -> str | None:
@@ -76,7 +75,8 @@ class ProgramProbe:
     def _difference(self, sizes: Mapping[str, int]) -> str | None:
         traced = self._traced
         try:
-            call, made = self._made(sizes)
+            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
+            made = run_sized(traced.plan, traced.model, traced.method, call)
         except Exception:  # whatever the model raises for sizes that it does not accept
             return None
         full = replace(call.with_tensors(made.tensors()), sizes=sizes, outputs=made.outputs)
@@ -115,21 +115,18 @@ class ProgramProbe:
         return frozenset() if reads is None else frozenset(reads.comparisons())
 
     def _reads(self, sizes: Mapping[str, int]) -> SizeReads | None:
-        key = tuple(sizes.values())
-        if key not in self._read:
-            with warnings.catch_warnings(), contextlib.suppress(Exception):
-                warnings.simplefilter("ignore")  # at sizes that nobody asked for
-                sampled_answer(self._traced.model, lambda: self._made(sizes))
-        return self._read.get(key)
+        """What a run of its own reads: torch leaves out fast paths while sizes are noted."""
+        traced, key = self._traced, tuple(sizes.values())
 
-    def _made(self, sizes: Mapping[str, int]) -> tuple[Call, Call]:
-        """A call at given sizes, and the one that the model runs; which sizes it reads is noted."""
-        traced, reads = self._traced, SizeReads()
-        call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
-        with reads:
-            made = run_sized(traced.plan, traced.model, traced.method, call)
-        self._read[tuple(sizes.values())] = reads
-        return call, made
+        def run() -> Call:
+            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
+            return run_sized(traced.plan, traced.model, traced.method, call)
+
+        if key not in self._read:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # at sizes that nobody asked for
+                self._read[key] = sampled_answer(traced.model, lambda: size_reads(run))
+        return self._read[key]
 
     def difference_in(self, call: Call) -> str:
         """Returns how the program departs from what a recorded call returned: an empty string if it does not."""
