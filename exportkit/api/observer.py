@@ -67,8 +67,8 @@ class InputObserver(Observer):
                 varied; True for all.
             dim_names: Names instead of ``Dim.DYNAMIC``, for ``torch.onnx.export``. With True, axes that are equal in
                 the plan have one name: ``batch_size``, ``sequence_length``, ``past_sequence_length`` and
-                ``total_sequence_length`` for the axes of decoders, otherwise that of the plan. With a dict, names by
-                input and axis; axes left out get a name of their own.
+                ``total_sequence_length`` for the axes of decoders, and the name in the plan for others. A dict gives
+                names by input and axis; axes that it leaves out get unique names.
 
         Returns:
             A tuple if all calls gave all inputs by position, else a dict in signature order. Constants are None; a

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from exportkit.calls.call import Call
@@ -96,15 +96,17 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
         return
     yield from _compared(traced, call)
 
-    def reads(call: Call) -> SizeReads | None:
-        return size_reads(functools.partial(run_eager, traced.model, traced.method, call))
+    def reads(made: Callable[[], Call]) -> SizeReads | None:
+        return size_reads(lambda: run_eager(traced.model, traced.method, made()))
 
-    without = reads(call)
-    completed = reads(completed_call(traced.plan, traced.observation, call, traced.defaults.values))
+    without = reads(lambda: call)
+    completed = reads(lambda: completed_call(traced.plan, traced.observation, call, traced.defaults.values))
     if without is None or completed is None:  # the model does not run with the defaults, which says nothing
         return
     others = functools.partial(call_without, traced.plan, traced.observation, absent=pattern)
-    turns = Turns(traced, lambda sizes: reads(others(sizes=sizes)), completed.comparisons().keys(), True)
+    turns = Turns(
+        traced, lambda sizes: reads(functools.partial(others, sizes=sizes)), completed.comparisons().keys(), True
+    )
     for turn in turns.of(without, traced.sizes):
         if turn.sizes is None:
             yield UNTRIED

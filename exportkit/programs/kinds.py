@@ -214,10 +214,16 @@ def shapes_of(arguments: Mapping[str, Tree]) -> dict[str, tuple[int, ...]]:
 
 def _only(observation: Observation, calls: list[Call], kind: Kind, landmarks: Landmarks) -> Observation:
     """The observation with only these calls; of the calls that were not stored, it keeps those of the kind."""
-    further = []
+    further, constants = [], dict(kind.constants)
     for seen in observation.further:
         other = landmarks.kind(seen.inputs, {})
-        if (other.given, other.single) == (kind.given, kind.single):
+        given = {
+            path: form
+            for name, tree in observation.constants_of(seen).items()
+            for path, form in constants_in(fingerprint(tree.build()), name).items()
+        }
+        has_constants = all(constants.get(path, form) == form for path, form in given.items())
+        if (other.given, other.single) == (kind.given, kind.single) and has_constants:
             further.append(seen)
     numbered = tuple(replace(call, index=number) for number, call in enumerate(calls))
     return replace(observation, calls=numbered, further=tuple(further))

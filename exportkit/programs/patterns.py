@@ -92,8 +92,8 @@ class ProgramProbe:
     def limits(self, sizes: Mapping[str, int], domain: Domain) -> list[SizeCondition]:
         """Returns conditions for sizes like these, beyond which the program departs from the model, or may.
 
-        The model is not compared at these sizes themselves. Of its decisions by sizes, only those count that it does
-        not take at the sizes of the trace.
+        The caller compares the model at these sizes. Comparisons of sizes that also run at the sizes of the trace are
+        skipped, because the trace knows them.
 
         Args:
             sizes: Sizes of all variables, such as some that are 0 or 1.
@@ -124,7 +124,7 @@ class ProgramProbe:
 
         if key not in self._read:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # at sizes that nobody asked for
+                warnings.simplefilter("ignore")  # from sizes that the user did not run
                 self._read[key] = sampled_answer(traced.model, lambda: size_reads(run))
         return self._read[key]
 

@@ -1,8 +1,9 @@
-"""Where a model turns: sizes at which it takes another decision than it takes on a path that was not traced.
+"""Finds sizes at which a model decides differently on paths that were not traced.
 
 A trace knows all decisions by sizes on its own path. A program may serve other paths, too: single rows, inputs that are
-left out, the other side of a condition. There, the model is compared with the program at a few sizes, and may decide by
-sizes in lines that the trace never saw. So these decisions are noted, and each is made to come out the other way.
+left out, the other side of a condition. There, the model is compared with the program at a few sizes only, and its code
+may compare sizes in lines that the trace never reached. These comparisons are recorded, and the model is run at sizes
+for which each of them has the opposite result: its turns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MOST_COMPARED = 2**24  # a limit beyond this is none for the size of a tensor
 
 
 class Turn(NamedTuple):
-    """Sizes at which the model decides otherwise.
+    """Sizes at which the model decides differently.
 
     Attributes:
         sizes: The sizes; None if they could not be tried.

@@ -1,7 +1,7 @@
 """Lets other compilers take saved programs, and compares with what the models returned.
 
-In comes the directory that ``export_models.py`` wrote; out goes a line for each compiler and program, and an exit code.
-It runs in an environment of its own, where neither exportkit nor transformers is installed.
+Takes the directory that ``export_models.py`` wrote, and prints a line for each compiler and program. Runs in a separate
+environment, where neither exportkit nor transformers is installed.
 """
 
 from __future__ import annotations

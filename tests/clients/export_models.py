@@ -1,7 +1,7 @@
 """Exports tiny models to folders, with what transformers makes of some inputs, for clients in another environment.
 
-In comes a directory; out go a folder for each model in it, and ``expected.json``, for optimum; and programs (``.pt2``)
-with calls (``.pt``) for the compilers. Run by ``make clients``.
+Writes a folder for each model and ``expected.json`` for optimum, and programs (``.pt2``) with their calls (``.pt``) for
+the compilers. Run by ``make clients``.
 """
 
 from __future__ import annotations

@@ -366,3 +366,15 @@ def test_constants_that_matter_at_larger_sizes_have_programs_of_their_own(tmp_pa
     assert torch.equal(graphs(x, mode="plain"), x)
     with pytest.raises(ArgumentError, match="x_axis_1 <= 100"):
         graphs(x, mode="negated")
+
+
+@pytest.mark.runtime
+def test_other_constants_after_the_stored_calls_are_no_finding_if_a_program_serves_them(tmp_path):
+    model, observer = OtherMode(), exportkit.InputObserver()
+    with observer(model, store_n_calls=2):
+        for length, mode in ((5, "plain"), (7, "negated"), (6, "plain"), (8, "negated")):
+            model(torch.randn(2, length), mode=mode)
+    exported = exportkit.export(model, observer)
+    assert len(exported.programs) == 2
+    findings = [finding for traced in exported.programs.values() for finding in traced.plan.findings]
+    assert [finding.text for finding in findings if finding.kind == "refused call"] == []
