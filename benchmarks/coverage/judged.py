@@ -68,7 +68,7 @@ class Call:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments, to be changed freely."""
-        return copy.deepcopy((self.args, self.kwargs))
+        return _copied(self.args, self.kwargs)
 
     def difference(self, result: Any) -> str:
         """Returns how another result differs, or nothing."""
@@ -173,6 +173,15 @@ def _compared(graph: Any, calls: Sequence[Call]) -> tuple[list[str], list[tuple[
     return wrong, refused, failed
 
 
+def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies of arguments, with the attributes that a class leaves out when it is copied, as BatchEncoding does."""
+    copied = copy.deepcopy((args, kwargs))
+    for value, made in zip([*args, *kwargs.values()], [*copied[0], *copied[1].values()], strict=True):
+        for name in getattr(value, "__dict__", {}).keys() - getattr(made, "__dict__", {}).keys():
+            setattr(made, name, copy.deepcopy(getattr(value, name)))
+    return copied
+
+
 def _calls(model: torch.nn.Module, method: str, use: Callable[..., object], runs: Sequence[Sizes]) -> list[Call]:
     """The calls of the method during the runs, with copies of their arguments and results."""
     found: list[Call] = []
@@ -180,7 +189,7 @@ def _calls(model: torch.nn.Module, method: str, use: Callable[..., object], runs
 
     @functools.wraps(original)
     def recording(*args: Any, **kwargs: Any) -> Any:
-        call = Call(sizes, *copy.deepcopy((args, kwargs)), original)
+        call = Call(sizes, *_copied(args, kwargs), original)
         result = original(*args, **kwargs)
         call.result = copy.deepcopy(result)
         found.append(call)
