@@ -75,7 +75,7 @@ def bert(tmp_path_factory):
 def differs(monkeypatch):
     """Makes every proof report a difference."""
     row = Row("recorded", "0", {}, "differs", 0.5, "logits: 0.5 off")
-    monkeypatch.setattr(exportkit.OnnxModel, "verify", lambda self: exportkit.Report((row,), 0))
+    monkeypatch.setattr(exportkit.OnnxModel, "verify", lambda self, **_: exportkit.Report((row,), 0))
     monkeypatch.setattr("exportkit.folder.folder.prove", lambda runner, **_: exportkit.Report((row,), 0))
 
 
@@ -289,6 +289,16 @@ class TestVerify:
         result = run("verify", folder)
         assert result.exit_code == 1
         assert last_line(result).startswith("NOT PROVEN: recorded call 0: differs")
+
+    def test_another_runtime(self, folder):
+        result = run("verify", folder, "--runtime", "openvino")
+        assert (result.exit_code, last_line(result)) == (0, "proven"), result.output
+        assert "OpenVINO" in result.stdout
+
+    def test_differences_are_located_in_onnxruntime_only(self, folder):
+        result = run("verify", folder, "--runtime", "openvino", "--locate")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "--runtime onnxruntime" in result.stderr
 
     def test_a_changed_file_exits_with_2(self, folder):
         (folder / "plan.json").write_text((folder / "plan.json").read_text() + "\n")

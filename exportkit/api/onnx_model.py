@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -12,7 +13,7 @@ from exportkit.api.in_place import InPlace, Outside
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.observer import Observer
-from exportkit.errors import InvalidTypeError
+from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.proof.calls import Tensors, given_calls
@@ -42,7 +43,13 @@ class OnnxModel(OnnxRunner):
             compared=runner.compared,
         )
 
-    def verify(self, unseen: bool = True, *, data: Observer | Observation | None = None) -> Report:
+    def verify(
+        self,
+        unseen: bool = True,
+        *,
+        data: Observer | Observation | None = None,
+        runtime: Literal["onnxruntime", "openvino"] = "onnxruntime",
+    ) -> Report:
         """Returns the proof: a row for each recorded call, and for calls at sizes that were never run.
 
         The latest run of an application that `compare_runs` compared has a row, too.
@@ -54,10 +61,27 @@ class OnnxModel(OnnxRunner):
             unseen: Also try sizes that were not recorded. The model runs them in eager mode as the truth; a model that
                 was loaded from a folder has what the model returned when it was saved.
             data: What another observer recorded of the model: further calls, each with a row.
+            runtime: What computes the rows. In "openvino", calls run on the CPU in float32, the domain and the metadata
+                stay as they are (what OpenVINO does not serve is in the report), and differences are not located.
 
         Raises:
             DestinationError: if a file of the folder that this was loaded from is not the one that was saved.
+            InvalidRequestError: if the runtime is unknown.
+            MissingPackageError: if the runtime is not installed.
         """
+        if runtime == "openvino":
+            from exportkit.running.openvino import OpenVinoSession, require_openvino
+
+            require_openvino()
+            notes = self.check_files() if self.check_files is not None else ()
+            return prove(self.opened_by(OpenVinoSession), unseen, notes, given=given_calls(recorded(data)))
+        if runtime != "onnxruntime":
+            raise InvalidRequestError(
+                "Nothing is known about this runtime.",
+                where="runtime",
+                expected='"onnxruntime" or "openvino"',
+                got=repr(runtime),
+            )
         notes = self.check_files() if self.check_files is not None else ()
         self.reopen_changed()
         before = {graph: graph.contract.domain for graph in _graphs(self)}

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -35,12 +35,15 @@ def verify(
     model_dir: Annotated[
         Path | None, typer.Option("--model", help="The checkpoint, for --locate to run.", metavar="MODEL_DIR")
     ] = None,
+    runtime: Annotated[
+        Literal["onnxruntime", "openvino"], typer.Option(help="What computes the calls.")
+    ] = "onnxruntime",
     debug: Debug = False,
 ) -> None:
     """Prove an exported folder again, without the model.
 
-    The recorded calls and the calls at unseen sizes run in onnxruntime, and their results are compared with what the
-    model returned when the folder was saved. The files must be unchanged since then.
+    The recorded calls and the calls at unseen sizes run in onnxruntime, or in OpenVINO, and their results are compared
+    with what the model returned when the folder was saved. The files must be unchanged since then.
 
     Exits with 0 if the result is proven, 1 if it is not, 2 for invalid usage, such as a missing or changed file.
     """
@@ -49,9 +52,17 @@ def verify(
     from exportkit.running.session import require_onnxruntime
 
     with quiet_libraries(), exit_on_error(BAD_INPUT, debug):
-        require_onnxruntime()
+        if runtime == "onnxruntime":
+            require_onnxruntime()
+        elif locate:
+            raise InvalidRequestError(
+                "Differences are located in onnxruntime only.",
+                where="--locate",
+                expected="--runtime onnxruntime",
+                got=f"--runtime {runtime}",
+            )
         with progress(f"verifying {folder}"):
-            report = exportkit.load(folder).verify()
+            report = exportkit.load(folder).verify(runtime=runtime)
         located = None
         if locate and not report.ok:
             with progress("locating the difference"):

@@ -28,7 +28,7 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import tensor_placeholders
-from exportkit.running.session import Session, SessionRunner
+from exportkit.running.session import GraphSession, Session, SessionRunner
 from exportkit.trees import Tree, check_opened, flatten, join, joined, set_stored_length
 
 Tensors = Mapping[str, torch.Tensor]
@@ -195,6 +195,7 @@ class OnnxGraph:
         require_unchanged: Raises an error if the files are not those that were checked when they were loaded.
         eager: The model, if it is at hand for measurements; by default that of the program.
         measured: What was measured for calls whose outputs are sensitive to rounding, by the name of the call.
+        session_class: Opens the file in a runtime.
     """
 
     def __init__(
@@ -207,18 +208,25 @@ class OnnxGraph:
         require_unchanged: Callable[[], None] | None = None,
         eager: EagerRunner | None = None,
         measured: dict[str, Measured] | None = None,
+        session_class: type[GraphSession] = Session,
     ) -> None:
         self.contract, self.observation, self.traced, self.unseen = contract, observation, traced, unseen
         self.eager = EagerRunner(traced.model, traced.method) if eager is None and traced is not None else eager
         self.measured: dict[str, Measured] = {} if measured is None else measured
         self._require_unchanged = require_unchanged
-        self._session: Session | None = None
+        self._session_class = session_class
+        self._session: GraphSession | None = None
         self._opened: tuple[Stamp, ...] = ()
 
     @property
     def path(self) -> Path:
         """The ONNX file."""
         return self.contract.path
+
+    @property
+    def runtime(self) -> str:
+        """What runs the graph, by the name that messages use."""
+        return self._session_class.runtime
 
     @property
     def size(self) -> int:
@@ -232,15 +240,15 @@ class OnnxGraph:
         return tuple(map(stamp_of, self._files()))
 
     @property
-    def session(self) -> Session:
-        """The onnxruntime session, made when it is first used.
+    def session(self) -> GraphSession:
+        """The session of onnxruntime or another runtime, made when it is first used.
 
         Raises:
             DestinationError: if the files were loaded from a folder, and are not those that were checked then.
         """
         if self._session is None:
             self._opened = self._stamps()
-            session = Session(self.path)
+            session = self._session_class(self.path)
             if self._require_unchanged is not None:  # asked afterwards, so that a change meanwhile shows, too
                 self._require_unchanged()
             names = {*self.contract.inputs}, {*self.contract.outputs}
@@ -254,13 +262,30 @@ class OnnxGraph:
             self._session = session
         return self._session
 
+    def opened_by(self, session_class: type[GraphSession]) -> OnnxGraph:
+        """Returns the graph in another runtime; what is found out about it there stays there.
+
+        Args:
+            session_class: Opens the file in the runtime.
+        """
+        return OnnxGraph(
+            self.contract,
+            self.observation,
+            self.traced,
+            unseen=self.unseen,
+            require_unchanged=self._require_unchanged,
+            eager=self.eager,
+            measured={**self.measured},
+            session_class=session_class,
+        )
+
     def close_if_changed(self) -> None:
         """Closes the session if its files were written or replaced since it was opened; it opens again when used."""
         if self._session is not None and self._stamps() != self._opened:
             self._session = None
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Given) -> Any:
-        """Returns what the model returns, computed by onnxruntime.
+        """Returns what the model returns, computed by the runtime.
 
         Args:
             args: Positional arguments of the model.
@@ -268,7 +293,7 @@ class OnnxGraph:
             given: What the call gives, as `given` returns it.
 
         Raises:
-            RuntimeFailure: if onnxruntime refuses the call.
+            RuntimeFailure: if the runtime refuses the call.
         """
         contract, plan = self.contract, self.contract.plan
         complete = self._complete(given)

@@ -28,7 +28,7 @@ from exportkit.programs.stages import TRANSLATION_PER_TRACE, stage
 from exportkit.programs.strategies import Attempt, after_failed_translation
 from exportkit.programs.subject import RESULT, STATE
 from exportkit.running.runner import Returned
-from exportkit.running.session import Session
+from exportkit.running.session import GraphSession
 from exportkit.trees import flatten, join
 
 
@@ -151,8 +151,8 @@ class OnnxRunner:
         return None if self.graph.traced is None else self.graph.traced.program
 
     @property
-    def session(self) -> Session:
-        """The onnxruntime session, made when it is first used; that of the first of several graphs."""
+    def session(self) -> GraphSession:
+        """The session of onnxruntime, made when it is first used; that of the first of several graphs."""
         return self.graph.session
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -266,6 +266,16 @@ class OnnxRunner:
             _ = graph.session
         for part in self.parts.values():
             part.open()
+
+    def opened_by(self, session_class: type[GraphSession]) -> OnnxRunner:
+        """Returns the graphs and parts in another runtime; what is found out about them there stays there.
+
+        Args:
+            session_class: Opens a file in the runtime.
+        """
+        graphs = {name: graph.opened_by(session_class) for name, graph in self.graphs.items()}
+        parts = {name: part.opened_by(session_class) for name, part in self.parts.items()}
+        return OnnxRunner(graphs, parts, self.edges, split=self.split, attempts=self.attempts, exported=self.exported)
 
     def reopen_changed(self) -> None:
         """Closes the sessions whose files were written or replaced since they were opened, so that they open again."""

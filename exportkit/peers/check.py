@@ -26,7 +26,7 @@ from exportkit.probing.missing import fill_missing
 from exportkit.probing.planning import plan_calls
 from exportkit.running.compare import compare_tensors
 from exportkit.running.masks import find_mask, visible_by_shape
-from exportkit.running.session import Session
+from exportkit.running.session import GraphSession, Session
 from exportkit.trees import string_type
 
 _PLAIN = (bool, int, float, str)
@@ -161,7 +161,7 @@ def check_recorded_calls(
     return rows
 
 
-def _session(onnx_model: Any) -> Session:
+def _session(onnx_model: Any) -> GraphSession:
     if isinstance(onnx_model, OnnxRunner):
         return onnx_model.session
     if isinstance(onnx_model, Session):
@@ -179,7 +179,7 @@ def _session(onnx_model: Any) -> Session:
     )
 
 
-def _paths_of_inputs(session: Session, observation: Observation) -> dict[str, str]:
+def _paths_of_inputs(session: GraphSession, observation: Observation) -> dict[str, str]:
     """Leaf path by name of the graph's input: by exportkit's names, by torch's (``x_a_0``), otherwise by order."""
     paths = observation.tensor_paths()
     by_name = dict(zip(input_names(paths), paths, strict=True)) | {_torch_name(path): path for path in paths}
@@ -201,7 +201,7 @@ def _torch_name(path: str) -> str:
 
 
 def _best_attempt(
-    call: Call, session: Session, paths: Mapping[str, str], plan: Plan, tolerance: Tolerance
+    call: Call, session: GraphSession, paths: Mapping[str, str], plan: Plan, tolerance: Tolerance
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[torch.Tensor]]:
     """Row, feeds and outputs of a call; defaults for missing inputs are tried: empty or zeros, then ones."""
     own = call.tensors()
@@ -218,7 +218,7 @@ def _best_attempt(
 
 
 def _attempt(
-    feeds: Mapping[str, torch.Tensor], session: Session, call: Call, tolerance: Tolerance
+    feeds: Mapping[str, torch.Tensor], session: GraphSession, call: Call, tolerance: Tolerance
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     started = time.perf_counter()
     try:

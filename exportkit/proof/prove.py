@@ -185,13 +185,10 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
 
 
 def _computed_otherwise(graph: OnnxGraph) -> Iterator[str]:
-    """Says which operators computed in float32 for the proof."""
+    """Says in which precision the runtime computed for the proof, if it is not that of the file."""
     with contextlib.suppress(RuntimeFailure):
-        if names := graph.session.in_float32:
-            yield (
-                f"onnxruntime has no kernel of {', '.join(names)} for the dtype of the model on the CPU: here they "
-                "compute in float32, between casts; the file keeps its dtype."
-            )
+        if graph.session.finding:
+            yield graph.session.finding
 
 
 def _is_wrong(row: Row) -> bool:
@@ -201,7 +198,7 @@ def _is_wrong(row: Row) -> bool:
 def _narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[Row]) -> list[Row]:
     """The rows at unseen sizes, without those that were taken into the domain because nothing differs in torch.
 
-    onnxruntime need not do there what torch does. So waived conditions are required if a row that breaks them turned
+    A runtime need not do there what torch does. So waived conditions are required if a row that breaks them turned
     out wrong, and patterns of 0 and 1 leave the domain: the standard deviation of one element is an example.
     """
     domain, findings, rows = graph.contract.domain, list[Finding](), [*unseen]
@@ -209,7 +206,7 @@ def _narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[Row]) 
 
     def leave(number: int, what: str) -> None:
         row = rows[number]
-        findings.append(Finding("limit", what, f"onnxruntime does not serve {what}: {row.status}, {row.where}."))
+        findings.append(Finding("limit", what, f"{graph.runtime} does not serve {what}: {row.status}, {row.where}."))
         rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
 
     for number, row in enumerate(unseen):
@@ -269,7 +266,7 @@ def _without_pattern(graph: OnnxGraph, call: Call, row: Row) -> Row:
     absent = domain.optional.difference(call.tensors())
     if not absent or absent in absent_patterns(plan, graph.observation):
         return row
-    text = f"{domain.names(absent)} may not be left out together in onnxruntime: {row.status}, {row.where}."
+    text = f"{domain.names(absent)} may not be left out together in {graph.runtime}: {row.status}, {row.where}."
     narrower = replace(domain, absent=domain.absent - {absent})
     findings = [Finding("limit", domain.names(absent), text)]
     graph.contract = replace(graph.contract, domain=narrower, plan=plan.with_findings(findings))

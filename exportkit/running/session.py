@@ -1,4 +1,7 @@
-"""Runs ONNX models: the only place that opens onnxruntime sessions, and moves tensors between them and torch."""
+"""Runs ONNX models: the only place that opens onnxruntime sessions, and moves tensors between them and torch.
+
+`GraphSession` is what runtimes have in common; `exportkit.running.openvino` has another one.
+"""
 
 from __future__ import annotations
 
@@ -80,45 +83,113 @@ def require_fused_operators() -> None:
         ) from error
 
 
-class Session:
-    """One ONNX model, run on the CPU.
+class GraphSession:
+    """One ONNX model in a runtime.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        inputs: Names of the graph's inputs.
+        shapes: Shape of each input by name, with the names of dynamic axes.
+        outputs: Names of the graph's outputs.
+        in_float32: Names of operators that compute in float32 instead of the dtype of the model.
+    """
+
+    runtime = ""  # its name in messages
+    inputs: list[str]
+    shapes: dict[str, tuple[str | int, ...]]
+    outputs: list[str]
+    in_float32: tuple[str, ...] = ()
+
+    def __init__(self, path: Path) -> None:
+        raise NotImplementedError
+
+    @property
+    def finding(self) -> str:
+        """What a proof should mention about the way this runtime computes, or nothing."""
+        return ""
+
+    def run(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the outputs by name, in order.
+
+        Args:
+            feeds: Tensors by name of the graph's input; names that the graph does not have are ignored.
+
+        Raises:
+            InvalidRequestError: if an input is missing.
+            InvalidTypeError: if the runtime has no counterpart of a dtype, or a tensor has no values or is sparse.
+            RuntimeFailure: if the runtime refuses the call.
+        """
+        given = dict[str, torch.Tensor]()
+        for name in self.inputs:
+            if name not in feeds:
+                raise InvalidRequestError(
+                    "An input of the ONNX model is missing.", where=name, got=", ".join(feeds) or "no tensor"
+                )
+            if feeds[name].is_meta or feeds[name].layout is not torch.strided:
+                raise InvalidTypeError(
+                    f"{self.runtime} takes dense tensors that have values.",
+                    where=name,
+                    got="a tensor on the meta device" if feeds[name].is_meta else str(feeds[name].layout),
+                )
+            tensor = feeds[name].detach().cpu().contiguous()
+            if not self.shapes[name] and tensor.ndim:  # a Python number, which programs of torch take as a size
+                tensor = torch.tensor(tensor.shape[-1])
+            if tensor.dtype not in _DTYPES:
+                raise InvalidTypeError(
+                    f"This dtype has no counterpart in {self.runtime}.",
+                    where=name,
+                    expected=", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES),
+                    got=str(tensor.dtype).removeprefix("torch."),
+                    hint="convert the input, for instance with .view(torch.uint8) or .to(torch.float32).",
+                )
+            given[name] = tensor
+        try:
+            return self._outputs(given)
+        except RuntimeFailure:
+            raise
+        except Exception as error:
+            where = _shapes_of(given)
+            raise RuntimeFailure(f"{self.runtime} refused the call.", where=where, got=first_line(error)) from error
+
+    def _outputs(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs by name, in order, for contiguous tensors on the CPU."""
+        raise NotImplementedError
+
+
+class Session(GraphSession):
+    """One ONNX model in onnxruntime, on the CPU.
 
     Args:
         model: Path of a file, or a serialised ModelProto.
         folder: Where the external weights of a serialised model are, if it has any.
         optimised: Whether onnxruntime may rewrite the graph.
 
-    Attributes:
-        inputs: Names of the graph's inputs.
-        shapes: Shape of each input by name, with the names of dynamic axes.
-        outputs: Names of the graph's outputs.
-        in_float32: Names of operators that have no kernel for the dtype of the model, and compute in float32.
-
     Raises:
         MissingPackageError: if onnxruntime is not installed.
         RuntimeFailure: if it cannot load the model.
     """
 
+    runtime = "onnxruntime"
+
     def __init__(self, model: str | Path | bytes, folder: Path | None = None, optimised: bool = True) -> None:
-        self._runtime = runtime = require_onnxruntime()
-        options = runtime.SessionOptions()
+        self._module = module = require_onnxruntime()
+        options = module.SessionOptions()
         options.log_severity_level = 4  # what fails is raised, not printed
         options.add_session_config_entry(_IDLE, "1")
         if folder is not None:
             options.add_session_config_entry(_FOLDER, str(folder))
         if not optimised:
-            options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.graph_optimization_level = module.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.add_session_config_entry("session.disable_prepacking", "1")  # not worth its time for a single run
         self._source = model if isinstance(model, bytes) else str(model)
         self._options = options
-        self.in_float32: tuple[str, ...] = ()
         self._open()
         self._dangers: tuple[bool, bool] | None = None  # of empty inputs; looked for when there are some
-        self.shapes: dict[str, tuple[str | int, ...]] = {}
-        for value in self._session.get_inputs():
-            self.shapes[value.name] = tuple(value.shape)
+        self.shapes = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
         self.inputs = list(self.shapes)
-        self.outputs: list[str] = [value.name for value in self._session.get_outputs()]
+        self.outputs = [value.name for value in self._session.get_outputs()]
         values = (*self._session.get_inputs(), *self._session.get_outputs())
         self._has_bfloat16 = any(value.type == _BFLOAT16_TENSOR for value in values)
 
@@ -131,12 +202,12 @@ class Session:
                 raise RuntimeFailure(
                     "onnxruntime cannot load the model.",
                     where="serialised model" if isinstance(self._source, bytes) else self._source,
-                    got=_first_line(error),
+                    got=first_line(error),
                 ) from error
             self._session = found
 
     def _opened(self, source: str | bytes, options: Mapping[str, Any]) -> Any:
-        return self._runtime.InferenceSession(source, self._options, providers=["CPUExecutionProvider"], **options)
+        return self._module.InferenceSession(source, self._options, providers=["CPUExecutionProvider"], **options)
 
     def _opened_in_float32(self, options: Mapping[str, Any]) -> Any:
         """The model with casts around operators that have no kernel for its dtype; None if that does not help."""
@@ -148,42 +219,19 @@ class Session:
                 return self._opened(model, options)
         return None
 
-    def run(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the outputs by name, in order.
+    @property
+    def finding(self) -> str:
+        """Which operators computed in float32, or nothing."""
+        if not self.in_float32:
+            return ""
+        return (
+            f"onnxruntime has no kernel of {', '.join(self.in_float32)} for the dtype of the model on the CPU: here "
+            "they compute in float32, between casts; the file keeps its dtype."
+        )
 
-        Args:
-            feeds: Tensors by name of the graph's input; names that the graph does not have are ignored.
-
-        Raises:
-            InvalidRequestError: if an input is missing.
-            InvalidTypeError: if onnxruntime has no counterpart of a dtype, or a tensor has no values or is sparse.
-            RuntimeFailure: if onnxruntime refuses the call.
-        """
-        given, is_empty = dict[str, torch.Tensor](), False
-        for name in self.inputs:
-            if name not in feeds:
-                raise InvalidRequestError(
-                    "An input of the ONNX model is missing.", where=name, got=", ".join(feeds) or "no tensor"
-                )
-            if feeds[name].is_meta or feeds[name].layout is not torch.strided:
-                raise InvalidTypeError(
-                    "onnxruntime takes dense tensors that have values.",
-                    where=name,
-                    got="a tensor on the meta device" if feeds[name].is_meta else str(feeds[name].layout),
-                )
-            tensor = feeds[name].detach().cpu().contiguous()
-            if not self.shapes[name] and tensor.ndim:  # a Python number, which programs of torch take as a size
-                tensor = torch.tensor(tensor.shape[-1])
-            is_empty = is_empty or not tensor.numel()
-            if tensor.dtype not in _DTYPES:
-                raise InvalidTypeError(
-                    "This dtype has no counterpart in onnxruntime.",
-                    where=name,
-                    expected=", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES),
-                    got=str(tensor.dtype).removeprefix("torch."),
-                    hint="convert the input, for instance with .view(torch.uint8) or .to(torch.float32).",
-                )
-            given[name] = tensor
+    def _outputs(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs by name; numpy arrays are the fastest way to and from onnxruntime, but have no bfloat16."""
+        is_empty = not all(tensor.numel() for tensor in given.values())
         if is_empty and self._dangers is None:
             self._dangers = _dangers(self._source)
             if self._dangers[1]:
@@ -191,17 +239,9 @@ class Session:
         if is_empty and self._dangers and not self._dangers[0]:
             raise RuntimeFailure(
                 "onnxruntime would end the process: its operators GRU and LSTM do not take empty inputs.",
-                where=self._shapes_of(feeds),
+                where=_shapes_of(given),
                 hint="call the model itself for empty inputs.",
             )
-        try:
-            return self._outputs(given)
-        except Exception as error:
-            where = self._shapes_of(feeds)
-            raise RuntimeFailure("onnxruntime refused the call.", where=where, got=_first_line(error)) from error
-
-    def _outputs(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs by name; numpy arrays are the fastest way to and from onnxruntime, but have no bfloat16."""
         if not self._has_bfloat16 and all(tensor.dtype is not torch.bfloat16 for tensor in given.values()):
             arrays = self._session.run(self.outputs, {name: tensor.numpy() for name, tensor in given.items()})
             return dict(zip(self.outputs, map(torch.from_numpy, arrays), strict=True))
@@ -217,11 +257,12 @@ class Session:
     def _value(self, tensor: torch.Tensor) -> Any:
         if tensor.dtype is torch.bfloat16:
             words = tensor.view(torch.uint16).numpy()
-            return self._runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(words, _BFLOAT16)
-        return self._runtime.OrtValue.ortvalue_from_numpy(tensor.numpy())
+            return self._module.OrtValue.ortvalue_from_numpy_with_onnx_type(words, _BFLOAT16)
+        return self._module.OrtValue.ortvalue_from_numpy(tensor.numpy())
 
-    def _shapes_of(self, feeds: Mapping[str, torch.Tensor]) -> str:
-        return ", ".join(f"{name} {tuple(feeds[name].shape)}" for name in self.inputs)
+
+def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
 @dataclass(frozen=True)
@@ -234,7 +275,7 @@ class SessionRunner:
         outputs: Leaf path by name of the graph's output.
     """
 
-    session: Session
+    session: GraphSession
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
 
@@ -276,5 +317,6 @@ def _dangers(source: str | bytes) -> tuple[bool, bool]:
     return takes_empty, moves_first_axis
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, or the name of its class."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:500]
