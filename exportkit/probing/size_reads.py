@@ -1,21 +1,25 @@
-"""Which sizes Python code reads from tensors in a run, and how it compares them.
+"""Which sizes Python code reads from tensors in a run, how it compares them, and which code runs.
 
 Two runs of a model with the same operators may still decide by sizes in different ways: ``flag and x.shape[1] > 1000``
-asks only if there is a flag, and runs with short inputs do not show it.
+asks only if there is a flag, and runs with short inputs do not show it. Comparisons of sizes show how they come out at
+other sizes. Of other code, such as ``math.sqrt(x.shape[1]) > 31``, it is only known that it ran.
 """
 
 from __future__ import annotations
 
+import dis
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 _OWN = str(Path(__file__).parents[1])  # what exportkit compares on its way to the model is left out
+_NOT_THE_MODELS = (_OWN, str(Path(torch.__file__).parent))
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod")
 
@@ -34,16 +38,89 @@ class Comparison(NamedTuple):
     limit: float | None
 
 
+class Code(NamedTuple):
+    """Instructions of a function that ran.
+
+    Attributes:
+        code: The function.
+        offsets: Where the instructions are in it.
+    """
+
+    code: CodeType
+    offsets: set[int]
+
+    def place(self) -> str:
+        """Returns file and line of the first instruction."""
+        first = min(self.offsets)
+        found = [line for start, end, line in self.code.co_lines() if start <= first < end]
+        return f"{self.code.co_filename}:{found[0] if found else self.code.co_firstlineno}"
+
+    def numbers(self) -> Iterator[int]:
+        """Yields the integers that these instructions load, also those in tuples and sets of constants."""
+        for instruction in dis.get_instructions(self.code):
+            if instruction.offset in self.offsets and instruction.opcode in dis.hasconst:
+                value = instruction.argval
+                for number in value if isinstance(value, tuple | frozenset) else (value,):
+                    if type(number) is int:
+                        yield number
+
+
 class SizeReads(TorchFunctionMode):
     """Notes the sizes that code reads from tensors while it is active, and what it compares them with.
+
+    Args:
+        with_code: Also note which code runs, apart from that of torch; a debugger does not stop there meanwhile.
 
     Attributes:
         log: What was read and compared, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, with_code: bool = False) -> None:
         super().__init__()
+        self._with_code = with_code
         self.log: list[tuple[Any, ...]] = []
+        self._code: dict[int, Code] = {}
+        self._tracers: list[Any] = []
+
+    def __enter__(self) -> Any:
+        """Begins to note."""
+        self._tracers.append(sys.gettrace())
+        if self._with_code:
+            sys.settrace(self._tracer)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends it."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        sys.settrace(self._tracers.pop())
+
+    def _tracer(self, frame: FrameType, _event: str, _: Any) -> Any:
+        """Returns what notes the instructions of a call of a function; None for a function that is not of the model."""
+        code = frame.f_code
+        if code.co_filename.startswith(_NOT_THE_MODELS):
+            return None
+        add = self._code.setdefault(id(code), Code(code, set())).offsets.add
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+        def noting(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "opcode":
+                add(frame.f_lasti)
+            return noting
+
+        return noting
+
+    def code_beyond(self, known: Sequence[SizeReads]) -> list[Code]:
+        """Returns the code that ran here, and in no other run.
+
+        Args:
+            known: The other runs.
+        """
+        found = []
+        for key, (code, offsets) in self._code.items():
+            own = offsets.difference(*(other._code[key].offsets for other in known if key in other._code))
+            if own:
+                found.append(Code(code, own))
+        return found
 
     def comparisons(self) -> dict[Comparison, tuple[int, float]]:
         """Returns the comparisons with the values of both sides."""
@@ -68,8 +145,8 @@ class SizeReads(TorchFunctionMode):
 
 
 def size_reads(run: Callable[[], Any]) -> SizeReads | None:
-    """Returns which sizes are read while a function runs; None if it raises."""
-    found = SizeReads()
+    """Returns which sizes are read and which code runs while a function runs; None if it raises."""
+    found = SizeReads(with_code=True)
     try:
         with found:
             run()

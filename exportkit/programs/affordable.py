@@ -24,10 +24,11 @@ class Affordable:
 
     Args:
         traced: The program.
+        most_work: The most parameters times rows and tokens.
     """
 
-    def __init__(self, traced: TracedProgram) -> None:
-        self._traced = traced
+    def __init__(self, traced: TracedProgram, most_work: int = _MOST_WORK) -> None:
+        self._traced, self._most_work = traced, most_work
         self._parameters = sum(parameter.numel() for parameter in traced.model.parameters())
         counts = TracedSizes(traced).element_counts()
         self._small_enough = [SizeCondition(f"{count} <= {_LARGEST_TENSOR}") for count in counts]
@@ -35,7 +36,7 @@ class Affordable:
     def __contains__(self, sizes: Mapping[str, int]) -> bool:
         shapes = self._traced.plan.shapes(sizes).values()
         tokens = max((math.prod(shape[:2]) for shape in shapes), default=1)
-        if sum(map(math.prod, shapes)) > _MOST_ELEMENTS or tokens * self._parameters > _MOST_WORK:
+        if sum(map(math.prod, shapes)) > _MOST_ELEMENTS or tokens * self._parameters > self._most_work:
             return False
         return all(condition.holds(sizes) for condition in self._small_enough)
 

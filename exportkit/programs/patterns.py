@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +10,7 @@ from exportkit.calls.call import Call
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import solve_sizes, unseen_sizes
+from exportkit.plan.sizes import settled, solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import (
     Pattern,
     at_pattern,
@@ -23,13 +22,13 @@ from exportkit.plan.small_sizes import (
 )
 from exportkit.probing.missing import beyond_rounding, completed_call
 from exportkit.probing.simplify import as_simplified
-from exportkit.probing.size_reads import Comparison, SizeReads, size_reads
+from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.probing.sized_calls import run_sized, sized_call, stepwise_outputs
 from exportkit.programs.affordable import Affordable, fulfils
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.turns import Turns
+from exportkit.programs.turns import Turn, Turns
 from exportkit.running.compare import Difference, Tensors, compare_tensors
 from exportkit.running.eager import EagerRunner, sampled_answer
 from exportkit.running.masks import find_mask, visible_by_shape
@@ -52,7 +51,7 @@ class ProgramProbe:
         self._eager = EagerRunner(traced.model, traced.method)
         self._known: dict[tuple[int, ...], str | None] = {}
         self._read: dict[tuple[int, ...], SizeReads | None] = {}
-        self._turned = set[Comparison]()  # those that make no difference
+        self._settled: list[SizeReads] = []  # runs whose own decisions make no difference
 
     def difference(self, sizes: Mapping[str, int]) -> str | None:
         """Returns how the program departs from the model at these sizes: an empty string if it does not.
@@ -92,27 +91,37 @@ class ProgramProbe:
     def limits(self, sizes: Mapping[str, int], domain: Domain) -> list[SizeCondition]:
         """Returns conditions for sizes like these, beyond which the program departs from the model, or may.
 
-        The caller compares the model at these sizes. Comparisons of sizes that also run at the sizes of the trace are
-        skipped, because the trace knows them.
+        The caller compares the model at these sizes. Code that also runs at the sizes of the trace is skipped, because
+        the trace knows how it decides.
 
         Args:
             sizes: Sizes of all variables, such as some that are 0 or 1.
             domain: The domain of the program.
         """
-        start = self._reads(sizes)
-        known = self._traced_comparisons | self._turned
-        if start is None or not start.comparisons().keys() - known:
+        start, of_trace = self._reads(sizes), self._reads(self._traced.sizes)
+        if start is None:
             return []
-        turns = Turns(replace(self._traced, domain=domain), self._reads, known)
-        found = [turn for turn in turns.of(start, sizes) if turn.sizes is None or self.difference(turn.sizes)]
-        self._turned |= set() if found else start.comparisons().keys()
+        known = [*self._settled, *([] if of_trace is None else [of_trace])]
         others = [f"{name} != {size}" for name, size in small(sizes).items()]
-        return [SizeCondition(" or ".join([*others, turn.kept]), turn.place, own=True) for turn in found]
+        found: list[SizeCondition] = []
+        for turn in Turns(replace(self._traced, domain=domain), self._reads, known).of(start, sizes):
+            if turn.sizes is not None:
+                is_excluded = not all(condition.holds(turn.sizes) for condition in found)
+                if is_excluded or not self.difference(turn.sizes):
+                    continue
+            limit = turn.limit(turn.kept if turn.is_near else self._last_right(turn, sizes))
+            found.append(SizeCondition(" or ".join([*others, limit]), turn.place, own=True))
+        self._settled += [] if found else [start]
+        return found
 
-    @functools.cached_property
-    def _traced_comparisons(self) -> frozenset[Comparison]:
-        reads = self._reads(self._traced.sizes)
-        return frozenset() if reads is None else frozenset(reads.comparisons())
+    def _last_right(self, turn: Turn, sizes: Mapping[str, int]) -> int:
+        """The last size of a variable before a turn at which the program does what the model does, by bisection."""
+        right, wrong = turn.kept, turn.sizes[turn.name] if turn.sizes else turn.kept
+        while abs(wrong - right) > 1:
+            middle = (wrong + right) // 2
+            other = settled(self._traced.plan, {**sizes, turn.name: middle})
+            right, wrong = (right, middle) if self.difference(other) else (middle, wrong)
+        return right
 
     def _reads(self, sizes: Mapping[str, int]) -> SizeReads | None:
         """What a run of its own reads: torch leaves out fast paths while sizes are noted."""

@@ -4,17 +4,20 @@ A trace knows all decisions by sizes on its own path. A program may serve other 
 left out, the other side of a condition. There, the model is compared with the program at a few sizes only, and its code
 may compare sizes in lines that the trace never reached. These comparisons are recorded, and the model is run at sizes
 for which each of them has the opposite result: its turns.
+
+Other code that the trace never reached may decide by sizes in ways that are not seen. Where there is some, the model is
+run at much larger sizes, and at the numbers that stand in this code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from exportkit.plan.sizes import settled
 from exportkit.plan.small_sizes import small
-from exportkit.probing.size_reads import Comparison, SizeReads
+from exportkit.probing.size_reads import Code, Comparison, SizeReads
 from exportkit.programs.affordable import Affordable
 from exportkit.programs.program import TracedProgram
 
@@ -22,6 +25,12 @@ UNTRIED = "it decides by sizes that take too long to be tried"
 _MOST_COMPARISONS = 8  # that are turned; a path beside the trace rarely has more than one of its own
 _STEPS = (16, 64)  # at which sides are looked at that do not follow a variable in steps of one
 _MOST_COMPARED = 2**24  # a limit beyond this is none for the size of a tensor
+# Sizes at which code is tried whose decisions are not seen: beyond 1024, and beyond 64. The first one that fulfils the
+# conditions is taken, which may ask for a multiple.
+_FAR = ((1088, 1120, 1033), (128, 105, 73))
+_FAR_WORK = 2**33  # that such a run may take, see `Affordable`: about a quarter of a second
+_MOST_NUMBERS = 2  # in the code that are tried
+_LEAST_NUMBER = 16  # smaller ones are near the sizes of the trace, or positions of axes
 
 
 class Turn(NamedTuple):
@@ -29,13 +38,27 @@ class Turn(NamedTuple):
 
     Attributes:
         sizes: The sizes; None if they could not be tried.
-        kept: The condition on the variable that was changed under which it decides as before.
-        place: File and line of the comparison.
+        name: The variable that was changed.
+        kept: Its last size on the way at which the model decides as before.
+        place: File and line of the code that decides.
+        is_larger: Whether the variable is larger at these sizes than before.
+        is_near: Whether the model decides differently after that size; otherwise it may, anywhere on the way.
     """
 
     sizes: dict[str, int] | None
-    kept: str
+    name: str
+    kept: int
     place: str
+    is_larger: bool
+    is_near: bool = True
+
+    def limit(self, kept: int) -> str:
+        """Returns the condition that the variable does not go beyond a size.
+
+        Args:
+            kept: The last size that fulfils it.
+        """
+        return f"{self.name} {'<=' if self.is_larger else '>='} {kept}"
 
 
 class Turns:
@@ -44,7 +67,7 @@ class Turns:
     Args:
         traced: The program; all sizes that are tried are in its domain, apart from those of 0 and 1.
         reads: Runs the model at given sizes; None if it raises.
-        known: The comparisons of the traced path.
+        known: Runs on the traced path, and others whose decisions are known.
         at_small_sizes: Whether sizes of 0 and 1 are tried that the run did not have.
     """
 
@@ -52,7 +75,7 @@ class Turns:
         self,
         traced: TracedProgram,
         reads: Callable[[Mapping[str, int]], SizeReads | None],
-        known: Collection[Comparison],
+        known: Sequence[SizeReads],
         at_small_sizes: bool = False,
     ) -> None:
         self._traced, self._reads, self._known = traced, reads, known
@@ -66,31 +89,56 @@ class Turns:
             start: What the run read.
             sizes: Its sizes.
         """
-        own = {each: sides for each, sides in start.comparisons().items() if each not in self._known}
-        if not own:
-            return
-        seen = {tuple(sizes.items()): start.decisions()}
+        known = {each for other in self._known for each in other.comparisons()}
+        own = {each: sides for each, sides in start.comparisons().items() if each not in known}
+        if own:
+            yield from self._compared(dict(list(own.items())[:_MOST_COMPARISONS]), sizes, start.decisions())
+        code = start.code_beyond(self._known)
+        if code:
+            yield from self._unseen(code, sizes)
+
+    def _compared(
+        self,
+        own: Mapping[Comparison, tuple[int, float]],
+        sizes: Mapping[str, int],
+        decisions: frozenset[tuple[Comparison, bool]],
+    ) -> Iterator[Turn]:
+        """The turns of comparisons, given what came of them."""
+        seen = {tuple(sizes.items()): decisions}
         for name, size in sizes.items():
             largest, smallest = size, size  # without a turn
-            for each, other_size in self._wanted(dict(list(own.items())[:_MOST_COMPARISONS]), sizes, name):
+            for each, other_size in self._wanted(own, sizes, name):
                 other = self._beside(sizes, name, other_size)
                 if other is None or tuple(other.items()) in seen:
                     continue
-                place = f"{each.place[0]}:{each.place[1]}"
-                kept = f"{name} <= {largest}" if other_size > size else f"{name} >= {smallest}"
+                place, is_larger = f"{each.place[0]}:{each.place[1]}", other_size > size
+                kept = largest if is_larger else smallest
                 if not self._is_affordable(sizes, other):
-                    yield Turn(None, kept, place)
+                    yield Turn(None, name, kept, place, is_larger)
                     break
                 reads = self._reads(other)
                 if reads is None:
                     continue
                 if reads.decisions() not in seen.values():
-                    yield Turn(other, kept, place)
-                elif other_size > size:
+                    yield Turn(other, name, kept, place, is_larger)
+                elif is_larger:
                     largest = max(largest, other_size)
                 else:
                     smallest = min(smallest, other_size)
                 seen[tuple(other.items())] = reads.decisions()
+
+    def _unseen(self, code: Sequence[Code], sizes: Mapping[str, int]) -> Iterator[Turn]:
+        """Sizes at which code may decide differently that only runs on this path."""
+        found = {number for part in code for number in part.numbers() if _LEAST_NUMBER <= number < _MOST_COMPARED}
+        numbers = [(number + more,) for number in sorted(found)[:_MOST_NUMBERS] for more in (0, 1)]
+        batch, affordable = self._traced.plan.with_role("batch"), Affordable(self._traced, _FAR_WORK)
+        for name, size in sizes.items():
+            far = _FAR[1:] if batch is not None and name == batch.name else _FAR
+            for candidates in (*far, *numbers):
+                others = [self._beside(sizes, name, candidate) for candidate in candidates]
+                other = next((other for other in others if other is not None and other in affordable), sizes)
+                if other[name] != size:
+                    yield Turn(dict(other), name, size, code[0].place(), other[name] > size, is_near=False)
 
     def _wanted(
         self, own: Mapping[Comparison, tuple[int, float]], sizes: Mapping[str, int], name: str

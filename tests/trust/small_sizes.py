@@ -1,5 +1,7 @@
 """Sizes 0 and 1, which a trace does not see: torch.export assumes 2 and more."""
 
+import math
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -216,3 +218,51 @@ def odd_rows_that_are_long(self, x):
 )
 def one_row_of_many_blocks(self, x):
     return x.cumsum(1) if x.shape[0] == 1 and x.shape[1] // 32 > 3 else x
+
+
+# How the length of a single row decides, other than by a comparison of the length itself.
+UNUSUAL = {
+    "half": lambda n: n / 2 > 500,
+    "root": lambda n: math.sqrt(n) > 31.6,
+    "power": lambda n: n**2 > 1e6,
+    "bits": lambda n: n.bit_length() > 9,
+    "shift": lambda n: n >> 8 > 2,
+    "digits": lambda n: len(f"{n}") > 3,
+    "steps": lambda n: len(range(0, n, 2)) > 500,
+    "set": lambda n: n in {1024, 1100},
+    "table": lambda n: {1024: True, 1100: True}.get(n, False),
+    "rounded": lambda n: round(n / 100) >= 10,
+}
+
+
+class UnusualRow(nn.Module):
+    def __init__(self, how, other):
+        super().__init__()
+        self.how, self.other = how, other
+
+    def forward(self, x, y=None):
+        rows, length = x.shape
+        is_other = rows == 1 if self.other == "one row" else y is None
+        if is_other and UNUSUAL[self.how](length):
+            return x * 2
+        return x + (1 if y is None else y)
+
+
+def add_unusual(how, other):
+    def made():
+        return UnusualRow(how, other)
+
+    made.__name__ = f"{other} decides by {how}"
+    rows = 1 if other == "one row" else 4
+    case(
+        [call(x(2, 5)), call(x(3, 7))] if rows == 1 else [call(x(2, 5), x(2, 5)), call(x(3, 7))],
+        truth=[call(x(rows, size)) for size in (1100, 1024, 1001, 1000, 999, 120)],
+        serves=[call(x(4, 9)), call(x(4, 1200))] if rows == 1 else [],
+        may_refuse=rows == 4,  # without the input there is a program of its own, and some of these cannot be traced
+    )(made)
+
+
+for how in UNUSUAL:
+    add_unusual(how, "one row")
+    if how != "digits":  # in a trace, the text of a size is its name
+        add_unusual(how, "an absent input")
