@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-_OWN = str(Path(__file__).parents[1])  # what exportkit compares on its way to the model is left out
-_NOT_THE_MODELS = (_OWN, str(Path(torch.__file__).parent))
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"  # what exportkit compares on its way to the model is left out
+_NOT_THE_MODELS = (_OWN, f"{Path(torch.__file__).parent}{os.sep}")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod")
 
