@@ -108,8 +108,12 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
     for turn in turns.of(without, traced.sizes):
         if turn.sizes is None:
             yield UNTRIED
-        else:
-            yield from _compared(traced, others(sizes=turn.sizes))
+            continue
+        try:
+            call = others(sizes=turn.sizes)
+        except ExportkitError:  # such as rows of features for which the tokens have no room
+            continue
+        yield from _compared(traced, call)
 
 
 def _compared(traced: TracedProgram, call: Call) -> Iterator[str]:
