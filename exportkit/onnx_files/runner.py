@@ -152,7 +152,7 @@ class OnnxRunner:
 
     @property
     def session(self) -> GraphSession:
-        """The session of onnxruntime, made when it is first used; that of the first of several graphs."""
+        """The onnxruntime session, which is opened on first use; the first one if there are several graphs."""
         return self.graph.session
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

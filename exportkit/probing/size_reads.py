@@ -2,7 +2,8 @@
 
 Two runs of a model with the same operators may still decide by sizes in different ways: ``flag and x.shape[1] > 1000``
 asks only if there is a flag, and runs with short inputs do not show it. Comparisons of sizes show how they come out at
-other sizes. Of other code, such as ``math.sqrt(x.shape[1]) > 31``, it is only known that it ran.
+other sizes; other code, such as ``math.sqrt(x.shape[1]) > 31``, is only known to have run. A trace does not notice that
+code makes text of a size, such as a key of a cache, so that is noted, too.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ class Comparison(NamedTuple):
     place: tuple[str, int, int]
     operator: str
     limit: float | None
+
+
+class Text(NamedTuple):
+    """Code that makes text of a size.
+
+    Attributes:
+        place: File and line.
+    """
+
+    place: str
 
 
 class Code(NamedTuple):
@@ -85,15 +96,16 @@ class SizeReads(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         """Begins to note."""
-        self._tracers.append(sys.gettrace())
         if self._with_code:
+            self._tracers.append(sys.gettrace())
             sys.settrace(self._tracer)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         """Ends it."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        sys.settrace(self._tracers.pop())
+        if self._with_code:
+            sys.settrace(self._tracers.pop())
 
     def _tracer(self, frame: FrameType, _event: str, _: Any) -> Any:
         """Returns what notes the instructions of a call of a function; None for a function that is not of the model."""
@@ -122,6 +134,10 @@ class SizeReads(TorchFunctionMode):
             if own:
                 found.append(Code(code, own))
         return found
+
+    def texts(self) -> frozenset[str]:
+        """Returns where text was made of sizes: file and line."""
+        return frozenset([entry[0].place for entry in self.log if isinstance(entry[0], Text)])
 
     def comparisons(self) -> dict[Comparison, tuple[int, float]]:
         """Returns the comparisons with the values of both sides."""
@@ -179,6 +195,19 @@ class _Size(int):
             plain = int(other) if isinstance(other, int) else other
             comparison = Comparison(place, name, None if isinstance(other, _Size) else plain)
             self.log.append((comparison, int(self), plain))
+
+    def __repr__(self) -> str:
+        self._note_text()
+        return int.__repr__(self)
+
+    def __format__(self, spec: str) -> str:
+        self._note_text()
+        return format(int(self), spec)
+
+    def _note_text(self) -> None:
+        frame = sys._getframe(2)
+        if not frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
+            self.log.append((Text(f"{frame.f_code.co_filename}:{frame.f_lineno}"),))
 
     def __float__(self) -> float:
         self.log.append(("float", int(self)))

@@ -104,7 +104,7 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
     if without is None or completed is None:  # the model does not run with the defaults, which says nothing
         return
     others = functools.partial(call_without, traced.plan, traced.observation, absent=pattern)
-    turns = Turns(traced, lambda sizes: reads(functools.partial(others, sizes=sizes)), [completed], True)
+    turns = Turns(traced, lambda sizes: reads(functools.partial(others, sizes=sizes)), completed, at_small_sizes=True)
     for turn in turns.of(without, traced.sizes):
         if turn.sizes is None:
             yield UNTRIED

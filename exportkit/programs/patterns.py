@@ -92,7 +92,7 @@ class ProgramProbe:
         """Returns conditions for sizes like these, beyond which the program departs from the model, or may.
 
         The caller compares the model at these sizes. Code that also runs at the sizes of the trace is skipped, because
-        the trace knows how it decides.
+        the trace knows how it decides, unless it makes text of sizes.
 
         Args:
             sizes: Sizes of all variables, such as some that are 0 or 1.
@@ -101,10 +101,10 @@ class ProgramProbe:
         start, of_trace = self._reads(sizes), self._reads(self._traced.sizes)
         if start is None:
             return []
-        known = [*self._settled, *([] if of_trace is None else [of_trace])]
         others = [f"{name} != {size}" for name, size in small(sizes).items()]
         found: list[SizeCondition] = []
-        for turn in Turns(replace(self._traced, domain=domain), self._reads, known).of(start, sizes):
+        turns = Turns(replace(self._traced, domain=domain), self._reads, of_trace, self._settled)
+        for turn in turns.of(start, sizes):
             if turn.sizes is not None:
                 is_excluded = not all(condition.holds(turn.sizes) for condition in found)
                 if is_excluded or not self.difference(turn.sizes):
@@ -246,7 +246,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
         traced: The program.
     """
     probe, plan, domain = ProgramProbe(traced), traced.plan, traced.domain
-    found, limits = list[SmallSizes](), list[SizeCondition]()
+    found, limits = list[SmallSizes](), probe.limits(traced.sizes, domain)
     samples: list[Mapping[str, int]] = []
     known = [dict(pattern.sizes) for pattern in domain.patterns]
     unseen = [dict(item.sizes) for item in unseen_sizes(plan, traced.sizes)]

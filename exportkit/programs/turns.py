@@ -5,19 +5,19 @@ left out, the other side of a condition. There, the model is compared with the p
 may compare sizes in lines that the trace never reached. These comparisons are recorded, and the model is run at sizes
 for which each of them has the opposite result: its turns.
 
-Other code that the trace never reached may decide by sizes in ways that are not seen. Where there is some, the model is
-run at much larger sizes, and at the numbers that stand in this code.
+Other code that the trace never reached may decide by sizes in ways that are not seen. So may any code that makes text of a
+size. There, the model is run at much larger sizes, and at the numbers in the code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from exportkit.plan.sizes import settled
 from exportkit.plan.small_sizes import small
-from exportkit.probing.size_reads import Code, Comparison, SizeReads
+from exportkit.probing.size_reads import Comparison, SizeReads
 from exportkit.programs.affordable import Affordable
 from exportkit.programs.program import TracedProgram
 
@@ -67,7 +67,8 @@ class Turns:
     Args:
         traced: The program; all sizes that are tried are in its domain, apart from those of 0 and 1.
         reads: Runs the model at given sizes; None if it raises.
-        known: Runs on the traced path, and others whose decisions are known.
+        of_trace: The run on the traced path; None if there is none.
+        settled: Other runs whose decisions are known.
         at_small_sizes: Whether sizes of 0 and 1 are tried that the run did not have.
     """
 
@@ -75,10 +76,12 @@ class Turns:
         self,
         traced: TracedProgram,
         reads: Callable[[Mapping[str, int]], SizeReads | None],
-        known: Sequence[SizeReads],
+        of_trace: SizeReads | None,
+        settled: Sequence[SizeReads] = (),
         at_small_sizes: bool = False,
     ) -> None:
-        self._traced, self._reads, self._known = traced, reads, known
+        self._traced, self._reads, self._settled = traced, reads, settled
+        self._known = [*settled, *([] if of_trace is None else [of_trace])]
         self._at_small_sizes = at_small_sizes
         self._affordable: Affordable | None = None
 
@@ -94,8 +97,10 @@ class Turns:
         if own:
             yield from self._compared(dict(list(own.items())[:_MOST_COMPARISONS]), sizes, start.decisions())
         code = start.code_beyond(self._known)
-        if code:
-            yield from self._unseen(code, sizes)
+        texts = start.texts().difference(*(other.texts() for other in self._settled))  # a trace does not know them
+        if code or texts:
+            numbers = {number for part in code for number in part.numbers()}
+            yield from self._unseen(min(texts, default="") or code[0].place(), numbers, sizes)
 
     def _compared(
         self,
@@ -127,18 +132,18 @@ class Turns:
                     smallest = min(smallest, other_size)
                 seen[tuple(other.items())] = reads.decisions()
 
-    def _unseen(self, code: Sequence[Code], sizes: Mapping[str, int]) -> Iterator[Turn]:
-        """Sizes at which code may decide differently that only runs on this path."""
-        found = {number for part in code for number in part.numbers() if _LEAST_NUMBER <= number < _MOST_COMPARED}
-        numbers = [(number + more,) for number in sorted(found)[:_MOST_NUMBERS] for more in (0, 1)]
+    def _unseen(self, place: str, numbers: Collection[int], sizes: Mapping[str, int]) -> Iterator[Turn]:
+        """Sizes at which code may decide differently whose decisions are not seen, given the numbers in it."""
+        wanted = sorted(number for number in numbers if _LEAST_NUMBER <= number < _MOST_COMPARED)[:_MOST_NUMBERS]
+        beside = [(number + more,) for number in wanted for more in (0, 1)]
         batch, affordable = self._traced.plan.with_role("batch"), Affordable(self._traced, _FAR_WORK)
         for name, size in sizes.items():
             far = _FAR[1:] if batch is not None and name == batch.name else _FAR
-            for candidates in (*far, *numbers):
+            for candidates in (*far, *beside):
                 others = [self._beside(sizes, name, candidate) for candidate in candidates]
                 other = next((other for other in others if other is not None and other in affordable), sizes)
                 if other[name] != size:
-                    yield Turn(dict(other), name, size, code[0].place(), other[name] > size, is_near=False)
+                    yield Turn(dict(other), name, size, place, other[name] > size, is_near=False)
 
     def _wanted(
         self, own: Mapping[Comparison, tuple[int, float]], sizes: Mapping[str, int], name: str

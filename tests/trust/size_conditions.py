@@ -260,3 +260,22 @@ def small_inputs_take_another_way(self, x):
 @case([call(x(2, 5), x(2, 3)), call(x(3, 7), x(3, 4))], truth=[call(x(2, 5), x(2, 5)), call(x(4, 3), x(4, 8))])
 def longer_input_wins(self, x, y):
     return x.sum(1) if x.shape[1] > y.shape[1] else y.sum(1)
+
+
+@case(truth=[call(x(2, 1100)), call(x(2, 1000)), call(x(2, 999)), call(x(1, 1100))], serves=[call(x(4, 9))])
+def text_of_a_length(self, x):
+    """A trace has the name of a symbol instead of the digits, and no guard."""
+    return x * 3 if len(str(x.shape[1])) > 3 else x * 2
+
+
+@case(truth=[call(x(128, 5)), call(x(100, 5)), call(x(99, 5)), call(x(4, 9))], may_refuse=True)
+def formatted_number_of_rows(self, x):
+    return x * 3 if len(f"{x.shape[0]}") > 2 else x * 2
+
+
+@case(serves=[call(x(4, 9)), call(x(4, 1200)), call(x(200, 9))])
+def cached_by_text(self, x):
+    """Text that changes nothing."""
+    key = f"{x.shape[0]}x{x.shape[1]}"
+    self.__dict__.setdefault("cache", {}).setdefault(key, x.shape[1])
+    return x * self.cache[key]

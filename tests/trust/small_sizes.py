@@ -264,5 +264,4 @@ def add_unusual(how, other):
 
 for how in UNUSUAL:
     add_unusual(how, "one row")
-    if how != "digits":  # in a trace, the text of a size is its name
-        add_unusual(how, "an absent input")
+    add_unusual(how, "an absent input")
