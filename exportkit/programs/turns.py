@@ -5,8 +5,8 @@ left out, the other side of a condition. There, the model is compared with the p
 may compare sizes in lines that the trace never reached. These comparisons are recorded, and the model is run at sizes
 for which each of them has the opposite result: its turns.
 
-Other code that the trace never reached may decide by sizes in ways that are not seen. So may any code that makes text of a
-size. There, the model is run at much larger sizes, and at the numbers in the code.
+Other code that the trace never reached may decide by sizes in ways that are not seen. So may any code that makes text
+of a size. There, the model is run at much larger sizes, and at the numbers in the code.
 """
 
 from __future__ import annotations
