@@ -270,16 +270,12 @@ class Recorder:
     def _count(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the method and counts the shapes of its inputs, as they were before, and outputs."""
         inputs = self._guarded(lambda: _shaped(flattened_call(args, kwargs, keep_values=False)))
-        given: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
-        kept = [(place, value) for place, value in given if type(value) in _KEPT]
-        constants = tuple([(place, value) for place, value in kept if type(value) is not float or isfinite(value)])
+        constants = _constants(args, kwargs)
         started = time.perf_counter()
         result = method(*args, **kwargs)
         self._seconds += time.perf_counter() - started
         if inputs is not None:
-            outputs = self._guarded(lambda: _shaped(flattened(result, keep_values=False)))
-            if outputs is not None:
-                self._guarded(lambda: self._counter.count(inputs, outputs, constants))
+            self._guarded(lambda: self._counter.count(inputs, _shaped(flattened(result, keep_values=False)), constants))
         return result
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
@@ -295,6 +291,16 @@ def _input_paths(signature: Signature, structure: Structure) -> list[tuple[str, 
     given = signature.bind(*structure.arguments())
     leaves = {name: joined_parts(value).leaves for name, value in given.items()}
     return [(join(name, path), number) for name, found in leaves.items() for path, number in found.tensors()]
+
+
+def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Constants:
+    """The numbers, flags and texts among the arguments. NaN, which is not equal to itself, and infinities are none."""
+    found = []
+    given: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items()) if args else kwargs.items()
+    for place, value in given:
+        if type(value) in _KEPT and (type(value) is not float or isfinite(value)):
+            found.append((place, value))
+    return tuple(found)
 
 
 def _constant_path(signature: Signature, place: int | str) -> str | None:

@@ -21,6 +21,7 @@ _PARTS = {
 _KEYED, _NAMED = ("dict", "mapping"), ("registered", "opened", "object", "nn", "cache")
 _BRACKETS = {"list": "[]", "tuple": "()", "size": "()", "set": "{}", "frozenset": "{}", "deque": "[]", "dict": "{}"}
 _LONGEST = 200
+_MAY_HOLD_CLOSED = frozenset({Closed, Nested, Registered})
 
 
 class Mismatch(NamedTuple):
@@ -300,7 +301,7 @@ def _closed(node: Any, path: str = "") -> Iterator[tuple[str, Closed]]:
 
 
 def _holds_closed(node: Nested) -> bool:
-    return any(type(item) in (Closed, Nested, Registered) for item in node.items)
+    return not _MAY_HOLD_CLOSED.isdisjoint(map(type, node.items))
 
 
 def from_json(data: Any) -> Fingerprint:
