@@ -152,8 +152,8 @@ def export(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Data to run the model on: .txt (a text in each line), an image, .jsonl (arguments of the processor), "
-            ".safetensors (tensors of a call). May be given several times.",
+            help="Data to run the model on: .txt (a text in each line), an image, audio, .jsonl (arguments of the "
+            "processor), .safetensors (tensors of a call). May be given several times.",
             metavar="FILE",
             show_default=False,
         ),

@@ -4,13 +4,15 @@ The data are files of these kinds:
 
 - ``.txt``: a text or prompt in each line;
 - an image, such as ``.png`` or ``.jpg``;
+- audio, such as ``.wav`` or ``.flac``, which is converted to the sampling rate of the checkpoint's processor;
 - ``.jsonl``: in each line, the arguments of the checkpoint's processor, such as ``{"text": "<image> What is it?",
-  "images": "cat.png"}``; paths of images are relative to the file;
+  "images": "cat.png"}``; paths of images and audio are relative to the file;
 - ``.safetensors``: the tensors of one call of ``forward``, by name, which nothing prepares any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +26,8 @@ from exportkit.examples.run import ExampleRun, forward_calls, generation
 from exportkit.files import listing
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_KINDS = f".txt, .jsonl, .safetensors, or an image ({', '.join(_IMAGES)})"
+_AUDIO = (".wav", ".flac", ".ogg", ".mp3")
+_KINDS = f".txt, .jsonl, .safetensors, an image ({', '.join(_IMAGES)}) or audio ({', '.join(_AUDIO)})"
 _PREPARING = ("tokenizer*", "vocab*", "*processor_config.json")  # files of tokenizers and processors
 _MOST_ITEMS = 3  # beside the batch of all of them
 
@@ -46,21 +49,26 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
         DestinationError: if a file cannot be read.
         InvalidRequestError: if a file is of another kind, or if the processor does not take what it holds.
     """
-    items, calls = list[_Item](), list[_Inputs]()
     for file in files:
         if not file.is_file():
             raise DestinationError("The data file does not exist.", where=str(file), got=listing(file))
+        if file.suffix.lower() not in (".txt", ".jsonl", ".safetensors", *_IMAGES, *_AUDIO):
+            raise InvalidRequestError("Files of this kind hold no data for a model.", where=str(file), expected=_KINDS)
+    are_tensors = [file.suffix == ".safetensors" for file in files]
+    processor = None if all(are_tensors) else _processor(model, folder)
+    items, calls = list[_Item](), list[_Inputs]()
+    for file, holds_tensors in zip(files, are_tensors, strict=True):
         try:
-            if file.suffix == ".safetensors":
+            if holds_tensors:
                 calls.append(_tensors(file))
             else:
-                items += _items(file)
+                items += _items(file, processor)
         except InvalidRequestError:
             raise
         except Exception as error:
             got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise DestinationError("The data cannot be read.", where=str(file), expected=_KINDS, got=got) from error
-    calls += _batches(model, folder, items) if items else []
+    calls += _batches(processor, items) if items else []
     if not calls:
         raise InvalidRequestError("The data hold nothing to run the model on.", where=", ".join(map(str, files)))
     parameters = inspect.signature(model.forward).parameters
@@ -71,34 +79,53 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
     return forward_calls(model, calls)
 
 
-def _items(file: Path) -> Iterator[_Item]:
+def _items(file: Path, processor: Any) -> Iterator[_Item]:
     """Yields the arguments of a processor for each item of a file."""
-    if file.suffix == ".txt":
+    if file.suffix.lower() == ".txt":
         for line in file.read_text("utf-8").splitlines():
             if line.strip():
                 yield {"text": line}
-    elif file.suffix == ".jsonl":
+    elif file.suffix.lower() == ".jsonl":
         for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
             item = json.loads(line) if line.strip() else None
             if isinstance(item, dict):
-                yield {n: value if n == "text" else _opened(value, file.parent) for n, value in item.items()}
+                yield {n: value if n == "text" else _opened(value, file.parent, processor) for n, value in item.items()}
             elif item is not None:
                 raise ValueError(f"line {number} is not a JSON object")
-    elif file.suffix.lower() in _IMAGES:
-        yield {"images": _opened(file.name, file.parent)}
     else:
-        raise InvalidRequestError("Files of this kind hold no data for a model.", where=str(file), expected=_KINDS)
+        yield {"images" if file.suffix.lower() in _IMAGES else "audio": _opened(file.name, file.parent, processor)}
 
 
-def _opened(value: Any, folder: Path) -> Any:
-    """A value of an item, with the images themselves in place of their paths."""
+def _opened(value: Any, folder: Path, processor: Any) -> Any:
+    """A value of an item, with images and sounds themselves in place of their paths."""
     if isinstance(value, list):
-        return [_opened(part, folder) for part in value]
-    if isinstance(value, str) and Path(value).suffix.lower() in _IMAGES:
+        return [_opened(part, folder, processor) for part in value]
+    kind = Path(value).suffix.lower() if isinstance(value, str) else None
+    if kind in _IMAGES:
         from PIL import Image
 
         return Image.open(folder / value).convert("RGB")
+    if kind in _AUDIO:
+        from transformers.audio_utils import load_audio
+
+        return load_audio(str(folder / value), sampling_rate=_sampling_rate(processor))
     return value
+
+
+def _sampling_rate(processor: Any) -> int:
+    """The sampling rate of the sounds that a processor takes, in Hz."""
+    rate = getattr(getattr(processor, "feature_extractor", processor), "sampling_rate", None)
+    if rate is None:
+        raise InvalidRequestError(
+            "The processor of the checkpoint takes no audio.",
+            where=type(processor).__name__,
+            expected=_parameters(processor),
+        )
+    return int(rate)
+
+
+def _parameters(processor: Any) -> str:
+    return ", ".join(inspect.signature(processor.__call__).parameters)
 
 
 def _tensors(file: Path) -> _Inputs:
@@ -107,9 +134,8 @@ def _tensors(file: Path) -> _Inputs:
     return load_file(file)
 
 
-def _batches(model: Any, folder: Path, items: Sequence[_Item]) -> list[_Inputs]:
+def _batches(processor: Any, items: Sequence[_Item]) -> list[_Inputs]:
     """The inputs for all items together, and for the first ones by themselves; a single item is also given twice."""
-    processor = _processor(model, folder)
     alone = [_processed(processor, [item]) for item in items[:_MOST_ITEMS]]
     try:
         together = _processed(processor, items if len(items) > 1 else [*items, *items])
@@ -119,35 +145,58 @@ def _batches(model: Any, folder: Path, items: Sequence[_Item]) -> list[_Inputs]:
 
 
 def _processor(model: Any, folder: Path) -> Any:
-    from transformers import AutoProcessor
-
-    try:
-        if not any(file for pattern in _PREPARING for file in folder.glob(pattern)):
-            raise FileNotFoundError(", ".join(_PREPARING))  # transformers would make a tokenizer without a vocabulary
-        processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise DestinationError(
-            "The checkpoint has no tokenizer and no processor that can be loaded, so data cannot be prepared.",
-            where=str(folder),
-            got=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
-            hint="processor.save_pretrained(folder) writes one; or give tensors: a file that ends in .safetensors.",
-        ) from error
+    processor = _loaded_processor(folder)
     tokenizer = getattr(processor, "tokenizer", processor)
     if model.can_generate() and not model.config.is_encoder_decoder and hasattr(tokenizer, "padding_side"):
         tokenizer.padding_side = "left"  # new tokens come directly after the prompt
     return processor
 
 
+def _loaded_processor(folder: Path) -> Any:
+    """The processor of a checkpoint, or the part of it that was saved: a checkpoint may lack the tokenizer."""
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer
+
+    errors = list[Exception]()
+    # Without any file, transformers would make a tokenizer without a vocabulary.
+    saved = any(file for pattern in _PREPARING for file in folder.glob(pattern))
+    for kind in (AutoProcessor, AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer) if saved else ():
+        try:
+            return kind.from_pretrained(folder, local_files_only=True)
+        except Exception as error:
+            errors.append(error)
+    raise DestinationError(
+        "The checkpoint has no tokenizer and no processor that can be loaded, so data cannot be prepared.",
+        where=str(folder),
+        got=" ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())[:200] if errors else listing(folder),
+        hint="processor.save_pretrained(folder) writes one; or give tensors: a file that ends in .safetensors.",
+    )
+
+
 def _processed(processor: Any, items: Sequence[_Item]) -> _Inputs:
     names = dict.fromkeys(name for item in items for name in item)
     try:
         given = {name: [item[name] for item in items] for name in names}
+        if "audio" in given:
+            return _with_audio(processor, given)
         padding = {"padding": True} if "text" in given and len(items) > 1 else {}
         return dict(processor(**given, **padding, return_tensors="pt"))
     except Exception as error:
         raise InvalidRequestError(
             "The processor of the checkpoint does not take the data.",
             where=type(processor).__name__,
-            expected=", ".join(inspect.signature(processor.__call__).parameters),
+            expected=_parameters(processor),
             got=f"{', '.join(names)}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
         ) from error
+
+
+def _with_audio(processor: Any, given: dict[str, list[Any]]) -> _Inputs:
+    """The inputs for several sounds, padded as the processor does by default, or else to the length of the longest."""
+    from transformers import FeatureExtractionMixin
+
+    options = {"sampling_rate": _sampling_rate(processor), "return_tensors": "pt"}
+    # The first parameter of feature extractors has another name in each class.
+    sounds = [given.pop("audio")] if isinstance(processor, FeatureExtractionMixin) else []
+    if "text" not in given:
+        with contextlib.suppress(ValueError):  # the default of some is not to pad
+            return dict(processor(*sounds, **given, **options))
+    return dict(processor(*sounds, **given, **options, padding=True))

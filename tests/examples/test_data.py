@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from exportkit.examples.checkpoint import load_checkpoint
 from tests import models
 from tests.examples.test_checkpoint import save_tokenizer, saved
 
+_SPEECH_LAYERS = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
 PROMPTS = "The quick brown\n\nquick\nThe quick quick brown\n"
 
 
@@ -43,6 +45,37 @@ def vit(tmp_path):
     saved(ViTForImageClassification(ViTConfig(**sizes, image_size=24, patch_size=8)), tmp_path / "vit")
     ViTImageProcessorPil(size={"height": 24, "width": 24}).save_pretrained(tmp_path / "vit")
     return tmp_path / "vit"
+
+
+@pytest.fixture
+def wav2vec2(tmp_path):
+    from transformers import Wav2Vec2Config, Wav2Vec2FeatureExtractor, Wav2Vec2Model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    convolutions = {"conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2)}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    saved(Wav2Vec2Model(Wav2Vec2Config(**sizes, **convolutions, **positions)), tmp_path / "wav2vec2")
+    Wav2Vec2FeatureExtractor(do_normalize=False).save_pretrained(tmp_path / "wav2vec2")
+    return tmp_path / "wav2vec2"
+
+
+@pytest.fixture
+def whisper(tmp_path):
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+    sizes = {"d_model": 16, "vocab_size": 32, "num_mel_bins": 8, "max_source_positions": 50, "pad_token_id": 0}
+    layers = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in _SPEECH_LAYERS.items()}
+    tokens = {"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
+    saved(WhisperForConditionalGeneration(WhisperConfig(**sizes, **layers, **tokens)), tmp_path / "whisper")
+    WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(tmp_path / "whisper")
+    return tmp_path / "whisper"
+
+
+def sound(file, seconds, rate=16000, channels=1):
+    import soundfile
+
+    soundfile.write(file, np.full((int(seconds * rate), channels), 0.25, dtype=np.float32), rate)
+    return file
 
 
 @pytest.fixture
@@ -94,6 +127,19 @@ class TestOtherKinds:
         calls = observed_calls(vit, write(tmp_path / "data.jsonl", lines))
         assert [len(call["pixel_values"]) for call in calls] == [3, 1, 1]
 
+    def test_audio_is_converted_to_the_rate_of_the_processor_and_padded(self, wav2vec2, tmp_path):
+        files = sound(tmp_path / "speech.wav", 0.01), sound(tmp_path / "music.FLAC", 0.02, rate=48000, channels=2)
+        calls = observed_calls(wav2vec2, *files)
+        assert [tuple(call["input_values"].shape) for call in calls] == [(2, 320), (1, 160)]
+        assert calls[1]["input_values"].allclose(torch.tensor(0.25), atol=1e-3)
+        assert calls[0]["input_values"][0, 160:].eq(0).all()
+
+    def test_a_model_generates_from_audio_that_its_processor_pads_to_a_fixed_length(self, whisper, tmp_path):
+        sound(tmp_path / "speech.wav", 0.4)
+        calls = observed_calls(whisper, write(tmp_path / "data.jsonl", json.dumps({"audio": "speech.wav"})))
+        states = [value for call in calls for path, value in call.items() if path.startswith("encoder_outputs")]
+        assert {tuple(value.shape) for value in states} == {(2, 50, 16), (1, 50, 16)}
+
     def test_a_text_is_never_a_path(self, bert, tmp_path):
         calls = observed_calls(bert, write(tmp_path / "data.jsonl", json.dumps({"text": "quick cat.png"})))
         assert calls[0]["input_ids"].tolist()[0][0] == 3
@@ -139,7 +185,15 @@ class TestErrors:
 
     def test_another_kind_of_file(self, bert, tmp_path):
         with pytest.raises(InvalidRequestError, match=r"hold no data(.|\n)*expected: .txt"):
-            load_checkpoint(bert, data=[write(tmp_path / "song.mp3", "")])
+            load_checkpoint(bert, data=[write(tmp_path / "table.csv", "")])
+
+    def test_audio_for_a_model_of_texts(self, bert, tmp_path):
+        with pytest.raises(InvalidRequestError, match=r"takes no audio(.|\n)*expected: text"):
+            load_checkpoint(bert, data=[sound(tmp_path / "speech.wav", 0.1)])
+
+    def test_audio_that_is_damaged(self, wav2vec2, tmp_path):
+        with pytest.raises(DestinationError, match="data cannot be read"):
+            load_checkpoint(wav2vec2, data=[write(tmp_path / "speech.wav", "RIFF")])
 
     def test_a_file_that_holds_nothing(self, bert, tmp_path):
         with pytest.raises(InvalidRequestError, match="nothing to run the model on"):
