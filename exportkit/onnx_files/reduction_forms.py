@@ -10,10 +10,12 @@ from typing import Any
 import onnx_ir
 import torch
 from onnxscript import opset18
-from onnxscript.function_libs.torch_lib.ops import core, linalg
+from onnxscript.function_libs.torch_lib.ops import core, linalg, nn
 
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
+
+_BLOCK = 256  # numbers that are added one after the other
 
 
 def number(value: float, like: Any) -> Any:
@@ -268,6 +270,48 @@ def _squeeze(x: Any, dim: Any = None) -> Any:
     return op.Squeeze(x, op.Constant(value_ints=ones)) if ones else op.Identity(x)
 
 
+# Normalised sequences. onnxruntime adds float32 numbers one after the other, which loses digits along a long axis, most
+# of all where numbers are equal, as in padded audio: results are off by 2e-4 of their scale for 32000 frames.
+
+
+def _group_norm(
+    x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
+) -> Any:
+    rank = len(x.shape)
+    if (
+        rank != 3 or not isinstance(x.shape[1], int) or x.dtype != onnx_ir.DataType.FLOAT
+    ):  # images are left as they are, for speed
+        return nn.aten_group_norm(x, groups, weight, bias, eps)
+    count = op.Mul(op.Shape(x, start=2), op.Constant(value_ints=[x.shape[1] // groups]))
+    grouped = op.Reshape(x, op.Concat(op.Constant(value_ints=[0, groups]), count, axis=0))
+    distance = op.Sub(grouped, _mean_of_blocks(grouped, count))
+    variance = _mean_of_blocks(op.Mul(distance, distance), count)
+    normalised = op.Div(distance, op.Sqrt(op.Add(variance, number(eps, x))))
+    found, last = op.Reshape(normalised, op.Shape(x), allowzero=True), op.Constant(value_ints=[1])
+    found = found if weight is None else op.Mul(found, op.Unsqueeze(weight, last))
+    return found if bias is None else op.Add(found, op.Unsqueeze(bias, last))
+
+
+def _mean_of_blocks(x: Any, count: Any) -> Any:
+    """The mean along the last of three axes, which has ``count`` numbers, from the sums of short blocks."""
+    block = op.Constant(value_ints=[_BLOCK])
+    padding = op.Mod(op.Neg(count), block)
+    padded = op.Pad(x, op.Concat(op.Constant(value_ints=[0] * 5), padding, axis=0))
+    blocks = op.Div(op.Add(count, padding), block)
+    parts = op.Reshape(padded, op.Concat(op.Constant(value_ints=[0, 0]), blocks, block, axis=0))
+    last = op.Constant(value_ints=[-1])
+    total = op.ReduceSum(op.ReduceSum(parts, last, keepdims=False), last, keepdims=True)
+    return op.Div(total, op.Cast(count, to=onnx_ir.DataType.FLOAT))
+
+
+def _instance_norm(
+    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool, *options: Any
+) -> Any:
+    if not use_input_stats or not isinstance(x.shape[1], int):
+        return core.aten_instance_norm(x, weight, bias, running_mean, running_var, use_input_stats, *options)
+    return _group_norm(x, x.shape[1], weight, bias, options[1])
+
+
 REDUCTION_FORMS: dict[Any, Callable[..., Any]] = {
     aten.amax.default: _amax,
     aten.amin.default: _amin,
@@ -285,6 +329,8 @@ REDUCTION_FORMS: dict[Any, Callable[..., Any]] = {
     aten.var.correction: _var,
     torch.ops.prims.var.default: _prims_var,
     aten.var_mean.correction: _var_mean,
+    aten.group_norm.default: _group_norm,
+    aten.instance_norm.default: _instance_norm,
     aten.diagonal.default: _diagonal,
     aten.diagonal_copy.default: _diagonal,
     aten.linalg_vector_norm.default: _vector_norm,

@@ -321,3 +321,21 @@ def test_indices_that_torch_refuses_are_refused(name):
 def test_indices_that_are_counted_are_not_checked():
     program = torch.export.export(Operator(lambda x: x.gather(1, x.argmax(1, keepdim=True))), (SCORES,))
     assert "Less" not in {node.op_type for node in onnx_program(program).model_proto.graph.node}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.group_norm(x, 2, weight=floats(1, 2, 3, 4), bias=floats(0.1, 0.2, 0.3, 0.4)),
+        lambda x: functional.group_norm(x, 4),
+        lambda x: functional.instance_norm(x, weight=floats(1, 2, 3, 4)),
+    ],
+    ids=["two groups", "a group for each channel", "instances"],
+)
+@pytest.mark.parametrize("length", [2, 256, 999, 32000])
+def test_padded_sequences_are_normalised_as_precisely_as_in_torch(function, length):
+    sounds = 0.1 * torch.randn(3, 4, length, generator=torch.Generator().manual_seed(0))
+    sounds[:, :, length // 2 :] = 0.0013  # what a convolution makes of padding
+    session = exported(function, sounds)
+    (found,) = session.run(None, {session.get_inputs()[0].name: sounds.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), function(sounds), rtol=0, atol=1e-5)
