@@ -274,13 +274,9 @@ def _squeeze(x: Any, dim: Any = None) -> Any:
 # of all where numbers are equal, as in padded audio: results are off by 2e-4 of their scale for 32000 frames.
 
 
-def _group_norm(
-    x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
-) -> Any:
-    rank = len(x.shape)
-    if (
-        rank != 3 or not isinstance(x.shape[1], int) or x.dtype != onnx_ir.DataType.FLOAT
-    ):  # images are left as they are, for speed
+def _group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+    if len(x.shape) != 3 or not isinstance(x.shape[1], int) or x.dtype != onnx_ir.DataType.FLOAT:
+        # Images are left as they are, for speed.
         return nn.aten_group_norm(x, groups, weight, bias, eps)
     count = op.Mul(op.Shape(x, start=2), op.Constant(value_ints=[x.shape[1] // groups]))
     grouped = op.Reshape(x, op.Concat(op.Constant(value_ints=[0, groups]), count, axis=0))
