@@ -54,7 +54,7 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
             raise DestinationError("The data file does not exist.", where=str(file), got=listing(file))
         if file.suffix.lower() not in (".txt", ".jsonl", ".safetensors", *_IMAGES, *_AUDIO):
             raise InvalidRequestError("Files of this kind hold no data for a model.", where=str(file), expected=_KINDS)
-    are_tensors = [file.suffix == ".safetensors" for file in files]
+    are_tensors = [file.suffix.lower() == ".safetensors" for file in files]
     processor = None if all(are_tensors) else _processor(model, folder)
     items, calls = list[_Item](), list[_Inputs]()
     for file, holds_tensors in zip(files, are_tensors, strict=True):

@@ -275,8 +275,7 @@ def _squeeze(x: Any, dim: Any = None) -> Any:
 
 
 def _group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    if len(x.shape) != 3 or not isinstance(x.shape[1], int) or x.dtype != onnx_ir.DataType.FLOAT:
-        # Images are left as they are, for speed.
+    if not _is_sequence(x):
         return nn.aten_group_norm(x, groups, weight, bias, eps)
     count = op.Mul(op.Shape(x, start=2), op.Constant(value_ints=[x.shape[1] // groups]))
     grouped = op.Reshape(x, op.Concat(op.Constant(value_ints=[0, groups]), count, axis=0))
@@ -286,6 +285,11 @@ def _group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: 
     found, last = op.Reshape(normalised, op.Shape(x), allowzero=True), op.Constant(value_ints=[1])
     found = found if weight is None else op.Mul(found, op.Unsqueeze(weight, last))
     return found if bias is None else op.Add(found, op.Unsqueeze(bias, last))
+
+
+def _is_sequence(x: Any) -> bool:
+    """Whether the tensor is ``(batch, channels, length)``. Images are left as they are, for speed."""
+    return len(x.shape) == 3 and isinstance(x.shape[1], int) and x.dtype == onnx_ir.DataType.FLOAT
 
 
 def _mean_of_blocks(x: Any, count: Any) -> Any:
@@ -303,7 +307,7 @@ def _mean_of_blocks(x: Any, count: Any) -> Any:
 def _instance_norm(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool, *options: Any
 ) -> Any:
-    if not use_input_stats or not isinstance(x.shape[1], int):
+    if not use_input_stats or not _is_sequence(x):
         return core.aten_instance_norm(x, weight, bias, running_mean, running_var, use_input_stats, *options)
     return _group_norm(x, x.shape[1], weight, bias, options[1])
 

@@ -185,7 +185,7 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
 
 
 def _computed_otherwise(graph: OnnxGraph) -> Iterator[str]:
-    """Yields a note on the precision of the runtime if it differs from that of the file."""
+    """Yields a note if the runtime computes in another precision than the file says."""
     with contextlib.suppress(RuntimeFailure):
         if graph.session.finding:
             yield graph.session.finding

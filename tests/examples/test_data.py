@@ -146,8 +146,8 @@ class TestOtherKinds:
 
     def test_tensors_are_the_arguments_of_a_call(self, bert, tmp_path):
         for number, shape in enumerate([(2, 5), (3, 4)]):
-            save_file({"input_ids": torch.full(shape, 3)}, tmp_path / f"{number}.safetensors")
-        calls = observed_calls(bert, tmp_path / "0.safetensors", tmp_path / "1.safetensors")
+            save_file({"input_ids": torch.full(shape, 3)}, tmp_path / f"{number}.SafeTensors")
+        calls = observed_calls(bert, tmp_path / "0.SafeTensors", tmp_path / "1.SafeTensors")
         assert [tuple(call["input_ids"].shape) for call in calls] == [(2, 5), (3, 4)]
 
 

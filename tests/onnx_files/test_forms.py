@@ -339,3 +339,10 @@ def test_padded_sequences_are_normalised_as_precisely_as_in_torch(function, leng
     session = exported(function, sounds)
     (found,) = session.run(None, {session.get_inputs()[0].name: sounds.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), function(sounds), rtol=0, atol=1e-5)
+
+
+def test_instance_norms_of_images_stay_one_operator():
+    program = torch.export.export(Operator(functional.instance_norm), (torch.randn(2, 4, 5, 5),))
+    kinds = [node.op_type for node in onnx_program(program).model.graph]
+    assert "InstanceNormalization" in kinds
+    assert "Reshape" not in kinds
