@@ -13,7 +13,7 @@ import torch
 
 from exportkit.api.exported import Exported
 from exportkit.api.observer import InputObserver
-from exportkit.calls.application import module_at
+from exportkit.calls.application import module_at, require_distinct
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Part
 from exportkit.errors import ExportkitError, InvalidRequestError, InvalidTypeError, PlanError
@@ -101,13 +101,17 @@ def _only_parts(model: Any, parts: Mapping[str, Part], probe: bool, options: Map
     for name, value in options.items():
         if value is not None:
             raise InvalidRequestError(f"{name} is for a single model.", where=name, got=", ".join(parts))
+    modules = {
+        name: module_at(model, part.module, part.observation.method_name, part.observation.model_name)
+        for name, part in parts.items()
+    }
+    targets = {name: f"{part.module}.{part.observation.method_name}".lstrip(".") for name, part in parts.items()}
+    require_distinct((targets[name], modules[name]) for name in parts)
     exported = {}
     for name, part in parts.items():
-        observation = part.observation
-        module = module_at(model, part.module, observation.method_name, observation.model_name)
         try:
             with explained():
-                exported[name] = _whole(module, observation, {}, probe, path=part.module)
+                exported[name] = _whole(modules[name], part.observation, {}, probe, path=part.module)
         except ExportkitError as error:
             error.args = (f"{name}: {error}",)
             raise

@@ -12,7 +12,7 @@ import torch
 
 from exportkit._torch_compat.modules import CALL_WITH_HOOKS
 from exportkit._torch_compat.tracing import is_tracing
-from exportkit.calls.application import module_at, modules_in, require_parameters
+from exportkit.calls.application import module_at, modules_in, require_distinct, require_parameters
 from exportkit.calls.method_wrapper import attach
 from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.runner import OnnxRunner
@@ -56,6 +56,7 @@ class InPlace:
                 got="'eager'",
             )
         self._places = [_place(one, model) for one in runners]
+        require_distinct((runner.contract.target, module) for runner, module, _ in self._places)
         self._is_single = bool(runner.graphs)
         self._runs_model = outside == "eager"
         self._entered: list[contextlib.ExitStack] = []

@@ -116,17 +116,35 @@ def module_at(application: Any, path: str, method: str, model_name: str = "") ->
         value = value[0]
     if isinstance(value, torch.nn.Module) and callable(getattr(value, method, None)):
         return value
-    if not isinstance(application, torch.nn.Module):
-        named = {id(m): m for m in modules_in(application).values() if type(m).__name__ == model_name}
-        fitting = [module for module in named.values() if callable(getattr(module, method, None))]
-        if len(fitting) == 1:
-            return fitting[0]
+    modules = {"": application} if isinstance(application, torch.nn.Module) else modules_in(application)
+    named = {id(m): m for m in modules.values() if type(m).__name__ == model_name}
+    fitting = [module for module in named.values() if callable(getattr(module, method, None))]
+    if len(fitting) == 1:
+        return fitting[0]
     raise UnknownMethodError(
         f"{type(application).__name__} does not have the method that was exported.",
         where=f"{path}.{method}".lstrip("."),
         expected=f"a model like {model_name}" if not path else f"an object or dict with {path}, like {model_name}",
         got=type(application).__name__,
     )
+
+
+def require_distinct(found: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    """Raises UnknownMethodError if one method of a module serves as two that were recorded.
+
+    Args:
+        found: The recorded methods, by their paths, with the modules that were found for them.
+    """
+    targets: dict[tuple[int, str], str] = {}
+    for target, module in found:
+        first = targets.setdefault((id(module), target.rpartition(".")[2]), target)
+        if first != target:
+            raise UnknownMethodError(
+                f"{first} and {target} are methods of two modules, and one was given for both.",
+                where=target,
+                expected="each module under the name that it was recorded with",
+                got=f"one {type(module).__name__}",
+            )
 
 
 def require_parameters(module: torch.nn.Module, method: str, names: Iterable[str], model_name: str) -> None:
@@ -328,6 +346,10 @@ class ApplicationRecorder:
     def seconds(self) -> float:
         """Returns how long all their calls took together."""
         return sum(self._heard[target].recorder.seconds for target in self._targets())
+
+    def first_seconds(self) -> float:
+        """Returns how long the first call of each of them took, together."""
+        return sum(self._heard[target].recorder.first_seconds for target in self._targets())
 
     def problems(self) -> tuple[str, ...]:
         """Returns what could not be recorded, and which limits were reached."""

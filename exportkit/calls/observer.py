@@ -268,6 +268,13 @@ class Observer:
             return self._application.seconds()
         return 0.0 if self._recorder is None else self._recorder.seconds
 
+    @property
+    def first_seconds(self) -> float:
+        """How long the first call of each observed method took; they are often slower than those that follow."""
+        if self._application is not None:
+            return self._application.first_seconds()
+        return 0.0 if self._recorder is None else self._recorder.first_seconds
+
     def num_obs(self) -> int:
         """Returns how many calls are stored; of an application, those of all modules."""
         if self._application is not None:

@@ -93,6 +93,7 @@ class Recorder:
         paths_of = functools.partial(_input_paths, signature), _output_paths
         self._counter = ShapeCounter(*paths_of, functools.partial(_constant_path, signature))
         self._seconds = 0.0
+        self._first_seconds: float | None = None
         self._calls: dict[int, Call] = {}
         self._known: tuple[tuple[int, ...], Observation] | None = None
         self._reading = threading.Lock()
@@ -111,6 +112,11 @@ class Recorder:
     def seconds(self) -> float:
         """How long all calls took together that returned, stored or not."""
         return self._seconds
+
+    @property
+    def first_seconds(self) -> float:
+        """How long the first of them took, which is often slower than the others; 0 if there was none."""
+        return self._first_seconds or 0.0
 
     @property
     def limits(self) -> tuple[str, ...]:
@@ -239,9 +245,14 @@ class Recorder:
             self._end(begun, None)
             raise
         latency = time.perf_counter() - started
-        self._seconds += latency
+        self._took(latency)
         self._end(begun, self._guarded(lambda: self._stored_call(begun, result, latency)))
         return result
+
+    def _took(self, seconds: float) -> None:
+        self._seconds += seconds
+        if self._first_seconds is None:
+            self._first_seconds = seconds
 
     def _stored_call(self, begun: _Begun, result: Any, latency: float) -> _Stored | None:
         copying = Copying(flattened(result), begun.large)
@@ -273,7 +284,7 @@ class Recorder:
         constants = _constants(args, kwargs)
         started = time.perf_counter()
         result = method(*args, **kwargs)
-        self._seconds += time.perf_counter() - started
+        self._took(time.perf_counter() - started)
         if inputs is not None:
             self._guarded(lambda: self._counter.count(inputs, _shaped(flattened(result, keep_values=False)), constants))
         return result

@@ -120,6 +120,31 @@ def test_a_saved_folder_takes_the_place_of_the_model(tmp_path):
     assert calls.inside == 1
 
 
+def test_a_model_takes_the_place_of_the_only_one_in_a_dict(tmp_path):
+    model, x = nn.Linear(4, 2), torch.ones(3, 4)
+    observer = exportkit.InputObserver()
+    with observer({"linear": model}):
+        model(x)
+    graph = exportkit.export({"linear": model}, observer).save(tmp_path / "out")
+    with graph.in_place_of(model) as calls:
+        model(x)
+    assert calls.inside == 1
+
+
+@pytest.mark.parametrize(
+    "given", [lambda models: models["a"], lambda models: {"a": models["a"]}], ids=["module", "dict"]
+)
+def test_one_module_does_not_serve_as_two(given, tmp_path):
+    models, x, observer = {"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)}, torch.ones(3, 4), exportkit.InputObserver()
+    with observer(models):
+        models["a"](x), models["b"](x)
+    graph = exportkit.export(models, observer).save(tmp_path / "out")
+    with pytest.raises(InvalidRequestError, match=r"a\.forward and b\.forward are methods of two modules"):
+        graph.in_place_of(given(models))
+    with pytest.raises(InvalidRequestError, match="one was given for both"):
+        exportkit.export(given(models), observer)
+
+
 def test_another_method_than_forward(tmp_path):
     class Codec(nn.Module):
         def decode(self, x):

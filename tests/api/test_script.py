@@ -91,6 +91,7 @@ class TestProven:
         assert lines[-2].endswith("script.py on the graphs prints the same")
         assert lines[-1].startswith("proven; 2 calls: ")
         assert "s with the model" in lines[-1]
+        assert lines[-1].endswith("s on the graphs, first calls left out")
         assert sum(line.startswith("classes") for line in lines) == 2  # of the first run only
         assert (tmp_path / "out" / "Classifier.onnx").exists()
         assert (dict(vars(torch.nn.Module)), sys.argv, list(sys.path), sys.modules["__main__"]) == before
@@ -109,6 +110,7 @@ class TestProven:
         result = run(script(text), "--observe", "vae.decode", "--out", tmp_path / "out")
         assert result.exit_code == 0, result.output
         assert last_line(result).startswith("proven; 1 call: ")
+        assert last_line(result).endswith("s on the graphs")
         assert sys.gettrace() is None
 
     def test_a_variable_may_be_bound_anew_and_get_more_modules(self, script, tmp_path):

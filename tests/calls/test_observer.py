@@ -1,5 +1,6 @@
 """What an observer records, and that the model behaves as if nobody watched."""
 
+import time
 import warnings
 
 import pytest
@@ -396,6 +397,28 @@ def test_observer_tells_how_much_it_has():
     assert repr(observer) == "InputObserver(0 calls)"
     _observe_add(observer, 1, 2)
     assert repr(observer) == "InputObserver(2 calls)"
+
+
+class _SlowAtFirst(torch.nn.Module):
+    is_prepared = False
+
+    def forward(self, x):
+        if not self.is_prepared:
+            time.sleep(0.02)
+            self.is_prepared = True
+        return x + 1
+
+
+@pytest.mark.parametrize("kept", [10, 1])
+@pytest.mark.parametrize("application", [False, True])
+def test_the_first_call_is_timed_apart_from_the_others(kept, application):
+    model, observer = _SlowAtFirst(), InputObserver()
+    with observer({"slow": model} if application else model, store_n_calls=kept):
+        model(torch.ones(2))
+        assert observer.seconds == observer.first_seconds
+        model(torch.ones(3))
+        model(torch.ones(4))
+    assert observer.seconds > observer.first_seconds > 0.02
 
 
 def _compiled_in_place(model):
