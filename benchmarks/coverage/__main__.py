@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--no-plain", dest="plain", action="store_false", help="leave torch.onnx.export out")
     parser.add_argument("--sample", type=int, help="number of transformers types; default: all that no test names")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--runtime", choices=["onnxruntime"], help="fuse the graphs for this runtime")
     parser.add_argument("--batch-one", action="store_true", help="record generating types with one row")
     parser.add_argument("--without", type=Path, nargs="*", default=[], help="more files that name types to leave out")
     parser.add_argument("--write", action="store_true", help="write the results there are to docs/coverage.json")
@@ -83,7 +84,7 @@ def _linear() -> Any:
 
 def _pieces(case: Case, options: argparse.Namespace) -> Iterator[Work]:
     """The two exporters, each in a process of its own."""
-    for by, judged in (("exportkit", judge), ("torch.onnx", judge_plain)):
+    for by, judged in (("exportkit", functools.partial(judge, runtime=options.runtime)), ("torch.onnx", judge_plain)):
         if by == "torch.onnx" and not (case.plain and options.plain):
             continue
         path = options.results / f"{case.id}.{by}.json"

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from cases import Case, Sizes
@@ -102,9 +102,14 @@ class Built:
     truth: list[Call]
 
 
-def judge(case: Case) -> dict[str, Any]:
-    """Returns the verdict on what exportkit makes of a case, with its reason, in plain values."""
-    return _row(case, _judged)
+def judge(case: Case, runtime: Literal["onnxruntime"] | None = None) -> dict[str, Any]:
+    """Returns the verdict on what exportkit makes of a case, with its reason, in plain values.
+
+    Args:
+        case: The case.
+        runtime: What the graphs are fused for; without one, they are portable.
+    """
+    return _row(case, functools.partial(_judged, runtime=runtime))
 
 
 def judge_plain(case: Case) -> dict[str, Any]:
@@ -133,7 +138,9 @@ def _row(case: Case, judged: Callable[[Case, Built, dict[str, float]], dict[str,
         return row | {"verdict": LOUD, "reason": _line(error)}
 
 
-def _judged(case: Case, built: Built, seconds: dict[str, float]) -> dict[str, Any]:
+def _judged(
+    case: Case, built: Built, seconds: dict[str, float], runtime: Literal["onnxruntime"] | None
+) -> dict[str, Any]:
     observer = exportkit.InputObserver()
     with observer(built.model, store_n_calls=len(built.recorded), method_name=case.method):
         _run(built.use, case.recorded)
@@ -141,7 +148,7 @@ def _judged(case: Case, built: Built, seconds: dict[str, float]) -> dict[str, An
         with _timed(seconds, "export"):
             exported = exportkit.export(built.model, observer)
         with _timed(seconds, "translate"):
-            graph = exported.to_onnx(Path(folder) / "model.onnx")
+            graph = exported.to_onnx(Path(folder) / "model.onnx", runtime=runtime)
         with _timed(seconds, "prove"):
             report = graph.verify()
         print(report)

@@ -20,6 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.trust", description=__doc__)
     parser.add_argument("words", nargs="*", help="run the cases that have one of these in their class or name")
     parser.add_argument("-v", "--verbose", action="store_true", help="print which calls each graph answered")
+    parser.add_argument("--runtime", choices=["onnxruntime"], help="fuse the graphs for this runtime")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -29,7 +30,7 @@ def main() -> int:
     ]
     counts, faults, seconds = collections.defaultdict(collections.Counter), 0, time.perf_counter()
     for case in chosen:
-        verdict = judge(case)
+        verdict = judge(case, options.runtime)
         counts[case.group][verdict.outcome] += 1
         faults += bool(verdict.faults())
         if found := verdict.faults():

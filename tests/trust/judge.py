@@ -8,7 +8,7 @@ import math
 import re
 import tempfile
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -72,8 +72,13 @@ class Verdict:
         return f"{len(answered)} of {len(self.calls)}: {'; '.join(answered)}"
 
 
-def judge(case: Case) -> Verdict:
-    """Returns what became of a case."""
+def judge(case: Case, runtime: Literal["onnxruntime"] | None = None) -> Verdict:
+    """Returns what became of a case.
+
+    Args:
+        case: The case.
+        runtime: What the graph is fused for; without one, it is portable.
+    """
     torch.manual_seed(0)
     model, verdict = case.model(), Verdict(case)
     model = model if case.training else model.eval()
@@ -82,7 +87,10 @@ def judge(case: Case) -> Verdict:
     calls = [(f"recorded {call}", call, True) for call in recorded]
     calls += [(str(call), call, True) for call in case.serves] + [(str(call), call, False) for call in case.truth]
     with tempfile.TemporaryDirectory(prefix="trust-") as folder:
-        graph, findings = _exported(case, model, verdict, Path(folder) / "model.onnx", len(recorded))
+        path = Path(folder) / "model.onnx"
+        graph, findings = _exported(
+            case, model, verdict, len(recorded), lambda found: found.to_onnx(path, runtime=runtime)
+        )
         # A model that keeps something between calls may go on from the start, or from the recorded calls.
         references = [fresh, copy.deepcopy(model)]
         for label, call, has_to_be_right in calls:
@@ -106,7 +114,9 @@ def _recorded_calls(case: Case, model: nn.Module) -> list[Call]:
     return calls
 
 
-def _exported(case: Case, model: nn.Module, verdict: Verdict, path: Path, count: int) -> tuple[Any, str]:
+def _exported(
+    case: Case, model: nn.Module, verdict: Verdict, count: int, translate: Callable[[exportkit.Exported], Any]
+) -> tuple[Any, str]:
     """The graph, or None, and the findings about it."""
     try:
         observer = exportkit.InputObserver()
@@ -117,7 +127,7 @@ def _exported(case: Case, model: nn.Module, verdict: Verdict, path: Path, count:
                 for own in map(Call.copied, case.recorded):
                     model(*own.args, **own.kwargs)
         exported = exportkit.export(model, observer if case.plan is None else case.plan(observer.plan()))
-        graph = exported.to_onnx(path)
+        graph = translate(exported)
         report = graph.verify()
     except exportkit.ExportkitError as error:
         verdict.alarm = f"{type(error).__name__}: {error}"
