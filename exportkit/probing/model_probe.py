@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Set
 
 import torch
 
@@ -16,6 +17,8 @@ from exportkit.plan.leaves import CallTable, known
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
 from exportkit.running.eager import EagerRunner, sampled_answer
+
+_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 
 
 class ModelProbe:
@@ -39,20 +42,29 @@ class ModelProbe:
         except Exception:
             return None
 
-    def accepts(self, plan: Plan, sizes: Mapping[str, int] | None = None, ones: Collection[str] = ()) -> bool:
+    def accepts(
+        self,
+        plan: Plan,
+        sizes: Mapping[str, int] | None = None,
+        ones: Collection[str] = (),
+        hiding: Collection[str] = (),
+    ) -> bool:
         """Returns whether the model accepts a call of the given sizes, by default the sizes an export would use.
 
         Args:
             plan: The plan.
             sizes: Sizes of all variables.
             ones: Paths of masks that hide nothing in this call.
+            hiding: Paths of masks that hide one position in this call.
         """
         try:
             call = build_call(plan, self.observation, choose_sizes(plan) if sizes is None else sizes)
         except ExportkitError:
             return False
-        if ones:
-            call = call.with_tensors({path: torch.ones_like(call.tensors()[path]) for path in ones})
+        if ones or hiding:
+            masks = call.tensors()
+            changed = {path: torch.ones_like(masks[path]) for path in ones}
+            call = call.with_tensors(changed | {path: _hiding_one(masks[path]) for path in hiding})
         return self.outputs(call) is not None
 
     def accepts_lengths(self, plan: Plan) -> bool:
@@ -66,7 +78,9 @@ class ModelProbe:
         """Returns whether the model accepts two variables at different sizes, either of them the larger one.
 
         A model does not look at what an encoder returned if a cache holds what it made of it, so that is also tried
-        with caches that are empty.
+        with caches that are empty. It may not look at a mask that hides nothing either: if all masks of these sizes are
+        like that, it is also tried with masks that hide a position. And a view such as ``(batch, -1, size)`` takes a
+        tensor of another batch if that divides its elements, so two batches are also tried that divide no size.
         """
         try:
             sizes = choose_sizes(plan)
@@ -76,5 +90,35 @@ class ModelProbe:
         followers = [v.seen for v in plan.variables if v.follows is not None]
         unfilled = {number for seen in followers for number, size in enumerate(seen) if size == 0}
         empty = [v.name for v in plan.variables if unfilled and all(v.seen[number] == 0 for number in unfilled)]
-        tried = [sizes, swapped, *([{**sizes, **dict.fromkeys(empty, 0)}] if empty else [])]
-        return all(self.accepts(plan, chosen) for chosen in tried)
+        filled_or_not = [sizes, *([{**sizes, **dict.fromkeys(empty, 0)}] if empty else [])]
+        tried = [swapped, *filled_or_not]
+        if not all(self.accepts(plan, chosen) for chosen in tried):
+            return False
+        masks = self._idle_masks(plan, sizes, {first, second})
+        is_asked = masks and self.accepts(plan, {**sizes, second: sizes[first]}, hiding=masks)
+        if is_asked and not all(self.accepts(plan, chosen, hiding=masks) for chosen in tried):
+            return False
+        batch = plan.with_role("batch")
+        if batch is None or first != batch.name:
+            return True
+        one, other = self._indivisible(plan, sizes)
+        is_asked = self.accepts(plan, {**sizes, first: one, second: one})
+        return not is_asked or all(self.accepts(plan, {**c, first: one, second: other}) for c in filled_or_not)
+
+    def _indivisible(self, plan: Plan, sizes: Mapping[str, int]) -> tuple[int, int]:
+        """Two primes that divide no size of a call."""
+        shapes = build_call(plan, self.observation, sizes).shapes().values()
+        product = math.prod({size for shape in shapes for size in shape if size})
+        one, other, *_ = (prime for prime in _PRIMES if product % prime)
+        return one, other
+
+    def _idle_masks(self, plan: Plan, sizes: Mapping[str, int], names: Set[str]) -> list[str]:
+        """Paths of integers and booleans along a variable that are only ones, such as a mask that hides nothing."""
+        leaves = {leaf.path for leaf in plan.leaves if any(names & size.variables() for size in leaf.sizes)}
+        tensors = build_call(plan, self.observation, sizes).tensors()
+        whole = {p: t for p, t in tensors.items() if p in leaves and t.numel() and not t.is_floating_point()}
+        return [path for path, tensor in whole.items() if bool((tensor == 1).all())]
+
+
+def _hiding_one(mask: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(mask).index_fill_(-1, torch.tensor([0], device=mask.device), 0)

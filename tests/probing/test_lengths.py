@@ -51,19 +51,24 @@ def test_frames_that_do_not_grow_evenly_with_the_states_have_no_relation():
 
 
 @pytest.mark.parametrize("shapes", [[(2, 5), (3, 7)], [(2, 5), (3, 5)], [(1, 5), (1, 7)], [(3, 5), (1, 3), (1, 2)]])
-def test_an_encoder_decoder_that_generates_from_several_batches_is_proven(shapes, tmp_path):
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_an_encoder_decoder_that_generates_from_several_batches_is_proven(shapes, has_mask, tmp_path):
+    def mask(*shape):
+        return {"attention_mask": torch.ones(shape, dtype=torch.int64)} if has_mask else {}
+
     model = models.tiny_t5()
     observer = exportkit.InputObserver()
     with observer(model, store_n_calls=16):
         for shape in shapes:
-            model.generate(torch.randint(3, 60, shape), max_new_tokens=4, min_new_tokens=4, num_beams=1)
+            model.generate(torch.randint(3, 60, shape), max_new_tokens=4, min_new_tokens=4, num_beams=1, **mask(*shape))
     exported = exportkit.export(model, observer)
     names = [variable.name for variable in exported.plan.variables]
-    assert sorted(names) == ["batch", "encoder_sequence", "past_encoder_sequence", "past_sequence", "sequence"]
-    assert exported.plan.variable("past_encoder_sequence").follows == "encoder_sequence"
+    encoder, decoder = ("sequence", "decoder_sequence") if has_mask else ("encoder_sequence", "sequence")
+    assert set(names) == {"batch", encoder, decoder, "past_encoder_sequence", "past_sequence"}
+    assert exported.plan.variable("past_encoder_sequence").follows == encoder
     onnx_model = exported.to_onnx(tmp_path / "model.onnx")
     assert onnx_model.verify().ok
     ids = torch.randint(3, 60, (4, 6))
-    expected = model.generate(ids, max_new_tokens=5, num_beams=1)
+    expected = model.generate(ids, max_new_tokens=5, num_beams=1, **mask(4, 6))
     with onnx_model.in_place_of(model):
-        assert torch.equal(model.generate(ids, max_new_tokens=5, num_beams=1), expected)
+        assert torch.equal(model.generate(ids, max_new_tokens=5, num_beams=1, **mask(4, 6)), expected)

@@ -83,6 +83,31 @@ def test_axes_that_the_model_needs_equal_stay_together():
     assert sizes["x"][0] == "batch"
 
 
+class Idle(torch.nn.Module):
+    """A mask that is not looked at as long as it hides nothing, as in transformers."""
+
+    def forward(self, x, mask):
+        return x if bool(mask.all()) else x * mask[..., None]
+
+
+class Regrouped(torch.nn.Module):
+    """Memory that is viewed in the batch of the tokens, as in the cross attention of Whisper."""
+
+    def forward(self, x, memory):
+        return x.sum(1, keepdim=True) + memory.view(x.shape[0], -1, memory.shape[-1]).mean(1, keepdim=True)
+
+
+def test_a_mask_that_hides_nothing_does_not_come_apart():
+    calls = [(torch.randn(n, length, 4), torch.ones(n, length).long()) for n, length in ((2, 9), (3, 12))]
+    assert sizes_of(planned(Idle(), *calls)) == {"x": ("batch", "sequence", "4"), "mask": ("batch", "sequence")}
+
+
+def test_a_batch_that_another_one_can_be_divided_by_does_not_come_apart():
+    calls = [(torch.randn(n, length, 4), torch.randn(n, 300, 4)) for n, length in ((2, 9), (3, 12))]
+    sizes = sizes_of(planned(Regrouped(), *calls))
+    assert sizes["x"][0] == sizes["memory"][0] == "batch"
+
+
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_a_batch_that_never_varied_is_found_where_it_is(batch):
     positions = [(torch.randint(9, (batch, n)), torch.ones(4, batch, n)) for n in (5, 3)]
