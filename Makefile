@@ -95,6 +95,7 @@ bench: $(STAMP)  ## Run the benchmarks
 	@$(BIN)/python benchmarks/export.py
 	@$(BIN)/python benchmarks/loading.py
 	@$(BIN)/python benchmarks/quantisation.py
+	@$(BIN)/python benchmarks/architectures.py
 	@$(BIN)/python benchmarks/running.py
 
 peers: $(STAMP)  ## Let three tools export the same models (docs/comparison.rst)

@@ -129,9 +129,12 @@ def _allowed(base: torch.Tensor, moved: torch.Tensor, found: torch.Tensor | None
     """How far elements may be off that moved so far. Integers may only be what they were in a run."""
     if base.is_floating_point() or base.is_complex():
         # One run moves one element by little, and another one by more, as chance has it: the elements around it count,
-        # without those that moved because a decision was made differently.
+        # in numbers and in parts of their scale, without those that moved because a decision was made differently.
         usual = usual_bound(base)
-        moved = torch.maximum(local_scale(magnitudes(torch.minimum(moved, usual / _TIMES))), moved)
+        around = torch.minimum(moved, usual / _TIMES)
+        parts = around / usual.clamp_min(torch.finfo(torch.float64).tiny)
+        around = torch.maximum(local_scale(magnitudes(around)), local_scale(magnitudes(parts)) * usual)
+        moved = torch.maximum(around, moved)
         moved = torch.where(moved > _UNKNOWN * usual, _TIMES * moved, torch.minimum(_TIMES * moved, usual))
     return moved if found is None else torch.maximum(moved, found)
 

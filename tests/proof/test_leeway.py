@@ -5,6 +5,7 @@ import torch
 
 import exportkit
 from exportkit import load
+from exportkit.proof import leeway
 from tests.proof.test_prove import exported
 
 
@@ -91,6 +92,16 @@ AMPLIFIED = {
 @pytest.mark.parametrize("name", AMPLIFIED)
 def test_rounding_that_a_model_amplifies_is_no_difference(name, tmp_path):
     assert exported(Function(AMPLIFIED[name]), inputs(), tmp_path / "model.onnx").verify().ok
+
+
+def test_a_large_element_that_no_run_moved_may_be_off_as_others_relative_to_them():
+    base = torch.rand(40, 40, dtype=torch.float32) + 0.5
+    base[3, 4] = 1000.0
+    moved = base.double() * 1e-5
+    moved[3, 4] = 0.0
+    allowed = leeway._allowed(base, moved, None)
+    assert 10 * 1e-5 < allowed[3, 4] / base[3, 4] < 17 * 1e-5
+    assert bool((leeway._allowed(base, torch.zeros_like(moved), None) == 0).all())
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
