@@ -158,6 +158,7 @@ def onnx_program(
     from exportkit.onnx_files.fused import complete_fusions
     from exportkit.onnx_files.reduction_forms import count_axes_from_first
     from exportkit.onnx_files.repeated_layers import RepeatedLayers
+    from exportkit.onnx_files.selected_matrices import with_selected_products
 
     forms = FORMS if zeros is None else FORMS | ATTENTION_FORMS
     with (
@@ -173,7 +174,7 @@ def onnx_program(
         forget_pending_sizes(program)
 
         def translated(source: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
-            source, table = translatable(source), forms
+            source, table = with_selected_products(translatable(source)), forms
             if zeros is not None:
                 source = with_whole_attention(source, zeros)
             if extra is not None:
