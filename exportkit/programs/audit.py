@@ -214,7 +214,9 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
     for pattern, reason in traced.absences.refused.items():
         names = ", ".join(sorted(pattern))
         calls = ", ".join(map(str, recorded[pattern]))
-        text = f"calls {calls} leave out {names}, and no default stands for that ({reason}); the graph refuses them."
+        text = f"calls {calls} leave out {names}, and no default stands for that ({reason}); the graph refuses them"
+        is_stored = min(recorded[pattern]) < len(traced.observation.calls)
+        text += "." if is_stored else "; store more calls to serve them (store_n_calls)."
         findings.append(Finding("missing input", names, text))
     findings += _refused_later(traced)
     if traced.model.training:

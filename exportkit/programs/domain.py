@@ -90,11 +90,11 @@ class Domain:
             self.check.require_inputs(given)
             sets = [self.names(paths) or "none" for paths in sorted(self.absent, key=sorted)]
             raise ArgumentError(
-                "These inputs may not be left out together: no recorded call did, and the graph is not proven for it.",
+                "These inputs may not be left out together: the graph is not proven for it.",
                 where=self.names(absent) or "all inputs given",
                 expected=f"left out: {'; or '.join(sets)}",
                 got=f"left out: {self.names(absent) or 'none'}",
-                hint="observe the model with a call that leaves out the same inputs, then export again.",
+                hint="store a call that leaves out the same inputs (store_n_calls), then export again.",
             )
         self.check.require(given, known)
         if self.traits:

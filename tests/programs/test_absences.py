@@ -127,3 +127,18 @@ def test_outputs_that_a_call_lacks_are_absent(is_dict, tmp_path):
         expected, got = model(**call), onnx_model(**call)
         assert list(got) == list(expected)
         assert (got.get("hidden_states") is None) == (expected.get("hidden_states") is None)
+
+
+def test_calls_that_leave_out_an_input_and_are_not_stored_are_named_with_what_to_do(tmp_path):
+    torch.manual_seed(0)
+    model, observer = Limited(), InputObserver()
+    with observer(model, store_n_calls=2):
+        for call in ({"x": x(2, 5), "y": x(2, 5)}, {"x": x(3, 7), "y": x(3, 7)}, {"x": x(4, 6)}):
+            model(**call)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    report = onnx_model.verify()
+    assert report.ok
+    assert "calls 2 leave out y" in str(report)
+    assert "store more calls to serve them (store_n_calls)" in str(report)
+    with pytest.raises(ArgumentError, match="store_n_calls"):
+        onnx_model(x=x(2, 4))
