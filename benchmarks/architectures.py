@@ -2,7 +2,7 @@
 
 Random models of ten architectures are exported twice: as the portable graph, and fused for onnxruntime. Both run the
 same calls in one interleaved run: the first and the second of a generation, which decodes a token. The figure is the
-time of the fused graph divided by that of the portable one; both include the overhead of an `OnnxModel` call.
+fused graph's time as a fraction of the portable graph's; both include the overhead of calling an `OnnxModel`.
 """
 
 from __future__ import annotations
