@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -14,10 +15,12 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from torch.utils._pytree import tree_flatten
 
 from exportkit._torch_compat import require
+from exportkit._torch_compat.symbolic_shapes import depends_on_values
 
 # Operators that check something at run time and compute nothing.
-_VALUE_ASSERTIONS = ("_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size")
-_ASSERTIONS = (*_VALUE_ASSERTIONS, "_assert_tensor_metadata")
+_CONDITIONS = ("_assert_scalar", "_assert_async")
+_ASSERTIONS = (*_CONDITIONS, "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size")
+_COUNTED = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_storage_offset.default)
 # Operators of aten with private names.
 FFT_R2C, FFT_C2C, FFT_C2R = torch.ops.aten._fft_r2c, torch.ops.aten._fft_c2c, torch.ops.aten._fft_c2r
 ITEM = torch.ops.aten._local_scalar_dense.default  # what item() calls
@@ -89,9 +92,22 @@ def is_assertion(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "_opname", None) in _ASSERTIONS
 
 
-def asserts_value(node: torch.fx.Node) -> bool:
-    """Returns whether a node asserts something about a value, not about a dtype or a device. Seen in torch 2.13."""
-    return node.op == "call_function" and getattr(node.target, "_opname", None) in _VALUE_ASSERTIONS
+def asserts_values(node: torch.fx.Node) -> bool:
+    """Returns whether a node asserts something about values of tensors that need not hold. Seen in torch 2.13."""
+    if node.op != "call_function" or getattr(node.target, "_opname", None) not in _CONDITIONS:
+        return False
+    condition = node.args[0]
+    if not isinstance(condition, torch.fx.Node):
+        return False
+    value = condition.meta.get("val")
+    if str(value) == "True" and condition.target is operator.eq:
+        return True  # since then, torch has one symbol for both
+    if not depends_on_values(value):
+        return False
+    # counts, which are not negative; torch assumes that sizes are not 0 or 1
+    counted, limit = condition.args if condition.target is operator.ge else (None, None)
+    is_count = isinstance(counted, torch.fx.Node) and counted.target in _COUNTED
+    return not (is_count and limit in (0, 2))
 
 
 def draws_numbers(node: torch.fx.Node) -> bool:
@@ -209,9 +225,9 @@ def decomposition_attributes(kernels: Mapping[Any, Callable[..., Any]]) -> list[
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     table = {**require(torch._decomp, "decomposition_table", "torch 2.13"), **kernels}
     found: list[tuple[Any, dict[str, Any]]] = [(torch._decomp, {"decomposition_table": table})]
-    for operator, kernel in kernels.items():
-        known = require(operator, "py_kernels", "torch 2.13")
-        found.append((operator, {"py_kernels": {**known, key: kernel}, "_dispatch_cache": {}}))
+    for composite, kernel in kernels.items():
+        known = require(composite, "py_kernels", "torch 2.13")
+        found.append((composite, {"py_kernels": {**known, key: kernel}, "_dispatch_cache": {}}))
     return found
 
 

@@ -8,8 +8,9 @@ fraction of the time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class _SampledProducts:
     """What is done with each operator; a mixin for ``TorchDispatchMode``, which is imported where it is used."""
 
-    weights: Mapping[int, int]  # number of elements by address
-    sampled: dict[tuple[int, torch.Size], _Sampled]
+    weights: Mapping[int, torch.Tensor]  # by address
+    known: MutableMapping[torch.Tensor, dict[tuple[int, torch.Size], _Sampled]]  # by address and shape, of each weight
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Returns what an operator returns, or a sampled product."""
@@ -41,13 +42,16 @@ class _SampledProducts:
         return func(*args, **options)
 
     def _product(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        key = weight.data_ptr(), weight.shape
-        if key not in self.sampled:
-            self.sampled[key] = _Sampled(weight)
-        return self.sampled[key].product(values)
+        sampled, key = self.known.setdefault(self.weights[weight.data_ptr()], {}), (weight.data_ptr(), weight.shape)
+        if key not in sampled:
+            sampled[key] = _Sampled(weight)
+        return sampled[key].product(values)
 
     def _is_weight(self, matrix: torch.Tensor) -> bool:
-        return matrix.numel() >= LARGE and self.weights.get(matrix.data_ptr()) == matrix.numel()
+        if matrix.numel() < LARGE:
+            return False
+        weight = self.weights.get(matrix.data_ptr())
+        return weight is not None and weight.numel() == matrix.numel()
 
 
 class _Sampled:
@@ -88,12 +92,20 @@ def sampled_products(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractC
     Returns:
         The context manager, or None if whole products take less time.
     """
-    large = {p.data_ptr(): p.numel() for p in parameters if p.ndim == 2 and p.numel() >= LARGE and not p.is_meta}
-    if sum(large.values()) < ENOUGH:
+    large = {p.data_ptr(): p for p in parameters if p.ndim == 2 and p.numel() >= LARGE and not p.is_meta}
+    if sum(map(torch.numel, large.values())) < ENOUGH:
         return None
     from torch.utils import _python_dispatch
 
     base = require(_python_dispatch, "TorchDispatchMode", "torch 2.13")
     mode: contextlib.AbstractContextManager[Any] = type("SampledProducts", (_SampledProducts, base), {})()
-    mode.weights, mode.sampled = large, {}  # type: ignore[attr-defined]
+    mode.weights, mode.known = large, _known()  # type: ignore[attr-defined]
     return mode
+
+
+@functools.cache
+def _known() -> MutableMapping[torch.Tensor, Any]:
+    """What was sampled of each weight, as long as it lives: an export asks many questions of one model."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()

@@ -258,6 +258,12 @@ def depends_on_values(condition: Any) -> bool:
     return bool(require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))
 
 
+def is_counted(size: Any) -> bool:
+    """Returns whether a size comes from values, even if a trace takes it for another one since. Seen in torch 2.13."""
+    first = require(size.node, "_expr", "torch 2.13") if isinstance(size, torch.SymInt) else None
+    return any(str(symbol).startswith("u") for symbol in getattr(first, "free_symbols", ()))
+
+
 def value_error() -> type[Exception]:
     """Returns the error that torch raises in a trace for a decision by values of tensors. Seen in torch 2.13."""
     from torch.fx.experimental import symbolic_shapes
@@ -284,6 +290,11 @@ def at_most(number: Any, limit: Any) -> Any:
     check(number >= 0)
     check(number <= limit)
     return number
+
+
+def asserted(condition: torch.Tensor, message: str) -> None:
+    """Lets the trace that is running assert that a condition on values holds. Seen in torch 2.13."""
+    require(torch, "_assert_async", "torch 2.13")(condition, message)
 
 
 def at_least_one(number: Any) -> Any:

@@ -27,7 +27,7 @@ def flat_program(traced: TracedProgram) -> torch.export.ExportedProgram:
 
     It has no assertions about sizes: the domain says which there may be.
     """
-    program = without_assertions(traced.program)
+    program = without_assertions(traced.program, about_values=False)
     module, signature = copied_module(program), program.graph_signature
     inputs, outputs, returned = [], [], []
     nodes = {node.name: node for node in module.graph.nodes}

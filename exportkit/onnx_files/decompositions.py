@@ -16,6 +16,7 @@ import torch
 
 from exportkit._torch_compat.graph import (
     arguments_of,
+    asserts_values,
     copied_module,
     is_assertion,
     is_inactive_dropout,
@@ -31,12 +32,12 @@ from exportkit.onnx_files.exact import (
     is_plain_cross_entropy,
     is_plain_pool,
     is_plain_scatter,
-    with_checked_indices,
     with_zeros_for_masked_rows,
 )
 from exportkit.onnx_files.linear_algebra import LINEAR_ALGEBRA
 from exportkit.onnx_files.ordering import ORDERING
 from exportkit.onnx_files.pools import POOLS
+from exportkit.onnx_files.refusals import with_checked_indices, with_refusals
 from exportkit.onnx_files.special_functions import SPECIAL_FUNCTIONS
 from exportkit.running.program import tensor_placeholders
 
@@ -58,27 +59,34 @@ def translatable(program: torch.export.ExportedProgram) -> torch.export.Exported
 
 def prepared(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program in a form in which its layers can be compared: without what may differ between them."""
-    return with_constants(without_writes_to_inputs(without_assertions(program)))
+    return with_constants(without_writes_to_inputs(without_assertions(with_refusals(program))))
 
 
 # Run-time assertions, which ONNX has no form for.
 
 
-def without_assertions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Returns the program without run-time assertions, and without what only they read."""
+def without_assertions(
+    program: torch.export.ExportedProgram, *, about_values: bool = True
+) -> torch.export.ExportedProgram:
+    """Returns the program without run-time assertions, and without what only they read.
+
+    Args:
+        program: The program.
+        about_values: Whether those about values of tensors go as well.
+    """
     if not any(is_assertion(node) for node in program.graph.nodes):
         return program
     module = copied_module(program)
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
-            _erase_assertions(part)
+            _erase_assertions(part, about_values)
     return with_graph_module(program, module)
 
 
-def _erase_assertions(module: torch.fx.GraphModule) -> None:
+def _erase_assertions(module: torch.fx.GraphModule, about_values: bool) -> None:
     feeders = []
     for node in reversed(list(module.graph.nodes)):
-        if is_assertion(node):
+        if is_assertion(node) and (about_values or not asserts_values(node)):
             feeders += node.all_input_nodes
             module.graph.erase_node(node)
     erase_unused(feeders)

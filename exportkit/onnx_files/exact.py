@@ -6,13 +6,12 @@ These are written with torch's own operators, before the translation. What needs
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import arguments_of, copied_module, operator_name, with_graph_module
+from exportkit._torch_compat.graph import copied_module, with_graph_module
 
 aten = torch.ops.aten
 
@@ -56,74 +55,6 @@ def any_visible(graph: torch.fx.Graph, mask: torch.fx.Node) -> torch.fx.Node:
     if mask.meta["val"].dtype is not torch.bool:
         shown = call_node(graph, aten.ne.Scalar, mask, -math.inf)
     return call_node(graph, aten.any.dim, shown, -1, True)
-
-
-# Indices. ONNX counts negative ones from the end, where these operators raise: they are made too large, so that
-# onnxruntime raises as well.
-
-_INDEXED = {
-    aten.embedding.default: "indices",
-    **dict.fromkeys(
-        [
-            aten.gather.default, aten.index_add.default, aten.index_copy.default, aten.index_select.default,
-            aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two,
-        ],
-        "index",
-    ),
-}  # fmt: skip
-_TOO_LARGE = 2**31 - 1
-# Operators whose results are never negative, those whose second result is not, and those that pass on their input.
-_COUNTS = {"argmax", "argmin", "argsort", "bucketize", "nonzero", "searchsorted"}
-_COUNTS_SECOND = {"kthvalue", "max", "median", "min", "sort", "topk"}
-_PASS_ON = {
-    "_to_copy", "alias", "chunk", "clone", "contiguous", "detach", "detach_", "expand", "lift_fresh_copy", "permute",
-    "repeat", "reshape", "select", "slice", "split", "squeeze", "t", "to", "transpose", "unbind", "unsqueeze", "view",
-}  # fmt: skip
-
-
-def with_checked_indices(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Returns the program with indices below 0 made too large for operators that do not take them."""
-    given = {*program.graph_signature.user_inputs}
-
-    def to_check(node: torch.fx.Node) -> bool:
-        index = arguments_of(node)[_INDEXED[node.target]] if node.target in _INDEXED else None
-        return isinstance(index, torch.fx.Node) and _may_be_negative(index, given)
-
-    names = {node.name for node in program.graph.nodes if to_check(node)}
-    if not names:
-        return program
-    module = copied_module(program)
-    for node in [node for node in module.graph.nodes if node.name in names]:
-        name, arguments = _INDEXED[node.target], arguments_of(node)
-        index, place = arguments[name], [*arguments].index(name)
-        with module.graph.inserting_before(node):
-            negative = call_node(module.graph, aten.lt.Scalar, index, 0)
-            checked = module.graph.call_function(aten.where.ScalarSelf, (negative, _TOO_LARGE, index))
-        checked.meta["val"] = index.meta["val"]
-        if place < len(node.args):
-            node.update_arg(place, checked)
-        else:
-            node.update_kwarg(name, checked)
-    module.recompile()
-    return with_graph_module(program, module)
-
-
-def _may_be_negative(index: torch.fx.Node, given: Collection[str]) -> bool:
-    """Whether indices may be negative, as far as the operators show that they come from."""
-    if index.op == "placeholder":
-        return index.name in given  # constants were in use when the model ran
-    name, source = operator_name(index.target), index
-    if index.target is operator.getitem:
-        source = index.all_input_nodes[0]
-        name = operator_name(source.target)
-        if name in _COUNTS_SECOND and index.args[1] == 1:
-            return False
-    if name in _PASS_ON:
-        return _may_be_negative(source.all_input_nodes[0], given)
-    if name == "arange":
-        first = arguments_of(index).get("start", 0)
-        return isinstance(first, int) and first < 0
-    return name not in _COUNTS
 
 
 def call_node(graph: torch.fx.Graph, target: Any, value: torch.fx.Node, *options: Any) -> torch.fx.Node:

@@ -16,7 +16,7 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, Written
 from exportkit.running.compare import same_value
-from exportkit.running.eager import run_eager
+from exportkit.running.eager import Around, run_eager, sampled_answer
 from exportkit.running.module_state import ModuleState
 from exportkit.trees import Tree, flatten, is_cache_class
 from exportkit.trees.object_parts import Unread, build_object
@@ -48,10 +48,7 @@ def written_arguments(observation: Observation, model: torch.nn.Module, method: 
                 in_place[name] |= {path for path in changed if held[path] is after.tensors()[path]}
 
     for call in observation.calls:
-        try:
-            run_eager(model, method, call, noted)
-        except Exception:  # whatever the model raises: then there is nothing to learn from this call
-            continue
+        _runs(model, method, call, noted)
     found = {}
     for name, where in places.items():
         place = where.pop() if len(where) == 1 else None
@@ -68,11 +65,21 @@ def changed_state(model: torch.nn.Module, method: str, call: Call) -> list[str]:
         run(values)
         changed.extend(state.changed())
 
-    try:
-        run_eager(model, method, call, noted)
-    except Exception:
-        return []
+    _runs(model, method, call, noted)
     return changed
+
+
+def _runs(model: torch.nn.Module, method: str, call: Call, noted: Around) -> bool:
+    """Runs a call for what it does besides returning a result; False if the model raises, so that nothing is learnt."""
+
+    def runs() -> bool:
+        try:
+            run_eager(model, method, call, noted)
+        except Exception:
+            return False
+        return True
+
+    return sampled_answer(model, runs, is_sure=bool)
 
 
 def write_back(given: Any, made: Any, written: Written, path: str = "") -> Any:

@@ -24,7 +24,7 @@ from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import is_hidden, solve_sizes
 from exportkit.probing.simplify import as_simplified
 from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
-from exportkit.running.eager import EagerRunner, run_eager
+from exportkit.running.eager import EagerRunner, run_eager, sampled_answer
 from exportkit.running.runner import Compare, Runner, compare_calls, recorded
 from exportkit.trees import flatten, is_cache_class, join, stored_length
 
@@ -150,24 +150,33 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
             numbers.append(number)
     if not calls:
         return MissingDefaults(ones)
-    tried = [*calls, *_other_calls(plan, calls, model, method)]
-    best: dict[str, float] = {}
-    fewest = list(range(len(tried)))
 
     def run(values: Mapping[str, float], call: Call) -> dict[str, torch.Tensor]:
         completed = completed_call(plan, observation, call, values)
         # A graph leaves outputs that exist only because of the defaults out again: more outputs are not a difference.
         return flatten(run_leniently(plan, model, method, completed)[0]).tensors()
 
+    def best_of(calls: Sequence[Call]) -> tuple[dict[str, float], list[int]]:
+        """The values that are right for most calls, and the positions of the others."""
+        tried = [*calls, *_answered(_other_calls(plan, calls), model, method)]
+        best: dict[str, float] = {}
+        fewest = list(range(len(tried)))
+        for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
+            outcomes = compare_calls(recorded, functools.partial(run, values), tried, compare)
+            wrong = [position for position, outcome in enumerate(outcomes) if not outcome.agrees]
+            if len(wrong) < len(fewest):
+                best, fewest = values, wrong
+            if not wrong:
+                break
+        return best, fewest
+
+    def best_of_answered() -> tuple[dict[str, float], list[int]]:
+        answered = _answered(calls, model, method)  # what was recorded came of whole products
+        return best_of(answered) if len(answered) == len(calls) else ({}, numbers)
+
     compare = beyond_rounding(EagerRunner(model, method), model)
-    for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
-        outcomes = compare_calls(recorded, functools.partial(run, values), tried, compare)
-        wrong = [position for position, outcome in enumerate(outcomes) if not outcome.agrees]
-        if len(wrong) < len(fewest):
-            best, fewest = values, wrong
-        if not wrong:
-            break
-    unproven = tuple([numbers[position] for position in fewest if position < len(calls)])
+    best, wrong = sampled_answer(model, best_of_answered, lambda found: not found[1], lambda: best_of(calls))
+    unproven = tuple([numbers[position] for position in wrong if position < len(calls)])
     return MissingDefaults({**best, **ones}, unproven)
 
 
@@ -287,7 +296,7 @@ def beyond_rounding(run: Runner, model: torch.nn.Module) -> Compare:
     return compare
 
 
-def _other_calls(plan: Plan, calls: Sequence[Call], model: torch.nn.Module, method: str) -> list[Call]:
+def _other_calls(plan: Plan, calls: Sequence[Call]) -> list[Call]:
     """The calls cut to few tokens, as a long call may hide what it began with, and with values of all magnitudes."""
     new = plan.with_role("sequence")
     changed = []
@@ -299,9 +308,14 @@ def _other_calls(plan: Plan, calls: Sequence[Call], model: torch.nn.Module, meth
                     tensors[path] = tensors[path].narrow(axis, 0, min(size, tensors[path].shape[axis]))
             changed.append(call.with_tensors(tensors))
         changed.append(with_wide_values(call))
+    return changed
+
+
+def _answered(calls: Sequence[Call], model: torch.nn.Module, method: str) -> list[Call]:
+    """The calls with what the model returns for them, without those for which it raises."""
     found = []
-    for call in changed:
-        with contextlib.suppress(Exception):  # a model that raises for such a call has no answer to compare with
+    for call in calls:
+        with contextlib.suppress(Exception):
             found.append(replace(call, outputs=flatten(run_eager(model, method, call))))
     return found
 

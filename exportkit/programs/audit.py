@@ -6,16 +6,13 @@ user asked for.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import asserts_value, draws_numbers, operator_name, schema_of
-from exportkit._torch_compat.symbolic_shapes import depends_on_values
+from exportkit._torch_compat.graph import draws_numbers, operator_name, schema_of
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError, UnregisteredClassError
@@ -304,11 +301,6 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
             f"the model draws random numbers ({names}): results differ from run to run, in the model and in the graph."
         )
         findings.append(Finding("random numbers", ", ".join(drawn), text))
-    unchecked = dict.fromkeys(map(place_of_node, filter(_asserts_values, nodes)))
-    if unchecked:
-        lines = "; ".join(f"{p.code} ({Path(p.file).name}:{p.line})" if p else "a line of torch" for p in unchecked)
-        text = f"a graph cannot raise errors, so it answers calls that break these assertions about values: {lines}."
-        findings.append(Finding("assertions", ", ".join(map(str, unchecked)), text))
     # outputs that share memory with an input in the model do not in the graph
     (returned,) = next(node for node in nodes if node.op == "output").args
     paths = iter(traced.output_paths)
@@ -329,17 +321,6 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
         text = str(error).partition("\n")[0]
         findings.append(Finding("lost output", "output", f"{text} The graph returns the others."))
     return findings
-
-
-def _asserts_values(node: torch.fx.Node) -> bool:
-    """Whether a node asserts something about values of tensors that need not hold."""
-    if not asserts_value(node) or not node.args or not isinstance(node.args[0], torch.fx.Node):
-        return False
-    condition = node.args[0]
-    if not depends_on_values(condition.meta.get("val")):
-        return False
-    counted = condition.args[0] if condition.target is operator.ge and condition.args[1] == 0 else None
-    return not (isinstance(counted, torch.fx.Node) and counted.target is torch.ops.aten.sym_size.int)
 
 
 def _buffers_kept_between_calls(program: torch.export.ExportedProgram) -> list[str]:

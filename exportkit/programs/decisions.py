@@ -12,7 +12,7 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.rewrites.branches import Decisions, Place, decisions_made, decisions_noted, is_check
-from exportkit.rewrites.table import CHECKS_LEFT_OUT, EVERY_BRANCH, Rewrite
+from exportkit.rewrites.table import CHECKS, EVERY_BRANCH, Rewrite
 from exportkit.running.eager import EagerRunner
 from exportkit.running.runner import Runner, compare_calls, recorded
 
@@ -68,11 +68,9 @@ def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Cal
     if not agrees or not made:
         return []
     lines = ", ".join(sorted({f"{Path(file).name}:{line}" for file, line, _ in checks}))
-    names = ([EVERY_BRANCH.name] if checks != made.keys() else []) + (
-        [f"{CHECKS_LEFT_OUT} ({lines})"] if checks else []
-    )
+    names = ([EVERY_BRANCH.name] if checks != made.keys() else []) + ([f"{CHECKS} ({lines})"] if checks else [])
     first, *others = (replace(EVERY_BRANCH, name=name, applied=lambda _: contextlib.nullcontext()) for name in names)
-    return [replace(first, applied=partial(decisions_made, forced=made)), *others]
+    return [replace(first, applied=partial(decisions_made, forced=made, checks=checks)), *others]
 
 
 def _scaled(call: Call, scale: float) -> Call:

@@ -4,8 +4,8 @@ A trace cannot know which way such a line goes, and there are two kinds of lines
 
 - A branch that changes nothing where a mask has no places, such as an assignment to them. It is taken in every case.
   Whether a branch is one of these is found by running the model.
-- A check, one side of which does nothing but raise. A graph goes on with the other side: where the model
-  would raise, what the graph returns is undefined.
+- A check, one side of which does nothing but raise. A graph goes on with the other side, and asserts that this is the
+  model's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.symbolic_shapes import asserted
 from exportkit.overrides import Attribute, replaced
 
 Place = tuple[str, int, int]  # file, line, and the instruction
@@ -79,10 +80,21 @@ def decisions_noted(forced: Mapping[Place, bool] | None = None, emptied: Collect
 
 
 @contextlib.contextmanager
-def decisions_made(_model: torch.nn.Module, forced: Mapping[Place, bool] | None = None) -> Iterator[None]:
-    """Lets places decide what they are told; by default, every branch by ``any()`` and ``all()`` is taken."""
+def decisions_made(
+    _model: torch.nn.Module, forced: Mapping[Place, bool] | None = None, checks: Collection[Place] = ()
+) -> Iterator[None]:
+    """Lets places decide what they are told; by default, every branch by ``any()`` and ``all()`` is taken.
+
+    Args:
+        _model: The model.
+        forced: What places decide.
+        checks: Those that are asserted to decide so.
+    """
 
     def decide(place: Place, found: torch.Tensor) -> bool | None:
+        if place in checks and forced is not None:
+            condition = found.detach().reshape(()).bool()
+            asserted(condition if forced[place] else ~condition, f"the check in {place[0]}:{place[1]}")
         if forced is not None:
             return forced.get(place)
         return vars(found)[_MASK][1] == "any" if hasattr(found, _MASK) else None

@@ -16,7 +16,7 @@ import torch
 
 from exportkit._torch_compat.graph import scan
 from exportkit._torch_compat.modules import recurrent_functions
-from exportkit._torch_compat.symbolic_shapes import at_most
+from exportkit._torch_compat.symbolic_shapes import asserted, at_most
 from exportkit.overrides import Attribute, replaced
 from exportkit.rewrites.lists import PACK, Int
 
@@ -83,6 +83,8 @@ def masked_layers(_model: torch.nn.Module) -> contextlib.AbstractContextManager[
 
 def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, Filled]:
     padded = padded.transpose(0, 1) if batch_first else padded
+    is_valid = (lengths > 0) & (lengths <= padded.shape[0])
+    asserted(is_valid.all(), "the length of a packed sequence is at least 1, and at most that of the padded one")
     filled = Filled(torch.arange(padded.shape[0])[:, None] < lengths)
     return filled.packed(padded), filled
 

@@ -191,7 +191,7 @@ ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(lists.loops_over_all,
 
 # Branches such as `if mask.any()` that change nothing where they need not be taken; the lines are found by running.
 EVERY_BRANCH = Rewrite("branches by any() and all() taken in every case", branches.decisions_made)
-CHECKS_LEFT_OUT = "checks of values left out"  # the name of a rewrite for lines that only raise, with their places
+CHECKS = "checks of values as assertions"  # the name of a rewrite for lines that only raise, with their places
 
 # A run of the model shows that padding may be left out, or that sequences of different lengths are packed.
 ZEROS_AT_PADDING = Rewrite("zeros in place of padding behind the sequences", attention.zeros_at_padding)

@@ -79,7 +79,10 @@ def _random_states_kept(call: Call) -> Iterator[None]:
 
 
 def sampled_answer(
-    model: torch.nn.Module, question: Callable[[], Answer], is_sure: Callable[[Answer], bool] = lambda _: True
+    model: torch.nn.Module,
+    question: Callable[[], Answer],
+    is_sure: Callable[[Answer], bool] = lambda _: True,
+    otherwise: Callable[[], Answer] | None = None,
 ) -> Answer:
     """Returns the answer to a question that is not about the weights of a model, and that runs the model.
 
@@ -90,6 +93,7 @@ def sampled_answer(
         model: The model.
         question: What runs the model, and compares nothing with the results of whole products.
         is_sure: Whether such an answer counts; otherwise the question is asked again, with whole products.
+        otherwise: Answers the question with whole products, if that is done in another way.
     """
     sampled = sampled_products(model.parameters())
     if sampled is not None:
@@ -97,7 +101,7 @@ def sampled_answer(
             answer = question()
         if is_sure(answer):
             return answer
-    return question()
+    return (otherwise or question)()
 
 
 def replayed(observation: Observation, model: torch.nn.Module, method: str) -> Observation:

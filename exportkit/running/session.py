@@ -34,6 +34,7 @@ _FUSION_NOT_FOR_EMPTY = "MatmulTransposeFusion"  # with a Transpose that moves a
 _BFLOAT16, _BFLOAT16_TENSOR = 16, "tensor(bfloat16)"  # TensorProto.BFLOAT16, and its name in onnxruntime
 # Threads of onnxruntime that wait actively for the next call keep torch, which computes in between, from the cores: a
 # proof takes up to twice as long.
+_REFUSES = "the graph looks up an index out of range for values that the model refuses; try the model on this call."
 _IDLE = "session.force_spinning_stop"
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
@@ -150,8 +151,12 @@ class GraphSession:
         except RuntimeFailure:
             raise
         except Exception as error:
-            where = _shapes_of(given)
-            raise RuntimeFailure(f"{self.runtime} refused the call.", where=where, got=first_line(error)) from error
+            raise RuntimeFailure(
+                f"{self.runtime} refused the call.",
+                where=_shapes_of(given),
+                got=first_line(error),
+                hint=_REFUSES if "idx=" in str(error) else None,
+            ) from error
 
     def _outputs(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The outputs by name, in order, for contiguous tensors on the CPU."""

@@ -286,31 +286,3 @@ def test_buffer_that_is_read_by_a_python_operator_is_no_state():
     model = _Packed()
 
     assert exportkit.export(model, observed(model, *rows((2, 2), (3, 2)))).program is not None
-
-
-class ChecksAValue(torch.nn.Module):
-    def forward(self, x, lengths):
-        longest = lengths.max().item()
-        torch._check(longest <= x.shape[1])
-        return x * longest
-
-
-class CountsOnly(torch.nn.Module):
-    def forward(self, x, lengths):
-        return x[(lengths > 1).nonzero()[:, 0]].sum(0)
-
-
-class Converts(torch.nn.Module):
-    def forward(self, x, lengths):
-        return x.to(torch.float64) * lengths[:, None].to(x.dtype)
-
-
-@pytest.mark.parametrize(("model", "names"), [(ChecksAValue(), True), (CountsOnly(), False), (Converts(), False)])
-def test_assertions_about_values_are_named_as_a_graph_cannot_raise(model, names):
-    observer = exportkit.InputObserver()
-    with observer(model):
-        for rows, length in ((2, 5), (3, 7)):
-            model(torch.randn(rows, length), torch.arange(rows) + 1)
-    notes = [finding.text for finding in exportkit.export(model, observer).plan.findings]
-    assert any("longest = lengths.max().item() (test_audit.py:" in note for note in notes) is names
-    assert any("cannot raise errors" in note for note in notes) is names

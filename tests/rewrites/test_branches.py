@@ -1,5 +1,7 @@
 """Decisions by the values of tensors are left to a graph where they change nothing, and stay errors elsewhere."""
 
+import math
+
 import pytest
 import torch
 
@@ -102,11 +104,19 @@ def checked(layer, x):
     return layer(x)
 
 
-def test_a_check_is_left_out_and_named():
+def test_a_check_is_asserted_and_named():
     model, exported = exported_with_decisions(checked)
     x = torch.randn(4, 4)
-    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
-    assert any("checks of values left out (test_branches.py:" in str(finding) for finding in exported.plan.findings)
+    program = exported.program.module(check_guards=False)
+    torch.testing.assert_close(program(x=x), model(x))
+    for outside in (x + 200, torch.full((4, 4), math.nan), x - 300):
+        with pytest.raises((ValueError, AssertionError)):
+            model(outside)
+        with pytest.raises(RuntimeError):
+            program(x=outside)
+    assert any(
+        "checks of values as assertions (test_branches.py:" in str(finding) for finding in exported.plan.findings
+    )
 
 
 def with_an_error_that_is_caught(layer, x):

@@ -330,3 +330,99 @@ def taken_along_an_axis(self, x):
 @case(serves=at((4, 9)), truth=at((1, 6), (4, 1)))
 def covariances(self, x):
     return x.T.cov(), x.cov(correction=0), torch.corrcoef(x), x[0].cov()
+
+
+@case(
+    [call(ints(2, 5)), call(ints(3, 7))],
+    serves=[call(ints(4, 9)), call(ints(1, 1))],
+    truth=[call(ints(2, 5) - 8), call(ints(2, 5) + 8)],
+)
+def one_of_eight_classes(self, x):
+    return F.one_hot(x, 8).float()
+
+
+@case(
+    [call(x(2, 5), ints(2, below=5)), call(x(3, 5), ints(3, below=5))],
+    serves=[call(x(4, 5), ints(4, below=5)), call(x(2, 5), torch.tensor([-100, 2]))],
+    truth=[call(x(2, 5), torch.tensor(target)) for target in ([-100, -100], [7, 2], [-1, 2])],
+)
+def losses_of_classes(self, x, target):
+    return F.cross_entropy(x, target), F.nll_loss(x, target, reduction="none")
+
+
+@case(
+    [call(x(2, 5, 3), torch.tensor([5, 3])), call(x(3, 7, 3), torch.tensor([7, 4, 2]))],
+    serves=[call(x(4, 6, 3), torch.tensor([6, 1, 2, 6])), call(x(2, 6, 3), torch.tensor([4, 3]))],
+    truth=[call(x(2, 6, 3), torch.tensor(lengths)) for lengths in ([0, 3], [-1, 3], [7, 3])],
+)
+class PackedGru(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(3, 4, batch_first=True, bidirectional=True)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        rows, last = self.gru(packed)
+        return nn.utils.rnn.pad_packed_sequence(rows, batch_first=True)[0], last
+
+
+@case(
+    [call(x(2, 5), torch.tensor([1, 2])), call(x(3, 7), torch.tensor([1, 3, 2]))],
+    serves=[call(x(3, 6), torch.tensor([1, 0, 4]))],
+    truth=[call(x(2, 6), torch.tensor([0, 0])), call(x(2, 6), torch.tensor([-1, 2]))],
+)
+def repeated_rows(self, x, repeats):
+    return x.repeat_interleave(repeats, 0) * 2
+
+
+@case(
+    [call(ints(6), torch.tensor([0, 2, 4])), call(ints(9), torch.tensor([0, 3, 3, 7]))],
+    serves=[call(ints(5), torch.tensor([0, 1])), call(ints(5), torch.tensor([0, 5]))],
+    truth=[call(ints(5), torch.tensor(offsets)) for offsets in ([0], [1, 3], [0, 4, 2], [0, 6])],
+)
+class LargestOfBags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(8, 4, mode="max")
+
+    def forward(self, ids, offsets):
+        return self.bag(ids, offsets)
+
+
+@case(
+    [call(x(2, 5), torch.tensor(3)), call(x(3, 7), torch.tensor(4))],
+    serves=[call(x(2, 6), torch.tensor(0)), call(x(2, 6), torch.tensor(4))],
+    truth=[call(x(2, 5), torch.tensor(start)) for start in (4, -1, -2, -9)],
+)
+def two_columns_from_a_place(self, x, start):
+    return x.narrow(1, start.item(), 2)
+
+
+@case(
+    [call(x(2, 3, 3)), call(x(4, 3, 3))],
+    serves=[call(x(3, 3, 3))],
+    truth=[call(torch.ones(2, 3, 3)), call(torch.zeros(1, 3, 3)), call(torch.full((1, 3, 3), NAN))],
+)
+def solved(self, x):
+    return torch.linalg.inv(x), torch.linalg.solve(x, x + 1)
+
+
+@case(
+    [call(x(2, 5).sigmoid(), x(2, 5).sigmoid()), call(x(3, 7).sigmoid(), x(3, 7).sigmoid())],
+    serves=[call(torch.tensor([[0.0, 1.0, 1.0]]), torch.tensor([[0.0, 1.0, 0.0]]))],
+    truth=[call(x(2, 5).sigmoid() - 2, x(2, 5).sigmoid()), call(x(2, 5).sigmoid(), x(2, 5).sigmoid() + 2)],
+)
+def losses_of_probabilities(self, x, target):
+    return F.binary_cross_entropy(x, target)
+
+
+@case(
+    [call(x(2, 5), torch.tensor([1, 2])), call(x(3, 7), torch.tensor([3, 1, 2]))],
+    serves=[call(x(2, 9), torch.tensor([4, 2]))],
+    truth=[call(x(2, 5), torch.tensor([0, 6])), call(x(2, 5), torch.tensor([3, 3]))],
+)
+def a_check_of_lengths(self, x, lengths):
+    if (lengths < 1).any():
+        raise ValueError("a sequence without tokens")
+    assert (lengths < 6).all()
+    return x * lengths[:, None]

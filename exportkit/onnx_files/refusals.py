@@ -1,0 +1,298 @@
+"""Calls that a model refuses by the values of its tensors: an ONNX graph, which cannot raise, has to fail as well.
+
+A model raises where an index is out of range, where an assertion such as ``torch._check(n.item() < 5)`` does not hold,
+and where an operator does not take a value, as ``one_hot`` does not take a class that there is not. What makes
+onnxruntime fail, on the CPU, is an index out of range. An index that ONNX would take becomes one that it does not, and
+the first result of the graph is looked up by an index that is out of range unless everything holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from exportkit._torch_compat.graph import (
+    ITEM,
+    arguments_of,
+    asserts_values,
+    copied_module,
+    operator_name,
+    with_graph_module,
+)
+from exportkit._torch_compat.symbolic_shapes import is_counted
+from exportkit.onnx_files.exact import call_node
+
+aten = torch.ops.aten
+_TOO_LARGE = 2**31 - 1
+
+# Indices. ONNX counts negative ones from the end, where these operators raise.
+
+_INDEXED = {
+    "embedding": "indices",
+    **dict.fromkeys(
+        [
+            "gather", "index_add", "index_copy", "index_reduce", "index_select", "scatter", "scatter_add",
+            "scatter_reduce",
+        ],
+        "index",
+    ),
+}  # fmt: skip
+# Operators whose results are never negative, those whose second result is not, and those that pass on their input.
+_COUNTS = {"argmax", "argmin", "argsort", "bucketize", "nonzero", "searchsorted"}
+_COUNTS_SECOND = {"kthvalue", "max", "median", "min", "sort", "topk"}
+_PASS_ON = {
+    "_to_copy", "alias", "chunk", "clone", "contiguous", "detach", "detach_", "expand", "lift_fresh_copy", "permute",
+    "repeat", "reshape", "select", "slice", "split", "squeeze", "t", "to", "transpose", "unbind", "unsqueeze", "view",
+}  # fmt: skip
+
+
+def with_checked_indices(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the program with indices below 0 made too large for operators that do not take them."""
+    given = {*program.graph_signature.user_inputs}
+
+    def to_check(node: torch.fx.Node) -> bool:
+        name = _index_of(node)
+        index = arguments_of(node)[name] if name else None
+        return isinstance(index, torch.fx.Node) and _may_be_negative(index, given)
+
+    names = {node.name for node in program.graph.nodes if to_check(node)}
+    if not names:
+        return program
+    module = copied_module(program)
+    for node in [node for node in module.graph.nodes if node.name in names]:
+        name, arguments = _index_of(node), arguments_of(node)
+        index, place = arguments[name], [*arguments].index(name)
+        with module.graph.inserting_before(node):
+            negative = call_node(module.graph, aten.lt.Scalar, index, 0)
+            checked = module.graph.call_function(aten.where.ScalarSelf, (negative, _TOO_LARGE, index))
+        checked.meta["val"] = index.meta["val"]
+        if place < len(node.args):
+            node.update_arg(place, checked)
+        else:
+            node.update_kwarg(name, checked)
+    module.recompile()
+    return with_graph_module(program, module)
+
+
+def _index_of(node: torch.fx.Node) -> str:
+    """The name of the argument that is an index which may not be negative; empty if there is none."""
+    return _INDEXED.get(operator_name(node.target).rstrip("_"), "")
+
+
+def _may_be_negative(index: torch.fx.Node, given: Collection[str]) -> bool:
+    """Whether indices may be negative, as far as the operators show that they come from."""
+    source, result = _origin(index)
+    if source.op == "placeholder":
+        return source.name in given  # constants were in use when the model ran
+    name = operator_name(source.target)
+    if name == "arange":
+        first = arguments_of(source).get("start", 0)
+        return isinstance(first, int) and first < 0
+    return name not in _COUNTS and not (name in _COUNTS_SECOND and result == 1)
+
+
+def _origin(index: torch.fx.Node) -> tuple[torch.fx.Node, Any]:
+    """The node that makes indices, which others pass on, and which of its results they are."""
+    result: Any = None
+    while True:
+        if index.target is operator.getitem:
+            index, result = index.all_input_nodes[0], index.args[1]
+        elif operator_name(index.target) in _PASS_ON:
+            index, result = index.all_input_nodes[0], None
+        else:
+            return index, result
+
+
+# Operators that do not take all values of an argument, and have some result for them in ONNX.
+
+
+def _all_within(values: torch.Tensor, least: float, limit: Any) -> torch.Tensor:
+    valid: torch.Tensor = (values >= least) & (values < limit)
+    return valid.all()
+
+
+def _are_classes(scores: torch.Tensor, target: torch.Tensor, ignored: int | None = None) -> torch.Tensor:
+    valid = (target >= 0) & (target < (scores.shape[min(scores.ndim - 1, 1)] if scores.ndim else 1))
+    if target.is_floating_point():  # probabilities
+        return torch.ones_like(valid).all()
+    return (valid if ignored is None else valid | (target == ignored)).all()
+
+
+def _begin_bags(offsets: torch.Tensor, count: Any) -> torch.Tensor:
+    ends = torch.cat([offsets, offsets.new_full((1,), count)])
+    return (ends[1:] >= offsets).all() & (offsets[:1] == 0).all()
+
+
+def _are_probabilities(*values: torch.Tensor) -> torch.Tensor:
+    return functools.reduce(operator.and_, (((part >= 0) & (part <= 1)).all() for part in values))
+
+
+def _is_solved(matrices: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Numbers, for matrices of numbers; a matrix that has no inverse, or no root, leads to others."""
+    return (result - result == 0).all() | (matrices - matrices != 0).any()
+
+
+def _product(sizes: Any) -> Any:
+    return functools.reduce(operator.mul, sizes, 1)
+
+
+# What has to hold for the arguments and the result of an operator, by the name of the operator.
+_CONDITIONS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
+    "bincount": lambda given: (given["self"] >= 0).all(),
+    "binary_cross_entropy": lambda given: _are_probabilities(given["self"], given["target"]),
+    "embedding_bag": lambda given: _begin_bags(given["offsets"], given["indices"].shape[0]),
+    "multilabel_margin_loss": lambda given: _all_within(given["target"], -1, max(given["self"].shape[-1:], default=1)),
+    "one_hot": lambda given: _all_within(given["self"], 0, given["num_classes"]),
+    **dict.fromkeys(
+        ["cholesky", "inverse", "linalg_cholesky", "linalg_inv", "linalg_solve"],
+        lambda given: _is_solved(given["A"] if "A" in given else given["self"], given["result"]),
+    ),
+    **dict.fromkeys(
+        ["max_unpool2d", "max_unpool3d"], lambda given: _all_within(given["indices"], 0, _product(given["output_size"]))
+    ),
+    **dict.fromkeys(["quantile", "nanquantile"], lambda given: _are_probabilities(given["q"])),
+    "repeat_interleave": lambda given: (given["repeats"] >= 0).all(),
+    **dict.fromkeys(
+        ["cross_entropy_loss", "multi_margin_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"],
+        lambda given: _are_classes(given["self"], given["target"], given.get("ignore_index")),
+    ),
+}
+
+
+def with_refusals(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the program with a first result that cannot be computed if a condition about values does not hold.
+
+    The assertions themselves stay; `without_assertions` takes them out.
+    """
+    if not any(map(_refuses, program.graph.nodes)):
+        return program
+    module = copied_module(program)
+    (output,) = module.graph.find_nodes(op="output")
+    result = next((value for value in output.args[0] if _is_computed(value)), None)
+    if result is None:
+        return program
+    found = dict[Any, torch.fx.Node]()  # whether a condition holds, by what it says: layers repeat the same ones
+    for node in list(filter(_refuses, module.graph.nodes)):
+        with module.graph.inserting_before(node.next):
+            if asserts_values(node):
+                condition = node.args[0]
+                value = condition.meta["val"]
+                says = condition if isinstance(value, torch.Tensor) or str(value) == "True" else str(value)
+                if says not in found:
+                    found[says] = _holds(condition, result.meta["val"].fake_mode)
+            else:
+                given = arguments_of(node)
+                if isinstance(node.meta["val"], torch.Tensor):
+                    given["result"] = node
+                found[node] = _inlined(module.graph, _CONDITIONS[operator_name(node.target)], given)
+    _look_up(result, output, list(found.values()))
+    module.recompile()
+    return with_graph_module(program, module)
+
+
+def _refuses(node: torch.fx.Node) -> bool:
+    """Whether a node states a condition about values that need not hold."""
+    name = operator_name(node.target)
+    if asserts_values(node):
+        return True
+    if name not in _CONDITIONS:
+        return False
+    given = arguments_of(node)
+    if name == "one_hot":
+        return not _is_below(given["self"], given["num_classes"])
+    values = [given[key] for key in ("q", "repeats") if key in given]
+    return all(isinstance(node, torch.fx.Node) and isinstance(node.meta["val"], torch.Tensor) for node in values)
+
+
+def _is_below(index: torch.fx.Node, count: Any) -> bool:
+    """Whether indices are numbers of as many elements as there are at most, as far as the operators show."""
+    source, result = _origin(index)
+    name = operator_name(source.target)
+    if not (name in _COUNTS - {"nonzero"} or (name in _COUNTS_SECOND and result == 1)):
+        return False
+    given = arguments_of(source)
+    size = given["self"].meta["val"].shape[given["dim"]] if isinstance(given.get("dim"), int) else None
+    return isinstance(size, int) and isinstance(count, int) and size <= count
+
+
+def _is_computed(value: Any) -> bool:
+    tensor = value.meta.get("val") if isinstance(value, torch.fx.Node) and value.op == "call_function" else None
+    return isinstance(tensor, torch.Tensor) and not tensor.is_complex()
+
+
+def _holds(condition: torch.fx.Node, mode: Any) -> torch.fx.Node:
+    """A new node that says whether what is asserted holds."""
+    return _inlined(condition.graph, lambda given: (given["it"] != 0).all(), {"it": _tensor_of(condition, mode)})
+
+
+def _tensor_of(node: torch.fx.Node, mode: Any) -> torch.fx.Node:
+    """A node for the value of a node, computed from tensors: among sizes, torch takes what it asserts for granted."""
+    graph, target, value = node.graph, cast(Any, node.target), node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return node
+    if target in (aten.item.default, ITEM):
+        return _inlined(graph, lambda given: given["it"].reshape(()), {"it": node.args[0]})
+    if target is aten.sym_size.int and is_counted(value):
+        return _inlined(graph, lambda given: _count(given["it"], node.args[1]), {"it": node.args[0]})
+    if getattr(target, "__module__", "") == "_operator":
+        operands = [_tensor_of(it, mode) if isinstance(it, torch.fx.Node) else it for it in node.args]
+        return _inlined(graph, lambda given: target(*given["operands"]), {"operands": operands})
+    number = graph.call_function(aten.scalar_tensor.default, (node,), {"dtype": torch.int64})
+    with mode:
+        number.meta["val"] = torch.scalar_tensor(value, dtype=torch.int64)
+    return number
+
+
+def _count(values: torch.Tensor, axis: Any) -> torch.Tensor:
+    """The size of an axis as it is, whatever a trace takes it for."""
+    for other in range(values.ndim):
+        values = values if other == axis % values.ndim else values.narrow(other, 0, 1)
+    return torch.ones_like(values, dtype=torch.int64).sum()
+
+
+def _inlined(
+    graph: torch.fx.Graph, function: Callable[[Mapping[str, Any]], torch.Tensor], given: Mapping[str, Any]
+) -> torch.fx.Node:
+    """Calls a function in a graph, and returns the node of its result."""
+    nodes = list[torch.fx.Node]()
+    torch.fx.map_arg(dict(given), nodes.append)
+
+    def call(*values: Any) -> torch.Tensor:
+        by_node = dict(zip(nodes, values, strict=True))
+        return function(torch.fx.map_arg(dict(given), by_node.__getitem__))
+
+    traced = make_fx(call)(*(node.meta["val"] for node in nodes)).graph
+    copies: dict[Any, torch.fx.Node] = dict(zip(traced.find_nodes(op="placeholder"), nodes, strict=True))
+    for node in traced.nodes:
+        if node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    (output,) = traced.find_nodes(op="output")
+    return copies[output.all_input_nodes[0]]
+
+
+def _look_up(result: torch.fx.Node, output: torch.fx.Node, conditions: list[torch.fx.Node]) -> None:
+    """Makes a result the element 0 of a list of one if all conditions hold, and an element out of range otherwise."""
+    graph = result.graph
+
+    def chosen(given: Mapping[str, Any]) -> torch.Tensor:
+        holds = functools.reduce(torch.logical_and, given["conditions"])
+        index = holds.logical_not().to(torch.int64).mul(_TOO_LARGE).reshape(1)
+        found: torch.Tensor = given["result"].unsqueeze(0).index_select(0, index).squeeze(0)
+        return found
+
+    with graph.inserting_before(result):
+        computed = graph.call_function(cast(Any, result.target), result.args, result.kwargs)
+    computed.meta = dict(result.meta)
+    result.replace_all_uses_with(computed, delete_user_cb=lambda user: user is not output)
+    with graph.inserting_before(output):
+        last = _inlined(graph, chosen, {"result": computed, "conditions": conditions})
+    # the program knows its results by the names of their nodes
+    output.prepend(result)
+    result.meta.pop("unbacked_bindings", None)  # sizes that the operator itself finds
+    result.target, result.args, result.kwargs = last.target, last.args, last.kwargs
+    graph.erase_node(last)

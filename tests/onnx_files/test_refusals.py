@@ -1,0 +1,131 @@
+"""A graph fails for the values that its model raises for, wherever in the model that is, and only for these."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import exportkit
+from exportkit.errors import RuntimeFailure
+from exportkit.onnx_files.refusals import with_refusals
+
+X, ROWS = torch.randn, torch.arange
+
+
+class Function(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, index):
+        return self.function(x, index)
+
+
+def checked_late(x, index):
+    result = x * 2
+    torch._assert_async((index < 5).all(), "fewer than five")
+    return result, result.sum(0)  # what is checked first is computed before
+
+
+def checked_size(x, index):
+    count = index.max().item()
+    torch._check(count < 5)
+    return x * count
+
+
+def passed_on(x, index):
+    torch._check(index.max().item() < 5)
+    return {"first": x, "second": x + 1}  # the first result is an input
+
+
+def counted(x, index):
+    marked = index[index < 5]
+    torch._check(marked.shape[0] == x.shape[0])
+    return x + marked.sum()
+
+
+def equal_sizes(x, index):
+    rows = x[index < 5]
+    torch._check(rows.numel() == x.numel())  # from here on, torch takes both sizes for the same
+    return x + rows.sum()
+
+
+def equal_number(x, index):
+    count = index.max().item() + 1
+    torch._check(count == x.shape[0])
+    return x + torch.zeros(count, 1)
+
+
+def booleans(x, index):
+    torch._check(index.max().item() < 5)
+    return x > 0
+
+
+def written(x, index):
+    torch._check(index.max().item() < 5)
+    result = x.clone()
+    view = result[:, 0]
+    result += 1
+    return view, result
+
+
+FUNCTIONS = {
+    function.__name__: function
+    for function in (checked_late, checked_size, passed_on, counted, equal_sizes, equal_number, booleans, written)
+} | {
+    "scattered in place": lambda x, index: x[:, 0].clone().index_copy_(0, index.where(index < 5, -1), x[:, 1]),
+    "index_add": lambda x, index: x.index_add(0, torch.where(index > 4, -1, index.remainder(len(x))), x),
+    "multi_margin_loss": lambda x, index: F.multi_margin_loss(x, index.where(index > 4, index.remainder(4))),
+    "quantile": lambda x, index: x.quantile(index.max() / 4.0),
+    "cholesky": lambda x, index: torch.linalg.cholesky(torch.eye(3) * (4.5 - index.max())),
+    "max_unpool1d": lambda x, index: F.max_unpool1d(x.mT[:, : len(index)], index.where(index > 4, 0).expand(4, -1), 1),
+    "bincount": lambda x, index: torch.bincount(4 - index, minlength=3) + x.sum(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_graph_fails_where_the_model_raises(name, tmp_path):
+    torch.manual_seed(0)
+    model, observer = Function(FUNCTIONS[name]), exportkit.InputObserver()
+    calls = [(X(size, 4), ROWS(size)) for size in (2, 3)]
+    with observer(model):
+        for call in calls:
+            model(*call)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "graph.onnx")
+    assert graph.verify().ok
+    for size in (1, 2, 4):
+        expected, got = model(*(call := (X(size, 4), ROWS(size)))), graph(*call)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    invalid = X(4, 4), torch.tensor([0, 1, 2, 6])
+    with pytest.raises((RuntimeError, IndexError)):
+        model(*invalid)
+    with pytest.raises(RuntimeFailure):
+        graph(*invalid)
+
+
+def test_numbers_of_experts_need_no_check():
+    """Routers count in one_hot what topk has chosen; the check would cost a copy of the result."""
+
+    class Router(torch.nn.Module):
+        def forward(self, scores):
+            return F.one_hot(scores.topk(2).indices.transpose(0, 1), 8)
+
+    class Ids(torch.nn.Module):
+        def forward(self, scores):
+            return F.one_hot(scores.argmax(0), 8)
+
+    program = torch.export.export(Router(), (X(3, 8),))
+    assert with_refusals(program) is program
+    shapes = {"scores": {0: torch.export.Dim.DYNAMIC}}
+    assert with_refusals(other := torch.export.export(Ids(), (X(3, 8),), dynamic_shapes=shapes)) is not other
+
+
+def test_saved_program_raises_as_well(tmp_path):
+    model, observer = Function(checked_size), exportkit.InputObserver()
+    with observer(model):
+        for size in (2, 3):
+            model(X(size, 4), ROWS(size))
+    exportkit.export(model, observer).save_program(tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    assert program(X(4, 4), ROWS(4))[0].shape == (4, 4)
+    with pytest.raises(RuntimeError):
+        program(X(4, 4), ROWS(4) + 3)
