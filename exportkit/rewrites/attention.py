@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.modules import causal_mask_detection
+from exportkit._torch_compat.symbolic_shapes import asserted
 from exportkit._torch_compat.transformers import ATTENTION_STORED, attention_functions
 from exportkit.overrides import Attribute, Item, original_attribute, replaced, replaced_attributes
 
@@ -94,6 +95,7 @@ def zeros_at_padding(_model: torch.nn.Module) -> _Context:
         if src_key_padding_mask is None or mask is not None or src.ndim != 3 or not _leaves_padding_out(self):
             return output
         is_padding = src_key_padding_mask != 0
+        asserted((~is_padding).any(), "a batch of sequences is not padding alone")  # which eager mode does not take
         is_behind = (is_padding[:, 1:] >= is_padding[:, :-1]).all()
         zeros = torch.zeros_like(output)
         padding = zeros if self.norm is None else self.norm(zeros)

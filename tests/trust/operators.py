@@ -426,3 +426,20 @@ def a_check_of_lengths(self, x, lengths):
         raise ValueError("a sequence without tokens")
     assert (lengths < 6).all()
     return x * lengths[:, None]
+
+
+@case(
+    [call(x(2, 5, 8)), call(x(3, 7, 8)), call(x(3, 7, 8), _padding(3, 7).flip(1))],
+    serves=[call(x(4, 6, 8)), call(x(2, 6, 8), _padding(2, 6).flip(1))],
+    truth=[call(x(2, 6, 8), torch.ones(2, 6).bool())],
+)
+class EncoderWithPaddingInFront(nn.Module):
+    """Padding alone is an error in eager mode without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x, padding=None):
+        return self.encoder(x, src_key_padding_mask=padding)
