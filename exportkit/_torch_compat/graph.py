@@ -110,6 +110,34 @@ def asserts_values(node: torch.fx.Node) -> bool:
     return not (is_count and limit in (0, 2))
 
 
+def call_inlined(
+    graph: torch.fx.Graph, function: Callable[[Mapping[str, Any]], torch.Tensor], given: Mapping[str, Any]
+) -> torch.fx.Node:
+    """Returns a new node for the result of a function, whose operators are put into a graph. Seen in torch 2.13.
+
+    Args:
+        graph: The graph, with the point at which to insert.
+        function: What to call, with one dict.
+        given: The dict; nodes stand for their values.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    nodes = list[torch.fx.Node]()
+    torch.fx.map_arg(dict(given), nodes.append)
+
+    def call(*values: Any) -> torch.Tensor:
+        by_node = dict(zip(nodes, values, strict=True))
+        return function(torch.fx.map_arg(dict(given), by_node.__getitem__))
+
+    traced = make_fx(call)(*(node.meta["val"] for node in nodes)).graph
+    copies: dict[Any, torch.fx.Node] = dict(zip(traced.find_nodes(op="placeholder"), nodes, strict=True))
+    for node in traced.nodes:
+        if node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    (output,) = traced.find_nodes(op="output")
+    return copies[output.all_input_nodes[0]]
+
+
 def draws_numbers(node: torch.fx.Node) -> bool:
     """Returns whether a node makes random numbers; dropout, also the one inside attention, does not count.
 

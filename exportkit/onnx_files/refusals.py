@@ -9,17 +9,18 @@ the first result of the graph is looked up by an index that is out of range unle
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from exportkit._torch_compat.graph import (
     ITEM,
     arguments_of,
     asserts_values,
+    call_inlined,
     copied_module,
     operator_name,
     with_graph_module,
@@ -118,8 +119,6 @@ def _all_within(values: torch.Tensor, least: float, limit: Any) -> torch.Tensor:
 
 def _are_classes(scores: torch.Tensor, target: torch.Tensor, ignored: int | None = None) -> torch.Tensor:
     valid = (target >= 0) & (target < (scores.shape[min(scores.ndim - 1, 1)] if scores.ndim else 1))
-    if target.is_floating_point():  # probabilities
-        return torch.ones_like(valid).all()
     return (valid if ignored is None else valid | (target == ignored)).all()
 
 
@@ -137,10 +136,6 @@ def _is_solved(matrices: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return (result - result == 0).all() | (matrices - matrices != 0).any()
 
 
-def _product(sizes: Any) -> Any:
-    return functools.reduce(operator.mul, sizes, 1)
-
-
 # What has to hold for the arguments and the result of an operator, by the name of the operator.
 _CONDITIONS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
     "bincount": lambda given: (given["self"] >= 0).all(),
@@ -153,7 +148,8 @@ _CONDITIONS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
         lambda given: _is_solved(given["A"] if "A" in given else given["self"], given["result"]),
     ),
     **dict.fromkeys(
-        ["max_unpool2d", "max_unpool3d"], lambda given: _all_within(given["indices"], 0, _product(given["output_size"]))
+        ["max_unpool2d", "max_unpool3d"],
+        lambda given: _all_within(given["indices"], 0, math.prod(given["output_size"])),
     ),
     **dict.fromkeys(["quantile", "nanquantile"], lambda given: _are_probabilities(given["q"])),
     "repeat_interleave": lambda given: (given["repeats"] >= 0).all(),
@@ -189,7 +185,7 @@ def with_refusals(program: torch.export.ExportedProgram) -> torch.export.Exporte
                 given = arguments_of(node)
                 if isinstance(node.meta["val"], torch.Tensor):
                     given["result"] = node
-                found[node] = _inlined(module.graph, _CONDITIONS[operator_name(node.target)], given)
+                found[node] = call_inlined(module.graph, _CONDITIONS[operator_name(node.target)], given)
     _look_up(result, output, list(found.values()))
     module.recompile()
     return with_graph_module(program, module)
@@ -205,8 +201,10 @@ def _refuses(node: torch.fx.Node) -> bool:
     given = arguments_of(node)
     if name == "one_hot":
         return not _is_below(given["self"], given["num_classes"])
+    if name == "cross_entropy_loss" and given["target"].meta["val"].is_floating_point():
+        return False  # probabilities
     values = [given[key] for key in ("q", "repeats") if key in given]
-    return all(isinstance(node, torch.fx.Node) and isinstance(node.meta["val"], torch.Tensor) for node in values)
+    return all(isinstance(it, torch.fx.Node) and isinstance(it.meta["val"], torch.Tensor) for it in values)
 
 
 def _is_below(index: torch.fx.Node, count: Any) -> bool:
@@ -227,7 +225,7 @@ def _is_computed(value: Any) -> bool:
 
 def _holds(condition: torch.fx.Node, mode: Any) -> torch.fx.Node:
     """A new node that says whether what is asserted holds."""
-    return _inlined(condition.graph, lambda given: (given["it"] != 0).all(), {"it": _tensor_of(condition, mode)})
+    return call_inlined(condition.graph, lambda given: (given["it"] != 0).all(), {"it": _tensor_of(condition, mode)})
 
 
 def _tensor_of(node: torch.fx.Node, mode: Any) -> torch.fx.Node:
@@ -236,12 +234,12 @@ def _tensor_of(node: torch.fx.Node, mode: Any) -> torch.fx.Node:
     if isinstance(value, torch.Tensor):
         return node
     if target in (aten.item.default, ITEM):
-        return _inlined(graph, lambda given: given["it"].reshape(()), {"it": node.args[0]})
+        return call_inlined(graph, lambda given: given["it"].reshape(()), {"it": node.args[0]})
     if target is aten.sym_size.int and is_counted(value):
-        return _inlined(graph, lambda given: _count(given["it"], node.args[1]), {"it": node.args[0]})
+        return call_inlined(graph, lambda given: _count(given["it"], node.args[1]), {"it": node.args[0]})
     if getattr(target, "__module__", "") == "_operator":
         operands = [_tensor_of(it, mode) if isinstance(it, torch.fx.Node) else it for it in node.args]
-        return _inlined(graph, lambda given: target(*given["operands"]), {"operands": operands})
+        return call_inlined(graph, lambda given: target(*given["operands"]), {"operands": operands})
     number = graph.call_function(aten.scalar_tensor.default, (node,), {"dtype": torch.int64})
     with mode:
         number.meta["val"] = torch.scalar_tensor(value, dtype=torch.int64)
@@ -253,26 +251,6 @@ def _count(values: torch.Tensor, axis: Any) -> torch.Tensor:
     for other in range(values.ndim):
         values = values if other == axis % values.ndim else values.narrow(other, 0, 1)
     return torch.ones_like(values, dtype=torch.int64).sum()
-
-
-def _inlined(
-    graph: torch.fx.Graph, function: Callable[[Mapping[str, Any]], torch.Tensor], given: Mapping[str, Any]
-) -> torch.fx.Node:
-    """Calls a function in a graph, and returns the node of its result."""
-    nodes = list[torch.fx.Node]()
-    torch.fx.map_arg(dict(given), nodes.append)
-
-    def call(*values: Any) -> torch.Tensor:
-        by_node = dict(zip(nodes, values, strict=True))
-        return function(torch.fx.map_arg(dict(given), by_node.__getitem__))
-
-    traced = make_fx(call)(*(node.meta["val"] for node in nodes)).graph
-    copies: dict[Any, torch.fx.Node] = dict(zip(traced.find_nodes(op="placeholder"), nodes, strict=True))
-    for node in traced.nodes:
-        if node.op == "call_function":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    (output,) = traced.find_nodes(op="output")
-    return copies[output.all_input_nodes[0]]
 
 
 def _look_up(result: torch.fx.Node, output: torch.fx.Node, conditions: list[torch.fx.Node]) -> None:
@@ -290,7 +268,7 @@ def _look_up(result: torch.fx.Node, output: torch.fx.Node, conditions: list[torc
     computed.meta = dict(result.meta)
     result.replace_all_uses_with(computed, delete_user_cb=lambda user: user is not output)
     with graph.inserting_before(output):
-        last = _inlined(graph, chosen, {"result": computed, "conditions": conditions})
+        last = call_inlined(graph, chosen, {"result": computed, "conditions": conditions})
     # the program knows its results by the names of their nodes
     output.prepend(result)
     result.meta.pop("unbacked_bindings", None)  # sizes that the operator itself finds

@@ -34,8 +34,8 @@ _FUSION_NOT_FOR_EMPTY = "MatmulTransposeFusion"  # with a Transpose that moves a
 _BFLOAT16, _BFLOAT16_TENSOR = 16, "tensor(bfloat16)"  # TensorProto.BFLOAT16, and its name in onnxruntime
 # Threads of onnxruntime that wait actively for the next call keep torch, which computes in between, from the cores: a
 # proof takes up to twice as long.
-_REFUSES = "the graph looks up an index out of range for values that the model refuses; try the model on this call."
 _IDLE = "session.force_spinning_stop"
+_REFUSES = "the graph looks up an index out of range for values that the model refuses; try the model on this call."
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
 
