@@ -24,6 +24,7 @@ _COUNTED = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_storage_offset.defau
 # Operators of aten with private names.
 FFT_R2C, FFT_C2C, FFT_C2R = torch.ops.aten._fft_r2c, torch.ops.aten._fft_c2c, torch.ops.aten._fft_c2r
 ITEM = torch.ops.aten._local_scalar_dense.default  # what item() calls
+IS_ALL_TRUE, IS_ANY_TRUE = torch.ops.aten._is_all_true.default, torch.ops.aten._is_any_true.default
 CONJUGATE = torch.ops.aten._conj_physical
 UNSAFE_VIEW, TO_COPY = torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default
 

@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 
 from exportkit._torch_compat.graph import (
+    IS_ALL_TRUE,
+    IS_ANY_TRUE,
     arguments_of,
     asserts_values,
     copied_module,
@@ -404,6 +406,8 @@ def _attention(
 
 _RANK = 4  # batch, heads, tokens, size
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    IS_ALL_TRUE: torch.all,
+    IS_ANY_TRUE: torch.any,
     aten.cdist.default: _cdist,
     aten.conv2d.default: _conv2d,
     # other names, which torch.onnx does not know, or with which it does not convert operands to one dtype

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exportkit._torch_compat.graph import (
+    asserts_values,
     copied_module,
     exact_no_ops,
     quick_matches,
@@ -28,12 +29,13 @@ from exportkit._torch_compat.graph import (
 from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
-from exportkit.onnx_files.decompositions import prepared, translatable
+from exportkit.onnx_files.decompositions import prepared, translatable, without_assertions
 from exportkit.onnx_files.findings import operator_findings
 from exportkit.onnx_files.graph import Contract, Runtime
 from exportkit.overrides import replaced_attributes
 from exportkit.plan.expression import Expression
 from exportkit.plan.leaves import Finding
+from exportkit.programs.failure import place_of_node
 from exportkit.programs.program import TracedProgram, without_gradients
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import LIBRARY_PATCHES, applied
@@ -68,14 +70,23 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None, runti
     from exportkit.onnx_files.fused import fused_text
 
     extra = exporter_translations() if LIBRARY_PATCHES.name in traced.rules else None
+    zeros = None if runtime is None else _zeros(traced)
+    unchecked = _assertions(traced.program, inside=True)
     try:
-        program = onnx_program(traced.program, opset, extra, None if runtime is None else _zeros(traced))
+        program = onnx_program(traced.program, opset, extra, zeros)
     except Exception as error:
-        raise ExportError(
-            "The program could not be translated to ONNX.",
-            got=_summary(error),
-            hint="the full message of torch.onnx is the cause of this exception (__cause__).",
-        ) from error
+        asserted = _assertions(traced.program)
+        try:
+            if not asserted:
+                raise
+            program = onnx_program(without_assertions(traced.program), opset, extra, zeros)
+            unchecked += asserted
+        except Exception:
+            raise ExportError(
+                "The program could not be translated to ONNX.",
+                got=_summary(error),
+                hint="the full message of torch.onnx is the cause of this exception (__cause__).",
+            ) from error
     written = int(program.model.opset_imports.get("") or 0)
     if opset is not None and written != opset:
         raise ExportError(
@@ -95,10 +106,26 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None, runti
     path.parent.mkdir(parents=True, exist_ok=True)
     program.save(path, external_data=True)
     findings = operator_findings(traced.program, program)
+    if unchecked:
+        lines = "; ".join(dict.fromkeys(map(_line_of, unchecked)))
+        text = f"the graph does not check these assertions about values, which have no form in ONNX: {lines}."
+        findings.append(Finding("assertions", lines, text))
     if runtime is not None:
         findings.append(Finding("fused", "onnxruntime", f"fused for onnxruntime: {fused_text(program.model)}."))
     traced = replace(traced, plan=traced.plan.with_findings(findings))
     return Contract.of(traced, path, inputs, outputs, axes, written, runtime=runtime)
+
+
+def _assertions(program: torch.export.ExportedProgram, *, inside: bool = False) -> list[torch.fx.Node]:
+    """The assertions about values of a program itself, or of the loops and branches inside of it."""
+    modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    chosen = modules[1:] if inside else modules[:1]
+    return [node for module in chosen for node in module.graph.nodes if asserts_values(node)]
+
+
+def _line_of(node: torch.fx.Node) -> str:
+    place = place_of_node(node)
+    return "a line of torch" if place is None else f"{place.code} ({Path(place.file).name}:{place.line})"
 
 
 def fused_opset(opset: int | None) -> int:

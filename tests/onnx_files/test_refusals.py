@@ -60,6 +60,11 @@ def booleans(x, index):
     return x > 0
 
 
+def checked_tensor(x, index):
+    torch._check_tensor_all(index < 5, lambda: "fewer than five")
+    return x * 2
+
+
 def written(x, index):
     torch._check(index.max().item() < 5)
     result = x.clone()
@@ -70,7 +75,17 @@ def written(x, index):
 
 FUNCTIONS = {
     function.__name__: function
-    for function in (checked_late, checked_size, passed_on, counted, equal_sizes, equal_number, booleans, written)
+    for function in (
+        checked_late,
+        checked_size,
+        passed_on,
+        counted,
+        equal_sizes,
+        equal_number,
+        booleans,
+        checked_tensor,
+        written,
+    )
 } | {
     "scattered in place": lambda x, index: x[:, 0].clone().index_copy_(0, index.where(index < 5, -1), x[:, 1]),
     "index_add": lambda x, index: x.index_add(0, torch.where(index > 4, -1, index.remainder(len(x))), x),
@@ -117,6 +132,21 @@ def test_numbers_of_experts_need_no_check():
     assert with_refusals(program) is program
     shapes = {"scores": {0: torch.export.Dim.DYNAMIC}}
     assert with_refusals(other := torch.export.export(Ids(), (X(3, 8),), dynamic_shapes=shapes)) is not other
+
+
+def test_a_condition_without_a_form_in_onnx_is_a_finding(tmp_path):
+    def condition(x, index):
+        torch._assert_async((torch.special.airy_ai(x) < 9).all(), "small")
+        return x * len(index)
+
+    model, observer = Function(condition), exportkit.InputObserver()
+    with observer(model):
+        for size in (2, 3):
+            model(X(size, 4), ROWS(size))
+    report = exportkit.export(model, observer).to_onnx(tmp_path / "graph.onnx").verify()
+    assert report.ok
+    (finding,) = [text for text in report.findings if "does not check" in text]
+    assert "test_refusals.py:" in finding
 
 
 def test_saved_program_raises_as_well(tmp_path):
