@@ -236,7 +236,17 @@ def program_of(
         constants={name: value for name, value in program.constants.items() if name in weights},
         verifiers=require(program, "verifiers", "torch 2.13"),
     )
-    require(made, "_guards_code", "torch 2.13").clear()  # they name the inputs of the other program
+    return without_guards(made)  # they name the inputs of the other program
+
+
+def without_guards(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the program without the checks of sizes that its module makes, which it was traced for.
+
+    Seen in torch 2.13.
+    """
+    made = copy.copy(program)
+    require(made, "_guards_code", "torch 2.13")
+    made._guards_code = []
     return made
 
 

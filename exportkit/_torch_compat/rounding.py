@@ -51,9 +51,13 @@ class _RoundingVaried:
             return func(*args, **kwargs)
         written = [argument.alias_info is not None for argument in schema.arguments]
         if torch.Tag.pointwise not in func.tags:  # it adds up: how exactly depends on its operands
-            args = tuple(a if fixed else self._varied(a) for a, fixed in zip(args, written, strict=False))
+            weights = all(map(self._is_constant, _flat(args)))  # which may cancel, too
+            args = tuple(a if fixed else self._varied(a, weights) for a, fixed in zip(args, written, strict=False))
             if "upsample" in name and args and isinstance(args[0], torch.Tensor):
                 args = (self._moved(args[0]), *args[1:])
+            if "grid_sampler" in name:
+                distance = args[1].abs() + 1  # places are counted from the edges, which are at -1 and 1
+                args = (args[0], args[1] + (self._varied(distance) - distance), *args[2:])
         result = func(*args, **kwargs)
         values = result if isinstance(result, tuple | list) else (result,)
         returned = schema.returns
@@ -80,12 +84,17 @@ class _RoundingVaried:
             image = image + errors * image.diff(dim=axis, append=image.narrow(axis, length - 1, 1))
         return image
 
+    def _is_constant(self, value: Any) -> bool:
+        """Whether a value is a weight, or not a number that is rounded."""
+        is_rounded = isinstance(value, torch.Tensor) and not value.is_nested and _is_rounded(value)
+        return not is_rounded or value.untyped_storage().data_ptr() in self.constant
+
     def _varied(self, value: Any, weights: bool = False) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(self._varied(part, weights) for part in value)
         if not isinstance(value, torch.Tensor) or value.is_nested or not _is_rounded(value) or not value.numel():
             return value
-        if not weights and value.untyped_storage().data_ptr() in self.constant:
+        if not weights and self._is_constant(value):
             return value
         if value.is_complex():
             return torch.view_as_complex(self._varied(torch.view_as_real(value), weights))

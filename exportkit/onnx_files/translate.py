@@ -25,6 +25,7 @@ from exportkit._torch_compat.graph import (
     quick_matches,
     quiet_onnx_export,
     with_graph_module,
+    without_guards,
 )
 from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
@@ -201,7 +202,8 @@ def onnx_program(
         forget_pending_sizes(program)
 
         def translated(source: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
-            source, table = with_selected_products(translatable(source)), forms
+            # the domain has these conditions, and torch cannot evaluate all of them once more
+            source, table = without_guards(with_selected_products(translatable(source))), forms
             if zeros is not None:
                 source = with_whole_attention(source, zeros)
             if extra is not None:

@@ -253,7 +253,7 @@ class CallCheck:
                 "A required input is missing.",
                 where=missing,
                 got=", ".join(given) or "no tensor",
-                hint="every recorded call gave it; an input is optional if a recorded call left it out.",
+                hint="every recorded call gave a tensor here; an input is optional if a recorded call left it out.",
             )
 
     def _misfit(self, given: Tensors) -> ArgumentError:

@@ -84,7 +84,7 @@ def masked_layers(_model: torch.nn.Module) -> contextlib.AbstractContextManager[
 def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, Filled]:
     padded = padded.transpose(0, 1) if batch_first else padded
     is_valid = (lengths > 0) & (lengths <= padded.shape[0])
-    asserted(is_valid.all(), "the length of a packed sequence is at least 1, and at most that of the padded one")
+    asserted(is_valid.all(), "lengths of packed sequences are from 1 to the padded length")
     filled = Filled(torch.arange(padded.shape[0])[:, None] < lengths)
     return filled.packed(padded), filled
 

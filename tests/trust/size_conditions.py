@@ -3,6 +3,8 @@
 Recorded with (2, 5) and (3, 7) unless a case says otherwise.
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -279,3 +281,10 @@ def cached_by_text(self, x):
     key = f"{x.shape[0]}x{x.shape[1]}"
     self.__dict__.setdefault("cache", {}).setdefault(key, x.shape[1])
     return x * self.cache[key]
+
+
+@case(at((2, 20), (3, 30)), serves=at((4, 21)), truth=at((2, 15), (2, 16), (2, 31), (2, 32), (2, 33), (2, 1)))
+def steps_by_logarithm(self, x):
+    for step in range(int(math.log2(x.shape[1]))):
+        x = x + x.roll(2**step, 1)
+    return x

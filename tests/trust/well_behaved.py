@@ -56,6 +56,26 @@ class DownAndUp(nn.Module):
         return torch.cat([self.up(self.down(x).relu()), x], 1)
 
 
+@control(FIVE, serves=ROWS)
+class WeightsThatCancel(nn.Module):
+    """Scales by sums of weights that are small next to the weights, so that their last digits are arbitrary."""
+
+    def __init__(self):
+        super().__init__()
+        weights = torch.randn(64, 5)
+        self.weights = nn.Parameter(weights - weights.mean(0) + 1e-3)
+
+    def forward(self, x):
+        return x * self.weights.sum(0)
+
+
+@control(IMAGES, serves=MORE_IMAGES)
+def warped_image(self, x):
+    turned = torch.tensor([[[0.6, 0.3, 0.0], [-0.3, 0.6, 0.0]]]).expand(len(x), 2, 3)
+    grid = F.affine_grid(turned, x.shape, align_corners=False)
+    return F.grid_sample(x, grid, align_corners=False)
+
+
 @control(IMAGES, serves=MORE_IMAGES)
 def doubled_image(self, x):
     return F.interpolate(x, scale_factor=2, mode="nearest")
