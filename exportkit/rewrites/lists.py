@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,13 +149,19 @@ def _tolist_of(cls: Any) -> Callable[[torch.Tensor], Any]:
 # Lengths
 #
 # `len(tensor)`, `int(length)` and transformers' `torch_int` make an int of a symbolic length, which fixes it. Here
-# these names are shadowed in the Python modules that define the model's classes.
+# these names are shadowed in the Python modules that define the model's classes and methods.
+
+
+_OTHERS = {"torch", "exportkit", *sys.stdlib_module_names}
 
 
 def symbolic_lengths(model: torch.nn.Module) -> _Context:
-    """Shadows what makes ints of lengths, and caches by length, where the classes of the model are defined."""
-    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    own = [sys.modules[n] for n in sorted(names) if n.partition(".")[0] not in ("torch", "builtins", "exportkit")]
+    """Shadows what makes ints of lengths, and caches by length, where the code of the model is defined."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    members = [value for owner in (*classes, *model.modules()) for value in vars(owner).values()]
+    methods = [value for value in members if inspect.isfunction(value) or inspect.ismethod(value)]
+    names = {value.__module__ for value in (*classes, *methods)}  # a method may have been put there from elsewhere
+    own = [sys.modules[n] for n in sorted(names & sys.modules.keys()) if n.partition(".")[0] not in _OTHERS]
     shadows = {"len": _length, "int": Int, "torch_int": Int}
     replacements: list[tuple[Any, Any]] = [
         (Attribute(module, name), shadow)
@@ -162,7 +169,7 @@ def symbolic_lengths(model: torch.nn.Module) -> _Context:
         for name, shadow in shadows.items()
         if name != "torch_int" or hasattr(module, name)
     ]
-    for owner in (*own, *{cls for module in model.modules() for cls in type(module).__mro__}):
+    for owner in (*own, *classes):
         for name, value in vars(owner).items():
             if isinstance(value, _Cached):  # a cache cannot look a symbolic length up
                 replacements.append((Attribute(owner, name), value.__wrapped__))
