@@ -249,7 +249,9 @@ def _tensor_of(node: torch.fx.Node, mode: Any) -> torch.fx.Node:
 def _count(values: torch.Tensor, axis: Any) -> torch.Tensor:
     """The size of an axis as it is, whatever a trace takes it for."""
     for other in range(values.ndim):
-        values = values if other == axis % values.ndim else values.narrow(other, 0, 1)
+        if other != axis % values.ndim:
+            is_empty = isinstance(values.shape[other], int) and values.shape[other] == 0
+            values = values.sum(other, keepdim=True) if is_empty else values.narrow(other, 0, 1)
     return torch.ones_like(values, dtype=torch.int64).sum()
 
 

@@ -149,6 +149,18 @@ def test_a_condition_without_a_form_in_onnx_is_a_finding(tmp_path):
     assert "test_refusals.py:" in finding
 
 
+def test_rows_without_columns_are_counted(tmp_path):
+    model, observer = Function(lambda x, index: (index.max() - 2).nonzero()), exportkit.InputObserver()  # (rows, 0)
+    with observer(model):
+        for size in (2, 3):
+            model(X(size, 4), ROWS(size))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "graph.onnx")
+    report = graph.verify()
+    assert report.ok
+    assert not [text for text in report.findings if "does not check" in text]
+    assert graph(X(3, 4), ROWS(3)).shape == (0, 0)
+
+
 def test_saved_program_raises_as_well(tmp_path):
     model, observer = Function(checked_size), exportkit.InputObserver()
     with observer(model):
