@@ -122,7 +122,7 @@ def _require_found(first: ObservedScript) -> None:
 
 
 def _durations(first: ObservedScript, second: GraphRun) -> str:
-    """Returns how long both runs took, as text. First calls include the warm-up: they count if there are no others."""
+    """Returns the durations of both runs as text, leaving out first calls (warm-up) where there are later ones."""
     totals = first.observer.seconds, second.seconds
     later = totals[0] - first.observer.first_seconds, totals[1] - second.first_seconds
     eager, onnx = later if all(later) else totals
