@@ -116,7 +116,11 @@ def with_whole_attention(program: torch.export.ExportedProgram, zeros: Sequence[
     masks: dict[Any, Any] = {}
     for node in list(module.graph.nodes):
         if _is_fusible(node, zeros):
+            choice = _choice_of_zeros(node)
             _make_whole(node, masks)
+            if choice is not None:
+                choice.replace_all_uses_with(node)
+                erase_unused([choice])
     module.recompile()
     return with_graph_module(program, module)
 
@@ -195,6 +199,19 @@ def _make_whole(node: torch.fx.Node, masks: dict[Any, Any]) -> None:
     key.append(value)
     for place, result in enumerate((node, key, value)):
         result.target, result.args, result.kwargs = operator.getitem, (whole, place), {}
+
+
+def _choice_of_zeros(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The node that puts zeros where a boolean mask leaves a query no key, as the operator itself does, or None."""
+    mask, users = (_arguments(node) or {})["attn_mask"], list(node.users)
+    if mask is None or mask.meta["val"].dtype is not torch.bool or len(users) != 1:
+        return None
+    choice = users[0]
+    if choice.target is not aten.where.ScalarOther or choice.args[1:] != (node, 0.0):
+        return None
+    visible: Any = choice.args[0]
+    is_its = visible.target is aten.any.dim and visible.args == (mask, -1, True)
+    return None if not is_its or any(user.op == "output" for user in choice.users) else choice
 
 
 _VIEWS = (aten.reshape.default, aten.view.default, UNSAFE_VIEW, aten.flatten.using_ints)

@@ -1,6 +1,7 @@
-"""Norms and rotary embeddings as single operators of opset 23, which onnxscript fuses when torch writes that opset.
+"""Operators of opset 23 and of onnxruntime, in graphs that are fused for onnxruntime.
 
-onnxscript does not look at whether their inputs are broadcast. The operators do not do that, or only in part.
+onnxscript fuses norms and rotary embeddings when torch writes that opset, and does not look at whether their inputs are
+broadcast. The operators do not do that, or only in part.
 """
 
 from __future__ import annotations
@@ -9,28 +10,56 @@ from collections import Counter
 from typing import Any
 
 import onnx_ir
+from onnx_ir.convenience import replace_nodes_and_values
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
 
-_NOUNS = {"Attention": "attention", "RMSNormalization": "norm", "RotaryEmbedding": "rotary embedding"}
+from exportkit.onnx_files.fused_attention import join_heads, size_of, stop_at_diagonal
+
+_NOUNS = {
+    "Attention": "attention",
+    "RMSNormalization": "norm",
+    "SkipSimplifiedLayerNormalization": "norm",
+    "RotaryEmbedding": "rotary embedding",
+}
 
 
 def fused_text(model: onnx_ir.Model) -> str:
     """Returns what is fused in a graph, such as ``24 attentions, 49 norms, 48 rotary embeddings``."""
-    counts = Counter(node.op_type for node in model.graph if node.domain == "")
-    parts = [f"{counts[kind]} {noun}{'s' if counts[kind] > 1 else ''}" for kind, noun in _NOUNS.items() if counts[kind]]
-    return ", ".join(parts) or "nothing"
+    counts = Counter(_NOUNS[node.op_type] for node in model.graph.all_nodes() if node.op_type in _NOUNS)
+    parts = [f"{counts[noun]} {noun}{'s' if counts[noun] > 1 else ''}" for noun in dict.fromkeys(_NOUNS.values())]
+    return ", ".join(part for part in parts if not part.startswith("0 ")) or "nothing"
 
 
 def complete_fusions(model: onnx_ir.Model) -> None:
-    """Gives fused operators inputs of the sizes that they take, and computes what they share once."""
+    """Gives fused operators inputs of the sizes and layouts that they take, and computes what they share once."""
     for node in list(model.graph):
         if node.op_type == "RotaryEmbedding" and node.domain == "":
             _spread_angles(node, model.graph)
         elif node.op_type == "RMSNormalization" and node.domain == "":
             _scale_outside(node, model.graph)
+    join_heads(model)
     CommonSubexpressionEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
+
+
+def fuse_across_layers(model: onnx_ir.Model) -> None:
+    """Fuses what belongs to several layers of a whole graph: norms with the sum before them, and what masks say."""
+    from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_rms_normalization
+
+    _rename(model.graph, "RMSNormalization", "SimplifiedLayerNormalization")  # the older name, which onnxscript knows
+    fuse_skip_rms_normalization(model)
+    _rename(model.graph, "SimplifiedLayerNormalization", "RMSNormalization")
+    stop_at_diagonal(model)
+    RemoveUnusedNodesPass()(model)
+    if any(node.domain == "com.microsoft" for node in model.graph.all_nodes()):
+        model.opset_imports.setdefault("com.microsoft", 1)
+
+
+def _rename(graph: onnx_ir.Graph, old: str, new: str) -> None:
+    for node in graph:
+        if (node.domain, node.op_type) == ("", old):
+            node.op_type = new
 
 
 def _spread_angles(node: Any, graph: onnx_ir.Graph) -> None:
@@ -53,9 +82,10 @@ def _spread_angles(node: Any, graph: onnx_ir.Graph) -> None:
             tape.op("Sub", [tape.op("Mul", [first, cos]), tape.op("Mul", [second, sin])]),
             tape.op("Add", [tape.op("Mul", [second, cos]), tape.op("Mul", [first, sin])]),
         )
-        _replace(node, tape.op("Concat", turned, {"axis": -1}), tape)
+        result = tape.op("Concat", turned, {"axis": -1})
+        replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [result])
     elif known is None or (known[0], known[1]) != (batch, tokens):
-        sizes = [tape.op("Shape", [values], {"start": axis, "end": axis + 1}) for axis in (0, 2)]
+        sizes = [size_of(values, axis, graph, tape) for axis in (0, 2)]
         target = tape.op("Concat", [*sizes, tape.op("Constant", [], {"value_ints": [1]})], {"axis": 0})
         for place, angle in enumerate(angles, 1):
             node.replace_input_with(place, tape.op("Expand", [angle, target]))
@@ -77,13 +107,5 @@ def _scale_outside(node: Any, graph: onnx_ir.Graph) -> None:
     weight = tape.initializer(ones, name=f"{node.outputs[0].name}_ones")
     graph.register_initializer(weight)
     norm = tape.op("RMSNormalization", [values, weight], {key: item.value for key, item in node.attributes.items()})
-    _replace(node, tape.op("Mul", [norm, scale]), tape)
-
-
-def _replace(node: Any, value: onnx_ir.Value, tape: Tape) -> None:
-    """Puts the nodes of a tape in place of a node, whose output is then a value of them."""
-    (old,) = node.outputs
-    value.name, value.shape, value.type = old.name, old.shape, old.type
-    node.graph.insert_before(node, tape.nodes)
-    onnx_ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
-    node.graph.remove(node, safe=True)
+    result = tape.op("Mul", [norm, scale])
+    replace_nodes_and_values(graph, node, [node], tape.nodes, node.outputs, [result])

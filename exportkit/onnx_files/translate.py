@@ -183,7 +183,7 @@ def onnx_program(
     """
     from exportkit.onnx_files.attention import ATTENTION_FORMS, with_whole_attention
     from exportkit.onnx_files.forms import FORMS  # onnxscript takes half a second to import
-    from exportkit.onnx_files.fused import complete_fusions
+    from exportkit.onnx_files.fused import complete_fusions, fuse_across_layers
     from exportkit.onnx_files.reduction_forms import count_axes_from_first
     from exportkit.onnx_files.repeated_layers import RepeatedLayers
     from exportkit.onnx_files.selected_matrices import with_selected_products
@@ -220,15 +220,22 @@ def onnx_program(
                 complete_fusions(found.model)
             return found
 
-        if extra is not None:
-            stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
-        else:
+        def whole() -> torch.onnx.ONNXProgram:
+            if extra is not None:
+                return translated(program)
             with contextlib.suppress(Exception):  # then all layers are translated
                 repeated = RepeatedLayers(prepared(program), zeros)
                 found = translated(repeated.reduced)
                 repeated.repeat(found.model)
                 return found
-        return translated(program)
+            return translated(program)
+
+        if extra is not None:
+            stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
+        found = whole()
+        if zeros is not None:
+            fuse_across_layers(found.model)
+        return found
 
 
 def _zeros(traced: TracedProgram) -> list[dict[Any, int]]:

@@ -79,6 +79,83 @@ def test_rows_without_a_visible_key_are_zeros():
     assert_same(model, run, call)
 
 
+class Layer(torch.nn.Module):
+    """Attention over a cache with its projections, and heads that are moved before tokens as transformers does it."""
+
+    def __init__(self, width=8, value_width=None, turns=False, norm=False):
+        super().__init__()
+        self.width, self.turns, value_width = width, turns, value_width or width
+        self.query, self.key = torch.nn.Linear(12, 4 * width), torch.nn.Linear(12, 2 * width)
+        self.value, self.out = torch.nn.Linear(12, 2 * value_width), torch.nn.Linear(4 * value_width, 12)
+        self.norm = torch.nn.RMSNorm(width) if norm else torch.nn.Identity()
+
+    def forward(self, x, past_key, past_value, mask):
+        query, key = (self.norm(layer(x).unflatten(-1, (-1, self.width))) for layer in (self.query, self.key))
+        query, key = self.turned(query.transpose(1, 2)), self.turned(key.transpose(1, 2))
+        value = self.value(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        keys, values = torch.cat([past_key, key], -2), torch.cat([past_value, value], -2)
+        repeated = [part[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for part in (keys, values)]
+        found = functional.scaled_dot_product_attention(query, *repeated, mask, scale=0.4)
+        return self.out(found.transpose(1, 2).flatten(2)), keys, values
+
+    def turned(self, heads):
+        if not self.turns:
+            return heads
+        half = self.width // 2
+        angles = torch.arange(heads.shape[2])[None, :, None] * torch.linspace(1, 0.1, half)
+        angles = torch.cat([angles, angles], -1)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return heads * cos + torch.cat([-heads[..., half:], heads[..., :half]], -1) * sin
+
+    def call(self, batch, tokens, past, mask=None):
+        mask = cached_call(batch, tokens, past)[-1] if mask is None else mask
+        sizes = self.width, self.value.out_features // 2
+        return torch.randn(batch, tokens, 12), *(torch.randn(batch, 2, past, size) for size in sizes), mask
+
+
+LAYER_AXES = ({0: "b", 1: "s"}, *AXES[1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "moves"), [({}, 0), ({"turns": True}, 0), ({"norm": True}, 4), ({"norm": True, "turns": True}, 4)]
+)
+def test_heads_are_not_moved_before_tokens(options, moves):
+    model = Layer(**options)
+    nodes, run = fused(model, model.call(2, 3, 5), LAYER_AXES)
+    assert "Transpose" not in nodes
+    assert len(nodes.get("Reshape", ())) == moves
+    for sizes in ((2, 3, 5), (1, 1, 7), (3, 4, 0), (1, 1, 0)):
+        assert_same(model, run, model.call(*sizes))
+
+
+def test_a_prompt_with_nothing_before_it_is_not_computed_beyond_the_diagonal():
+    model = Layer(turns=True)
+    nodes, run = fused(model, model.call(2, 3, 5), LAYER_AXES)
+    (choice,) = nodes["If"]
+    kinds = [node.op_type for branch in ("then_branch", "else_branch") for node in choice.attributes[branch].as_graph()]
+    assert kinds == ["GroupQueryAttention", "Attention"]
+    plain = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    masks = [plain, plain | True, plain & False, plain.tril(-1), plain.triu(-2) & plain]
+    for place in ((1, 0, 5, 5), (0, 0, 0, 1), (1, 0, 3, 0)):  # one entry that differs
+        masks.append(plain.clone())
+        masks[-1][place] ^= True
+    masks += [plain.clone(), plain.clone()]
+    masks[-1][0, :, :, :3], masks[-2][1, :, :, 4:] = False, False  # padding before and after the tokens
+    for mask in masks:
+        assert_same(model, run, model.call(2, 6, 0, mask))
+    for sizes in ((1, 40, 0), (3, 1, 0), (1, 1, 9), (3, 4, 2)):
+        assert_same(model, run, model.call(*sizes))
+
+
+@pytest.mark.parametrize("options", [{"width": 6}, {"value_width": 4}])
+def test_sizes_that_onnxruntime_has_no_kernel_for_prompts_of(options):
+    model = Layer(**options)
+    nodes, run = fused(model, model.call(2, 3, 5), LAYER_AXES)
+    assert "If" not in nodes
+    for sizes in ((2, 3, 0), (1, 1, 7)):
+        assert_same(model, run, model.call(*sizes))
+
+
 @pytest.mark.parametrize("hidden", [LOWEST, -torch.inf, -1e4])
 def test_masks_of_numbers_are_added(hidden):
     model = Cached(scale=0.7)

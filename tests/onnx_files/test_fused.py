@@ -51,6 +51,26 @@ def test_a_norm_may_have_a_scale_with_more_rows_than_itself():
     assert_same(Norm(), run, (torch.randn(1, 4, 8), torch.randn(5, 4, 8)))
 
 
+class Residual(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = torch.nn.RMSNorm(8, eps=0.1), torch.nn.Linear(8, 8)
+
+    def forward(self, x, other):
+        total = x + other
+        return self.layer(self.norm(total)) + total
+
+
+@pytest.mark.parametrize(("rows", "fuses"), [(2, True), (1, False)])
+def test_a_norm_takes_the_sum_before_it(rows, fuses):
+    args = torch.randn(2, 3, 8), torch.randn(rows, 3, 8)
+    model = Residual()
+    nodes, run = fused(model, args, ({0: "b", 1: "s"}, {0: "b", 1: "s"} if rows == 2 else {1: "s"}))
+    assert ("SkipSimplifiedLayerNormalization" in nodes, "RMSNormalization" in nodes) == (fuses, not fuses)
+    for batch, tokens in ((1, 1), (4, 2)):
+        assert_same(model, run, (torch.randn(batch, tokens, 8), torch.randn(batch if rows == 2 else 1, tokens, 8)))
+
+
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()
