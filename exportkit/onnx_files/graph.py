@@ -218,6 +218,11 @@ class OnnxGraph:
         self._session: GraphSession | None = None
         self._opened: tuple[Stamp, ...] = ()
 
+    @functools.cached_property
+    def eager_in_float32(self) -> EagerRunner | None:
+        """The model in float32, if it is at hand, computes in half precision, and is not too large to be copied."""
+        return None if self.eager is None else self.eager.in_float32()
+
     @property
     def path(self) -> Path:
         """The ONNX file."""

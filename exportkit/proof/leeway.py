@@ -25,7 +25,7 @@ from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import Measured, OnnxGraph
 from exportkit.plan.plan import Plan
 from exportkit.probing.simplify import as_simplified
-from exportkit.running.bounds import local_scale, magnitudes, rounding_bound, usual_bound
+from exportkit.running.bounds import Bound, largest_bound, local_scale, magnitudes, rounding_bound, usual_bound
 from exportkit.running.compare import compare_tensors, elements_apart
 from exportkit.running.masks import find_masks, visible_positions, visible_tail
 
@@ -36,7 +36,7 @@ Visible = Callable[[str, tuple[int, ...]], torch.Tensor | None]
 _RUNS = 4
 # How many times what they moved a result the graph may be off. 8.4 was the most for two kernels of one operator.
 _TIMES = 16.0
-# Elements that move by more than this part of the usual bound are not compared.
+# Elements that move by more than this part of what is allowed at most are not compared.
 _UNKNOWN = 0.25
 
 
@@ -91,7 +91,9 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int = _R
         moved: dict[str, torch.Tensor] = {}
         for seed in range(runs):
             moved = _moved(base, outputs(seed, 1.0)[0], moved)
-            yield Measured(ties, {path: _allowed(base[path], apart, found.get(path)) for path, apart in moved.items()})
+            most = usual_bound if graph.eager_in_float32 is None else largest_bound
+            allowed = {path: _allowed(base[path], apart, found.get(path), most) for path, apart in moved.items()}
+            yield Measured(ties, allowed)
 
 
 def hidden_by_padding(graph: OnnxGraph, call: Call) -> dict[str, torch.Tensor]:
@@ -125,17 +127,26 @@ def _moved(base: Tensors, varied: Tensors, before: Tensors) -> dict[str, torch.T
     return found
 
 
-def _allowed(base: torch.Tensor, moved: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
-    """How far elements may be off that moved so far. Integers may only be what they were in a run."""
+def _allowed(
+    base: torch.Tensor, moved: torch.Tensor, found: torch.Tensor | None, bound: Bound = usual_bound
+) -> torch.Tensor:
+    """How far elements may be off that moved so far. Integers may only be what they were in a run.
+
+    Results in half precision move by as much as is usual, or more, throughout. These may then be off by 16 times what
+    they moved, within a larger bound, as `farther_from_float32` looks at them together.
+    """
     if base.is_floating_point() or base.is_complex():
         # One run moves one element by little, and another one by more, as chance has it: the elements around it count,
         # in numbers and in parts of their scale, without those that moved because a decision was made differently.
         usual = usual_bound(base)
-        around = torch.minimum(moved, usual / _TIMES)
-        parts = around / usual.clamp_min(torch.finfo(torch.float64).tiny)
-        around = torch.maximum(local_scale(magnitudes(around)), local_scale(magnitudes(parts)) * usual)
+        typical = (moved / usual.clamp_min(torch.finfo(torch.float64).tiny)).median() if moved.numel() else moved.sum()
+        limit = torch.minimum(bound(base), (_TIMES * typical).clamp_min(1.0) * usual)
+        around = torch.minimum(moved, limit / _TIMES)
+        parts = around / limit.clamp_min(torch.finfo(torch.float64).tiny)
+        around = torch.maximum(local_scale(magnitudes(around)), local_scale(magnitudes(parts)) * limit)
         moved = torch.maximum(around, moved)
-        moved = torch.where(moved > _UNKNOWN * usual, _TIMES * moved, torch.minimum(_TIMES * moved, usual))
+        unknown = torch.maximum(_TIMES * moved, 2 * largest_bound(base))
+        moved = torch.where(moved > _UNKNOWN * limit, unknown, torch.minimum(_TIMES * moved, limit))
     return moved if found is None else torch.maximum(moved, found)
 
 

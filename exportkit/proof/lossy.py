@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,14 +12,10 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import Measured, OnnxGraph
 from exportkit.probing.simplify import as_simplified
-from exportkit.proof.figures import Figures, Tensors, figures_of, worst
+from exportkit.proof.figures import Figures, Tensors, figures_of
 from exportkit.proof.leeway import hidden_by_padding, name_of
 from exportkit.running.bounds import fixed_bound
 from exportkit.running.compare import Difference, compare_outputs
-
-_HALF = (torch.float16, torch.bfloat16)
-# A model with more weights is not copied to see what it does in float32.
-_MOST_WEIGHTS = 10**9
 
 
 def lossy_differences(
@@ -62,32 +57,6 @@ def hidden_elements(graph: OnnxGraph, call: Call) -> dict[str, torch.Tensor]:
             if found:
                 graph.measured[name] = Measured({}, found)
     return {**graph.measured.get(name, Measured()).leeway}
-
-
-def distance_from_float32(graph: OnnxGraph) -> Iterator[str]:
-    """Yields how far the results of a model in half precision are from those that it has in float32.
-
-    Args:
-        graph: The graph; nothing is known if the model is not at hand.
-    """
-    if graph.eager is None or not graph.observation.has_values:
-        return
-    weights = [*graph.eager.model.parameters(), *graph.eager.model.buffers()]
-    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights if weight.dtype in _HALF})
-    if not dtypes or sum(weight.numel() for weight in weights) > _MOST_WEIGHTS:
-        return
-    figures = []
-    with contextlib.suppress(Exception):  # the model need not run in float32
-        whole = replace(graph.eager, model=copy.deepcopy(graph.eager.model).to(torch.float32))
-        for call in graph.observation.calls:
-            given = {path: tensor.float() for path, tensor in call.tensors().items() if tensor.dtype in _HALF}
-            expected, got = whole(call.with_tensors(given)), call.outputs.tensors()
-            figures.append({p: figures_of(t, got[p].to(t.dtype), None, False) for p, t in expected.items() if p in got})
-        error = max(worst(found).error for found in figures if found)
-        yield (
-            f"the model computes in {' and '.join(dtypes)}: its results in the recorded calls are {error:.2g} from "
-            "those in float32, relative to these, as a root mean square."
-        )
 
 
 def is_logits(graph: OnnxGraph, path: str) -> bool:

@@ -30,8 +30,9 @@ from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
 from exportkit.proof.calls import Tensors, as_made, assembled_calls, small_calls, unseen_calls
 from exportkit.proof.figures import Figures
+from exportkit.proof.half import distance_from_float32, farther_from_float32
 from exportkit.proof.leeway import measurements, name_of
-from exportkit.proof.lossy import distance_from_float32, lossy_differences
+from exportkit.proof.lossy import lossy_differences
 from exportkit.proof.report import Divergence, Report, Row, Status
 from exportkit.proof.values import value_differences
 from exportkit.running.bounds import rounding_bound
@@ -369,6 +370,8 @@ def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Ten
         explaining = measured.of(wrong)
         found = compared(explaining)
         if all(difference.reason is None for difference in found):
+            farther = farther_from_float32(graph, call, expected, got, explaining.leeway)
+            found = tuple(replace(d, reason=farther.get(d.path)) for d in found)
             graph.measured[name] = graph.measured.get(name, Measured()).updated(explaining)
             break
     return found

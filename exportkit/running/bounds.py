@@ -7,7 +7,7 @@ questions where nothing is measured, such as whether outputs repeat with the bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -51,15 +51,18 @@ def local_scale(sizes: torch.Tensor) -> torch.Tensor:
     """
     top = sizes.max().clamp_min(torch.finfo(torch.float64).tiny) if sizes.numel() else 1.0
     squares = (sizes / top).square()
-    scales = []
-    for axis, size in enumerate(sizes.shape):
-        if size > 1 and sizes.numel() >= _FEWEST * size:
-            others = [other for other in range(sizes.ndim) if other != axis]
-            scales.append(squares.mean(others, keepdim=True).sqrt() * top)
+    scales = [mean.sqrt() * top for mean in index_means(squares)]
     scale = scales[0] if scales else squares.mean().sqrt() * top
     for other in scales[1:]:
         scale = torch.minimum(scale, other)
     return torch.maximum(sizes, scale)
+
+
+def index_means(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the means of the elements that have the same index along an axis, for each axis with enough of them."""
+    for axis, size in enumerate(values.shape):
+        if size > 1 and values.numel() >= _FEWEST * size:
+            yield values.mean([other for other in range(values.ndim) if other != axis], keepdim=True)
 
 
 def magnitudes(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,6 +94,18 @@ def usual_bound(expected: torch.Tensor) -> torch.Tensor:
     if not expected.is_floating_point() and not expected.is_complex():
         return torch.zeros((), dtype=torch.float64)
     return torch.maximum(_usual(expected.dtype) * local_scale(magnitudes(expected)), rounding_bound(expected))
+
+
+def largest_bound(expected: torch.Tensor) -> torch.Tensor:
+    """Returns how far each element of a result may be off at most, whatever was measured.
+
+    That is the usual bound, and in half precision 64 rounding errors, which are more there: models of a few layers move
+    by more than what is usual.
+    """
+    usual = usual_bound(expected)
+    if not expected.is_floating_point() and not expected.is_complex():
+        return usual
+    return torch.maximum(usual, _ROUNDINGS * torch.finfo(expected.dtype).eps / 2 * local_scale(magnitudes(expected)))
 
 
 def _usual(dtype: torch.dtype) -> float:

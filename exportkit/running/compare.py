@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from exportkit.running.bounds import Bound, magnitudes, usual_bound
+from exportkit.running.bounds import Bound, largest_bound, magnitudes, usual_bound
 
 # Elements that are measured at a time: what is computed from them stays in the caches of a processor.
 _CHUNK = 1 << 16
@@ -101,8 +101,8 @@ def compare_tensors(
         got: What is compared with it.
         visible: Booleans that broadcast to the shape; values elsewhere are not compared.
         bound: How far each element may be off.
-        leeway: How far each element was measured to move, ready to broadcast. It widens the bound; elements that
-            move farther than `usual_bound` say nothing, and a tensor that has only such elements is not equal.
+        leeway: How far each element may be off by what was measured, ready to broadcast. It widens the bound;
+            elements with more than `largest_bound` say nothing, and a tensor that has only such elements is not equal.
         offset: Is added to the expected value where the difference is divided by it.
     """
     if expected.shape != got.shape:
@@ -117,7 +117,7 @@ def compare_tensors(
     share = (apart / (magnitudes(a) + offset)).where(apart > 0, 0.0).max().item()
     allowed, left_out, reason = bound(a).expand(a.shape), 0, None
     if leeway is not None:
-        unknown = (leeway > usual_bound(a)).expand(a.shape)
+        unknown = (leeway > largest_bound(a)).expand(a.shape)
         left_out = int(unknown.sum())
         if left_out == a.numel() and bool((apart > allowed).any()):
             reason = "nothing of it can be compared: what the model itself returns there is arbitrary"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -15,6 +16,9 @@ from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import flatten
+
+# Weights of a model that is copied to see what it does in float32, at most.
+_MOST_COPIED = 10**9
 
 Answer = TypeVar("Answer")
 Around = Callable[[dict[str, Any], Callable[[Mapping[str, Any]], Any]], Any]
@@ -39,6 +43,16 @@ class EagerRunner:
             Exception: whatever the model raises.
         """
         return flatten(run_eager(self.model, self.method, call)).tensors()
+
+    def in_float32(self) -> EagerRunner | None:
+        """Returns the model in float32; None if none of it is in half precision, or it is too large to be copied."""
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        is_half = any(weight.dtype in (torch.float16, torch.bfloat16) for weight in weights)
+        if not is_half or sum(weight.numel() for weight in weights) > _MOST_COPIED:
+            return None
+        with contextlib.suppress(Exception):  # not every module can be copied
+            return replace(self, model=copy.deepcopy(self.model).to(torch.float32))
+        return None
 
 
 def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | None = None) -> Any:

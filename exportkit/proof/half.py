@@ -1,0 +1,98 @@
+"""Half precision: what the model computes in float32 tells rounding from a wrong graph.
+
+Elements of a result in float16 or bfloat16 move so far from one rounding to the next that few of them say anything by
+themselves. Together they do: rounding errors of a right graph are about as large as those of the model, and both are
+known if the model computes the same in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from exportkit.calls.call import Call
+from exportkit.onnx_files.graph import OnnxGraph
+from exportkit.probing.simplify import as_simplified
+from exportkit.proof.figures import Tensors, figures_of, worst
+from exportkit.running.bounds import index_means, largest_bound
+from exportkit.running.compare import elements_apart
+
+HALF = (torch.float16, torch.bfloat16)
+# The graph's error may be this many times the model's: of all elements, and of those at the worst index of an axis.
+# docs/proof.rst has the largest that were measured.
+_TIMES, _TIMES_AT_INDEX = 2.0, 3.0
+
+
+def distance_from_float32(graph: OnnxGraph) -> Iterator[str]:
+    """Yields how far the results of a model in half precision are from those that it has in float32.
+
+    Args:
+        graph: The graph; nothing is known if the model is not at hand.
+    """
+    figures = []
+    for call in graph.observation.calls if graph.observation.has_values else ():
+        expected, got = _in_float32(graph, call), call.outputs.tensors()
+        figures.append({p: figures_of(t, got[p].to(t.dtype), None, False) for p, t in expected.items() if p in got})
+    if any(figures):
+        dtypes = sorted({str(dtype).removeprefix("torch.") for dtype in _dtypes(graph)})
+        yield (
+            f"the model computes in {' and '.join(dtypes)}: its results in the recorded calls are "
+            f"{max(worst(found).error for found in figures if found):.2g} from those in float32, relative to these, "
+            "as a root mean square."
+        )
+
+
+def farther_from_float32(
+    graph: OnnxGraph, call: Call, expected: Tensors, got: Tensors, leeway: Tensors
+) -> dict[str, str]:
+    """Returns what is wrong with outputs that are farther from the model in float32 than rounding explains, by path.
+
+    Args:
+        graph: The graph.
+        call: The call.
+        expected: What the model returned, by path.
+        got: What the graph returned, by path.
+        leeway: How far the elements of outputs may be off, by path; more than `largest_bound` says nothing.
+    """
+    found: dict[str, str] = {}
+    paths = [path for path in leeway if path in got and expected[path].dtype in HALF and expected[path].numel()]
+    whole = _in_float32(graph, call) if paths else {}
+    for path in paths:
+        true = whole.get(path)
+        if true is None or true.shape != expected[path].shape or not bool(true.isfinite().all()):
+            continue
+        visible = (leeway[path] <= largest_bound(expected[path])).expand(true.shape)
+        unit = torch.finfo(expected[path].dtype).eps / 2 * true.square().mean().sqrt().item()
+        own, its = (_errors(true, tensor, visible) for tensor in (expected[path], got[path]))
+        for times, error, least in zip((_TIMES, _TIMES_AT_INDEX), its, own, strict=True):
+            if error > times * least + unit:
+                found[path] = f"{error:.2g} from the model in float32, to which the model itself has {least:.2g}"
+    return found
+
+
+def _errors(true: torch.Tensor, got: torch.Tensor, visible: torch.Tensor) -> tuple[float, float]:
+    """The root mean square error of all elements, and the largest one of those at an index of an axis."""
+    squares = torch.where(visible, elements_apart(true, got.to(true.dtype)), 0.0).square()
+    means = [mean.max().item() for mean in index_means(squares)]
+    return math.sqrt(squares.mean().item()), math.sqrt(max(means, default=0.0))
+
+
+def _dtypes(graph: OnnxGraph) -> set[torch.dtype]:
+    if graph.eager is None:
+        return set()
+    weights = [*graph.eager.model.parameters(), *graph.eager.model.buffers()]
+    return {weight.dtype for weight in weights if weight.dtype in HALF}
+
+
+def _in_float32(graph: OnnxGraph, call: Call) -> Mapping[str, torch.Tensor]:
+    """What the model returns in float32, by path; nothing if that is not known."""
+    runner = graph.eager_in_float32
+    if runner is None:
+        return {}
+    given = {path: tensor.float() for path, tensor in call.tensors().items() if tensor.dtype in HALF}
+    with contextlib.suppress(Exception):  # the model need not run in float32
+        return as_simplified(runner(call.with_tensors(given)), graph.contract.joined_outputs, ())
+    return {}
