@@ -30,10 +30,13 @@ from exportkit._torch_compat.graph import (
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit.onnx_files.complex_numbers import complex_decompositions
 from exportkit.onnx_files.exact import (
+    ADDITIONS,
     EXACT,
+    is_half,
     is_plain_cross_entropy,
     is_plain_pool,
     is_plain_scatter,
+    with_half_outputs,
     with_zeros_for_masked_rows,
 )
 from exportkit.onnx_files.linear_algebra import LINEAR_ALGEBRA
@@ -54,6 +57,7 @@ def translatable(program: torch.export.ExportedProgram) -> torch.export.Exported
         with_zeros_for_masked_rows,
         with_checked_indices,
         decomposed,
+        with_half_outputs,
     ):
         program = step(program)
     return program
@@ -315,6 +319,8 @@ def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
     """Returns the program without operators that torch.onnx has no translation for."""
     targets = {node.target for node in program.graph.nodes if node.target in _DECOMPOSITIONS and not _is_known(node)}
     table = {**complex_decompositions(program), **{target: _DECOMPOSITIONS[target] for target in targets}}
+    if any(map(is_half, program.graph.nodes)):
+        table |= ADDITIONS
     return program.run_decompositions(table) if table else program
 
 
@@ -327,7 +333,7 @@ def _is_known(node: torch.fx.Node) -> bool:
     if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
         return is_plain_pool(first, *others)
     if node.target is aten.cumsum.default:
-        return node.meta["val"].dtype not in (torch.float16, torch.bfloat16)
+        return not is_half(node)
     if node.target is aten.roll.default:
         return all(isinstance(shift, int) for shift in others[0])
     if node.target is aten.scatter_reduce.two:

@@ -157,6 +157,56 @@ def is_plain_pool(_values: Any, _kernel: Any, *options: Any) -> bool:
     return len(options) < 5 or options[4] is None
 
 
+# Half precision. onnxruntime adds to places of a tensor in float32 and float64 only. torch.onnx lets sums and other
+# reductions compute in float32; if the program returns one, the cast back is lost.
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _added_in_float32(operator: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def added(values: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if values.dtype not in HALF:
+            return NotImplemented
+        whole = [
+            other.float() if isinstance(other, torch.Tensor) and other.dtype in HALF else other for other in others
+        ]
+        return operator(values.float(), *whole, **named).to(values.dtype)
+
+    return added
+
+
+ADDITIONS: dict[Any, Callable[..., Any]] = {
+    aten.index_add.default: _added_in_float32(torch.index_add),
+    aten.index_put.default: _added_in_float32(torch.index_put),
+    aten.scatter_add.default: _added_in_float32(torch.scatter_add),
+}
+
+
+def with_half_outputs(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the program with outputs in half precision as nodes of their own, which keep their dtype."""
+    if not _half_outputs(program.graph):
+        return program
+    module = copied_module(program)
+    for node in _half_outputs(module.graph):
+        with module.graph.inserting_before(node):
+            inner = module.graph.create_node(node.op, node.target, node.args, node.kwargs)
+        inner.meta = dict(node.meta)
+        node.replace_all_uses_with(inner, delete_user_cb=lambda user: user.op != "output")
+        node.target, node.args, node.kwargs = aten.clone.default, (inner,), {}  # the program knows its outputs by name
+    module.recompile()
+    return with_graph_module(program, module)
+
+
+def _half_outputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    outputs = graph.output_node().all_input_nodes
+    return [node for node in outputs if node.op == "call_function" and is_half(node)]
+
+
+def is_half(node: torch.fx.Node) -> bool:
+    """Returns whether a node computes a tensor in half precision."""
+    return getattr(node.meta.get("val"), "dtype", None) in HALF
+
+
 EXACT: dict[Any, Callable[..., Any]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.mse_loss.default: _mse_loss,

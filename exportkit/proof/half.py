@@ -8,6 +8,7 @@ known if the model computes the same in float32.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -17,7 +18,7 @@ from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.figures import Tensors, figures_of, worst
-from exportkit.running.bounds import index_means, largest_bound
+from exportkit.running.bounds import Bound, half_bound, index_means, usual_bound
 from exportkit.running.compare import elements_apart
 
 HALF = (torch.float16, torch.bfloat16)
@@ -37,12 +38,22 @@ def distance_from_float32(graph: OnnxGraph) -> Iterator[str]:
         expected, got = _in_float32(graph, call), call.outputs.tensors()
         figures.append({p: figures_of(t, got[p].to(t.dtype), None, False) for p, t in expected.items() if p in got})
     if any(figures):
-        dtypes = sorted({str(dtype).removeprefix("torch.") for dtype in _dtypes(graph)})
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in _dtypes(graph)]
         yield (
             f"the model computes in {' and '.join(dtypes)}: its results in the recorded calls are "
             f"{max(worst(found).error for found in figures if found):.2g} from those in float32, relative to these, "
             "as a root mean square."
         )
+
+
+def most_allowed(graph: OnnxGraph) -> Bound:
+    """Returns the bound that no measurement exceeds: in half precision, 64 rounding errors of it.
+
+    Args:
+        graph: The graph; where its model in float32 is not known, the usual bound has to do.
+    """
+    dtypes = _dtypes(graph) if graph.eager_in_float32 is not None else []
+    return functools.partial(half_bound, dtype=dtypes[-1]) if dtypes else usual_bound
 
 
 def farther_from_float32(
@@ -55,17 +66,17 @@ def farther_from_float32(
         call: The call.
         expected: What the model returned, by path.
         got: What the graph returned, by path.
-        leeway: How far the elements of outputs may be off, by path; more than `largest_bound` says nothing.
+        leeway: How far the elements of outputs may be off, by path; elements with more than `most_allowed` say nothing.
     """
     found: dict[str, str] = {}
-    paths = [path for path in leeway if path in got and expected[path].dtype in HALF and expected[path].numel()]
-    whole = _in_float32(graph, call) if paths else {}
+    paths = [path for path in leeway if expected[path].is_floating_point() and expected[path].numel()]
+    whole, most = _in_float32(graph, call) if paths else {}, most_allowed(graph)
     for path in paths:
         true = whole.get(path)
         if true is None or true.shape != expected[path].shape or not bool(true.isfinite().all()):
             continue
-        visible = (leeway[path] <= largest_bound(expected[path])).expand(true.shape)
-        unit = torch.finfo(expected[path].dtype).eps / 2 * true.square().mean().sqrt().item()
+        visible = (leeway[path] <= most(expected[path])).expand(true.shape)
+        unit = torch.finfo(_dtypes(graph)[-1]).eps / 2 * true.square().mean().sqrt().item()
         own, its = (_errors(true, tensor, visible) for tensor in (expected[path], got[path]))
         for times, error, least in zip((_TIMES, _TIMES_AT_INDEX), its, own, strict=True):
             if error > times * least + unit:
@@ -80,11 +91,12 @@ def _errors(true: torch.Tensor, got: torch.Tensor, visible: torch.Tensor) -> tup
     return math.sqrt(squares.mean().item()), math.sqrt(max(means, default=0.0))
 
 
-def _dtypes(graph: OnnxGraph) -> set[torch.dtype]:
+def _dtypes(graph: OnnxGraph) -> list[torch.dtype]:
+    """The dtypes of the model in half precision, the coarsest one last."""
     if graph.eager is None:
-        return set()
-    weights = [*graph.eager.model.parameters(), *graph.eager.model.buffers()]
-    return {weight.dtype for weight in weights if weight.dtype in HALF}
+        return []
+    found = {tensor.dtype for tensor in (*graph.eager.model.parameters(), *graph.eager.model.buffers())}
+    return sorted(found.intersection(HALF), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _in_float32(graph: OnnxGraph, call: Call) -> Mapping[str, torch.Tensor]:

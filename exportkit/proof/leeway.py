@@ -25,15 +25,17 @@ from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import Measured, OnnxGraph
 from exportkit.plan.plan import Plan
 from exportkit.probing.simplify import as_simplified
-from exportkit.running.bounds import Bound, largest_bound, local_scale, magnitudes, rounding_bound, usual_bound
+from exportkit.proof.half import most_allowed
+from exportkit.running.bounds import Bound, local_scale, magnitudes, rounding_bound, usual_bound
 from exportkit.running.compare import compare_tensors, elements_apart
 from exportkit.running.masks import find_masks, visible_positions, visible_tail
 
 Tensors = Mapping[str, torch.Tensor]
 Visible = Callable[[str, tuple[int, ...]], torch.Tensor | None]
 
-# Runs that round differently, at most. A decision that hangs on a last bit goes either way in half of them.
-_RUNS = 4
+# Runs that round differently, at most. A decision that hangs on a last bit goes either way in half of them. In half
+# precision there are so many such decisions that four runs do not meet all.
+_RUNS, _RUNS_IN_HALF = 4, 12
 # How many times what they moved a result the graph may be off. 8.4 was the most for two kernels of one operator.
 _TIMES = 16.0
 # Elements that move by more than this part of what is allowed at most are not compared.
@@ -58,14 +60,14 @@ def name_of(call: Call) -> str:
     return call.label or str(call.index)
 
 
-def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int = _RUNS) -> Iterator[Measured]:
+def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int | None = None) -> Iterator[Measured]:
     """Yields what may be compared with the outputs of a graph, more lenient with each further run of the model.
 
     Args:
         graph: The graph, with the model at hand.
         call: The call.
         expected: What the model returned for it, by path.
-        runs: How many runs may round differently.
+        runs: How many runs may round differently; by default four, or twelve of a model in half precision.
     """
     run, joined = graph.eager, graph.contract.joined_outputs
     if run is None:
@@ -77,6 +79,9 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int = _R
         with rounding_varied(seed, storages, errors) as rounding:
             return as_simplified(run(call), joined, ()), rounding.chooses
 
+    most = most_allowed(graph)
+    if runs is None:
+        runs = _RUNS if most is usual_bound else _RUNS_IN_HALF
     with contextlib.suppress(Exception):  # whatever the model raises for values that it was not made for
         found = hidden_by_padding(graph, call)
         if found:
@@ -91,7 +96,6 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int = _R
         moved: dict[str, torch.Tensor] = {}
         for seed in range(runs):
             moved = _moved(base, outputs(seed, 1.0)[0], moved)
-            most = usual_bound if graph.eager_in_float32 is None else largest_bound
             allowed = {path: _allowed(base[path], apart, found.get(path), most) for path, apart in moved.items()}
             yield Measured(ties, allowed)
 
@@ -128,7 +132,7 @@ def _moved(base: Tensors, varied: Tensors, before: Tensors) -> dict[str, torch.T
 
 
 def _allowed(
-    base: torch.Tensor, moved: torch.Tensor, found: torch.Tensor | None, bound: Bound = usual_bound
+    base: torch.Tensor, moved: torch.Tensor, found: torch.Tensor | None, most: Bound = usual_bound
 ) -> torch.Tensor:
     """How far elements may be off that moved so far. Integers may only be what they were in a run.
 
@@ -140,12 +144,12 @@ def _allowed(
         # in numbers and in parts of their scale, without those that moved because a decision was made differently.
         usual = usual_bound(base)
         typical = (moved / usual.clamp_min(torch.finfo(torch.float64).tiny)).median() if moved.numel() else moved.sum()
-        limit = torch.minimum(bound(base), (_TIMES * typical).clamp_min(1.0) * usual)
+        limit = torch.minimum(most(base), (_TIMES * typical).clamp_min(1.0) * usual)
         around = torch.minimum(moved, limit / _TIMES)
         parts = around / limit.clamp_min(torch.finfo(torch.float64).tiny)
         around = torch.maximum(local_scale(magnitudes(around)), local_scale(magnitudes(parts)) * limit)
         moved = torch.maximum(around, moved)
-        unknown = torch.maximum(_TIMES * moved, 2 * largest_bound(base))
+        unknown = torch.maximum(_TIMES * moved, 2 * most(base))
         moved = torch.where(moved > _UNKNOWN * limit, unknown, torch.minimum(_TIMES * moved, limit))
     return moved if found is None else torch.maximum(moved, found)
 

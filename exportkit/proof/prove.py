@@ -30,7 +30,7 @@ from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
 from exportkit.proof.calls import Tensors, as_made, assembled_calls, small_calls, unseen_calls
 from exportkit.proof.figures import Figures
-from exportkit.proof.half import distance_from_float32, farther_from_float32
+from exportkit.proof.half import distance_from_float32, farther_from_float32, most_allowed
 from exportkit.proof.leeway import measurements, name_of
 from exportkit.proof.lossy import lossy_differences
 from exportkit.proof.report import Divergence, Report, Row, Status
@@ -355,9 +355,11 @@ def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Ten
         expected, got = _in_float32(expected), _in_float32(got)
     bound = rounding_bound if graph.eager is not None else functools.partial(rounding_bound, times=_ELSEWHERE)
 
+    most = most_allowed(graph)
+
     def compared(measured: Measured) -> tuple[Difference, ...]:
         wanted = {**expected, **measured.ties}
-        return tuple(compare_outputs(wanted, got, exactly=True, bound=bound, leeway=measured.leeway))
+        return tuple(compare_outputs(wanted, got, exactly=True, bound=bound, leeway=measured.leeway, most=most))
 
     name = name_of(call)
     if graph.eager is None:

@@ -96,16 +96,19 @@ def usual_bound(expected: torch.Tensor) -> torch.Tensor:
     return torch.maximum(_usual(expected.dtype) * local_scale(magnitudes(expected)), rounding_bound(expected))
 
 
-def largest_bound(expected: torch.Tensor) -> torch.Tensor:
-    """Returns how far each element of a result may be off at most, whatever was measured.
+def half_bound(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns how far each element of a result may be off at most if it was computed in half precision.
 
-    That is the usual bound, and in half precision 64 rounding errors, which are more there: models of a few layers move
-    by more than what is usual.
+    That is 64 rounding errors, where `usual_bound` allows for less: models of a few layers move by more than that.
+
+    Args:
+        expected: The result, of any dtype.
+        dtype: The dtype in half precision.
     """
     usual = usual_bound(expected)
     if not expected.is_floating_point() and not expected.is_complex():
         return usual
-    return torch.maximum(usual, _ROUNDINGS * torch.finfo(expected.dtype).eps / 2 * local_scale(magnitudes(expected)))
+    return torch.maximum(usual, _ROUNDINGS * torch.finfo(dtype).eps / 2 * local_scale(magnitudes(expected)))
 
 
 def _usual(dtype: torch.dtype) -> float:

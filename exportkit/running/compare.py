@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from exportkit.running.bounds import Bound, largest_bound, magnitudes, usual_bound
+from exportkit.running.bounds import Bound, magnitudes, usual_bound
 
 # Elements that are measured at a time: what is computed from them stays in the caches of a processor.
 _CHUNK = 1 << 16
@@ -89,6 +89,7 @@ def compare_tensors(
     *,
     bound: Bound = usual_bound,
     leeway: torch.Tensor | None = None,
+    most: Bound = usual_bound,
     offset: float = 0.0,
 ) -> Difference:
     """Returns how far ``got`` is from ``expected``.
@@ -102,7 +103,8 @@ def compare_tensors(
         visible: Booleans that broadcast to the shape; values elsewhere are not compared.
         bound: How far each element may be off.
         leeway: How far each element may be off by what was measured, ready to broadcast. It widens the bound;
-            elements with more than `largest_bound` say nothing, and a tensor that has only such elements is not equal.
+            elements with more than ``most`` say nothing, and a tensor that has only such elements is not equal.
+        most: The largest leeway of elements that are compared.
         offset: Is added to the expected value where the difference is divided by it.
     """
     if expected.shape != got.shape:
@@ -117,7 +119,7 @@ def compare_tensors(
     share = (apart / (magnitudes(a) + offset)).where(apart > 0, 0.0).max().item()
     allowed, left_out, reason = bound(a).expand(a.shape), 0, None
     if leeway is not None:
-        unknown = (leeway > largest_bound(a)).expand(a.shape)
+        unknown = (leeway > most(a)).expand(a.shape)
         left_out = int(unknown.sum())
         if left_out == a.numel() and bool((apart > allowed).any()):
             reason = "nothing of it can be compared: what the model itself returns there is arbitrary"
@@ -136,6 +138,7 @@ def compare_outputs(
     exactly: bool = False,
     bound: Bound = usual_bound,
     leeway: Tensors | None = None,
+    most: Bound = usual_bound,
 ) -> Iterator[Difference]:
     """Yields a difference for each output, in order.
 
@@ -145,12 +148,13 @@ def compare_outputs(
         exactly: Whether an output that only ``got`` has is a difference too.
         bound: How far each element may be off.
         leeway: How far the elements of some outputs were measured to move, by path; see `compare_tensors`.
+        most: The largest leeway of elements that are compared.
     """
     for path, tensor in expected.items():
         if path not in got:
             yield Difference(path, "only the model returns it")
         else:
-            yield compare_tensors(path, tensor, got[path], bound=bound, leeway=(leeway or {}).get(path))
+            yield compare_tensors(path, tensor, got[path], bound=bound, leeway=(leeway or {}).get(path), most=most)
     for path in got if exactly else ():
         if path not in expected:
             yield Difference(path, "only the graph returns it")

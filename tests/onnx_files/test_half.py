@@ -94,3 +94,41 @@ def test_values_that_hide_do_not_overflow():
     feeds = {"x": torch.tensor([3.0, 4.0]), "mask": torch.tensor([True, False])}
     assert overflowing_nodes(model, [feeds]) == frozenset()
     assert overflowing_nodes(model, [feeds | {"x": torch.tensor([300.0, 4.0])}]) == {"large", "root"}
+
+
+class Applied(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = torch.nn.Linear(6, 6), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def placed(x):
+    return torch.zeros_like(x).index_put((torch.zeros(x.shape[0], dtype=torch.int64),), x, accumulate=True)
+
+
+RETURNED = {
+    "a sum": lambda x: x.sum(-1),
+    "a product and all of it": lambda x: (x.prod(-1), x.square().sum()),
+    "the largest": lambda x: x.amax(-1),
+    "a variance": lambda x: x.var(-1),
+    "an angle": lambda x: torch.nn.functional.cosine_similarity(x, x.flip(-1), -1),
+    "a sum that is used as well": lambda x: (total := x.sum(-1, keepdim=True), x / total.abs().clamp_min(0.5)),
+    "scattered numbers": lambda x: torch.zeros_like(x).scatter_add(1, torch.zeros_like(x, dtype=torch.int64), x),
+    "numbers in one place": placed,
+    "a choice": lambda x: torch.where(x > 0, x, -1.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_a_model_in_half_precision_returns_has_its_dtype(name, dtype, tmp_path):
+    torch.manual_seed(0)
+    model, observer = Applied(RETURNED[name]).eval().to(dtype), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for size in (4, 5):
+            model(torch.randn(size, 3, 6, dtype=dtype))
+    report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
