@@ -131,7 +131,8 @@ def stop_at_diagonal(model: onnx_ir.Model) -> None:
             if mask not in known:
                 known[mask] = _asked(node, model.graph)
             _choose(node, model.graph, *known[mask])
-    NameFixPass()(model)
+    if known:
+        NameFixPass()(model)  # the branches have names of their own
 
 
 def _may_stop(node: Any) -> bool:

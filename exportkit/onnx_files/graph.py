@@ -223,6 +223,10 @@ class OnnxGraph:
         """The model in float32, if it is at hand, computes in half precision, and is not too large to be copied."""
         return None if self.eager is None else self.eager.in_float32()
 
+    def forget_float32(self) -> None:
+        """Lets go of the copy in float32: a proof makes it, and the model may change afterwards."""
+        vars(self).pop("eager_in_float32", None)
+
     @property
     def path(self) -> Path:
         """The ONNX file."""

@@ -80,6 +80,16 @@ def prove(
         locate: Finds where a graph begins to differ, for the rows that are not proven.
         given: Further calls, as `given_calls` returns them.
     """
+    with contextlib.ExitStack() as stack:
+        for graph in runner.graphs.values():
+            graph.forget_float32()
+            stack.callback(graph.forget_float32)
+        return _proof(runner, unseen, notes, locate, given)
+
+
+def _proof(
+    runner: OnnxRunner, unseen: bool, notes: Sequence[str], locate: Locate | None, given: Sequence[Call]
+) -> Report:
     reports = {name: _graph_report(graph, unseen, locate) for name, graph in runner.graphs.items()}
     parts = {name: prove(part, unseen, (), locate) for name, part in runner.parts.items()}
     attempts = tuple(map(str, runner.attempts))

@@ -69,3 +69,21 @@ def test_a_graph_that_is_wrong_throughout_is_not_proven(llama, spoil, tmp_path):
         for layer in llama.model.layers:
             layer.input_layernorm.variance_epsilon = epsilon
     assert not report.ok, str(report)
+
+
+def test_the_copy_in_float32_is_that_of_the_model_as_it_is(llama, tmp_path):
+    observer = exportkit.InputObserver()
+    with observer(llama), torch.no_grad():
+        for call in prompts():
+            llama(**call)
+    onnx_model = exportkit.export(llama, observer).to_onnx(tmp_path / "model.onnx")
+    state = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
+    try:
+        assert onnx_model.verify().ok
+        with torch.no_grad():
+            scaled(llama)
+        assert not onnx_model.verify().ok
+    finally:
+        llama.load_state_dict(state)
+    assert onnx_model.verify().ok
+    assert {parameter.dtype for parameter in llama.parameters()} <= {torch.bfloat16, torch.float16}
