@@ -8,51 +8,48 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import exportkit
 
-
-def proof(model, calls, path, spoil=None):
-    observer = exportkit.InputObserver()
-    with observer(model), torch.no_grad():
-        for call in calls:
-            model(**call)
-    onnx_model = exportkit.export(model, observer).to_onnx(path)
-    if spoil is not None:
-        with torch.no_grad():
-            spoil(model)
-    return onnx_model.verify()
+EPSILON = 1e-6
+CONFIG = {
+    "vocab_size": 200, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "rms_norm_eps": EPSILON,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16], ids=str)
-def llama(request):
-    config = LlamaConfig(
-        vocab_size=500, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=256,
-    )  # fmt: skip
+def exported(request, tmp_path_factory):
+    """A decoder and its graph; the tests change the decoder."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval().to(request.param)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG)).eval().to(request.param)
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for sizes in ((2, 9), (3, 13)):
+            model(input_ids=torch.randint(3, 200, sizes), use_cache=False)
+    return model, exportkit.export(model, observer).to_onnx(tmp_path_factory.mktemp("half") / "model.onnx")
 
 
-def prompts():
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {"input_ids": torch.randint(3, 400, sizes, generator=generator), "use_cache": False}
-        for sizes in ((2, 17), (3, 29))
-    ]
+@pytest.fixture
+def decoder(exported):
+    model, onnx_model = exported
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    yield model, onnx_model
+    model.load_state_dict(state)
+    other_epsilon(model, EPSILON)
 
 
-def test_elements_of_a_decoder_are_compared(llama, tmp_path):
-    report = proof(llama, prompts(), tmp_path / "model.onnx")
+def test_elements_of_a_decoder_are_compared(decoder):
+    report = decoder[1].verify()
     assert report.ok, str(report)
     left_out = [int(found[1]) for row in report.rows if (found := re.search(r"(\d+) elements are arb", row.where))]
-    assert sum(left_out) < 0.1 * sum(500 * row.sizes["batch"] * row.sizes["sequence"] for row in report.rows)
+    assert sum(left_out) < 0.1 * sum(200 * row.sizes["batch"] * row.sizes["sequence"] for row in report.rows)
 
 
 def scaled(model):
     model.model.layers[1].mlp.down_proj.weight.mul_(1.2)
 
 
-def other_epsilon(model):
+def other_epsilon(model, epsilon=3e-5):
     for layer in model.model.layers:
-        layer.input_layernorm.variance_epsilon = 3e-5
+        layer.input_layernorm.variance_epsilon = epsilon
 
 
 def one_token(model):
@@ -60,30 +57,17 @@ def one_token(model):
 
 
 @pytest.mark.parametrize("spoil", [scaled, other_epsilon, one_token])
-def test_a_graph_that_is_wrong_throughout_is_not_proven(llama, spoil, tmp_path):
-    state, epsilon = {name: tensor.clone() for name, tensor in llama.state_dict().items()}, 1e-6
-    try:
-        report = proof(llama, prompts(), tmp_path / "model.onnx", spoil)
-    finally:
-        llama.load_state_dict(state)
-        for layer in llama.model.layers:
-            layer.input_layernorm.variance_epsilon = epsilon
-    assert not report.ok, str(report)
+def test_a_graph_that_is_wrong_throughout_is_not_proven(decoder, spoil):
+    model, onnx_model = decoder
+    with torch.no_grad():
+        spoil(model)
+    assert not onnx_model.verify().ok
 
 
-def test_the_copy_in_float32_is_that_of_the_model_as_it_is(llama, tmp_path):
-    observer = exportkit.InputObserver()
-    with observer(llama), torch.no_grad():
-        for call in prompts():
-            llama(**call)
-    onnx_model = exportkit.export(llama, observer).to_onnx(tmp_path / "model.onnx")
-    state = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
-    try:
-        assert onnx_model.verify().ok
-        with torch.no_grad():
-            scaled(llama)
-        assert not onnx_model.verify().ok
-    finally:
-        llama.load_state_dict(state)
+def test_the_copy_in_float32_is_that_of_the_model_as_it_is(decoder):
+    model, onnx_model = decoder
     assert onnx_model.verify().ok
-    assert {parameter.dtype for parameter in llama.parameters()} <= {torch.bfloat16, torch.float16}
+    with torch.no_grad():
+        scaled(model)
+    assert not onnx_model.verify().ok
+    assert {parameter.dtype for parameter in model.parameters()} <= {torch.bfloat16, torch.float16}
