@@ -37,6 +37,7 @@ def complete_fusions(model: onnx_ir.Model) -> None:
         if node.op_type == "RotaryEmbedding" and node.domain == "":
             _spread_angles(node, model.graph)
         elif node.op_type == "RMSNormalization" and node.domain == "":
+            _take_dtype_of_scale(node, model.graph)
             _scale_outside(node, model.graph)
     join_heads(model)
     CommonSubexpressionEliminationPass()(model)
@@ -89,6 +90,17 @@ def _spread_angles(node: Any, graph: onnx_ir.Graph) -> None:
         target = tape.op("Concat", [*sizes, tape.op("Constant", [], {"value_ints": [1]})], {"axis": 0})
         for place, angle in enumerate(angles, 1):
             node.replace_input_with(place, tape.op("Expand", [angle, target]))
+        graph.insert_before(node, tape.nodes)
+
+
+def _take_dtype_of_scale(node: Any, graph: onnx_ir.Graph) -> None:
+    """Converts the values of a norm to the dtype of its scale and its result: onnxruntime knows norms of one dtype."""
+    values, scale = node.inputs
+    if None not in (values.dtype, scale.dtype) and values.dtype is not scale.dtype:
+        tape = Tape()
+        cast = tape.op("Cast", [values], {"to": scale.dtype})
+        cast.shape, cast.dtype = values.shape, scale.dtype
+        node.replace_input_with(0, cast)
         graph.insert_before(node, tape.nodes)
 
 

@@ -51,6 +51,9 @@ def test_a_norm_may_have_a_scale_with_more_rows_than_itself():
     assert_same(Norm(), run, (torch.randn(1, 4, 8), torch.randn(5, 4, 8)))
 
 
+AXES_OF_TOKENS = {0: "b", 1: "s"}
+
+
 class Residual(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -69,6 +72,24 @@ def test_a_norm_takes_the_sum_before_it(rows, fuses):
     assert ("SkipSimplifiedLayerNormalization" in nodes, "RMSNormalization" in nodes) == (fuses, not fuses)
     for batch, tokens in ((1, 1), (4, 2)):
         assert_same(model, run, (torch.randn(batch, tokens, 8), torch.randn(batch if rows == 2 else 1, tokens, 8)))
+
+
+class WiderNorm(Residual):
+    """Normalises in float32, with a scale that stays in float32."""
+
+    def forward(self, x, other):
+        total = x + other
+        wide = total.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + self.norm.weight.float())
+        return self.layer(wide.to(x.dtype)) + total
+
+
+def test_a_norm_in_another_dtype_than_the_sum_before_it():
+    model = WiderNorm().half()
+    nodes, run = fused(model, (torch.randn(2, 3, 8).half(), torch.randn(2, 3, 8).half()), (AXES_OF_TOKENS,) * 2)
+    assert "SkipSimplifiedLayerNormalization" not in nodes
+    args = torch.randn(3, 5, 8).half(), torch.randn(3, 5, 8).half()
+    torch.testing.assert_close(run(*args)[0], model(*args), rtol=1e-2, atol=1e-2)
 
 
 class Block(torch.nn.Module):
