@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.graph import copied_module, with_graph_module
+from exportkit.running.bounds import HALF
 
 aten = torch.ops.aten
 
@@ -159,8 +160,6 @@ def is_plain_pool(_values: Any, _kernel: Any, *options: Any) -> bool:
 
 # Half precision. onnxruntime adds to places of a tensor in float32 and float64 only. torch.onnx lets sums and other
 # reductions compute in float32; if the program returns one, the cast back is lost.
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def _added_in_float32(operator: Callable[..., torch.Tensor]) -> Callable[..., Any]:

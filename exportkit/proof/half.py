@@ -18,10 +18,9 @@ from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.figures import Tensors, figures_of, worst
-from exportkit.running.bounds import Bound, half_bound, index_means, usual_bound
+from exportkit.running.bounds import HALF, Bound, half_bound, index_means, usual_bound
 from exportkit.running.compare import elements_apart
 
-HALF = (torch.float16, torch.bfloat16)
 # The graph's error may be this many times the model's: of all elements, and of those at the worst index of an axis.
 # docs/proof.rst has the largest that were measured.
 _TIMES, _TIMES_AT_INDEX = 2.0, 3.0
@@ -70,14 +69,22 @@ def farther_from_float32(
     """
     found: dict[str, str] = {}
     paths = [path for path in leeway if expected[path].is_floating_point() and expected[path].numel()]
-    whole, most = _in_float32(graph, call) if paths else {}, most_allowed(graph)
+    dtypes, most = _dtypes(graph), most_allowed(graph)
+    if most is usual_bound:
+        return found
+    whole = _in_float32(graph, call) if paths else {}
     for path in paths:
-        true = whole.get(path)
-        if true is None or true.shape != expected[path].shape or not bool(true.isfinite().all()):
+        true, model = whole.get(path), expected[path]
+        visible = (leeway[path] <= most(model)).expand(model.shape)
+        if true is None or true.shape != model.shape:
+            apart = torch.where(visible, elements_apart(model, got[path]), 0.0)
+            if bool((apart > usual_bound(model)).any()):
+                found[path] = "it is off by more than is usual, and what the model returns in float32 is not known"
             continue
-        visible = (leeway[path] <= most(expected[path])).expand(true.shape)
-        unit = torch.finfo(_dtypes(graph)[-1]).eps / 2 * true.square().mean().sqrt().item()
-        own, its = (_errors(true, tensor, visible) for tensor in (expected[path], got[path]))
+        visible = visible & true.isfinite() & model.isfinite()
+        true = torch.where(visible, true, 0.0)
+        unit = torch.finfo(dtypes[-1]).eps / 2 * true.square().mean().sqrt().item()
+        own, its = (_errors(true, tensor, visible) for tensor in (model, got[path]))
         for times, error, least in zip((_TIMES, _TIMES_AT_INDEX), its, own, strict=True):
             if error > times * least + unit:
                 found[path] = f"{error:.2g} from the model in float32, to which the model itself has {least:.2g}"

@@ -35,6 +35,8 @@ _SAME_KERNELS_DEFAULT = (1.3e-6, 1e-5)
 # With fewer elements at an index of an axis, their mean says little about the scale there.
 _FEWEST = 8
 
+HALF = (torch.float16, torch.bfloat16)
+
 # The largest difference that each element of a tensor of numbers may have, ready to broadcast.
 Bound = Callable[[torch.Tensor], torch.Tensor]
 

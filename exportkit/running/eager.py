@@ -14,6 +14,7 @@ from exportkit._torch_compat.sampled_products import sampled_products
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
+from exportkit.running.bounds import HALF
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import flatten
 
@@ -47,7 +48,7 @@ class EagerRunner:
     def in_float32(self) -> EagerRunner | None:
         """Returns the model in float32; None if none of it is in half precision, or it is too large to be copied."""
         weights = [*self.model.parameters(), *self.model.buffers()]
-        is_half = any(weight.dtype in (torch.float16, torch.bfloat16) for weight in weights)
+        is_half = any(weight.dtype in HALF for weight in weights)
         if not is_half or sum(weight.numel() for weight in weights) > _MOST_COPIED:
             return None
         with contextlib.suppress(Exception):  # not every module can be copied

@@ -71,3 +71,26 @@ def test_the_copy_in_float32_is_that_of_the_model_as_it_is(decoder):
         scaled(model)
     assert not onnx_model.verify().ok
     assert {parameter.dtype for parameter in model.parameters()} <= {torch.bfloat16, torch.float16}
+
+
+class OnlyInHalf(torch.nn.Module):
+    """A layer that cannot be converted to float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(6)])
+
+    def forward(self, x):
+        return self.layers(x.bfloat16())
+
+
+def test_the_larger_bound_is_only_for_models_that_run_in_float32(tmp_path):
+    torch.manual_seed(0)
+    model, observer = OnlyInHalf().bfloat16(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for rows in (20, 30):
+            model(torch.randn(rows, 32))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    with torch.no_grad():
+        model.layers[5].weight.mul_(1.15)
+    assert not onnx_model.verify().ok
