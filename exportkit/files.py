@@ -34,7 +34,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path)
     except TypeError:
-        raise InvalidTypeError("This is not a path.", expected="a string or a pathlib.Path", got=repr(path)) from None
+        raise InvalidTypeError("Not a path.", expected="a string or a pathlib.Path", got=repr(path)) from None
 
 
 def check_file(path: str | os.PathLike[str]) -> Path:
@@ -77,7 +77,7 @@ def check_folder(target: Path, noun: str, is_ours: Callable[[Path], bool]) -> Pa
     except OSError as error:
         raise DestinationError(f"{noun.capitalize()} cannot be written here.", where=str(target), got=error) from error
     raise DestinationError(
-        f"{noun.capitalize()} is not written over other files.",
+        f"{noun.capitalize()} cannot be written over other files.",
         where=str(target),
         expected=f"a new or empty directory, or one that holds {noun}",
         got=", ".join(found[:5]),
@@ -176,8 +176,8 @@ def _locked(folder: Path) -> Iterator[bool]:
 def digest_of(file: Path) -> str:
     """Returns the XXH3 hash of a file, 128 bits, as ``xxh128sum`` prints it.
 
-    It finds damage of any kind, at the speed of memory. It is no protection against somebody who wants to deceive:
-    whoever can write a file can also write its digest.
+    It finds damage of any kind, at the speed of memory. It does not protect against tampering: anyone who can
+    write a file can also write its digest.
 
     Raises:
         OSError: if the file cannot be read.

@@ -304,7 +304,7 @@ class TestVerify:
         (folder / "plan.json").write_text((folder / "plan.json").read_text() + "\n")
         result = run("verify", folder)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert "is not the one that was saved" in result.stderr
+        assert "has changed since it was saved" in result.stderr
 
     def test_another_folder_exits_with_2(self, tmp_path):
         result = run("verify", tmp_path)
@@ -341,7 +341,7 @@ class TestWrongInput:
         assert not result.stdout
 
     def test_a_missing_folder(self, tmp_path):
-        self.check(run("export", tmp_path / "none", "--out", tmp_path), "no such checkpoint folder", "hint:")
+        self.check(run("export", tmp_path / "none", "--out", tmp_path), "checkpoint folder does not exist", "hint:")
 
     def test_a_folder_without_configuration(self, tmp_path):
         (tmp_path / "empty").mkdir()
@@ -373,10 +373,10 @@ class TestWrongInput:
 
     def test_an_output_folder_with_other_files(self, bert, tmp_path):
         (tmp_path / "notes.txt").write_text("mine")
-        self.check(run("export", bert, "--out", tmp_path), "not written over other files", "got: notes.txt")
+        self.check(run("export", bert, "--out", tmp_path), "cannot be written over other files", "got: notes.txt")
 
     def test_a_folder_without_anything_to_report_on(self, tmp_path):
-        self.check(run("report", tmp_path), "This folder holds nothing to report on.", "got: an empty folder")
+        self.check(run("report", tmp_path), "The folder contains nothing to report on.", "got: an empty folder")
         self.check(run("report", tmp_path / "none"), "got: nothing")
 
     def test_a_damaged_folder(self, tmp_path):
@@ -409,7 +409,7 @@ class TestWrongInput:
         result = run("export", tmp_path / "none", "--out", tmp_path, "--debug")
         assert result.exit_code == 2
         assert "Traceback" in result.stderr
-        assert "no such checkpoint folder" in result.stderr
+        assert "checkpoint folder does not exist" in result.stderr
 
     def test_ctrl_c_is_quiet(self, tmp_path, monkeypatch):
         def interrupted(*_):

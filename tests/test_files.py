@@ -28,7 +28,7 @@ def write(target, last="", clear=None, **contents):
 
 @pytest.mark.parametrize("value", [None, 5, [], b"x".join])
 def test_what_is_no_path_is_named(value):
-    with pytest.raises(InvalidTypeError, match="This is not a path"):
+    with pytest.raises(InvalidTypeError, match="Not a path"):
         as_path(value)
 
 

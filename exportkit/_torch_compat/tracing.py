@@ -6,11 +6,13 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 
 from exportkit._torch_compat import require
+from exportkit._torch_compat.symbolic_shapes import traced_expression
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -216,6 +218,24 @@ def _proxies() -> Any:
     from torch.fx.experimental import proxy_tensor
 
     return proxy_tensor
+
+
+def limits_of_floats() -> tuple[ModuleType, dict[str, Any]]:
+    """Returns the Python module of the function that takes note of a ``torch._check``, and a replacement of it.
+
+    torch makes a range of a limit for one number, and checks no range of floats. Seen in torch 2.13.
+    """
+    from torch.fx.experimental import symbolic_shapes
+
+    note = require(symbolic_shapes, "expect_true", "torch 2.13")
+
+    def expect_true(condition: Any, skip: int = 0) -> bool:
+        holds: bool = note(condition, skip + 1)
+        if any(str(symbol).startswith("zuf") for symbol in getattr(traced_expression(condition), "free_symbols", ())):
+            torch.ops.aten._assert_scalar.default(condition, "a check of a number")
+        return holds
+
+    return symbolic_shapes, {"expect_true": expect_true}
 
 
 def constraints_that_solve() -> tuple[type, dict[str, Any]]:

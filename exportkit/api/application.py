@@ -136,7 +136,10 @@ def compare_runs(
     """
     if not callable(run):
         raise InvalidTypeError(
-            "The application is a function without arguments.", where="run", expected="a callable", got=repr(run)
+            "The application must be a function that takes no arguments.",
+            where="run",
+            expected="a callable",
+            got=repr(run),
         )
     if not isinstance(onnx_model, OnnxModel):
         raise InvalidTypeError(

@@ -163,7 +163,7 @@ def _planned(model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]) -> 
     """The model exported for a plan, with what is captured of its modules in its result."""
     if not isinstance(plan, BoundPlan):
         raise PlanError(
-            "This plan does not know the calls it was made from.",
+            "This plan does not know the calls that it was made from.",
             hint="pass the observer, or a plan that observer.plan() returned.",
         )
     model, observation = exported_form(model, plan.observation, outputs, carries_state=False)

@@ -75,7 +75,7 @@ class Exported(ExportedModel):
         """
         if runtime not in (None, "onnxruntime"):
             raise InvalidRequestError(
-                "No graph is made for this runtime alone.", where="runtime", expected="'onnxruntime'", got=repr(runtime)
+                "Unsupported runtime.", where="runtime", expected="'onnxruntime'", got=repr(runtime)
             )
         lossy = Lossy.of(weights, dtype, accuracy, recorded(data))
         target = check_file(path)
@@ -186,7 +186,7 @@ class Exported(ExportedModel):
 
         if not isinstance(compared, RunComparison | None):
             raise InvalidTypeError(
-                "A report says how an application ran on the graphs.",
+                "Expected the result of compare_runs.",
                 where="compared",
                 expected="what compare_runs returned",
                 got=type(compared).__name__,

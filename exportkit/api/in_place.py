@@ -34,7 +34,7 @@ class InPlace:
     def __init__(self, runner: OnnxRunner, model: torch.nn.Module | object, outside: Outside) -> None:
         if not isinstance(model, torch.nn.Module) and not isinstance(model, Mapping) and not modules_in(model):
             raise InvalidTypeError(
-                "Graphs can take the place of a torch.nn.Module.",
+                "Graphs can only take the place of a torch.nn.Module.",
                 where="model",
                 expected="the model that was exported, or the pipeline or dict of modules",
                 got=type(model).__name__,
@@ -42,7 +42,7 @@ class InPlace:
             )
         if outside not in get_args(Outside):
             raise InvalidRequestError(
-                "Calls outside of the domain raise, or run the model.",
+                "Unsupported value of `outside`.",
                 where="outside",
                 expected="'raise' or 'eager'",
                 got=repr(outside),
@@ -50,7 +50,7 @@ class InPlace:
         runners = [*runner.parts.values(), *([runner] if runner.graphs else [])]
         if outside == "eager" and any(one.contract.stateful for one in runners):
             raise InvalidRequestError(
-                "This model keeps a state from call to call, and would not know the one that the graph left.",
+                "The model keeps a state from call to call, so it cannot go on from the state that the graph left.",
                 where="outside",
                 expected="'raise'",
                 got="'eager'",

@@ -77,7 +77,7 @@ class OnnxModel(OnnxRunner):
             return prove(self.opened_by(OpenVinoSession), unseen, notes, given=given_calls(recorded(data)))
         if runtime != "onnxruntime":
             raise InvalidRequestError(
-                "Nothing is known about this runtime.",
+                "Unsupported runtime.",
                 where="runtime",
                 expected='"onnxruntime" or "openvino"',
                 got=repr(runtime),
@@ -154,7 +154,7 @@ def recorded(data: Observer | Observation | None) -> Observation | None:
     """
     if not isinstance(data, Observer | Observation | None):
         raise InvalidTypeError(
-            "Further calls are given as what an observer recorded.",
+            "Additional calls must have been recorded by an observer.",
             where="data",
             expected="an InputObserver or its observation",
             got=type(data).__name__,

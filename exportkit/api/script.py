@@ -91,14 +91,14 @@ class Script:
         path = Path(self.name)
         if not self.is_module and not path.is_file() and not (path / "__main__.py").is_file():
             raise InvalidRequestError(
-                "There is no such script.",
+                "The script does not exist.",
                 where=self.name,
                 expected="a Python file, or a module with -m",
                 hint="give the path of the script, from the current directory.",
             )
         if self.observed is not None and not all(self.observed.split(".")):
             raise InvalidRequestError(
-                "This is not a variable of the script, nor an object that is reached from one.",
+                "This is neither a variable of the script nor an attribute of one.",
                 where="--observe",
                 expected="a name such as model, or app.model",
                 got=repr(self.observed),

@@ -38,7 +38,7 @@ def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int], r
     sources, needed = largest_tensors(observation), needed_tokens(plan.placeholders, shapes, plan.grids)
     if not tokens_fit(plan.placeholders, shapes, plan.grids):
         raise ArgumentError(
-            "The token ids have no room for their placeholders.",
+            "There are fewer token ids than placeholders.",
             where=", ".join(needed),
             expected=", ".join(f"token {v} {n} times" for blocks in needed.values() for v, n in _counts(blocks)),
             got=", ".join(f"{path} {shapes[path]}" for path in needed),

@@ -306,7 +306,7 @@ class ApplicationRecorder:
                 self._heard[target] = _Heard(target, recorder, self._frames)
             elif self._heard[target].recorder.signature.names != signature.names:
                 raise InvalidRequestError(
-                    "An observer records the same modules each time; this one recorded another before.",
+                    "This observer has already recorded a different module.",
                     where=str(target),
                     got=f"{type(module).__name__}.{target.method} with inputs {', '.join(signature.names)}",
                     hint="use one InputObserver for each application.",
@@ -427,7 +427,7 @@ def named_targets(application: Mapping[Any, Any]) -> dict[Target, torch.nn.Modul
     for name, value in application.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidRequestError(
-                "Modules are named by letters and digits: a graph has the name of its module.",
+                "Module names consist of letters and digits, as each graph is named after its module.",
                 where="observer(...)",
                 expected="a name such as 'unet'",
                 got=repr(name),
@@ -435,7 +435,7 @@ def named_targets(application: Mapping[Any, Any]) -> dict[Target, torch.nn.Modul
         module, method = value if isinstance(value, tuple) and len(value) == 2 else (value, "forward")
         if not isinstance(module, torch.nn.Module) or not isinstance(method, str):
             raise InvalidTypeError(
-                "An observer watches a torch.nn.Module.",
+                "Only a torch.nn.Module can be observed.",
                 where=name,
                 expected="a module, or a module with the name of a method: (vae, 'decode')",
                 got=type(value).__name__,

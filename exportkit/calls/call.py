@@ -114,11 +114,11 @@ class Signature:
                 value = leaves.get(path)
                 if path in leaves and not _fits(value, kind):
                     raise ArgumentError(
-                        "This argument is a Python number, as the model takes it.",
+                        "This argument must be a Python number, as in the recorded calls.",
                         where=join(name, path),
                         expected=_NUMBERS[kind],
                         got=f"{type(value).__name__} {value}"[:200],
-                        hint="calls with this type were recorded, and none with another one.",
+                        hint="record calls with a different type to allow it.",
                     )
 
     def numbers_by_name(self) -> dict[str, dict[str, NumberKind]]:

@@ -40,7 +40,7 @@ class Observer:
     def __init__(self, value_if_missing: Mapping[str | int, Any] | None = None) -> None:
         if not isinstance(value_if_missing, Mapping | None):
             raise InvalidTypeError(
-                "value_if_missing has a value for each argument that some calls lack.",
+                "value_if_missing must be a dict with a value for each argument that some calls lack.",
                 expected="a dict of values by name or position",
                 got=repr(value_if_missing),
             )
@@ -93,7 +93,7 @@ class Observer:
         """
         if shapes not in ("all", "stored"):
             raise InvalidRequestError(
-                "An observer keeps the shapes of all calls, or of the stored ones.",
+                "Unsupported value of `shapes`.",
                 where="shapes",
                 expected="'all' or 'stored'",
                 got=repr(shapes),
@@ -137,7 +137,7 @@ class Observer:
         signature = self._check(model, method_name)
         if self._application is not None:
             raise InvalidRequestError(
-                "An observer records one model, or one application; this one recorded an application before.",
+                "This observer has already recorded an application.",
                 got=type(model).__name__,
                 hint="use one InputObserver for each.",
             )
@@ -145,7 +145,7 @@ class Observer:
             self._recorder = Recorder(signature, method_name, type(model).__name__)
         elif self._recorder.signature.names != signature.names:
             raise InvalidRequestError(
-                "An observer records one method; this one recorded another before.",
+                "This observer has already recorded a different method.",
                 expected=f"a method with inputs {', '.join(self._recorder.signature.names)}",
                 got=f"{type(model).__name__}.{method_name} with inputs {', '.join(signature.names)}",
                 hint="use one InputObserver for each method.",
@@ -159,7 +159,7 @@ class Observer:
                 self._check(module, target.method)
         elif not modules_in(application):
             raise InvalidTypeError(
-                "An observer watches a torch.nn.Module.",
+                "Only a torch.nn.Module can be observed.",
                 expected="a torch.nn.Module, an object that holds some, such as a pipeline, or a dict of them",
                 got=type(application).__name__,
             )
@@ -175,7 +175,7 @@ class Observer:
         known = self._application
         if self._recorder is not None or (known is not None and known.is_named != isinstance(application, Mapping)):
             raise InvalidRequestError(
-                "An observer records one model, or one application; this one recorded another before.",
+                "This observer has already recorded something else.",
                 got=type(application).__name__,
                 hint="use one InputObserver for each.",
             )
@@ -189,7 +189,7 @@ class Observer:
                 hint="observe and export the module that was scripted.",
             )
         if not isinstance(method_name, str):
-            raise InvalidTypeError("A method is named by a string.", where="method_name", got=repr(method_name))
+            raise InvalidTypeError("The name of a method must be a string.", where="method_name", got=repr(method_name))
         if method_name.startswith("__"):
             raise InvalidRequestError(
                 f"{method_name} cannot be observed: Python looks it up on the class, not on the model.",
@@ -304,7 +304,7 @@ class Observer:
         signature = self._recorder.signature
         if not isinstance(names_or_positions, Iterable) or isinstance(names_or_positions, str):
             raise InvalidTypeError(
-                "Inputs are removed by a list of their names or positions.", got=repr(names_or_positions)
+                "The inputs to remove must be a list of names or positions.", got=repr(names_or_positions)
             )
         names, unknown = set[str](), list[UnknownInputError]()
         for key in names_or_positions:
@@ -328,7 +328,9 @@ class Observer:
 
 def _require_count(value: object, name: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidRequestError("This is not a number to keep.", where=name, expected="0 or more", got=repr(value))
+        raise InvalidRequestError(
+            "The number of calls to keep must not be negative.", where=name, expected="0 or more", got=repr(value)
+        )
 
 
 def _report(problems: tuple[str, ...], limits: tuple[str, ...]) -> None:

@@ -203,7 +203,7 @@ def _candidates(model: torch.nn.Module, method_name: str) -> Iterator[tuple[torc
 def _named(model: torch.nn.Module, wanted: Sequence[str]) -> Iterator[tuple[torch.nn.Module, str]]:
     if not isinstance(wanted, list | tuple | set) or not all(isinstance(path, str) for path in wanted):
         raise InvalidTypeError(
-            "Parts are named by their paths in the model.",
+            "Parts must be given by their paths in the model.",
             where="parts",
             expected='"auto", or a list such as ["encoder", "get_image_features"]',
             got=repr(wanted),

@@ -9,8 +9,8 @@ A snapshot is made as quickly as safety allows:
 - All other tensors are copied one by one.
 
 Copy-on-write never changes the values that torch code sees. But the tensor that is written first moves to other memory,
-which cuts off whoever holds its memory in another way (numpy, DLPack, an address). So it is used only for tensors that
-are usually not written, and whose memory nobody else can have seen: values that a cache replaces when it grows, fresh
+which cuts off other holders of its memory (numpy, DLPack, an address). So it is used only for tensors that
+are usually not written, and whose memory no other code can have seen: values that a cache replaces when it grows, fresh
 results of the model, and tensors that are still shared since an earlier snapshot. All other large tensors are copied:
 preallocated caches, plain inputs, views, and everything that is not in the CPU's memory (a captured CUDA graph contains
 addresses, and ``record_stream`` does nothing for shared memory).

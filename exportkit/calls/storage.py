@@ -250,7 +250,7 @@ def _load_tree(place: str, data: _TreeData, tensors: StoredTensors) -> Tree:
     paths = [leaf.path for leaf in data.leaves]
     if list(tree.tensors()) != paths:
         raise ObservationError(
-            "A value has different leaves than when it was written.",
+            "A value has different leaves from when it was saved.",
             where=place,
             expected=", ".join(paths),
             got=", ".join(tree.tensors()),
@@ -337,7 +337,7 @@ class StoredTensors:
         tensor = self._read[key]
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ObservationError(
-                "A tensor is not the one that the observation describes.",
+                "A tensor does not match its description in the observation.",
                 where=f"{key} in {self._file}",
                 expected=f"{dtype} {tuple(shape)}",
                 got=f"{tensor.dtype} {tuple(tensor.shape)}",

@@ -123,7 +123,7 @@ def _page_of(folder: Path) -> str:
         if (folder / name).is_file():
             return page(folder)
     raise DestinationError(
-        "This folder holds nothing to report on.",
+        "The folder contains nothing to report on.",
         where=str(folder),
         expected=f"a folder with {' or '.join(pages)}",
         got=listing(folder),

@@ -79,7 +79,7 @@ def _return_too(model: Any, name: str) -> None:
     known = sorted(key.removeprefix("output_") for key in dir(model.config) if key.startswith("output_"))
     if name not in known:
         raise InvalidRequestError(
-            "The model does not return this.", where=type(model).__name__, expected=", ".join(known), got=name
+            "The model has no such output.", where=type(model).__name__, expected=", ".join(known), got=name
         )
     if name == "attentions":
         model.set_attn_implementation("eager")  # other implementations never have them
@@ -106,7 +106,7 @@ def _model_class(folder: Path) -> Any:
 def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise DestinationError(
-            "There is no such checkpoint folder.",
+            "The checkpoint folder does not exist.",
             where=str(folder),
             expected=_CONTENT,
             got=listing(folder),

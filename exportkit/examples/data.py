@@ -53,7 +53,7 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
         if not file.is_file():
             raise DestinationError("The data file does not exist.", where=str(file), got=listing(file))
         if file.suffix.lower() not in (".txt", ".jsonl", ".safetensors", *_IMAGES, *_AUDIO):
-            raise InvalidRequestError("Files of this kind hold no data for a model.", where=str(file), expected=_KINDS)
+            raise InvalidRequestError("Unsupported kind of data file.", where=str(file), expected=_KINDS)
     are_tensors = [file.suffix.lower() == ".safetensors" for file in files]
     processor = None if all(are_tensors) else _processor(model, folder)
     items, calls = list[_Item](), list[_Inputs]()
@@ -70,7 +70,7 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
             raise DestinationError("The data cannot be read.", where=str(file), expected=_KINDS, got=got) from error
     calls += _batches(processor, items) if items else []
     if not calls:
-        raise InvalidRequestError("The data hold nothing to run the model on.", where=", ".join(map(str, files)))
+        raise InvalidRequestError("The data contain nothing to run the model on.", where=", ".join(map(str, files)))
     parameters = inspect.signature(model.forward).parameters
     calls = [{name: value for name, value in call.items() if name in parameters} for call in calls]
     if model.can_generate():
@@ -117,7 +117,7 @@ def _sampling_rate(processor: Any) -> int:
     rate = getattr(getattr(processor, "feature_extractor", processor), "sampling_rate", None)
     if rate is None:
         raise InvalidRequestError(
-            "The processor of the checkpoint takes no audio.",
+            "The processor of the checkpoint does not accept audio.",
             where=type(processor).__name__,
             expected=_parameters(processor),
         )
@@ -182,7 +182,7 @@ def _processed(processor: Any, items: Sequence[_Item]) -> _Inputs:
         return dict(processor(**given, **padding, return_tensors="pt"))
     except Exception as error:
         raise InvalidRequestError(
-            "The processor of the checkpoint does not take the data.",
+            "The processor of the checkpoint does not accept the data.",
             where=type(processor).__name__,
             expected=_parameters(processor),
             got=f"{', '.join(names)}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",

@@ -74,7 +74,7 @@ class CheckedFiles:
         expected = f"XXH3 {saved.xxh3_128}" if got.startswith("XXH3") else f"{saved.bytes} bytes"
         if got != expected:
             return DestinationError(
-                "A file of an exported model is not the one that was saved.",
+                "A file of an exported model has changed since it was saved.",
                 where=str(path),
                 expected=expected,
                 got=got,

@@ -50,7 +50,7 @@ def for_runtime(exported: ExportedModel, runtime: Runtime | None) -> ExportedMod
     """
     if runtime not in (None, *get_args(Runtime)):
         raise InvalidRequestError(
-            "Nothing special is known for this runtime.",
+            "Unsupported runtime.",
             where="runtime",
             expected=", ".join(map(repr, get_args(Runtime))),
             got=repr(runtime),
@@ -58,7 +58,7 @@ def for_runtime(exported: ExportedModel, runtime: Runtime | None) -> ExportedMod
     if runtime != "genai":
         return exported
     if exported.split is not None:
-        raise InvalidRequestError("A runtime takes one graph.", where=repr(exported), got=exported.split.text)
+        raise InvalidRequestError("This runtime needs a single graph.", where=repr(exported), got=exported.split.text)
     traced = exported.traced
     inputs = dict(zip(input_names(traced.input_paths), traced.input_paths, strict=True))
     if window_limits(traced) and is_causal_decoder(traced) and not foreign_inputs(inputs):

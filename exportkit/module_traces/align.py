@@ -62,7 +62,7 @@ def _renamed(paths: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
             try:
                 new = re.sub(pattern, replacement, new)
             except (re.error, IndexError) as error:
-                raise InvalidRequestError("Not a regular expression for paths.", got=pattern) from error
+                raise InvalidRequestError("Invalid regular expression for paths.", got=pattern) from error
         renamed[path] = new.strip(".")
     return renamed
 

@@ -178,7 +178,7 @@ class ValueSelection:
     def __init__(self, model: torch.nn.Module, values: Any, every: int = 1) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise InvalidRequestError(
-                "Values are stored for every n-th call of a module.",
+                "The number of calls between stored ones must be positive.",
                 where="every",
                 expected="1 or more",
                 got=repr(every),
@@ -215,7 +215,7 @@ def _matching(pattern: Any, paths: list[str]) -> list[str]:
         found = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
     else:
         raise InvalidTypeError(
-            "This does not say which values to store.",
+            "Unsupported selection of values to store.",
             where="values",
             expected='None, "all", "ends", a module path (also with * and ?), a compiled regular expression, or a list',
             got=repr(pattern),
@@ -223,7 +223,7 @@ def _matching(pattern: Any, paths: list[str]) -> list[str]:
     if not found:
         text = pattern if isinstance(pattern, str) else pattern.pattern
         raise InvalidRequestError(
-            "No module has such a path, so none of its values could be stored.",
+            "No module has such a path, so no values would be stored.",
             where="values",
             got=repr(text),
             hint=f"paths are such as {', '.join(map(repr, paths[-3:]))}; * stands for anything in them.",

@@ -179,7 +179,9 @@ class TraceData:
             )
         entry = self._read().stored.get(record.key)
         if entry is None:
-            raise TraceError("This trace has no such tensor.", where=record.key, hint="the record is of another trace.")
+            raise TraceError(
+                "This tensor is not in the trace.", where=record.key, hint="the record belongs to a different trace."
+            )
         tensor = self._read().tensor(entry)
         return tensor.reshape(record.shape) if entry["kind"] == "dense" else tensor
 
@@ -260,7 +262,7 @@ def _read_index(path: Path) -> _Index:
         data = path.read_bytes()
     except OSError as error:
         raise DestinationError(
-            "No trace can be read here.",
+            "There is no trace here.",
             where=str(path.parent),
             expected=f"a directory with {INDEX}, as trace_model(model, directory) writes it",
             got=error,
@@ -278,7 +280,7 @@ def _read_index(path: Path) -> _Index:
     metadata = lines.pop(0) if lines else {}
     if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
         raise TraceError(
-            "Not a trace that this version reads.",
+            "Unsupported trace format.",
             where=str(path),
             expected=f"{FORMAT} {VERSION}",
             got=f"{metadata.get('format')} {metadata.get('version')}",

@@ -66,11 +66,11 @@ class Quantisation:
     def __post_init__(self) -> None:
         if self.weights not in BITS:
             raise InvalidRequestError(
-                "Weights cannot be stored like this.", where="weights", expected="'int4' or 'int8'", got=self.weights
+                "Unsupported format of weights.", where="weights", expected="'int4' or 'int8'", got=self.weights
             )
         if self.block_size < _SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
             raise InvalidRequestError(
-                "onnxruntime has no such blocks of weights.",
+                "Unsupported block size of weights.",
                 where="block_size",
                 expected="a power of two, 16 or more",
                 got=self.block_size,
@@ -83,14 +83,14 @@ class Quantisation:
             return
         if self.activations not in ("dynamic", "static"):
             raise InvalidRequestError(
-                "Activations cannot be quantised like this.",
+                "Unsupported quantisation of activations.",
                 where="activations",
                 expected="'dynamic' or 'static'",
                 got=self.activations,
             )
         if (self.weights, self.block_size, self.symmetric) != ("int8", Quantisation.block_size, False):
             raise InvalidRequestError(
-                "Together with activations, weights are int8, with a scale for each channel.",
+                "Quantised activations require int8 weights with a scale for each channel.",
                 where="activations",
                 expected="weights='int8', and neither block_size nor symmetric",
                 got=repr(self),

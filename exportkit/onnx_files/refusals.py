@@ -1,7 +1,7 @@
 """Calls that a model refuses by the values of its tensors: an ONNX graph, which cannot raise, has to fail as well.
 
 A model raises where an index is out of range, where an assertion such as ``torch._check(n.item() < 5)`` does not hold,
-and where an operator does not take a value, as ``one_hot`` does not take a class that there is not. What makes
+and where an operator does not take a value, as ``one_hot`` does not take a class that does not exist. What makes
 onnxruntime fail, on the CPU, is an index out of range. An index that ONNX would take becomes one that it does not, and
 the first result of the graph is looked up by an index that is out of range unless everything holds.
 """

@@ -236,7 +236,7 @@ class OnnxRunner:
             is_input = any(name in graph.contract.plan.by_path for graph in self.graphs.values())
             if is_input and isinstance(value, np.ndarray):
                 raise ArgumentError(
-                    "An input is an array of numpy.",
+                    "An input is a NumPy array.",
                     where=name,
                     expected="a torch.Tensor",
                     got=f"numpy.ndarray {value.dtype} {value.shape}",

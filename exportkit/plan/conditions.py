@@ -129,7 +129,7 @@ def first_broken(conditions: Sequence[SizeCondition], names: Sequence[str]) -> C
         unknown = condition.variables() - short.keys()
         if unknown:
             raise PlanError(
-                "A condition on sizes has a variable that the plan does not have.",
+                "A condition on sizes uses a variable that the plan does not have.",
                 where=condition.text[:200],
                 expected=", ".join(names) or "no variable",
                 got=", ".join(sorted(unknown))[:200],
@@ -173,7 +173,9 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> Any:
         variables = {f"size_{name}": size for name, size in sizes.items()}
         return eval(code, {"__builtins__": {}, **_FUNCTIONS, **variables})  # sizes and the operators above
     except (ArithmeticError, ValueError, TypeError, NameError) as error:
-        raise PlanError("A number has no value for these sizes.", where=text, got=f"{error}; {dict(sizes)}") from error
+        raise PlanError(
+            "An expression cannot be evaluated for these sizes.", where=text, got=f"{error}; {dict(sizes)}"
+        ) from error
 
 
 @lru_cache(maxsize=256)
@@ -218,7 +220,7 @@ def _with_numbers(side: ast.expr, sizes: Mapping[str, int]) -> str:
 
 def _parsed(text: str) -> ast.expr:
     def refused(reason: str) -> PlanError:
-        return PlanError("This is not a condition on sizes.", where=str(text)[:200], got=reason)
+        return PlanError("Not a condition on sizes.", where=str(text)[:200], got=reason)
 
     if not isinstance(text, str) or len(text) > _LONGEST:
         raise refused(f"more than {_LONGEST} characters" if isinstance(text, str) else type(text).__name__)

@@ -188,7 +188,9 @@ class Plan:
         """
         self.variable(old)
         if not isinstance(new, str) or not new.isidentifier():
-            raise PlanError(f"{new!r} is not a name for a variable.", expected="a name such as 'batch'", got=repr(new))
+            raise PlanError(
+                f"{new!r} is not a valid name for a variable.", expected="a name such as 'batch'", got=repr(new)
+            )
         if any(variable.name == new for variable in self.variables):
             hint = f"plan.tie({new!r}, {old!r}) makes them one."
             raise PlanError(f"The plan already has a variable {new!r}.", hint=hint)
@@ -289,7 +291,7 @@ class Plan:
         is_whole = all(isinstance(limit, int) for limit in (minimum, maximum) if limit is not None)
         if not is_whole or minimum < 0 or (maximum is not None and maximum < minimum):
             raise PlanError(
-                "This is not a range.", where=name, expected="0 <= minimum <= maximum", got=(minimum, maximum)
+                "Not a valid range.", where=name, expected="0 <= minimum <= maximum", got=(minimum, maximum)
             )
         outside = sorted([size for size in seen if size < minimum or (maximum is not None and size > maximum)])
         if outside:

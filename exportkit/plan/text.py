@@ -177,7 +177,7 @@ def load_plan(text: str) -> dict[str, Any]:
         raise PlanError("Not a plan: the text is not valid JSON.", got=str(error)) from error
     if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (_FORMAT, _VERSION):
         found = f"{data.get('format')} {data.get('version')}" if isinstance(data, dict) else type(data).__name__
-        raise PlanError("Not a plan that this version reads.", expected=f"{_FORMAT} {_VERSION}", got=found)
+        raise PlanError("Unsupported plan format.", expected=f"{_FORMAT} {_VERSION}", got=found)
     try:
         plan: dict[str, Any] = {name: read(tuple[kind, ...], data[name]) for name, kind in _LISTS.items()}  # type: ignore[valid-type]
         plan["constants"] = tuple(replace(c, fingerprint=_as_tuples(c.fingerprint)) for c in plan["constants"])

@@ -1,6 +1,6 @@
 """What a call does besides returning a result: arguments that it changes, and attributes of modules.
 
-A graph only returns. So arguments that a model changes are results of the graph too, and whoever runs the graph in
+A graph only returns. So arguments that a model changes are results of the graph too, and code that runs the graph in
 place of the model writes them back into what the caller gave.
 """
 

@@ -141,7 +141,7 @@ def require_traits(wanted: tuple[str, ...], given: Mapping[str, torch.Tensor]) -
 
 def _unlike(path: str, text: str) -> ArgumentError:
     return ArgumentError(
-        "The model returns something else for such a tensor, and a graph cannot see what it is like.",
+        "The model's result depends on a property of this tensor that a graph cannot see.",
         where=path,
         expected=f"a tensor {text}",
         hint=f"give {path}.detach().clone(memory_format=torch.contiguous_format).",

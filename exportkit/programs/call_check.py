@@ -266,7 +266,7 @@ class CallCheck:
                 shown = f", as axis {others[0][1]} of {others[0][0]} shows" if others else ""
                 numbers = ", ".join(f"{name} = {solved[name]}" for name, _ in size.terms)
                 return ArgumentError(
-                    "The sizes of the inputs do not fit each other.",
+                    "The sizes of the inputs are inconsistent.",
                     where=f"axis {axis} of {path}",
                     expected=f"{size} = {size.evaluate(solved)}{shown}",
                     got=f"{value}" if size.variable is not None else f"{value}, where {numbers}",
@@ -287,7 +287,7 @@ class CallCheck:
         small = SmallSizes({name: size for name, size in sizes.items() if size < SMALLEST})
         allowed = "; ".join(map(str, self.patterns))
         return ArgumentError(
-            f"The graph was not shown to be right for {small}.",
+            f"The graph is not proven for {small}.",
             expected=f"{', '.join(small.sizes)} at least {SMALLEST}{f'; or {allowed}' if allowed else ''}",
             got=", ".join(f"{name} {size}" for name, size in sizes.items()),
             hint="tracing assumes sizes of 2 and more; observe a call of these sizes, then export again.",

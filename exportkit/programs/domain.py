@@ -90,7 +90,7 @@ class Domain:
             self.check.require_inputs(given)
             sets = [self.names(paths) or "none" for paths in sorted(self.absent, key=sorted)]
             raise ArgumentError(
-                "These inputs may not be left out together: the graph is not proven for it.",
+                "The graph is not proven for calls that leave out these inputs together.",
                 where=self.names(absent) or "all inputs given",
                 expected=f"left out: {'; or '.join(sets)}",
                 got=f"left out: {self.names(absent) or 'none'}",

@@ -104,7 +104,7 @@ def _eager_outputs(model: torch.nn.Module, method: str, call: Call, rules: Seque
     except Exception as error:
         shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in call.tensors().items())
         raise ArgumentError(
-            "The model raises for the sizes that the plan leads to: they are related in a way that was not found.",
+            "The model raises for the sizes chosen from the plan: they are related in a way that was not found.",
             where=shapes,
             expected="sizes like those recorded",
             got=f"{type(error).__name__}: {str(error)[:300]}",

@@ -165,7 +165,7 @@ def require_own(programs: Mapping[str, Any], parts: Iterable[str]) -> None:
     """
     if not programs:
         raise InvalidRequestError(
-            "Several modules were exported, and together they have no program of their own.",
+            "Several modules were exported, so there is no single program.",
             expected=f"one of {', '.join(parts)}",
             hint=f"parts has them by name: .parts[{next(iter(parts), '')!r}]; in_place_of(...) runs the application.",
         )

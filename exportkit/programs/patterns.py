@@ -65,7 +65,7 @@ class ProgramProbe:
         key = tuple(sizes.values())
         if key not in self._known:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # at sizes that nobody asked for
+                warnings.simplefilter("ignore")  # at sizes that the user did not run
                 self._known[key] = sampled_answer(
                     self._traced.model, lambda: self._difference(sizes), is_sure=lambda difference: difference == ""
                 )

@@ -16,7 +16,12 @@ import torch
 
 from exportkit._torch_compat.graph import trace_module
 from exportkit._torch_compat.symbolic_shapes import value_error
-from exportkit._torch_compat.tracing import constraints_that_solve, distribution_checks, module_calls
+from exportkit._torch_compat.tracing import (
+    constraints_that_solve,
+    distribution_checks,
+    limits_of_floats,
+    module_calls,
+)
 from exportkit.arguments.build import build_call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
@@ -249,8 +254,9 @@ def _quiet(around: Callable[..., Any] | None) -> Iterator[None]:
     owner, name = distribution_checks()
     silent = replaced_attributes(trace_module(), {"print": lambda *_, **__: None})
     unlogged = replaced_attributes(logging.getLogger("torch._guards"), {"disabled": True})
-    repaired = replaced_attributes(*module_calls(around)), replaced_attributes(*constraints_that_solve())
     checked = replaced_attributes(owner, {name: False})
-    with warnings.catch_warnings(), silent, unlogged, checked, repaired[0], repaired[1]:
+    with warnings.catch_warnings(), silent, unlogged, checked, contextlib.ExitStack() as repaired:
+        for replacement in (module_calls(around), constraints_that_solve(), limits_of_floats()):
+            repaired.enter_context(replaced_attributes(*replacement))
         warnings.simplefilter("ignore")
         yield

@@ -105,7 +105,7 @@ class PythonValues:
             expected = [key for key in keys if key in got]
             if got != expected:
                 raise ArgumentError(
-                    "The model returns something else for another order of these keys.",
+                    "The model's result depends on the order of these keys.",
                     where=path,
                     expected=", ".join(expected),
                     got=", ".join(got),

@@ -31,6 +31,7 @@ from exportkit.rewrites.table import (
     LIBRARY_PATCHES,
     LISTS_OF_ONE,
     LOOPS,
+    NUMBER_CHECKS,
     STRICT,
     SYMBOLIC_LENGTHS,
     Rewrite,
@@ -118,7 +119,7 @@ STRATEGIES = (
         "decisions by values",
         "the trace needed the value of a tensor, which may follow from buffers alone, or make no difference",
         lambda search: search.needs_values,
-        adds=(BUFFER_VALUES,),
+        adds=(BUFFER_VALUES, NUMBER_CHECKS),
         decides=True,
     ),
     Strategy(
@@ -146,7 +147,7 @@ STRATEGIES = (
         "the trace fixed a size, or left out a recorded call",
         lambda search: search.size_fixed or search.leaves_out_calls,
         adds=(STRICT,),
-        drops=(BUFFER_VALUES,),  # a mode for torch functions, which strict tracing would trace, too
+        drops=(BUFFER_VALUES, NUMBER_CHECKS),  # which strict tracing would trace, too
     ),
     Strategy(
         "transformers' export patches",

@@ -45,7 +45,7 @@ def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None)
         return model
     if not missing:
         raise InvalidRequestError(
-            "This model has its weights already, so none are read from files.",
+            "The model already has weights, so none are read from files.",
             where=str(weights),
             hint="leave out weights=, or create the model under `with torch.device('meta'):`.",
         )
@@ -78,7 +78,7 @@ def _read(file: Any, name: str, wanted: torch.Tensor) -> torch.Tensor:
     value = file.get_tensor(name)
     if value.shape != wanted.shape:
         raise InvalidRequestError(
-            "A weight has another shape in the file than in the model.",
+            "A weight has different shapes in the file and in the model.",
             where=name,
             expected=tuple(wanted.shape),
             got=tuple(value.shape),
@@ -131,7 +131,7 @@ def _opened(path: Path) -> Iterator[dict[str, Any]]:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise DestinationError(
-            "This folder holds no weights.",
+            "The folder contains no weights.",
             where=str(path),
             expected="*.safetensors",
             hint="model.save_pretrained(...)",

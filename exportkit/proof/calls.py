@@ -58,9 +58,7 @@ def given_calls(data: Observation | None) -> tuple[Call, ...]:
     if data is None:
         return ()
     if not data.has_values:
-        raise InvalidRequestError(
-            "The data have no values of calls, so there is nothing to compare with.", where="data"
-        )
+        raise InvalidRequestError("The data contain no values, so there is nothing to compare with.", where="data")
     return tuple(replace(call, label=f"given {call.index}") for call in data.calls)
 
 

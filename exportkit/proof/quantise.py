@@ -64,13 +64,11 @@ class Lossy:
         budget, given = budget_of(accuracy), given_calls(data)
         half: Dtype | None = "float16" if dtype in ("float16", torch.float16) else None
         if dtype is not None and half is None:
-            raise InvalidRequestError(
-                "Graphs are not converted to this.", where="dtype", expected="'float16'", got=str(dtype)
-            )
+            raise InvalidRequestError("Unsupported dtype.", where="dtype", expected="'float16'", got=str(dtype))
         if weights is None and half is None:
             if budget:
                 raise InvalidRequestError(
-                    "A budget is for graphs that are quantised; all others are proven.",
+                    "Only quantised graphs have a budget; all others are proven.",
                     where="accuracy",
                     got=repr(accuracy),
                     hint='add weights="int4".',
@@ -79,7 +77,7 @@ class Lossy:
         quantisation = weights if weights is None or isinstance(weights, Quantisation) else Quantisation(weights)
         if half is not None and quantisation is not None and quantisation.activations is not None:
             raise InvalidRequestError(
-                "Activations are quantised in place of float32.",
+                "Quantised activations cannot be combined with `dtype`.",
                 where="dtype",
                 expected="None, as activations are quantised",
                 got=half,
@@ -127,7 +125,7 @@ def budget_of(accuracy: Accuracy | None) -> dict[str, float]:
         is_number = isinstance(limit, int | float) and limit >= 0
         if name not in _FIGURES or not is_number or (name == "top1" and limit > 1):
             raise InvalidRequestError(
-                "This is not a budget.",
+                "Not a valid budget.",
                 where="accuracy",
                 expected="the least top-1 agreement, up to 1, or a dict with limits of top1, kl and error",
                 got=repr(accuracy),
@@ -157,7 +155,7 @@ def _lossy_graph(graph: OnnxGraph, lossy: Lossy, verify: bool) -> OnnxGraph:
     logits = tuple(outputs[name] for name in heads_of(model, outputs))
     if lossy.budget.keys() & {"top1", "kl"} and not logits:
         raise InvalidRequestError(
-            "The budget is about logits, and the graph returns none.",
+            "The budget needs logits, and the graph returns none.",
             where="accuracy",
             expected="an output that a linear layer makes",
             got=", ".join(graph.contract.outputs),

@@ -5,7 +5,7 @@ A trace cannot know which way such a line goes, and there are two kinds of lines
 - A branch that changes nothing where a mask has no places, such as an assignment to them. It is taken in every case.
   Whether a branch is one of these is found by running the model.
 - A check, one side of which does nothing but raise. A graph goes on with the other side, and asserts that this is the
-  model's.
+  model's. It may test a tensor, or a number that was read from one: ``if mask.sum().item() != len(rows): raise``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 
-from exportkit._torch_compat.symbolic_shapes import asserted
-from exportkit.overrides import Attribute, replaced
+from exportkit._torch_compat.symbolic_shapes import asserted, value_error
+from exportkit.overrides import Attribute, replaced, replaced_attributes
 
 Place = tuple[str, int, int]  # file, line, and the instruction
 _MASK = "exportkit_mask"  # set on the result of any() and all(): the mask, and the function's name
 _ASKING, _OWNERS = ("any", "all"), (torch, torch.Tensor)
+_TORCH, _EXPORTKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _OFTEN = 300  # decisions of one line in one call; `while mask.any()` does not end if it goes on in every case
 
 
@@ -134,24 +137,130 @@ def _deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextli
     )
 
 
+@contextlib.contextmanager
+def checks_of_numbers(_model: torch.nn.Module) -> Iterator[None]:
+    """Lets checks pass that test numbers read from tensors, and asserts what they test.
+
+    In eager mode, these numbers are Python's, so that only a trace shows where they are tested.
+
+    Args:
+        _model: The model.
+    """
+    decide: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+
+    def value(self: torch.SymBool) -> bool:
+        try:
+            return decide(self)
+        except value_error():
+            caller = sys._getframe(1)  # of a number, torch asks whether it is 0
+            passing = _passing(caller.f_back if caller.f_code.co_name == "__bool__" else caller)
+            if passing is None:
+                raise
+        torch._check(self if passing else torch.sym_not(self))
+        return passing
+
+    with replaced_attributes(torch.SymBool, {"__bool__": value}):
+        yield
+
+
+def _passing(frame: FrameType | None) -> bool | None:
+    """The value for which a check passes of the condition that a frame tests.
+
+    None if the frame is not at a check, or if the error may be caught.
+    """
+    if frame is None or not _is_model_code(frame.f_code.co_filename):
+        return None
+    code = frame.f_code
+    first, last, start, end = list(code.co_positions())[frame.f_lasti // 2]
+    for check in _source(code.co_filename).checks:
+        conditions = list(_conditions(check.statement.test, check.passing))
+        found = {_place_of(condition): passing for condition, passing in conditions}
+        others = [passing for condition, passing in conditions if not isinstance(condition, ast.Compare)]
+        if len(others) == 1:  # before Python 3.12, these have the place of the statement
+            found[_place_of(check.statement)] = others[0]
+        if (first, start, last, end) in found:
+            return None if _is_caught(frame) else found[first, start, last, end]
+    return None
+
+
+def _place_of(node: ast.expr | ast.stmt) -> tuple[int | None, ...]:
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
+def _conditions(test: ast.expr, passing: bool | None) -> Iterator[tuple[ast.expr, bool | None]]:
+    """The conditions in a test, each with what it has to be for the test to be ``passing``; None if it may be either.
+
+    For ``a and b`` to be false, ``b`` has to be false where it is reached; ``a`` may be either.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _conditions(test.operand, None if passing is None else not passing)
+    elif isinstance(test, ast.BoolOp):
+        are_all = passing is not None and isinstance(test.op, ast.And) == passing
+        for value in test.values:
+            yield from _conditions(value, passing if are_all or value is test.values[-1] else None)
+    else:
+        is_chain = isinstance(test, ast.Compare) and len(test.ops) > 1  # a < b < c is like a < b and b < c
+        yield test, None if is_chain and not passing else passing
+
+
+def _is_caught(frame: FrameType | None) -> bool:
+    """Whether an error that is raised in a frame may be caught before it leaves the model."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if Path(file).is_relative_to(_TORCH / "export"):  # which called the model
+            return False
+        if _is_model_code(file) and any(frame.f_lineno in lines for lines in _source(file).catching):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_model_code(file: str) -> bool:
+    """Whether a file belongs neither to torch nor to exportkit, which raise what they catch."""
+    return not any(Path(file).is_relative_to(folder) for folder in (_TORCH, _EXPORTKIT))
+
+
 def is_check(place: Place) -> bool:
     """Returns whether a place belongs to the condition of a check: a line one side of which does nothing but raise."""
     file, line, _ = place
-    return any(test.lineno <= line <= (test.end_lineno or 0) for test in _tests_of_checks(file))
+    return any(line in _lines_of(check.statement.test) for check in _source(file).checks)
+
+
+class _Check(NamedTuple):
+    """A statement one side of which does nothing but raise, and what its test has to be for the other side."""
+
+    statement: ast.Assert | ast.If
+    passing: bool
+
+
+class _Source(NamedTuple):
+    """What a file says: its checks, and the lines in which errors are caught."""
+
+    checks: tuple[_Check, ...] = ()
+    catching: tuple[range, ...] = ()
 
 
 @functools.lru_cache(maxsize=64)
-def _tests_of_checks(file: str) -> tuple[ast.expr, ...]:
+def _source(file: str) -> _Source:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return ()
-    found = []
+        return _Source()
+    checks, catching = list[_Check](), list[range]()
     for node in ast.walk(tree):
-        sides = [node.body, node.orelse] if isinstance(node, ast.If) else []
-        if isinstance(node, ast.Assert | ast.If) and (not sides or any(map(_only_raises, sides))):
-            found.append(node.test)
-    return tuple(found)
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _only_raises(node.orelse)):
+            checks.append(_Check(node, True))
+        elif isinstance(node, ast.If) and _only_raises(node.body):
+            checks.append(_Check(node, False))
+        elif isinstance(node, ast.Try) and node.handlers:
+            catching += map(_lines_of, node.body)
+        elif isinstance(node, ast.With) and any("suppress" in ast.dump(item.context_expr) for item in node.items):
+            catching.append(_lines_of(node))
+    return _Source(tuple(checks), tuple(catching))
+
+
+def _lines_of(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def _only_raises(statements: list[ast.stmt]) -> bool:

@@ -148,8 +148,9 @@ def _tolist_of(cls: Any) -> Callable[[torch.Tensor], Any]:
 
 # Lengths
 #
-# `len(tensor)`, `int(length)` and transformers' `torch_int` make an int of a symbolic length, which fixes it. Here
-# these names are shadowed in the Python modules that define the model's classes and methods.
+# `len(tensor)`, `int(length)` and transformers' `torch_int` make an int of a symbolic length, which fixes it, and
+# `int(tensor)` makes one of a value. Here these names are shadowed in the Python modules that define the model's
+# classes and methods.
 
 
 _OTHERS = {"torch", "exportkit", *sys.stdlib_module_names}
@@ -187,6 +188,8 @@ class _Symbolic(type):
     """Makes its class stand for ``int``, which is also a type that values are checked against."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].dtype is not torch.bool:
+            args = (args[0].item(),)
         if len(args) == 1 and isinstance(args[0], torch.SymInt | torch.SymFloat):
             return torch.sym_int(args[0])
         return builtins.int(*args, **options)
@@ -199,7 +202,7 @@ class _Symbolic(type):
 
 
 class Int(builtins.int, metaclass=_Symbolic):
-    """Stands for ``int``, and leaves a symbolic size as it is."""
+    """Stands for ``int``, and leaves a symbolic number as it is."""
 
 
 def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContextManager[None]:

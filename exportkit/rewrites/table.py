@@ -197,9 +197,10 @@ CHECKS = "checks of values as assertions"  # the name of a rewrite for lines tha
 ZEROS_AT_PADDING = Rewrite("zeros in place of padding behind the sequences", attention.zeros_at_padding)
 PACKED_SEQUENCES = Rewrite("packed sequences as padded ones with a mask", packed_sequences.masked_layers)
 
-# What is tried, one after the other, if a trace fails; the first two only if it fixed a size.
+# What is tried if a trace fails; the first two only if it fixed a size, the next two only if it needed a value.
 SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lists.symbolic_lengths)
 LOOPS = Rewrite("loops over a length as one operator", loops.loops_as_operators)
+NUMBER_CHECKS = Rewrite("checks of numbers read from tensors as assertions", branches.checks_of_numbers)
 BUFFER_VALUES = Rewrite("buffers read as numbers", lambda _: contextlib.nullcontext())
 STRICT = Rewrite("traced from bytecode (strict)", lambda _: contextlib.nullcontext())
 LIBRARY_PATCHES = Rewrite("transformers' own export patches", library_patches)
@@ -214,6 +215,7 @@ _CHOSEN = (
     PACKED_SEQUENCES,
     SYMBOLIC_LENGTHS,
     LOOPS,
+    NUMBER_CHECKS,
     LIBRARY_PATCHES,
 )
 BUILT_IN = {rewrite.name: rewrite for rewrite in (*REWRITES, *_CHOSEN)}

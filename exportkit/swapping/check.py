@@ -83,7 +83,7 @@ def check_patch(
     name = type(original).__name__
     if set(expected.paths) != set(got.paths):
         raise PatchError(
-            f"The replacement of {name} returns something of another structure.",
+            f"The replacement of {name} returns a different structure.",
             expected=", ".join(expected.paths),
             got=", ".join(got.paths),
         )
@@ -117,7 +117,7 @@ def _difference(name: str, path: str, expected: Any, got: Any, rtol: float | Non
     if not isinstance(expected, torch.Tensor) or not isinstance(got, torch.Tensor):
         if type(expected) is not type(got) or expected != got:
             raise PatchError(
-                f"The replacement of {name} returns another value.", where=path, expected=expected, got=got
+                f"The replacement of {name} returns a different value.", where=path, expected=expected, got=got
             )
         return 0.0
     usual = same_kernels_tolerance(expected.dtype)
@@ -127,5 +127,5 @@ def _difference(name: str, path: str, expected: Any, got: Any, rtol: float | Non
     if expected.device != got.device or expected.layout != got.layout:
         reason = f"{got.layout} on {got.device} instead of {expected.layout} on {expected.device}"
     if reason is not None:
-        raise PatchError(f"The replacement of {name} computes something else.", where=path or "the output", got=reason)
+        raise PatchError(f"The replacement of {name} returns different values.", where=path or "the output", got=reason)
     return found.absolute

@@ -231,7 +231,7 @@ def _checked(pairs: Sequence[KeyValue]) -> Sequence[KeyValue]:
         shapes = [tuple(getattr(tensor, "shape", ())) for tensor in pair]
         if len(shapes) != 2 or {len(shape) for shape in shapes} != {4} or shapes[0][:3] != shapes[1][:3]:
             raise InvalidRequestError(
-                "A cache layer needs its keys and its values.",
+                "A cache layer needs both keys and values.",
                 where=f"layer {index}",
                 expected="two tensors (batch, heads, past, head_dim) with equal batch, heads and past",
                 got=shapes,

@@ -31,7 +31,7 @@ def class_name(cls: type, accepted: Callable[[Any], bool] | None = None, expecte
     """
     name = name_of(cls) or f"{cls.__module__}:{cls.__qualname__}"
     if find_class(name, accepted, expected) is not cls:
-        raise TreeError("Another class is found under the name of this class.", got=name.replace(":", "."))
+        raise TreeError("The name of this class refers to a different class.", got=name.replace(":", "."))
     return name
 
 
@@ -65,7 +65,7 @@ def find_class(name: str, accepted: Callable[[Any], bool] | None = None, expecte
         found = getattr(found, step, None)
     if not isinstance(found, type) or (accepted is not None and not accepted(found)):
         raise TreeError(
-            f"No class is found under the name {qualified}.",
+            f"There is no class with the name {qualified}.",
             where=f"module {module}",
             expected=f"{expected}, defined at the top level of its module",
             got=found,

@@ -280,7 +280,7 @@ def check_unchanged(name: str, tree: Tree) -> None:
         if leaf.noted is not None and leaf.noted != now:
             found = difference(leaf.noted, now, join(name, path)) or Mismatch(name, text_of(leaf.noted), text_of(now))
             raise PlanError(
-                "An argument of a recorded call was changed since.",
+                "An argument of a recorded call was changed after the call.",
                 where=found.path,
                 expected=f"{found.expected}, as recorded",
                 got=found.got,

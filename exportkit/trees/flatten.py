@@ -154,8 +154,8 @@ def _spec_of(kind: Any, contents: Any) -> optree.PyTreeSpec:
 class _Flattener:
     """Opens one value, and notes what it finds. This runs in every recorded call, hence the short cuts.
 
-    Values are opened depth first, with the levels that are not finished on a stack, so that deep nesting is no deep
-    recursion.
+    Values are opened depth first, with the levels that are not finished on a stack, so that deep nesting does not
+    recurse.
     """
 
     __slots__ = ("by_layer", "keep_values", "levels", "marks", "runs", "tensors")

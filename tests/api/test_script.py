@@ -255,7 +255,7 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (["missing.py", "--out", "out"], "There is no such script."),
+            (["missing.py", "--out", "out"], "The script does not exist."),
             (["script.py", "--observe", "app.", "--out", "out"], "a name such as model, or app.model"),
             (["script.py", "--out", "full"], "full"),
             (["script.py"], "--out"),

@@ -352,13 +352,13 @@ def test_method_that_python_looks_up_on_the_class_is_refused(name):
 @pytest.mark.parametrize("options", [{"store_n_calls": -1}, {"store_n_calls": "3"}, {"max_bytes": 2.5}])
 def test_number_to_keep_that_is_none_is_named(options):
     (name,) = options
-    with pytest.raises(InvalidRequestError, match=rf"not a number to keep.\n  where: {name}\n  expected: 0 or more"):
+    with pytest.raises(InvalidRequestError, match=rf"must not be negative.\n  where: {name}\n  expected: 0 or more"):
         InputObserver()(Add(), **options).__enter__()
 
 
 @pytest.mark.parametrize("parts", [5, True, "encoder", [5]])
 def test_parts_that_are_no_list_of_paths_are_named(parts):
-    with pytest.raises(InvalidTypeError, match=r"Parts are named by their paths in the model"):
+    with pytest.raises(InvalidTypeError, match=r"Parts must be given by their paths in the model"):
         InputObserver()(Add(), parts=parts).__enter__()
 
 
@@ -380,7 +380,7 @@ def test_refused_request_leaves_the_model_alone():
 def test_second_method_with_other_inputs_is_refused():
     observer = InputObserver()
     _observe_add(observer, 1)
-    with pytest.raises(InvalidRequestError, match="records one method") as raised, observer(Scale()):
+    with pytest.raises(InvalidRequestError, match="already recorded a different method") as raised, observer(Scale()):
         pass
     assert "inputs x, y" in str(raised.value)
     assert "Scale.forward with inputs x, factor, offset, negate" in str(raised.value)

@@ -334,7 +334,7 @@ def test_other_files_are_left_alone(tmp_path, name):
     with pytest.raises(DestinationError) as raised:
         _observation(torch.ones(1)).save(tmp_path)
     assert str(raised.value) == (
-        "An observation is not written over other files.\n"
+        "An observation cannot be written over other files.\n"
         f"  where: {tmp_path}\n"
         "  expected: a new or empty directory, or one that holds an observation\n"
         f"  got: {name}\n"
@@ -572,7 +572,7 @@ def test_value_of_another_shape_or_type_is_named(tmp_path, tensor, got):
     with pytest.raises(ObservationError) as raised:
         Observation.load(directory)
     assert str(raised.value) == (
-        "A tensor is not the one that the observation describes.\n"
+        "A tensor does not match its description in the observation.\n"
         f"  where: calls[0].arguments.x in {directory / 'tensors.safetensors'}\n"
         "  expected: torch.float32 (2,)\n"
         f"  got: {got}\n"
@@ -600,7 +600,7 @@ def test_class_that_is_opened_in_another_way_is_named(tmp_path):
     with pytest.raises(ObservationError) as raised:
         Observation.load(directory)
     assert str(raised.value) == (
-        "A value has different leaves than when it was written.\n"
+        "A value has different leaves from when it was saved.\n"
         "  where: calls[0].arguments.x\n"
         "  expected: b\n"
         "  got: a\n"
@@ -761,7 +761,7 @@ def test_variadic_arguments_that_are_none_are_refused(tmp_path, name, value):
 
 @pytest.mark.parametrize("path", [None, 5])
 def test_what_is_no_path_is_named(path):
-    with pytest.raises(InvalidTypeError, match="This is not a path"):
+    with pytest.raises(InvalidTypeError, match="Not a path"):
         Observation.load(path)
-    with pytest.raises(InvalidTypeError, match="This is not a path"):
+    with pytest.raises(InvalidTypeError, match="Not a path"):
         _observation(torch.ones(1)).save(path)

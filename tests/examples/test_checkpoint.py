@@ -128,7 +128,7 @@ class TestLoading:
         path = tmp_path / "model"
         if kind == "a file":
             path.touch()
-        with pytest.raises(DestinationError, match="no such checkpoint folder") as error:
+        with pytest.raises(DestinationError, match="checkpoint folder does not exist") as error:
             load_checkpoint(path)
         assert f"got: {kind}" in str(error.value)
         assert "hint: model.save_pretrained" in str(error.value)

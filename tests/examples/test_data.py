@@ -174,7 +174,7 @@ class TestTasksAndOutputs:
         assert {"hidden_states", "attentions"} <= paths
 
     def test_an_unknown_output(self, llama):
-        with pytest.raises(InvalidRequestError, match=r"does not return this(.|\n)*hidden_states(.|\n)*got: dreams"):
+        with pytest.raises(InvalidRequestError, match=r"has no such output(.|\n)*hidden_states(.|\n)*got: dreams"):
             load_checkpoint(llama, outputs=["dreams"])
 
 
@@ -184,11 +184,11 @@ class TestErrors:
             load_checkpoint(bert, data=[tmp_path / "none.txt"])
 
     def test_another_kind_of_file(self, bert, tmp_path):
-        with pytest.raises(InvalidRequestError, match=r"hold no data(.|\n)*expected: .txt"):
+        with pytest.raises(InvalidRequestError, match=r"Unsupported kind of data file(.|\n)*expected: .txt"):
             load_checkpoint(bert, data=[write(tmp_path / "table.csv", "")])
 
     def test_audio_for_a_model_of_texts(self, bert, tmp_path):
-        with pytest.raises(InvalidRequestError, match=r"takes no audio(.|\n)*expected: text"):
+        with pytest.raises(InvalidRequestError, match=r"does not accept audio(.|\n)*expected: text"):
             load_checkpoint(bert, data=[sound(tmp_path / "speech.wav", 0.1)])
 
     def test_audio_that_is_damaged(self, wav2vec2, tmp_path):
@@ -207,7 +207,7 @@ class TestErrors:
             load_checkpoint(bert, data=[write(tmp_path / name, text)])
 
     def test_data_that_the_processor_does_not_take(self, bert, image):
-        with pytest.raises(InvalidRequestError, match=r"does not take the data(.|\n)*got: images"):
+        with pytest.raises(InvalidRequestError, match=r"does not accept the data(.|\n)*got: images"):
             load_checkpoint(bert, data=[image])
 
     def test_a_checkpoint_without_a_processor(self, tmp_path):

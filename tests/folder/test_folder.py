@@ -124,7 +124,7 @@ class TestSave:
         with pytest.raises(DestinationError) as error:
             exported.save(tmp_path)
         assert str(error.value) == (
-            "An exported model is not written over other files.\n"
+            "An exported model cannot be written over other files.\n"
             f"  where: {tmp_path}\n"
             "  expected: a new or empty directory, or one that holds an exported model\n"
             "  got: notes.txt\n"
@@ -258,7 +258,7 @@ class TestLoad:
         (copied / "model.onnx.data").write_bytes(weights)
         with pytest.raises(DestinationError) as error:
             exportkit.load(copied)
-        assert "A file of an exported model is not the one that was saved." in str(error.value)
+        assert "A file of an exported model has changed since it was saved." in str(error.value)
         assert f"where: {copied / 'model.onnx.data'}" in str(error.value)
 
     def test_a_report_may_be_edited(self, copied):

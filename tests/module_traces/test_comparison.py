@@ -218,7 +218,7 @@ def test_traces_without_a_call_in_common_are_refused():
 
 
 def test_names_must_be_regular_expressions():
-    with pytest.raises(InvalidRequestError, match="Not a regular expression for paths"):
+    with pytest.raises(InvalidRequestError, match="Invalid regular expression for paths"):
         traced(Model()).compare(traced(Model()), names={"(": ""})
 
 

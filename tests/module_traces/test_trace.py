@@ -244,8 +244,8 @@ def test_values_of_a_sample_of_the_calls():
     [
         ({"values": "blocks.9"}, InvalidRequestError, "No module has such a path"),
         ({"values": re.compile("nothing")}, InvalidRequestError, "No module has such a path"),
-        ({"values": 3}, InvalidTypeError, "which values to store"),
-        ({"values": "all", "every": 0}, InvalidRequestError, "every n-th call"),
+        ({"values": 3}, InvalidTypeError, "selection of values to store"),
+        ({"values": "all", "every": 0}, InvalidRequestError, "number of calls between stored ones"),
     ],
 )
 def test_what_makes_no_sense_is_an_error_before_anything_is_written(options, error, text, tmp_path):
@@ -262,7 +262,7 @@ def test_only_modules_can_be_traced():
 
 def test_other_files_are_not_written_over(tmp_path):
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(DestinationError, match="not written over other files"), trace_model(Stack(1), tmp_path):
+    with pytest.raises(DestinationError, match="cannot be written over other files"), trace_model(Stack(1), tmp_path):
         raise AssertionError
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 

@@ -377,8 +377,8 @@ def test_flags_in_variadic_keywords_that_matter_are_not_left_out_silently():
         (lambda o: o.infer_dynamic_shapes(set_batch_dimension_for="x"), "set_batch_dimension_for names inputs"),
         (lambda o: o.infer_dynamic_shapes(dim_names=5), "dim_names names axes"),
         (lambda o: o.infer_dynamic_shapes(dim_names={"x": "rows"}), "dim_names names axes"),
-        (lambda o: o.remove_inputs(5), "Inputs are removed by a list"),
-        (lambda o: o.remove_inputs("x"), "Inputs are removed by a list"),
+        (lambda o: o.remove_inputs(5), "The inputs to remove must be a list"),
+        (lambda o: o.remove_inputs("x"), "The inputs to remove must be a list"),
     ],
 )
 def test_wrong_types_are_named(call, message):

@@ -113,9 +113,9 @@ def test_a_range_is_kept(plan):
             "where: call 0\n  expected: sequence = past_sequence\n  got: 7 and 0",
         ),
         (lambda p: p.range("sequence", 2), "leaves out sizes that were recorded"),
-        (lambda p: p.range("sequence", 9, 3), "not a range"),
+        (lambda p: p.range("sequence", 9, 3), "Not a valid range"),
         (lambda p: p.rename("batch", "sequence"), "plan.tie('sequence', 'batch')"),
-        (lambda p: p.rename("batch", "2 b"), "not a name for a variable"),
+        (lambda p: p.rename("batch", "2 b"), "not a valid name for a variable"),
     ],
 )
 def test_edits_that_the_calls_contradict_are_refused_with_a_reason(plan, edit, message):

@@ -50,7 +50,7 @@ def test_more_rows_than_tokens_are_an_error(plan):
     with pytest.raises(ArgumentError) as error:
         build_call(plan, plan.observation, sizes)
     assert str(error.value) == (
-        "The token ids have no room for their placeholders.\n"
+        "There are fewer token ids than placeholders.\n"
         "  where: tokens\n"
         "  expected: token 7 4 times\n"
         "  got: tokens (2, 2)\n"

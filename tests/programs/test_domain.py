@@ -88,7 +88,7 @@ def test_it_survives_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"conditions": [{"text": "__import__('os').system('true')"}]}, "not a condition on sizes"),
+        ({"conditions": [{"text": "__import__('os').system('true')"}]}, "Not a condition on sizes"),
         ({"conditions": [{"text": "depth <= 5"}]}, "a variable that the plan does not have"),
         ({"conditions": [{"text": 5}]}, "expected a string, got 5"),
         ({"conditions": [5]}, "damaged"),
@@ -114,8 +114,8 @@ def test_damaged_or_hostile_json_is_an_error_of_exportkit(change, message):
         ({"x": (1, 4098, 6), "bias": (1,)}, r"rows \* columns <= 4096, got 1 \* 4098 = 4098"),
         ({"x": (64, 80, 6)}, r"rows \* columns <= 4096, got 64 \* 80 = 5120"),
         ({"x": (2, 5, 6)}, r"columns % 2 == 0, got 5 % 2 = 1"),
-        ({"x": (1, 1, 6)}, r"was not shown to be right for rows = 1, columns = 1"),
-        ({"x": (0, 4, 6)}, r"was not shown to be right for rows = 0"),
+        ({"x": (1, 1, 6)}, r"is not proven for rows = 1, columns = 1"),
+        ({"x": (0, 4, 6)}, r"is not proven for rows = 0"),
     ],
 )
 def test_calls_outside_are_refused_with_the_condition_that_they_break(given, message):

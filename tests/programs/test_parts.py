@@ -60,7 +60,7 @@ def test_parts_can_be_named(model):
     [
         (["tower"], UnknownMethodError, "Captioner has no submodule or method 'tower'."),
         (["head.inner"], UnknownMethodError, "Captioner has no submodule or method 'head.inner'."),
-        ("encoder", InvalidTypeError, "Parts are named by their paths in the model."),
+        ("encoder", InvalidTypeError, "Parts must be given by their paths in the model."),
     ],
 )
 def test_unknown_parts_are_refused_before_anything_is_observed(model, parts, error, text):

@@ -334,11 +334,11 @@ class TestFolder:
         folder = shutil.copytree(kernels[3], tmp_path / "copied")
         with (folder / "model.with_state.onnx").open("ab") as file:
             file.write(b" ")
-        with pytest.raises(exportkit.ExportkitError, match="not the one that was saved"):
+        with pytest.raises(exportkit.ExportkitError, match="has changed since it was saved"):
             exportkit.load(folder).verify()
 
     def test_a_runtime_for_one_graph_is_refused(self, kernels, tmp_path):
-        with pytest.raises(InvalidRequestError, match="A runtime takes one graph"):
+        with pytest.raises(InvalidRequestError, match="This runtime needs a single graph"):
             kernels[1].save(tmp_path / "out", runtime="genai")
         assert not (tmp_path / "out").exists()
 

@@ -120,17 +120,17 @@ def test_sizes_that_decide_otherwise_are_refused_with_numbers(function, shape, m
 def test_a_size_of_one_that_decides_otherwise_is_refused(function, tmp_path):
     right, *refused = outcomes(function, tmp_path, (4, 6), (60, 1), (2, 1))
     assert right == "right"
-    assert refused == ["The graph was not shown to be right for x_axis_1 = 1."] * 2
+    assert refused == ["The graph is not proven for x_axis_1 = 1."] * 2
 
 
 def test_sizes_of_one_are_served_where_nothing_differs_and_none_only_if_recorded(tmp_path):
     found = outcomes(lambda x: x * 2, tmp_path, (1, 6), (4, 1), (1, 1), (4, 0))
-    assert found == ["right"] * 3 + ["The graph was not shown to be right for x_axis_1 = 0."]
+    assert found == ["right"] * 3 + ["The graph is not proven for x_axis_1 = 0."]
 
 
 def test_statistics_of_one_element_and_of_none_are_right_or_refused(tmp_path):
     found = outcomes(lambda x: torch.stack([x.std(1), x.mean(1)]), tmp_path, (4, 1), (4, 0), (1, 6))
-    assert found == ["right", "The graph was not shown to be right for x_axis_1 = 0.", "right"]
+    assert found == ["right", "The graph is not proven for x_axis_1 = 0.", "right"]
 
 
 def test_inputs_that_share_a_length_may_not_have_different_ones(tmp_path):
@@ -144,7 +144,7 @@ def test_inputs_that_share_a_length_may_not_have_different_ones(tmp_path):
     first, second = (plan.by_path[path].sizes[1].variable for path in ("x", "y"))
     tied = plan if first == second else plan.tie(first, second)
     onnx_model = exportkit.export(model, tied).to_onnx(tmp_path / "model.onnx")
-    with pytest.raises(ArgumentError, match="The sizes of the inputs do not fit each other"):
+    with pytest.raises(ArgumentError, match="The sizes of the inputs are inconsistent"):
         onnx_model(torch.randn(2, 5), torch.randn(2, 6))
 
 

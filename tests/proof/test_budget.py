@@ -78,7 +78,7 @@ def test_a_graph_that_was_not_proven_before_is_not_accepted():
 
 @pytest.mark.parametrize("accuracy", [1.5, {"bleu": 3}, {"top1": 2}, {"kl": -1}, "high"])
 def test_budgets_that_make_no_sense_are_refused(exported, accuracy, tmp_path):
-    with pytest.raises(InvalidRequestError, match="not a budget"):
+    with pytest.raises(InvalidRequestError, match="Not a valid budget"):
         exported.to_onnx(tmp_path / "model.onnx", weights="int4", accuracy=accuracy)
 
 

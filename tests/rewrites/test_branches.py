@@ -1,12 +1,13 @@
 """Decisions by the values of tensors are left to a graph where they change nothing, and stay errors elsewhere."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 
 import exportkit
-from exportkit.errors import ExportError
+from exportkit.errors import ExportError, RuntimeFailure
 
 CALLS = [torch.tensor([[1, 7, 3], [4, 1, 7]]), torch.tensor([[8, 1, 3, 5, 8], [1, 8, 4, 4, 2], [1, 2, 3, 4, 5]])]
 
@@ -164,3 +165,102 @@ def until_nothing_is_left(layer, x):
 def test_a_decision_that_matters_stays_an_error(function):
     with pytest.raises(ExportError, match="decides by the values of a tensor"):
         exported_with_decisions(function)
+
+
+MARK = 5
+
+
+class Scattered(torch.nn.Module):
+    """Puts rows in the places of a mark, after a check that there is one row for each mark."""
+
+    def __init__(self, check):
+        super().__init__()
+        self.layer, self.check = torch.nn.Linear(8, 8), check
+
+    def forward(self, tokens, embedded, rows):
+        mask = tokens == MARK
+        self.check(mask, embedded, rows)
+        return self.layer(embedded).masked_scatter(mask[..., None].expand_as(embedded), rows)
+
+
+def counted(mask, _embedded, rows):
+    if mask.sum().item() != rows.shape[0]:
+        raise ValueError("as many rows as marks are needed")
+
+
+def selected(mask, embedded, rows):
+    if rows is not None and embedded[mask].numel() != rows.numel():
+        count = mask.sum()
+        raise ValueError(f"{count} marks")
+
+
+def one_of_several(mask, embedded, rows):
+    if not (int(mask.sum()) == len(rows) and rows.shape[1] == embedded.shape[2]):
+        raise ValueError("as many rows as marks are needed")
+
+
+def asked_for_zero(mask, _embedded, rows):
+    left_over = mask.sum().item() - rows.shape[0]
+    if left_over:
+        raise ValueError("as many rows as marks are needed")
+
+
+def refused_otherwise(mask, _embedded, rows):
+    if mask.sum().item() == rows.shape[0]:
+        pass
+    else:
+        raise ValueError("as many rows as marks are needed")
+
+
+def marked_call(batch, length, count):
+    tokens = torch.randint(6, 20, (batch, length))
+    tokens.view(-1)[torch.randperm(batch * length)[:count]] = MARK
+    return tokens, torch.randn(batch, length, 8), torch.randn(count, 8)
+
+
+def exported_with_marks(check):
+    torch.manual_seed(0)
+    model, observer = Scattered(check).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for sizes in ((2, 6, 3), (3, 8, 5)):
+            model(*marked_call(*sizes))
+    return model, exportkit.export(model, observer)
+
+
+@pytest.mark.parametrize("check", [counted, selected, one_of_several, asked_for_zero, refused_otherwise])
+def test_a_check_of_a_number_is_asserted(check, tmp_path):
+    model, exported = exported_with_marks(check)
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    tokens, embedded, rows = marked_call(4, 7, 6)
+    torch.testing.assert_close(onnx_model(tokens, embedded, rows), model(tokens, embedded, rows).detach())
+    fewer = torch.where(torch.arange(7) < 3, 0, tokens)
+    with pytest.raises((ValueError, AssertionError)):
+        model(fewer, embedded, rows)
+    with pytest.raises(RuntimeFailure):
+        onnx_model(fewer, embedded, rows)
+    assert torch.SymBool.__bool__.__module__ == "torch"
+
+
+def caught_inside(mask, _embedded, rows):
+    try:
+        if mask.sum().item() != rows.shape[0]:
+            raise ValueError("as many rows as marks are needed")
+    except ValueError:
+        mask.fill_(False)
+
+
+def caught_by_a_caller(mask, embedded, rows):
+    with contextlib.suppress(ValueError):
+        counted(mask, embedded, rows)
+
+
+def decided_by_another_number(mask, _embedded, rows):
+    if mask.sum().item() > rows.shape[0] and mask.any(1).sum().item() > rows.shape[0]:
+        raise ValueError("more rows are needed")
+
+
+@pytest.mark.parametrize("check", [caught_inside, caught_by_a_caller, decided_by_another_number])
+def test_a_check_that_a_graph_cannot_make_stays_an_error(check):
+    with pytest.raises(ExportError, match="decides by the values of a tensor"):
+        exported_with_marks(check)

@@ -52,9 +52,9 @@ def test_equal_modules_are_equal(inputs):
 @pytest.mark.parametrize(
     ("patched", "text"),
     [
-        (Wrong, "The replacement of Layer computes something else.\n  where: y\n"),
-        (OtherConstant, "returns another value.\n  where: kind\n  expected: linear\n  got: affine"),
-        (OtherStructure, "returns something of another structure."),
+        (Wrong, "The replacement of Layer returns different values.\n  where: y\n"),
+        (OtherConstant, "returns a different value.\n  where: kind\n  expected: linear\n  got: affine"),
+        (OtherStructure, "returns a different structure."),
         (OtherSignature, "no parameter 'x'"),
     ],
 )

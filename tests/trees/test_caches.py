@@ -417,7 +417,7 @@ def test_model_gives_the_same_result_for_a_made_encoder_decoder_cache():
 )
 def test_layer_that_is_no_pair_of_keys_and_values_is_refused(pair):
     good = (torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
-    with pytest.raises(InvalidRequestError, match="needs its keys and its values") as raised:
+    with pytest.raises(InvalidRequestError, match="needs both keys and values") as raised:
         make_dynamic_cache([good, pair])
     assert "where: layer 1" in str(raised.value)
 
