@@ -93,6 +93,16 @@ def causal_mask_detection() -> tuple[ModuleType, str]:
     return owner, name
 
 
+def inference_kernels() -> tuple[ModuleType, str]:
+    """Returns what says whether Transformer layers may use their kernels for inference: its module and its name.
+
+    Seen in torch 2.13.
+    """
+    name = "_is_fastpath_enabled"
+    require(torch.backends.mha, name, "torch 2.13")
+    return torch.backends.mha, name
+
+
 def recurrent_functions() -> tuple[ModuleType, ModuleType]:
     """Returns the module with the functions of recurrent layers and packed sequences, and the one with the layers.
 

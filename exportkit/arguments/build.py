@@ -6,6 +6,7 @@ The tensors are made of recorded ones, so that dtypes, devices, value ranges and
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -61,7 +62,7 @@ def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int], r
         made[marker.path] = marked(made[marker.path], made[marker.tokens], marker)
     past = plan.with_role("past")
     cached = None if past is None else sizes[past.name]
-    return Call(merged, observation.signature, cached_tokens=cached, sizes=dict(sizes)).with_tensors(made)
+    return replace(observation.merged_call, cached_tokens=cached, sizes=dict(sizes)).with_tensors(made)
 
 
 def with_integers_below(call: Call, limit: int) -> Call:

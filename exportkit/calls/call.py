@@ -243,6 +243,7 @@ class Call:
         label: What the call stands for, such as "one token".
         sizes: Sizes of the plan's variables, if the call was built for such sizes.
         error: Why there are no outputs, if building or making the call failed.
+        gradients: Whether torch recorded gradients in a recorded call, or those that the call is made of.
     """
 
     arguments: Mapping[str, Tree]
@@ -255,6 +256,7 @@ class Call:
     label: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     error: str = ""
+    gradients: bool = False
 
     @property
     def is_made(self) -> bool:

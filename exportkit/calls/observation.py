@@ -225,6 +225,11 @@ class Observation:
             check_opened(name, tree)
         return best
 
+    @property
+    def merged_call(self) -> Call:
+        """The call, not made, with `merged_arguments`."""
+        return Call(self.merged_arguments, self.signature, gradients=any(call.gradients for call in self.calls))
+
     def save(self, directory: str | os.PathLike[str], values: bool = True) -> None:
         """Writes the observation into a directory, to plan and export elsewhere, without the inputs at hand.
 

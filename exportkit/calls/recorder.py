@@ -53,6 +53,7 @@ class _Stored(NamedTuple):
     inputs: Snapshot
     outputs: Snapshot
     latency: float
+    gradients: bool
 
 
 class _Paused(threading.local):
@@ -177,7 +178,9 @@ class Recorder:
             arguments = {name: lazy_tree(value, stored.inputs) for name, value in given.items()}
             named = frozenset(n for n in given if n in kwargs or n == self._signature.var_keyword)
             outputs = stored.outputs.tree()
-            self._calls[index] = Call(arguments, self._signature, named, outputs, index, stored.latency)
+            self._calls[index] = Call(
+                arguments, self._signature, named, outputs, index, stored.latency, gradients=stored.gradients
+            )
         return self._calls[index]
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -258,7 +261,8 @@ class Recorder:
         copying = Copying(flattened(result), begun.large)
         note_values(copying.structure)
         if self._room_for(copying) is not None:
-            return _Stored(begun.inputs, copying.snapshot(), latency)
+            gradients = copying.require_gradients()
+            return _Stored(begun.inputs, copying.snapshot(), latency, gradients)
         if self._counts_shapes:
             self._counter.count(
                 (begun.inputs.structure, tuple(begun.inputs.shapes())), (copying.structure, copying.shapes())

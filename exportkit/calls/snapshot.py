@@ -141,6 +141,10 @@ class Copying:
         """Returns the shapes of the tensors."""
         return shapes_of(self._tensors)
 
+    def require_gradients(self) -> bool:
+        """Returns whether torch records gradients, and any of the tensors has one."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._tensors)
+
     def large(self) -> frozenset[int]:
         """Returns the identities of the large tensors."""
         return frozenset([id(self._tensors[position]) for position in self._large])

@@ -69,6 +69,7 @@ class _CallData:
     latency: float
     arguments: Mapping[str, _TreeData]
     outputs: _TreeData
+    gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ def _dump_call(number: int, call: Call, kept: KeptTensors) -> dict[str, Any]:
         "index": call.index,
         "named": sorted(call.named),
         "latency": call.latency,
+        "gradients": call.gradients,
         "arguments": {n: _dump_tree(_place(number, n), tree, kept) for n, tree in call.arguments.items()},
         "outputs": _dump_tree(_place(number), call.outputs, kept),
     }
@@ -240,7 +242,7 @@ def _load_call(number: int, data: _CallData, signature: Signature, tensors: Stor
         if name in arguments and type(arguments[name].build()) is not cls:
             raise InvalidDataError(f"a {cls.__name__}", "another value", _place(number, name))
     outputs = _load_tree(_place(number), data.outputs, tensors)
-    return Call(arguments, signature, data.named, outputs, data.index, data.latency)
+    return Call(arguments, signature, data.named, outputs, data.index, data.latency, gradients=data.gradients)
 
 
 def _load_tree(place: str, data: _TreeData, tensors: StoredTensors) -> Tree:

@@ -36,6 +36,7 @@ from exportkit.module_traces.trace import trace_model
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.programs.exported import ExportedModel
 from exportkit.running.compare import distance
+from exportkit.running.eager import kernels_of
 from exportkit.running.session import Session
 from exportkit.trees import flatten, join
 
@@ -128,7 +129,7 @@ class _Search:
         self._model, self._call, self._graphs, self._before, self._wrong = model, call, graphs, before, wrong
         self._padding = Padding.of_tensors(call.tensors().items())
         args, kwargs = call.signature.unbind(call.copies(), call.named)
-        with torch.no_grad(), trace_model(model, values="all") as self._trace:
+        with torch.no_grad(), kernels_of(call), trace_model(model, values="all") as self._trace:
             getattr(model, method)(*args, **kwargs, **self._constants())
 
     def result(self) -> Divergence:

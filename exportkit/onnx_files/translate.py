@@ -203,14 +203,8 @@ def onnx_program(
     Raises:
         ExportError: if torch.onnx returns nothing.
     """
-    from exportkit.onnx_files.attention import ATTENTION_FORMS, with_whole_attention
-    from exportkit.onnx_files.forms import FORMS  # onnxscript takes half a second to import
-    from exportkit.onnx_files.fused import complete_fusions, fuse_across_layers
-    from exportkit.onnx_files.reduction_forms import count_axes_from_first
-    from exportkit.onnx_files.repeated_layers import RepeatedLayers
-    from exportkit.onnx_files.selected_matrices import with_selected_products
+    from exportkit.onnx_files.fused import fuse_across_layers  # onnxscript takes half a second to import
 
-    forms = FORMS if zeros is None else FORMS | ATTENTION_FORMS
     with (
         quiet_onnx_export(),
         registered_caches(),
@@ -221,43 +215,61 @@ def onnx_program(
         # without these, the epsilon of a norm may be left out, and large graphs take minutes
         for owner, attributes in [*exact_no_ops(), *quick_matches()]:
             stack.enter_context(replaced_attributes(owner, attributes))
-        forget_pending_sizes(program)
-
-        def translated(source: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
-            # the domain has these conditions, and torch cannot evaluate all of them once more
-            source, table = without_guards(with_selected_products(translatable(source))), forms
-            if zeros is not None:
-                source = with_whole_attention(source, zeros)
-            if extra is not None:
-                source = with_graph_module(source, copied_module(source))
-                extra.fix_nodes(source.graph_module)
-                table = forms | extra.table
-            found = torch.onnx.export(source, (), verbose=False, opset_version=opset, custom_translation_table=table)
-            if found is None:
-                raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
-            if extra is not None:
-                extra.fix_program(found)
-            count_axes_from_first(found.model)
-            if zeros is not None:
-                complete_fusions(found.model)
-            return found
-
-        def whole() -> torch.onnx.ONNXProgram:
-            if extra is not None:
-                return translated(program)
-            with contextlib.suppress(Exception):  # then all layers are translated
-                repeated = RepeatedLayers(prepared(program), zeros)
-                found = translated(repeated.reduced)
-                repeated.repeat(found.model)
-                return found
-            return translated(program)
-
         if extra is not None:
             stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
-        found = whole()
+        forget_pending_sizes(program)
+        found = _with_repeated_layers(program, opset, zeros) if extra is None else None
+        found = found or _translated(program, opset, extra, zeros)
         if zeros is not None:
             fuse_across_layers(found.model)
         return found
+
+
+def _with_repeated_layers(
+    program: torch.export.ExportedProgram, opset: int | None, zeros: Sequence[Mapping[Any, int]] | None
+) -> torch.onnx.ONNXProgram | None:
+    """The program in ONNX, for which layers that are alike were translated once; None if that is not possible."""
+    from exportkit.onnx_files.repeated_layers import RepeatedLayers
+
+    with contextlib.suppress(Exception):
+        repeated = RepeatedLayers(prepared(program), zeros)
+        found = _translated(repeated.reduced, opset, None, zeros)
+        repeated.repeat(found.model)
+        return found
+    return None
+
+
+def _translated(
+    program: torch.export.ExportedProgram,
+    opset: int | None,
+    extra: ExporterTranslations | None,
+    zeros: Sequence[Mapping[Any, int]] | None,
+) -> torch.onnx.ONNXProgram:
+    """The program in ONNX, each node of it translated."""
+    from exportkit.onnx_files.attention import ATTENTION_FORMS, with_whole_attention
+    from exportkit.onnx_files.forms import FORMS
+    from exportkit.onnx_files.fused import complete_fusions
+    from exportkit.onnx_files.reduction_forms import count_axes_from_first
+    from exportkit.onnx_files.selected_matrices import with_selected_products
+
+    # the domain has the conditions of the guards, and torch cannot evaluate all of them once more
+    source = without_guards(with_selected_products(translatable(program)))
+    forms = FORMS if zeros is None else FORMS | ATTENTION_FORMS
+    if zeros is not None:
+        source = with_whole_attention(source, zeros)
+    if extra is not None:
+        source = with_graph_module(source, copied_module(source))
+        extra.fix_nodes(source.graph_module)
+        forms = {**forms, **extra.table}
+    found = torch.onnx.export(source, (), verbose=False, opset_version=opset, custom_translation_table=forms)
+    if found is None:
+        raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
+    if extra is not None:
+        extra.fix_program(found)
+    count_axes_from_first(found.model)
+    if zeros is not None:
+        complete_fusions(found.model)
+    return found
 
 
 def _zeros(traced: TracedProgram) -> list[dict[Any, int]]:

@@ -147,8 +147,7 @@ def _rows_repeat(probe: ModelProbe, call: Call, choice: Choice) -> bool:
 
 
 def _largest_call(observation: Observation) -> Call:
-    every = Call(observation.merged_arguments, observation.calls[0].signature)
-    return every.with_tensors(largest_tensors(observation))
+    return observation.merged_call.with_tensors(largest_tensors(observation))
 
 
 def _repeats(before: torch.Tensor, after: torch.Tensor) -> bool | None:

@@ -130,7 +130,7 @@ def completed_call(plan: Plan, observation: Observation, call: Call, defaults: M
     given = call.tensors()
     past, hidden = plan.with_role("past"), hidden_past(plan, given, call.values().values())
     cached = hidden if past is None or hidden is not None else solve_sizes(plan, call.shapes())[past.name]
-    merged = Call(observation.merged_arguments, call.signature, cached_tokens=cached)
+    merged = replace(observation.merged_call, cached_tokens=cached)
     completed = merged.with_tensors({**given, **fill_missing(plan, given, defaults, hidden)})
     return replace(completed, outputs=call.outputs)
 

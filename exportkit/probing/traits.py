@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from exportkit.errors import ArgumentError
 from exportkit.overrides import Attribute, replaced
 from exportkit.plan.leaves import Finding
 from exportkit.probing.missing import beyond_rounding
-from exportkit.running.eager import run_eager
+from exportkit.running.eager import kernels_of, run_eager
 from exportkit.trees import Tree, fingerprint, flatten, is_cache_class
 from exportkit.trees.fingerprint import class_name
 from exportkit.trees.objects import CONTAINERS
@@ -102,12 +102,12 @@ class Traits:
     Attributes:
         tensors: What all input tensors have to be, in words.
         orders: The keys in their order, of each dict whose order matters, by path.
-        gradients: Whether the result is another one where torch records gradients; a graph never does.
+        gradients: Whether torch recorded gradients, if the result is another one otherwise; None if it is the same.
     """
 
     tensors: tuple[str, ...] = ()
     orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    gradients: bool = False
+    gradients: bool | None = None
 
     def findings(self) -> list[Finding]:
         """Returns what a person should know about this."""
@@ -116,9 +116,11 @@ class Traits:
         for path, keys in self.orders.items():
             asked.append(f"the graph serves {path} with its keys in the order {', '.join(keys)} only: it matters")
         found = [Finding("limit", text, f"{text}.") for text in asked]
-        if self.gradients:
-            text = "the model returns something else where torch records gradients; the graph returns what it returns"
-            found.append(Finding("gradients", "", f"{text} under torch.no_grad()."))
+        if self.gradients is not None:
+            modes = ("under torch.no_grad()", "where torch records gradients")
+            other, own = modes[not self.gradients], modes[self.gradients]
+            text = f"the model returns something else {other}; the graph returns what it returns {own}."
+            found.append(Finding("gradients", "", text))
         return found
 
 
@@ -158,20 +160,21 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
     """
     reads = _Reads()
 
-    def run(change: Change, gradients: bool = False) -> Tree:
+    def run(change: Change, otherwise: bool = False) -> Tree:
         def around(values: Values, made: Callable[[Mapping[str, Any]], Any]) -> Any:
             values = change(_each(values, lambda tensor: tensor.clone(memory_format=torch.contiguous_format)))
-            with reads, torch.set_grad_enabled(gradients):
+            gradients = call.gradients != otherwise
+            with reads, torch.set_grad_enabled(gradients and otherwise), kernels_of(replace(call, gradients=gradients)):
                 return made(values)
 
         return flatten(run_eager(model, method, call, around)).map(_detached)
 
     known = functools.cache(run)
 
-    def differs(change: Change, usual: Change = dict, gradients: bool = False) -> bool:
+    def differs(change: Change, usual: Change = dict, otherwise: bool = False) -> bool:
         compare = beyond_rounding(lambda _: run(usual).tensors(), model)
         try:
-            trees = known(usual), run(change, gradients)
+            trees = known(usual), run(change, otherwise)
         except Exception:  # the model does not accept such arguments: nothing to compare
             return False
         constants = [{path: fingerprint(value) for path, value in tree.constants().items()} for tree in trees]
@@ -191,7 +194,7 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
     for path, keys in _dicts(call.values()):
         if differs(functools.partial(_reordered, path=path)):
             orders[path] = keys
-    found = Traits(tuple(tensors), orders, differs(dict, gradients=True))
+    found = Traits(tuple(tensors), orders, call.gradients if differs(dict, otherwise=True) else None)
     if found != Traits() and differs(dict):  # by chance, or by what the model keeps
         return Traits()
     return found

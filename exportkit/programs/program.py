@@ -38,6 +38,7 @@ from exportkit.programs.subject import WithEffects
 from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import BUFFER_VALUES, STRICT, Rewrite, applied
+from exportkit.running.eager import kernels_of
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import Tree, caches_opened
 
@@ -146,6 +147,7 @@ def trace(
         replaced_attributes(model, {"forward": traced.forward}),
         _quiet(None if BUFFER_VALUES in rules else CopiedLayers().call),
         recording_paused(),
+        kernels_of(example.call),
         torch.no_grad(),
         without_gradients(model.parameters()),
     ):

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from exportkit._torch_compat.modules import inference_kernels
 from exportkit._torch_compat.sampled_products import sampled_products
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
+from exportkit.overrides import original_attribute, replaced_attributes
 from exportkit.running.bounds import HALF
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import flatten
@@ -76,8 +78,17 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
         return target(*args, **kwargs)
 
     values = call.copies()
-    with torch.no_grad(), recording_paused(), _random_states_kept(call), modules_kept(model):
+    with torch.no_grad(), kernels_of(call), recording_paused(), _random_states_kept(call), modules_kept(model):
         return run(values) if around is None else around(values, run)
+
+
+def kernels_of(call: Call) -> contextlib.AbstractContextManager[None]:
+    """Lets torch take the kernels that it took in recorded calls.
+
+    If nothing needs a gradient, Transformer layers have kernels of their own, and leave out what is masked as padding.
+    """
+    owner, name = inference_kernels()
+    return replaced_attributes(owner, {name: original_attribute(owner, name) and not call.gradients})
 
 
 @contextlib.contextmanager

@@ -121,19 +121,26 @@ def test_one_graph_serves_fewer_keys_than_are_kept_and_more(kept, tmp_path):
     assert kept == 64 or min(lengths) <= kept < max(lengths)
 
 
-def test_padding_behind_the_sequences_is_zero_as_in_eager_mode(tmp_path):
+@pytest.mark.parametrize("gradients", [False, True])
+def test_padding_behind_the_sequences_is_what_it_was_in_recorded_calls(gradients, tmp_path):
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 1, norm=torch.nn.LayerNorm(8)).eval()
     observer = exportkit.InputObserver()
     torch.nn.init.normal_(model.norm.bias)
     behind, before = ([torch.arange(n) >= n - 2, torch.arange(n) >= n - 1] for n in (5, 7)), torch.arange(6) < 2
-    with observer(model), torch.no_grad():
+    with observer(model), torch.set_grad_enabled(gradients):
         for rows in behind:
             padding = torch.stack(rows)
             model(torch.randn(*padding.shape, 8), src_key_padding_mask=padding)
-    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    observer.observation.save(tmp_path / "calls")
+    exported = exportkit.export(model, exportkit.Observation.load(tmp_path / "calls"))
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    report = onnx_model.verify()
+    assert report.ok
+    assert ("under torch.no_grad(); the graph" in str(report)) is gradients
     for padding in (torch.arange(9).expand(3, 9) > 4, before.expand(2, 6)):
         x = torch.randn(*padding.shape, 8)
-        with torch.no_grad():
-            expected = model(x, src_key_padding_mask=padding)
+        with torch.set_grad_enabled(gradients):
+            expected = model(x, src_key_padding_mask=padding).detach()
         torch.testing.assert_close(onnx_model(x, src_key_padding_mask=padding), expected)
+    assert torch.backends.mha.get_fastpath_enabled()
