@@ -160,21 +160,27 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
     """
     reads = _Reads()
 
-    def run(change: Change, otherwise: bool = False) -> Tree:
+    def run(change: Change, gradients: bool | None = None) -> Tree:
         def around(values: Values, made: Callable[[Mapping[str, Any]], Any]) -> Any:
             values = change(_each(values, lambda tensor: tensor.clone(memory_format=torch.contiguous_format)))
-            gradients = call.gradients != otherwise
-            with reads, torch.set_grad_enabled(gradients and otherwise), kernels_of(replace(call, gradients=gradients)):
+            if gradients is None:
+                with reads:  # in which torch leaves out some kernels
+                    return made(values)
+            with (
+                torch.set_grad_enabled(gradients and not call.gradients),
+                kernels_of(replace(call, gradients=gradients)),
+            ):
                 return made(values)
 
         return flatten(run_eager(model, method, call, around)).map(_detached)
 
     known = functools.cache(run)
 
-    def differs(change: Change, usual: Change = dict, otherwise: bool = False) -> bool:
-        compare = beyond_rounding(lambda _: run(usual).tensors(), model)
+    def differs(change: Change, usual: Change = dict, gradients: bool | None = None) -> bool:
+        own = None if gradients is None else call.gradients
+        compare = beyond_rounding(lambda _: run(usual, own).tensors(), model)
         try:
-            trees = known(usual), run(change, otherwise)
+            trees = known(usual, own), run(change, gradients)
         except Exception:  # the model does not accept such arguments: nothing to compare
             return False
         constants = [{path: fingerprint(value) for path, value in tree.constants().items()} for tree in trees]
@@ -194,7 +200,7 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
     for path, keys in _dicts(call.values()):
         if differs(functools.partial(_reordered, path=path)):
             orders[path] = keys
-    found = Traits(tuple(tensors), orders, call.gradients if differs(dict, otherwise=True) else None)
+    found = Traits(tuple(tensors), orders, call.gradients if differs(dict, gradients=not call.gradients) else None)
     if found != Traits() and differs(dict):  # by chance, or by what the model keeps
         return Traits()
     return found
