@@ -297,6 +297,18 @@ def asserted(condition: torch.Tensor, message: str) -> None:
     require(torch, "_assert_async", "torch 2.13")(condition, message)
 
 
+def number_asserted(condition: torch.SymBool) -> None:
+    """Lets the trace that is running take a condition on numbers for granted, and assert it.
+
+    It is only asserted if a bound that follows from it is too large for torch, as for ``128 * a == b``. Seen in torch
+    2.13.
+    """
+    try:
+        torch._check(condition)
+    except AssertionError:
+        require(torch.ops.aten, "_assert_scalar", "torch 2.13").default(condition, "a check of a number")
+
+
 def at_least_one(number: Any) -> Any:
     """Returns a size that a trace read from a tensor, promising that it is not zero. Seen in torch 2.13."""
     require(torch, "_check", "torch 2.13")(number >= 1)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exportkit._torch_compat.symbolic_shapes import asserted, value_error
+from exportkit._torch_compat.symbolic_shapes import asserted, number_asserted, value_error
 from exportkit.overrides import Attribute, replaced, replaced_attributes
 
 Place = tuple[str, int, int]  # file, line, and the instruction
@@ -156,7 +156,7 @@ def checks_of_numbers(_model: torch.nn.Module) -> Iterator[None]:
             passing = _passing(caller.f_back if caller.f_code.co_name == "__bool__" else caller)
             if passing is None:
                 raise
-        torch._check(self if passing else torch.sym_not(self))
+        number_asserted(self if passing else torch.sym_not(self))
         return passing
 
     with replaced_attributes(torch.SymBool, {"__bool__": value}):
