@@ -6,6 +6,7 @@ import ast
 import functools
 import operator
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -300,13 +301,18 @@ def asserted(condition: torch.Tensor, message: str) -> None:
 def number_asserted(condition: torch.SymBool) -> None:
     """Lets the trace that is running take a condition on numbers for granted, and assert it.
 
-    It is only asserted if a bound that follows from it is too large for torch, as for ``128 * a == b``. Seen in torch
-    2.13.
+    torch divides bounds as floats, and raises if a quotient is rounded up, as for ``128 * rows == count``. Counts of
+    elements therefore get a bound that floats hold exactly. Seen in torch 2.13.
     """
-    try:
-        torch._check(condition)
-    except AssertionError:
-        require(torch.ops.aten, "_assert_scalar", "torch 2.13").default(condition, "a check of a number")
+    from torch.utils._sympy import value_ranges
+
+    environment, most = condition.node.shape_env, 2**52
+    ranges = require(environment, "var_to_range", "torch 2.13")
+    for symbol in condition.node.expr.free_symbols & ranges.keys():
+        if most < ranges[symbol].upper < sys.maxsize:
+            limited = require(value_ranges, "ValueRanges", "torch 2.13")(ranges[symbol].lower, most)
+            require(environment, "_update_var_to_range", "torch 2.13")(symbol, limited)
+    torch._check(condition)
 
 
 def at_least_one(number: Any) -> Any:
