@@ -316,7 +316,10 @@ def test_value_if_missing_never_reaches_the_model():
 
 
 def test_model_that_is_no_module_is_refused():
-    with pytest.raises(InvalidTypeError, match=r"watches a torch\.nn\.Module"), InputObserver()(lambda x: x):
+    with (
+        pytest.raises(InvalidTypeError, match=r"Only a torch\.nn\.Module can be observed"),
+        InputObserver()(lambda x: x),
+    ):
         pass
 
 

@@ -1,5 +1,6 @@
 """Python values among the outputs: they follow sizes and values, and the proof compares them."""
 
+import builtins
 import collections
 
 import pytest
@@ -68,7 +69,7 @@ def test_the_domain_says_what_they_depend_on():
 
 
 def test_a_number_that_strict_tracing_alone_can_follow(tmp_path):
-    model, traced = exported(lambda x: (x * 2, int((x > 0).sum()), x.shape[0]))
+    model, traced = exported(lambda x: (x * 2, builtins.int((x > 0).sum()), x.shape[0]))
     assert "strict" in " ".join(traced.rules)
     x = torch.randn(4, 9)
     assert traced.to_onnx(tmp_path / "model.onnx")(x)[1:] == model(x)[1:]
