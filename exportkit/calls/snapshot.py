@@ -142,7 +142,7 @@ class Copying:
         return shapes_of(self._tensors)
 
     def require_gradients(self) -> bool:
-        """Returns whether torch records gradients, and any of the tensors has one."""
+        """Returns whether torch records gradients, and any of the tensors needs one."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._tensors)
 
     def large(self) -> frozenset[int]:

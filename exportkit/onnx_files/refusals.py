@@ -233,16 +233,17 @@ def _tensor_of(node: torch.fx.Node, mode: Any) -> torch.fx.Node:
     graph, target, value = node.graph, cast(Any, node.target), node.meta["val"]
     if isinstance(value, torch.Tensor):
         return node
+    kind = torch.float64 if isinstance(value, torch.SymFloat | float) else torch.int64  # Python's own numbers
     if target in (aten.item.default, ITEM):
-        return call_inlined(graph, lambda given: given["it"].reshape(()), {"it": node.args[0]})
+        return call_inlined(graph, lambda given: given["it"].reshape(()).to(kind), {"it": node.args[0]})
     if target is aten.sym_size.int and is_counted(value):
         return call_inlined(graph, lambda given: _count(given["it"], node.args[1]), {"it": node.args[0]})
     if getattr(target, "__module__", "") == "_operator":
         operands = [_tensor_of(it, mode) if isinstance(it, torch.fx.Node) else it for it in node.args]
         return call_inlined(graph, lambda given: target(*given["operands"]), {"operands": operands})
-    number = graph.call_function(aten.scalar_tensor.default, (node,), {"dtype": torch.int64})
+    number = graph.call_function(aten.scalar_tensor.default, (node,), {"dtype": kind})
     with mode:
-        number.meta["val"] = torch.scalar_tensor(value, dtype=torch.int64)
+        number.meta["val"] = torch.scalar_tensor(value, dtype=kind)
     return number
 
 

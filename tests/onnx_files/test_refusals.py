@@ -1,5 +1,7 @@
 """A graph fails for the values that its model raises for, wherever in the model that is, and only for these."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -60,6 +62,11 @@ def booleans(x, index):
     return x > 0
 
 
+def limited_float(x, index):
+    torch._check((index / 8).max().item() <= math.sqrt(x.shape[0]) / 3)
+    return x * 2
+
+
 def checked_tensor(x, index):
     torch._check_tensor_all(index < 5, lambda: "fewer than five")
     return x * 2
@@ -83,6 +90,7 @@ FUNCTIONS = {
         equal_sizes,
         equal_number,
         booleans,
+        limited_float,
         checked_tensor,
         written,
     )
