@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.errors import ExportError
+from exportkit.errors import ArgumentError, ExportError, RuntimeFailure
 from exportkit.programs.strategies import STRATEGIES
 from tests.programs import failing
 
@@ -228,11 +228,17 @@ class Rounds(torch.nn.Module):
 ROUNDED = ["product", "half", "multiple of a quotient", "weighted sum", "product of Python"]
 
 
+@pytest.mark.runtime
 @pytest.mark.parametrize("kind", [*ROUNDED, "sum with a product of Python"])
-def test_a_length_that_rounding_decides_about_is_not_taken_for_an_exact_number(kind):
+def test_a_length_that_rounding_decides_about_is_not_taken_for_an_exact_number(kind, tmp_path):
     model = Rounds(kind).eval()
-    with pytest.raises(ExportError):
-        exportkit.export(model, observed(model, (2, 20), (3, 31)))
+    onnx_model = exportkit.export(model, observed(model, (2, 20), (3, 31))).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    for size in (*range(1, 120), 257, 1001, 4097, 32769, 100000, 300001):
+        x = torch.zeros(2, size)
+        assert onnx_model(x).shape == model(x).shape
+    with pytest.raises((ArgumentError, RuntimeFailure)):
+        onnx_model(torch.zeros(1, 10**7))
 
 
 def test_a_buffer_that_changes_is_not_read_as_a_number():
