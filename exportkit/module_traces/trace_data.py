@@ -262,7 +262,7 @@ def _read_index(path: Path) -> _Index:
         data = path.read_bytes()
     except OSError as error:
         raise DestinationError(
-            "There is no trace here.",
+            "No trace was found.",
             where=str(path.parent),
             expected=f"a directory with {INDEX}, as trace_model(model, directory) writes it",
             got=error,

@@ -65,7 +65,7 @@ def find_class(name: str, accepted: Callable[[Any], bool] | None = None, expecte
         found = getattr(found, step, None)
     if not isinstance(found, type) or (accepted is not None and not accepted(found)):
         raise TreeError(
-            f"There is no class with the name {qualified}.",
+            f"No class was found with the name {qualified}.",
             where=f"module {module}",
             expected=f"{expected}, defined at the top level of its module",
             got=found,

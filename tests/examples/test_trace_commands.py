@@ -59,7 +59,7 @@ def test_json_is_the_only_output(traces):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "{0}/a", "{0}/missing"], "There is no trace here."),
+        (["compare", "{0}/a", "{0}/missing"], "No trace was found."),
         (["compare", "{0}/a", "{0}/a", "--names", "x"], "Malformed option --names."),
         (["trace", "{0}/right", "--out", "{0}/d", "--dtype", "int8"], "A model cannot run in this dtype."),
     ],

@@ -168,7 +168,7 @@ def test_another_file_is_an_error_of_ours(tmp_path, text):
 
 
 def test_no_file_at_all(tmp_path):
-    with pytest.raises(DestinationError, match="There is no trace here"):
+    with pytest.raises(DestinationError, match="No trace was found"):
         Trace.load(tmp_path)
 
 

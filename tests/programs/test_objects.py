@@ -77,7 +77,7 @@ def test_objects_are_taken_and_returned_also_from_a_folder(tmp_path, monkeypatch
         with pytest.raises(ArgumentError, match="directed=True"):
             runner(given)
     monkeypatch.delitem(globals(), "Gaussian")
-    with pytest.raises(TreeError, match="There is no class with the name Gaussian"):
+    with pytest.raises(TreeError, match="No class was found with the name Gaussian"):
         exportkit.load(tmp_path / "folder")
 
 

@@ -290,7 +290,7 @@ def test_local_class_is_refused_when_it_is_written():
     with pytest.raises(TreeError) as raised:
         dump_tree(flatten(filled("RoundingLayer")))
     assert str(raised.value) == (
-        "There is no class with the name _rounding_layer.<locals>.RoundingLayer.\n"
+        "No class was found with the name _rounding_layer.<locals>.RoundingLayer.\n"
         "  where: module tests.trees.caches\n"
         "  expected: a cache, a layer of one, or a plain container, defined at the top level of its module"
     )
@@ -340,7 +340,7 @@ def test_module_of_transformers_that_is_gone_is_named():
 
 
 def test_class_that_is_gone_is_named():
-    with pytest.raises(TreeError, match=r"There is no class with the name Gone\.\n  where: module torch"):
+    with pytest.raises(TreeError, match=r"No class was found with the name Gone\.\n  where: module torch"):
         load_value({"fields": "torch:Gone", "items": []})
 
 
@@ -402,7 +402,7 @@ def test_damaged_layout_is_an_error(data, got):
 def test_class_of_another_kind_is_not_built(data, expected):
     import subprocess  # noqa: F401 (loaded, so that its classes could be found)
 
-    with pytest.raises(TreeError, match="There is no class with the name") as raised:
+    with pytest.raises(TreeError, match="No class was found with the name") as raised:
         load_value(data)
     assert f"expected: {expected}" in str(raised.value)
 
@@ -438,7 +438,7 @@ def test_module_that_is_not_loaded_stays_so(tmp_path, monkeypatch):
 
 
 def test_function_is_not_a_class():
-    with pytest.raises(TreeError, match="There is no class with the name class_name"):
+    with pytest.raises(TreeError, match="No class was found with the name class_name"):
         load_structure({"type": "exportkit.trees.json_form:class_name"})
 
 
@@ -450,8 +450,8 @@ class Layers(list):
     ("value", "message"),
     [
         (Layers(), "A cache holds a value of class Layers, which cannot be written as JSON"),
-        (torch.nn.Linear, "There is no class with the name Linear"),
-        (collections.defaultdict(Layers), "There is no class with the name Layers"),
+        (torch.nn.Linear, "No class was found with the name Linear"),
+        (collections.defaultdict(Layers), "No class was found with the name Layers"),
     ],
 )
 def test_cache_with_something_that_is_not_read_again_is_refused(value, message):

@@ -137,7 +137,7 @@ def test_file_cannot_name_any_class(cls, names):
 
 def test_object_of_a_class_that_is_not_found_is_not_loaded():
     data = json.loads(json.dumps(dump_tree(flatten(Frozen(torch.ones(1))))).replace("Frozen", "Thawed"))
-    with pytest.raises(TreeError, match="There is no class with the name Thawed"):
+    with pytest.raises(TreeError, match="No class was found with the name Thawed"):
         load_value(data, [torch.ones(1)])
 
 
