@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -236,6 +236,21 @@ def limits_of_floats() -> tuple[ModuleType, dict[str, Any]]:
         return holds
 
     return symbolic_shapes, {"expect_true": expect_true}
+
+
+def lines_without(files: Iterable[str]) -> tuple[ModuleType, dict[str, Any]]:
+    """Returns the Python module of the function that lists files of tracing code, and a replacement of it.
+
+    torch says of each condition on sizes which line asked for it: the innermost one outside of these files. Seen in
+    torch 2.13.
+
+    Args:
+        files: Files that call torch in place of the model's code, and are not to be named.
+    """
+    from torch.fx.experimental import symbolic_shapes
+
+    known = require(symbolic_shapes, "uninteresting_files", "torch 2.13")() | {__file__, *files}
+    return symbolic_shapes, {"uninteresting_files": lambda: known}
 
 
 def constraints_that_solve() -> tuple[type, dict[str, Any]]:

@@ -20,6 +20,7 @@ from exportkit._torch_compat.tracing import (
     constraints_that_solve,
     distribution_checks,
     limits_of_floats,
+    lines_without,
     module_calls,
 )
 from exportkit.arguments.build import build_call
@@ -36,6 +37,7 @@ from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.subject import WithEffects
 from exportkit.programs.traced_method import Example, TracedMethod
+from exportkit.rewrites import branches
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import BUFFER_VALUES, STRICT, Rewrite, applied
 from exportkit.running.eager import kernels_of
@@ -258,7 +260,8 @@ def _quiet(around: Callable[..., Any] | None) -> Iterator[None]:
     unlogged = replaced_attributes(logging.getLogger("torch._guards"), {"disabled": True})
     checked = replaced_attributes(owner, {name: False})
     with warnings.catch_warnings(), silent, unlogged, checked, contextlib.ExitStack() as repaired:
-        for replacement in (module_calls(around), constraints_that_solve(), limits_of_floats()):
+        lines = lines_without([branches.__file__])
+        for replacement in (module_calls(around), constraints_that_solve(), limits_of_floats(), lines):
             repaired.enter_context(replaced_attributes(*replacement))
         warnings.simplefilter("ignore")
         yield

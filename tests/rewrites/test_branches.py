@@ -264,3 +264,30 @@ def decided_by_another_number(mask, _embedded, rows):
 def test_a_check_that_a_graph_cannot_make_stays_an_error(check):
     with pytest.raises(ExportError, match="decides by the values of a tensor"):
         exported_with_marks(check)
+
+
+class Limited(torch.nn.Module):
+    """Checks a number, if it is told to, and decides by sizes."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.counts = counts
+
+    def forward(self, x, marks):
+        if self.counts and marks.sum().item() > x.shape[0]:
+            raise ValueError("more rows are needed")
+        torch._check(x.shape[1] <= 40)
+        return x * 2 if x.shape[0] > 64 else x + marks.any()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_conditions_on_sizes_are_those_of_the_lines_of_the_model(counts):
+    model, observer = Limited(counts), exportkit.InputObserver()
+    with observer(model):
+        for rows in (3, 4):
+            model(torch.randn(rows, rows + 2), torch.tensor([True, False, True]))
+    conditions = {condition.text: condition for condition in exportkit.export(model, observer).domain.conditions}
+    assert conditions.keys() == {"batch <= 64", "x_axis_1 <= 40"}
+    for condition in conditions.values():
+        assert condition.own
+        assert condition.place.startswith(__file__)
