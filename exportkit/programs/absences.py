@@ -27,7 +27,7 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import UNTRIED, Turns
-from exportkit.running.eager import EagerRunner, run_eager, sampled_answer
+from exportkit.running.eager import EagerRunner, run_eager
 from exportkit.running.masks import find_mask
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import Runner, compare_calls
@@ -79,9 +79,7 @@ def _further(recorded: Collection[Pattern]) -> Iterator[Pattern]:
 
 
 def _outcomes(traced: TracedProgram, pattern: Pattern) -> list[str]:
-    return sampled_answer(
-        traced.model, lambda: list(_tried(traced, pattern)), is_sure=lambda outcomes: not any(outcomes)
-    )
+    return traced.sampled_answer(lambda: list(_tried(traced, pattern)), is_sure=lambda outcomes: not any(outcomes))
 
 
 def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:

@@ -11,6 +11,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from exportkit.programs.layer import (
     held,
     holders,
     marks,
+    of_others,
     places_in,
     plain,
 )
@@ -41,10 +43,49 @@ _MEMBER = re.compile(r"((?:.*\.)?)(\d+)")
 _MOST_RUNS = 8  # in Gemma3, every sixth layer is of another kind
 
 
+@dataclass(frozen=True, eq=False)
+class CopiedLayer:
+    """A layer that got copies of the nodes of another one.
+
+    Attributes:
+        path: Where it is in the model.
+        module: It.
+        source_path: Where the other one is.
+        source: The other one.
+        own: Places of what belongs to the other one in a list with an item for each layer.
+        shift: How many layers lie between the two.
+    """
+
+    path: str
+    module: torch.nn.Module
+    source_path: str
+    source: torch.nn.Module
+    own: frozenset[Steps]
+    shift: int
+
+    def moved(self, steps: Steps) -> Steps:
+        """Returns the place of this layer that corresponds to a place of the other one."""
+        return tuple(step + self.shift if steps[: i + 1] in self.own else step for i, step in enumerate(steps))
+
+    def is_called_alike(self, source: Mapping[Steps, Any], described: Mapping[Steps, Any]) -> bool:
+        """Returns whether both are called alike, apart from the values of tensors.
+
+        Args:
+            source: Descriptions of what the other one is called with, by place.
+            described: The same for this layer.
+        """
+        return {self.moved(steps): item for steps, item in source.items()} == described
+
+
 class CopiedLayers:
-    """The layers that a trace has run so far."""
+    """The layers that a trace has run so far.
+
+    Attributes:
+        copies: Those that got copies of the nodes of others; the tracer may run one of them several times.
+    """
 
     def __init__(self) -> None:
+        self.copies: list[CopiedLayer] = []
         self._runs: dict[Any, list[_Run]] = {}
         self._kinds: dict[Any, list[_Kind]] = {}
         self._left: dict[Any, Sequence[Node | None]] = {}  # the nodes of the latest layer
@@ -70,11 +111,14 @@ class CopiedLayers:
         try:
             layer = Layer(tracer, path, int(member[2]), module, (args, kwargs), self._left.get(key, ()))
             found = next((kind for kind in kinds if kind.includes(layer)), None)
+            if found is None:
+                layer.look()
         except Exception:  # an object that raises when it is looked at: the layer is traced
             return forward(*args, **kwargs)
         if found is not None:
             result = found.copy(layer)
             self._left[key] = layer.left
+            self.copies.append(found.copied(layer))
             return result
         run = _Run(layer, forward)
         self._left[key] = list(run.nodes)
@@ -252,6 +296,7 @@ class _Kind:
         run: A later one, of which copies are made.
         reads: The nodes of others that it reads, with the places of their values; no places if all layers read it.
         own: Places of what belongs to a layer in a list with an item for each.
+        fixed: Places of items of such lists that all layers read.
         numbers: The attributes that hold the number of a layer.
     """
 
@@ -259,7 +304,15 @@ class _Kind:
     run: _Run
     reads: Mapping[Node, Iterable[Steps]]
     own: frozenset[Steps]
+    fixed: frozenset[Steps]
     numbers: frozenset[Steps]
+
+    @cached_property
+    def described(self) -> dict[Steps, Any]:
+        """What the later one was called with, apart from what belongs to other layers, by place."""
+        is_left_out = of_others(self.own | self.fixed)
+        described = self.run.layer.described.items()
+        return {s: found for s, found in described if not any(is_left_out(s[:i]) for i in range(1, len(s) + 1))}
 
     @classmethod
     def of(cls, first: _Run, run: _Run) -> _Kind | None:
@@ -283,8 +336,10 @@ class _Kind:
             pairs += found
         if len(first.changes) != len(run.changes):
             return None
-        own_places = {b[: i + 1] for a, b in pairs for i in range(len(b)) if a[i] != b[i]}
-        return cls(first, run, reads, frozenset(own_places), numbers)
+        prefixes = {(a[: i + 1], b[: i + 1]) for a, b in pairs for i in range(len(b))}
+        own_places = frozenset(b for a, b in prefixes if a[-1] != b[-1])
+        fixed = frozenset(b for a, b in prefixes if a == b and of_others(own_places)(b))
+        return cls(first, run, reads, own_places, fixed, numbers)
 
     def includes(self, layer: Layer) -> bool:
         """Returns whether a layer leaves the same nodes behind, too."""
@@ -293,25 +348,16 @@ class _Kind:
         for name, compute, others, result in (*self.first.noted, *self.run.noted):
             if name in self.numbers and (result is NotImplemented or compute(layer.number, *others) != result):
                 return False
-        lists = {steps[:-1] for steps in self.own}
-        expected = {}
-        for steps, described in self.run.layer.described.items():
-            if not self._is_of_another(steps, lists, self.own):
-                expected[self._moved(steps, layer)] = described
-        own = {self._moved(steps, layer) for steps in self.own}
-        found = {
-            steps: description(place.value)
-            for steps, place in layer.places.items()
-            if not self._is_of_another(steps, lists, own)
-        }
-        if expected != found:
+        copied = self.copied(layer)
+        layer.look({*map(copied.moved, self.own), *self.fixed})
+        if not copied.is_called_alike(self.described, layer.described):
             return False
         read = [(node, self._nodes_at(places, layer)) for node, places in self.reads.items() if places]
         return all(len(others) == 1 and _same_kind(node, *others) for node, others in read)
 
     def copy(self, layer: Layer) -> Any:
         """Returns what a layer returns, after it was given copies of the nodes."""
-        run, tracer = self.run, layer.tracer
+        run, tracer, moved = self.run, layer.tracer, self.copied(layer).moved
         copies: dict[Node, Any] = {node: self._nodes_at(at, layer).pop() for node, at in self.reads.items() if at}
         for node in run.nodes:
             copies[node] = copy = tracer.graph.node_copy(node, lambda other: copies.get(other, other))
@@ -328,19 +374,20 @@ class _Kind:
             return tensors[position]
 
         for steps, made in run.changes.items():
-            layer.places[self._moved(steps, layer)].write(copied(made, run.written[steps]))
+            layer.places[moved(steps)].write(copied(made, run.written[steps]))
         made = iter(run.returned)
         return flatten(run.result).map(lambda leaf: copied(next(made), leaf)).build()
 
-    def _moved(self, steps: Steps, layer: Layer) -> Steps:
-        shift = layer.number - self.run.layer.number
-        return tuple(step + shift if steps[: i + 1] in self.own else step for i, step in enumerate(steps))
+    def copied(self, layer: Layer) -> CopiedLayer:
+        """Returns what a layer is that gets copies of the nodes."""
+        source = self.run.layer
+        shift = layer.number - source.number
+        return CopiedLayer(layer.path, layer.module, source.path, source.module, self.own, shift)
 
     def _nodes_at(self, places: Iterable[Steps], layer: Layer) -> set[Node | None]:
-        found: set[Node | None] = set()
+        found, moved = set[Node | None](), self.copied(layer).moved
         for steps in places:
-            moved = self._moved(steps, layer)
-            *tensor, kind, axis = moved if SIZE in steps else (*moved, None, None)
+            *tensor, kind, axis = moved(steps) if SIZE in steps else (*moved(steps), None, None)
             if tensor[0] is Layer:
                 node = layer.before[tensor[1]] if tensor[1] < len(layer.before) else None
             else:
@@ -349,13 +396,6 @@ class _Kind:
                 node = next((user for user in node.users if (user.target, *user.args) == (SIZE, node, axis)), None)
             found.add(node)
         return found
-
-    @staticmethod
-    def _is_of_another(steps: Steps, lists: Iterable[Steps], own: Iterable[Steps]) -> bool:
-        """Whether something belongs to another layer."""
-        return any(
-            steps[:i] in lists and type(steps[i]) is int and steps[: i + 1] not in own for i in range(len(steps))
-        )
 
 
 def _corresponds(one: Steps, other: Steps, shift: int) -> bool:

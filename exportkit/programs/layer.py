@@ -6,7 +6,7 @@ A place is the attributes and items that lead to a value.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +38,16 @@ class Place(NamedTuple):
             setattr(self.holder, self.name, value)
 
 
-def places_in(value: Any) -> dict[Steps, Place]:
-    """Returns the values inside containers and caches; what these are themselves is found at the place `len`."""
+def places_in(value: Any, own: Collection[Steps] = ()) -> dict[Steps, Place]:
+    """Returns the values inside containers and caches; what these are themselves is found at the place `len`.
+
+    Args:
+        value: The value.
+        own: Places of items of lists; other items of these lists belong to other layers, and are left out.
+    """
     found: dict[Steps, Place] = {}
     opened: set[int] = set()
+    is_left_out = of_others(own)
 
     def walk(steps: Steps, place: Place) -> None:
         value, items = place.value, None
@@ -60,11 +66,22 @@ def places_in(value: Any) -> dict[Steps, Place]:
         found[*steps, len] = Place((type(value), len(items)))
         opened.add(id(value))
         for name, item in items:
-            walk((*steps, name), Place(item, value, name))
+            if not is_left_out((*steps, name)):
+                walk((*steps, name), Place(item, value, name))
         opened.discard(id(value))
 
     walk((), Place(value))
     return found
+
+
+def of_others(own: Collection[Steps]) -> Callable[[Steps], bool]:
+    """Returns what tells whether an item of a list belongs to another layer.
+
+    Args:
+        own: Places of the items that do not, in lists with an item for each layer.
+    """
+    lists = {steps[:-1] for steps in own}
+    return lambda steps: steps[:-1] in lists and type(steps[-1]) is int and steps not in own
 
 
 def holders(places: Mapping[Steps, Place]) -> dict[int, Any]:
@@ -84,8 +101,17 @@ class Layer:
         self.tracer, self.path, self.number, self.module, self.call = tracer, path, number, module, call
         self.weights, self.attributes, self.has_hooks = contents(module)
         self.held, self.numbers = held(self.attributes), frozenset(self._numbers())
-        self.places = places_in(call) | {steps: Place(tensor) for steps, tensor in self.weights.items()}
-        self.described = {steps: description(place.value) for steps, place in self.places.items()}
+        self.places: dict[Steps, Place] = {}
+        self.described: dict[Steps, Any] = {}
+
+    def look(self, own: Collection[Steps] = ()) -> None:
+        """Finds the places of weights and arguments, and describes what is there.
+
+        Args:
+            own: Places of items of lists; other items of these lists are left out.
+        """
+        self.places = places_in(self.call, own) | {steps: Place(tensor) for steps, tensor in self.weights.items()}
+        self.described = described(self.places)
 
     def _numbers(self) -> Iterator[Steps]:
         """The attributes that hold the number of the layer, as those of another one in the list hold its number."""
@@ -132,18 +158,26 @@ class Layer:
 
 def contents(module: torch.nn.Module) -> tuple[dict[Steps, Any], dict[Steps, Any], bool]:
     """Returns the parameters and buffers of a module and its parts, their other attributes, and if they have hooks."""
-    weights, attributes, has_hooks = {}, {}, False
+    weights, attributes = {}, {}
     for path, part in module.named_modules(remove_duplicate=False):
-        parameters, buffers, modules = parameter_table(part), buffer_table(part), module_table(part)
+        parameters, buffers = parameter_table(part), buffer_table(part)
         for name, tensor in (*parameters.items(), *buffers.items()):
             weights[torch.nn.Module, path, name] = tensor
         attributes[path, type] = type(part)
         for name, value in vars(part).items():
             if name not in _OF_ANY_MODULE:
                 attributes[path, name] = value
-            elif isinstance(value, dict) and value:
-                has_hooks |= all(value is not table for table in (parameters, buffers, modules))
-    return weights, attributes, has_hooks
+    return weights, attributes, any(hook_tables(module))
+
+
+def hook_tables(module: torch.nn.Module) -> list[Mapping[Any, Any]]:
+    """Returns the tables of hooks of a module and its parts."""
+    found: list[Mapping[Any, Any]] = []
+    for part in module.modules():
+        others = (parameter_table(part), buffer_table(part), module_table(part))
+        tables = (value for name, value in vars(part).items() if name in _OF_ANY_MODULE and isinstance(value, dict))
+        found += [table for table in tables if all(table is not other for other in others)]
+    return found
 
 
 def held(attributes: Mapping[Steps, Any]) -> dict[Steps, Any]:
@@ -177,6 +211,11 @@ def description(value: Any) -> Any:
     if type(value) is float:
         return float, repr(value)  # 0.0 and -0.0 are not the same
     return type(value), value if type(value) in ATOMS else fingerprint(value)
+
+
+def described(places: Mapping[Steps, Place]) -> dict[Steps, Any]:
+    """Returns what has to be equal of the values at places for code to do the same with them."""
+    return {steps: description(place.value) for steps, place in places.items()}
 
 
 def marks(tensor: torch.Tensor) -> list[str]:

@@ -30,7 +30,7 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Turn, Turns
 from exportkit.running.compare import Difference, Tensors, compare_tensors
-from exportkit.running.eager import EagerRunner, sampled_answer
+from exportkit.running.eager import EagerRunner
 from exportkit.running.masks import find_mask, visible_by_shape
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import compare_calls, recorded
@@ -66,8 +66,8 @@ class ProgramProbe:
         if key not in self._known:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # at sizes that the user did not run
-                self._known[key] = sampled_answer(
-                    self._traced.model, lambda: self._difference(sizes), is_sure=lambda difference: difference == ""
+                self._known[key] = self._traced.sampled_answer(
+                    lambda: self._difference(sizes), is_sure=lambda difference: difference == ""
                 )
         return self._known[key]
 
@@ -134,7 +134,7 @@ class ProgramProbe:
         if key not in self._read:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # from sizes that the user did not run
-                self._read[key] = sampled_answer(traced.model, lambda: size_reads(run))
+                self._read[key] = traced.sampled_answer(lambda: size_reads(run))
         return self._read[key]
 
     def difference_in(self, call: Call) -> str:

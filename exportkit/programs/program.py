@@ -35,12 +35,13 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.failure import Place, failure, is_model_code
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
+from exportkit.programs.reused_layers import ReusedLayers
 from exportkit.programs.subject import WithEffects
 from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites import branches
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import BUFFER_VALUES, STRICT, Rewrite, applied
-from exportkit.running.eager import kernels_of
+from exportkit.running.eager import Answer, kernels_of, sampled_answer
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import Tree, caches_opened
 
@@ -68,6 +69,7 @@ class TracedProgram:
         absences: The sets of inputs that may be left out together.
         crossings: Sizes that break conditions of the trace which change nothing.
         samples: Sizes for which the model runs, one for each pattern of 0 and 1 in the domain that was tried.
+        layers: The layers that need not run for questions that are not about weights.
         seconds: Duration of each stage, in seconds.
     """
 
@@ -89,6 +91,7 @@ class TracedProgram:
     absences: Absences = field(default_factory=Absences)
     crossings: tuple[Mapping[str, int], ...] = ()
     samples: tuple[Mapping[str, int], ...] = ()
+    layers: ReusedLayers | None = field(default=None, compare=False)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
@@ -105,6 +108,18 @@ class TracedProgram:
     def wraps(self) -> bool:
         """Whether the graph returns the result of the model together with what else a call changes."""
         return isinstance(self.model, WithEffects) and self.model.wraps
+
+    def sampled_answer(
+        self, question: Callable[[], Answer], is_sure: Callable[[Answer], bool] = lambda _: True
+    ) -> Answer:
+        """Returns the answer to a question that is not about weights, and that runs the model or the program.
+
+        Args:
+            question: What runs them.
+            is_sure: Whether an answer counts that a part of the weights and of the layers gave; otherwise the question
+                is asked again, of the whole model.
+        """
+        return sampled_answer(self.model, question, is_sure, shortcut=self.layers)
 
     def request(self, onnx: bool = False) -> TraceRequest:
         """Returns what torch was asked to do, to look for the cause of a failure.
@@ -140,14 +155,14 @@ def trace(
     Raises:
         ExportError: if torch cannot trace the model.
     """
-    traced = TracedMethod(model, method, plan, example, rules)
+    traced, copied = TracedMethod(model, method, plan, example, rules), CopiedLayers()
     names = tuple(rule.name for rule in rules)
     with (
         caches_opened([*traced.arguments.values(), example.outputs.build()]),
         operators_at_any_length(tracing=True),
         applied(rules, model),
         replaced_attributes(model, {"forward": traced.forward}),
-        _quiet(None if BUFFER_VALUES in rules else CopiedLayers().call),
+        _quiet(None if BUFFER_VALUES in rules else copied.call),
         recording_paused(),
         kernels_of(example.call),
         torch.no_grad(),
@@ -186,6 +201,7 @@ def trace(
         replace(Domain.of_plan(plan), values=values),
         example.joined_outputs,
         example.member_rows,
+        layers=ReusedLayers.of(program, copied.copies),
     )
 
 

@@ -109,6 +109,7 @@ def sampled_answer(
     question: Callable[[], Answer],
     is_sure: Callable[[Answer], bool] = lambda _: True,
     otherwise: Callable[[], Answer] | None = None,
+    shortcut: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
 ) -> Answer:
     """Returns the answer to a question that is not about the weights of a model, and that runs the model.
 
@@ -120,10 +121,11 @@ def sampled_answer(
         question: What runs the model, and compares nothing with the results of whole products.
         is_sure: Whether such an answer counts; otherwise the question is asked again, with whole products.
         otherwise: Answers the question with whole products, if that is done in another way.
+        shortcut: What else makes such runs take less time, if anything.
     """
     sampled = sampled_products(model.parameters())
-    if sampled is not None:
-        with sampled:
+    if sampled is not None or shortcut is not None:
+        with sampled or contextlib.nullcontext(), shortcut() if shortcut else contextlib.nullcontext():
             answer = question()
         if is_sure(answer):
             return answer

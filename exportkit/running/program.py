@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,18 @@ from exportkit.calls.call import Call
 from exportkit.running.module_state import tensors_kept
 
 _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+_reused: ContextVar[Mapping[torch.fx.Node, torch.fx.Node] | None] = ContextVar("reused", default=None)
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
+
+
+@contextlib.contextmanager
+def values_reused(nodes: Mapping[torch.fx.Node, torch.fx.Node]) -> Iterator[None]:
+    """Gives nodes the values of others before them instead of computing them, for the time of a ``with`` block."""
+    token = _reused.set(nodes)
+    try:
+        yield
+    finally:
+        _reused.reset(token)
 
 
 @dataclass(frozen=True)
@@ -90,13 +103,15 @@ class _Interpreter(torch.fx.Interpreter):
     """Runs a graph at sizes at which a view may have to be a copy, or have no elements."""
 
     def __init__(self, module: torch.fx.GraphModule, keep: Callable[[torch.fx.Node, Any], None] | None) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self._keep = keep
+        self._keep, self._reused = keep, _reused.get() or {}
+        super().__init__(module, garbage_collect_values=not self._reused)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """Returns the value of a node."""
         if is_assertion(n):
             return None
+        if n in self._reused:
+            return self.env[self._reused[n]]
         if str(n.target) in _VIEWS:
             source, shape = self.fetch_args_kwargs_from_env(n)[0]
             if source.numel() == 0:  # a size of -1 is open: it is the traced one, if that is a number
