@@ -220,6 +220,23 @@ def _proxies() -> Any:
     return proxy_tensor
 
 
+def modes_that_change() -> tuple[type, dict[str, Any]]:
+    """Returns a class and a replacement of its method that notes in a trace whether gradients are recorded from here.
+
+    torch splits a graph wherever that is set, and puts the parts together again if nothing changed: it takes a fifth of
+    the trace of a deep model. Now nothing is noted that changes nothing. Seen in torch 2.13.
+    """
+    owner = require(_proxies(), "PreDispatchTorchFunctionMode", "torch 2.13")
+    note, enable = owner.__torch_function__, require(torch._C, "_set_grad_enabled", "torch 2.13")
+
+    def torch_function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is enable and args == (torch.is_grad_enabled(),):
+            return None
+        return note(self, func, types, args, kwargs)
+
+    return owner, {"__torch_function__": torch_function}
+
+
 def limits_of_floats() -> tuple[ModuleType, dict[str, Any]]:
     """Returns the Python module of the function that takes note of a ``torch._check``, and a replacement of it.
 

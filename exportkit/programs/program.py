@@ -21,6 +21,7 @@ from exportkit._torch_compat.tracing import (
     distribution_checks,
     limits_of_floats,
     lines_without,
+    modes_that_change,
     module_calls,
 )
 from exportkit.arguments.build import build_call
@@ -277,7 +278,8 @@ def _quiet(around: Callable[..., Any] | None) -> Iterator[None]:
     checked = replaced_attributes(owner, {name: False})
     with warnings.catch_warnings(), silent, unlogged, checked, contextlib.ExitStack() as repaired:
         lines = lines_without([branches.__file__])
-        for replacement in (module_calls(around), constraints_that_solve(), limits_of_floats(), lines):
+        repairs = (module_calls(around), constraints_that_solve(), limits_of_floats(), modes_that_change(), lines)
+        for replacement in repairs:
             repaired.enter_context(replaced_attributes(*replacement))
         warnings.simplefilter("ignore")
         yield
