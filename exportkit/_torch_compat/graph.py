@@ -202,6 +202,28 @@ def with_graph_module(
     )
 
 
+def without_regions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the program with the nodes of its regions among the others, and the casts of autocast as nodes.
+
+    torch puts what a model computes under ``torch.autocast`` or ``torch.enable_grad`` into a graph of its own, which an
+    operator runs. The program is returned as it is if it has no such graph, or changes its buffers or inputs. Seen in
+    torch 2.13.
+    """
+    if not any(str(node.target).startswith("wrap_with_") for node in program.graph.nodes):
+        return program
+    whole = program.graph_module
+    regions = [part for part in whole.modules() if isinstance(part, torch.fx.GraphModule) and part is not whole]
+    try:
+        for part in regions:  # node by node: the code of a graph does not say which module a node comes from
+            vars(part)["forward"] = torch.fx.Interpreter(part).run
+        found = program.run_decompositions({})
+    finally:
+        for part in regions:
+            del vars(part)["forward"]
+    signature = found.graph_signature
+    return program if signature.buffers_to_mutate or signature.user_inputs_to_mutate else found
+
+
 def program_of(
     program: torch.export.ExportedProgram,
     graph: torch.fx.Graph,

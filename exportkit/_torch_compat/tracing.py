@@ -15,6 +15,7 @@ from exportkit._torch_compat import require
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def is_tracing() -> bool:
@@ -126,6 +127,29 @@ def apart_from_modes() -> Iterator[None]:
     without_function = require(torch._C, "DisableTorchFunction", "torch 2.13")
     with without_dispatch(), without_function(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
+
+
+def autocast_dtypes() -> tuple[tuple[str, str], ...]:
+    """Returns the types of devices for which ``torch.autocast`` is on, each with its dtype. Seen in torch 2.13."""
+    return tuple(
+        (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
+        for device in _AUTOCAST_DEVICES
+        if torch.is_autocast_enabled(device)
+    )
+
+
+def autocast_off() -> tuple[type, dict[str, Any]]:
+    """Returns a class and a replacement of its method, with which no ``torch.autocast`` is on. Seen in torch 2.13."""
+    enter = torch.autocast.__enter__
+
+    def without(self: Any) -> Any:
+        enabled, self._enabled = require(self, "_enabled", "torch 2.13"), False
+        try:
+            return enter(self)  # type: ignore[no-untyped-call]
+        finally:
+            self._enabled = enabled
+
+    return torch.autocast, {"__enter__": without}
 
 
 def constant_in_trace(function: Function) -> Function:

@@ -244,6 +244,7 @@ class Call:
         sizes: Sizes of the plan's variables, if the call was built for such sizes.
         error: Why there are no outputs, if building or making the call failed.
         gradients: Whether torch recorded gradients in a recorded call, or those that the call is made of.
+        autocast: The types of devices for which ``torch.autocast`` was on then, each with its dtype in half precision.
     """
 
     arguments: Mapping[str, Tree]
@@ -257,6 +258,7 @@ class Call:
     sizes: Mapping[str, int] = field(default_factory=dict)
     error: str = ""
     gradients: bool = False
+    autocast: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_made(self) -> bool:

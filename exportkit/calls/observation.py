@@ -228,7 +228,9 @@ class Observation:
     @property
     def merged_call(self) -> Call:
         """The call, not made, with `merged_arguments`."""
-        return Call(self.merged_arguments, self.signature, gradients=any(call.gradients for call in self.calls))
+        gradients = any(call.gradients for call in self.calls)
+        autocast = next((call.autocast for call in self.calls if call.autocast), ())
+        return Call(self.merged_arguments, self.signature, gradients=gradients, autocast=autocast)
 
     def save(self, directory: str | os.PathLike[str], values: bool = True) -> None:
         """Writes the observation into a directory, to plan and export elsewhere, without the inputs at hand.

@@ -16,7 +16,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple
 
-from exportkit._torch_compat.tracing import is_capturing, is_tracing
+from exportkit._torch_compat.tracing import autocast_dtypes, is_capturing, is_tracing
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Failure, Observation, SeenShapes
 from exportkit.calls.snapshot import Copying, Memory, Share, Snapshot, shapes_of
@@ -54,6 +54,7 @@ class _Stored(NamedTuple):
     outputs: Snapshot
     latency: float
     gradients: bool
+    autocast: tuple[tuple[str, str], ...]
 
 
 class _Paused(threading.local):
@@ -179,7 +180,14 @@ class Recorder:
             named = frozenset(n for n in given if n in kwargs or n == self._signature.var_keyword)
             outputs = stored.outputs.tree()
             self._calls[index] = Call(
-                arguments, self._signature, named, outputs, index, stored.latency, gradients=stored.gradients
+                arguments,
+                self._signature,
+                named,
+                outputs,
+                index,
+                stored.latency,
+                gradients=stored.gradients,
+                autocast=stored.autocast,
             )
         return self._calls[index]
 
@@ -262,7 +270,7 @@ class Recorder:
         note_values(copying.structure)
         if self._room_for(copying) is not None:
             gradients = copying.require_gradients()
-            return _Stored(begun.inputs, copying.snapshot(), latency, gradients)
+            return _Stored(begun.inputs, copying.snapshot(), latency, gradients, autocast_dtypes())
         if self._counts_shapes:
             self._counter.count(
                 (begun.inputs.structure, tuple(begun.inputs.shapes())), (copying.structure, copying.shapes())

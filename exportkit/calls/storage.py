@@ -16,7 +16,7 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class _CallData:
     arguments: Mapping[str, _TreeData]
     outputs: _TreeData
     gradients: bool = False
+    autocast: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ def _dump_call(number: int, call: Call, kept: KeptTensors) -> dict[str, Any]:
         "named": sorted(call.named),
         "latency": call.latency,
         "gradients": call.gradients,
+        "autocast": [list(item) for item in call.autocast],
         "arguments": {n: _dump_tree(_place(number, n), tree, kept) for n, tree in call.arguments.items()},
         "outputs": _dump_tree(_place(number), call.outputs, kept),
     }
@@ -242,7 +244,8 @@ def _load_call(number: int, data: _CallData, signature: Signature, tensors: Stor
         if name in arguments and type(arguments[name].build()) is not cls:
             raise InvalidDataError(f"a {cls.__name__}", "another value", _place(number, name))
     outputs = _load_tree(_place(number), data.outputs, tensors)
-    return Call(arguments, signature, data.named, outputs, data.index, data.latency, gradients=data.gradients)
+    call = Call(arguments, signature, data.named, outputs, data.index, data.latency)
+    return replace(call, gradients=data.gradients, autocast=data.autocast)
 
 
 def _load_tree(place: str, data: _TreeData, tensors: StoredTensors) -> Tree:

@@ -99,6 +99,7 @@ class GraphData:
     domain: Mapping[str, Any]
     parts: Mapping[str, Any] = field(default_factory=dict)
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
+    half: tuple[str, ...] = ()
     runtime: Runtime | None = None
     quantised: Quantised | None = None
 
@@ -144,6 +145,7 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
         "member_rows": dict(contract.member_rows),
         "stateful": contract.stateful,
         "wraps": contract.wraps,
+        "half": list(contract.half),
         "written": {name: {**vars(item)} for name, item in contract.written.items()},
         "sizes": dict(contract.sizes),
         "seconds": dict(contract.seconds),
@@ -190,6 +192,7 @@ def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph
         dependent=dependent_outputs(observation, list(returned), graph.joined_outputs),
         stateful=graph.stateful,
         wraps=graph.wraps,
+        half=graph.half,
         written=graph.written,
         rules=graph.rules,
         sizes=graph.sizes,

@@ -330,6 +330,8 @@ def _is_known(node: torch.fx.Node) -> bool:
     named = cast(dict[str, Any], node.kwargs)
     if node.target is aten.cross_entropy_loss.default:
         return is_plain_cross_entropy(first, *others)
+    if node.target is aten.layer_norm.default:
+        return not is_half(node)
     if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
         return is_plain_pool(first, *others)
     if node.target is aten.cumsum.default:

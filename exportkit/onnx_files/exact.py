@@ -181,6 +181,15 @@ ADDITIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _layer_norm(values: torch.Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, *options: Any) -> Any:
+    """A norm in half precision with weights in float32: it computes in float32, as torch's kernel does."""
+    given = [tensor for tensor in (weight, bias) if tensor is not None]
+    if all(tensor.dtype == values.dtype for tensor in given):
+        return NotImplemented
+    whole = [None if tensor is None else tensor.float() for tensor in (weight, bias)]
+    return aten.layer_norm.default(values.float(), shape, *whole, *options).to(values.dtype)
+
+
 def with_half_outputs(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program with outputs in half precision as nodes of their own, which keep their dtype."""
     if not _half_outputs(program.graph):
@@ -213,4 +222,5 @@ EXACT: dict[Any, Callable[..., Any]] = {
     aten.scatter_reduce.two: _scatter_reduce,
     aten.avg_pool2d.default: _avg_pool2d,
     aten.avg_pool3d.default: _avg_pool3d,
+    aten.layer_norm.default: _layer_norm,
 }

@@ -27,6 +27,7 @@ from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import TRANSLATION_PER_TRACE, stage
 from exportkit.programs.strategies import Attempt, after_failed_translation
 from exportkit.programs.subject import RESULT, STATE
+from exportkit.running.eager import autocast
 from exportkit.running.runner import Returned
 from exportkit.running.session import GraphSession
 from exportkit.trees import flatten, join
@@ -395,7 +396,7 @@ def _written(
 ) -> tuple[TracedProgram, Contract, tuple[Attempt, ...]]:
     """The program that could be translated, its contract, and what was tried besides."""
     about = TRANSLATION_PER_TRACE * traced.seconds.get("export", 0.0) or None
-    with explained(lambda: traced.request(onnx=True)), stage("onnx", traced.seconds, about):
+    with explained(lambda: traced.request(onnx=True)), stage("onnx", traced.seconds, about), autocast(()):
         try:
             return traced, translate(traced, path, opset, runtime), ()
         except ExportError:

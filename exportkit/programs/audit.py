@@ -226,6 +226,13 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
             "OnnxModel writes them back, other runtimes do not."
         )
         findings.append(Finding("changed input", ", ".join(inside), text))
+    modes = {bool(call.autocast): call for call in traced.observation.calls}
+    if len(modes) > 1:
+        text = (
+            f"call {modes[True].index} was made under torch.autocast, and call {modes[False].index} was not; the graph "
+            "computes as under it. Record each in an observer of its own."
+        )
+        findings.append(Finding("autocast", "", text))
     changed = dict.fromkeys(
         name for call in traced.observation.calls[:2] for name in changed_state(traced.model, traced.method, call)
     )

@@ -28,7 +28,7 @@ from exportkit.programs.kinds import Landmarks, kinds_of
 from exportkit.programs.program import TracedProgram
 from exportkit.running.bounds import fixed_bound
 from exportkit.running.compare import compare_tensors
-from exportkit.running.eager import run_eager
+from exportkit.running.eager import run_eager, sampled_answer
 from exportkit.trees import fingerprint, flatten
 from exportkit.trees.structure import path_of
 
@@ -51,7 +51,7 @@ def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
     wanted = [{path: _LEFT_OUT} for path in values.required()] + [{path: v} for (path, _), v in others.items()]
     if not wanted:
         return traced
-    for constants in traced.sampled_answer(lambda: _harmless(traced, wanted)):
+    for constants in traced.sampled_answer(lambda: _harmless(traced, wanted), lambda found: len(found) == len(wanted)):
         found = {path: None if value is _LEFT_OUT else fingerprint(value) for path, value in constants.items()}
         values = values.allowing(found)
     return replace(traced, domain=replace(traced.domain, values=values))
@@ -76,7 +76,7 @@ def with_traits(traced: TracedProgram) -> TracedProgram:
     for call in reversed(list(_calls(traced, unseen=0))):  # first the traced one, which has all inputs
         with contextlib.suppress(Exception):  # whatever the model raises for a call that it does not accept
             ask = functools.partial(find_traits, traced.model, traced.method, call)
-            found = traced.sampled_answer(ask)
+            found = sampled_answer(traced.model, ask)  # one that compares results with those of other runs
             break
     domain = replace(traced.domain, traits=found.tensors, values=replace(traced.domain.values, orders=found.orders))
     return replace(traced, domain=domain, plan=traced.plan.with_findings(found.findings()))

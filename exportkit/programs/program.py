@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import trace_module
+from exportkit._torch_compat.graph import trace_module, without_regions
 from exportkit._torch_compat.symbolic_shapes import value_error
 from exportkit._torch_compat.tracing import (
     constraints_that_solve,
@@ -42,7 +42,8 @@ from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites import branches
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import BUFFER_VALUES, STRICT, Rewrite, applied
-from exportkit.running.eager import Answer, kernels_of, sampled_answer
+from exportkit.running.bounds import HALF
+from exportkit.running.eager import Answer, autocast, kernels_of, sampled_answer
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import Tree, caches_opened
 
@@ -106,6 +107,12 @@ class TracedProgram:
         return isinstance(self.model, WithEffects) and self.model.stateful
 
     @property
+    def half(self) -> tuple[str, ...]:
+        """The dtypes in half precision in which the program computes something."""
+        dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in self.program.graph.nodes}
+        return tuple(str(dtype).removeprefix("torch.") for dtype in HALF if dtype in dtypes)
+
+    @property
     def wraps(self) -> bool:
         """Whether the graph returns the result of the model together with what else a call changes."""
         return isinstance(self.model, WithEffects) and self.model.wraps
@@ -166,6 +173,7 @@ def trace(
         _quiet(None if BUFFER_VALUES in rules else copied.call),
         recording_paused(),
         kernels_of(example.call),
+        autocast(()),  # the traced method turns it on
         torch.no_grad(),
         without_gradients(model.parameters()),
     ):
@@ -180,6 +188,7 @@ def trace(
             again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
             request = TraceRequest(model, method, plan, example.call, names, again)
             raise failure("torch.export could not trace the model.", error, request) from error
+        program = without_regions(program)
         _leave_buffers(program)
         _settle_views(program)
         output_paths, numbers = traced.returned(observation)

@@ -27,6 +27,7 @@ from exportkit.probing.missing import MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.rewrites.known_values import KnownValues
 from exportkit.rewrites.table import BUFFER_VALUES, Rewrite, adapted_call
+from exportkit.running.eager import autocast
 from exportkit.trees import Tree, check_opened, fingerprint, flatten, join, set_stored_length, text_of
 from exportkit.trees.object_parts import Unread, Unreadable
 from exportkit.trees.structure import path_of
@@ -81,6 +82,7 @@ class TracedMethod:
         self._traced: list[Tree] = []  # what the model returned in the trace
         parameters = self._flat.parameters
         self.arguments = {name: parameter.tree.map(_clone).build() for name, parameter in parameters.items()}
+        self._autocast = example.call.autocast
         self.forward = self._forward(model, method, example.joined_outputs, rules)
         kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in parameters]
         self.forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
@@ -89,7 +91,7 @@ class TracedMethod:
         self, model: torch.nn.Module, method: str, joined: tuple[str, ...], rules: Sequence[Rewrite]
     ) -> Callable[..., Any]:
         flat, plan, traced, returns_tensors = self._flat, self._plan, self._traced, self._returns_tensors
-        is_known = BUFFER_VALUES in rules
+        is_known, dtypes = BUFFER_VALUES in rules, self._autocast
         buffers = list(model.buffers()) if is_known else []
         own = vars(model).get(method)  # a method of the class is looked up while rewrites are in force
         past = plan.with_role("past")
@@ -113,7 +115,8 @@ class TracedMethod:
                 length = size_in(plan, past.name, shapes)
                 for value in given.values() if length is not None else ():
                     set_stored_length(value, length)
-            with KnownValues(zip(model.buffers(), buffers, strict=True)) if is_known else contextlib.nullcontext():
+            known = KnownValues(zip(model.buffers(), buffers, strict=True)) if is_known else contextlib.nullcontext()
+            with known, autocast(dtypes) if dtypes else contextlib.nullcontext():
                 result = adapted_call(rules, model, flat.values(given), flat.signature.names, call_method)
             tree = with_joined_lists(flatten(result), joined)
             inputs = {id(tensor) for tensor in tensors.values()}

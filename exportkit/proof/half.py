@@ -37,7 +37,7 @@ def distance_from_float32(graph: OnnxGraph) -> Iterator[str]:
         expected, got = _in_float32(graph, call), call.outputs.tensors()
         figures.append({p: figures_of(t, got[p].to(t.dtype), None, False) for p, t in expected.items() if p in got})
     if any(figures):
-        dtypes = [str(dtype).removeprefix("torch.") for dtype in _dtypes(graph)]
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in graph.half]
         yield (
             f"the model computes in {' and '.join(dtypes)}: its results in the recorded calls are "
             f"{max(worst(found).error for found in figures if found):.2g} from those in float32, relative to these, "
@@ -51,7 +51,7 @@ def most_allowed(graph: OnnxGraph) -> Bound:
     Args:
         graph: The graph; where its model in float32 is not known, the usual bound has to do.
     """
-    dtypes = _dtypes(graph) if graph.eager_in_float32 is not None else []
+    dtypes = graph.half if graph.eager_in_float32 is not None else []
     return functools.partial(half_bound, dtype=dtypes[-1]) if dtypes else usual_bound
 
 
@@ -69,7 +69,7 @@ def farther_from_float32(
     """
     found: dict[str, str] = {}
     paths = [path for path in leeway if expected[path].is_floating_point() and expected[path].numel()]
-    dtypes, most = _dtypes(graph), most_allowed(graph)
+    dtypes, most = graph.half, most_allowed(graph)
     if most is usual_bound:
         return found
     whole = _in_float32(graph, call) if paths else {}
@@ -96,14 +96,6 @@ def _errors(true: torch.Tensor, got: torch.Tensor, visible: torch.Tensor) -> tup
     squares = torch.where(visible, elements_apart(true, got.to(true.dtype)), 0.0).square()
     means = [mean.max().item() for mean in index_means(squares)]
     return math.sqrt(squares.mean().item()), math.sqrt(max(means, default=0.0))
-
-
-def _dtypes(graph: OnnxGraph) -> list[torch.dtype]:
-    """The dtypes of the model in half precision, the coarsest one last."""
-    if graph.eager is None:
-        return []
-    found = {tensor.dtype for tensor in (*graph.eager.model.parameters(), *graph.eager.model.buffers())}
-    return sorted(found.intersection(HALF), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _in_float32(graph: OnnxGraph, call: Call) -> Mapping[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 
 from exportkit._torch_compat.modules import inference_kernels
 from exportkit._torch_compat.sampled_products import sampled_products
+from exportkit._torch_compat.tracing import autocast_dtypes, autocast_off
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
@@ -34,10 +35,12 @@ class EagerRunner:
     Attributes:
         model: The model.
         method: The method that is called.
+        autocasts: Whether ``torch.autocast`` has an effect, in the model and around it.
     """
 
     model: torch.nn.Module
     method: str
+    autocasts: bool = True
 
     def __call__(self, call: Call, /) -> dict[str, torch.Tensor]:
         """Returns the outputs for copies of the tensors of a call, by path.
@@ -45,16 +48,18 @@ class EagerRunner:
         Raises:
             Exception: whatever the model raises.
         """
-        return flatten(run_eager(self.model, self.method, call)).tensors()
+        with contextlib.nullcontext() if self.autocasts else replaced_attributes(*autocast_off()):
+            return flatten(run_eager(self.model, self.method, call)).tensors()
 
     def in_float32(self) -> EagerRunner | None:
-        """Returns the model in float32; None if none of it is in half precision, or it is too large to be copied."""
+        """Returns the model in float32, without autocast; None if its weights are too large to be copied for that."""
         weights = [*self.model.parameters(), *self.model.buffers()]
-        is_half = any(weight.dtype in HALF for weight in weights)
-        if not is_half or sum(weight.numel() for weight in weights) > _MOST_COPIED:
+        if not any(weight.dtype in HALF for weight in weights):
+            return replace(self, autocasts=False)
+        if sum(weight.numel() for weight in weights) > _MOST_COPIED:
             return None
         with contextlib.suppress(Exception):  # not every module can be copied
-            return replace(self, model=copy.deepcopy(self.model).to(torch.float32))
+            return replace(self, model=copy.deepcopy(self.model).to(torch.float32), autocasts=False)
         return None
 
 
@@ -78,7 +83,14 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
         return target(*args, **kwargs)
 
     values = call.copies()
-    with torch.no_grad(), kernels_of(call), recording_paused(), _random_states_kept(call), modules_kept(model):
+    with (
+        torch.no_grad(),
+        kernels_of(call),
+        autocast(call.autocast),
+        recording_paused(),
+        _random_states_kept(call),
+        modules_kept(model),
+    ):
         return run(values) if around is None else around(values, run)
 
 
@@ -89,6 +101,17 @@ def kernels_of(call: Call) -> contextlib.AbstractContextManager[None]:
     """
     owner, name = inference_kernels()
     return replaced_attributes(owner, {name: original_attribute(owner, name) and not call.gradients})
+
+
+@contextlib.contextmanager
+def autocast(dtypes: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Turns ``torch.autocast`` on for these types of devices, each with its dtype, and off for others."""
+    wanted = dict(dtypes)
+    with contextlib.ExitStack() as stack:
+        for device in {**dict(autocast_dtypes()), **wanted}:
+            dtype = getattr(torch, wanted[device]) if device in wanted else None
+            stack.enter_context(torch.autocast(device, dtype, enabled=device in wanted, cache_enabled=False))
+        yield
 
 
 @contextlib.contextmanager
