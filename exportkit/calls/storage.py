@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -70,7 +70,7 @@ class _CallData:
     arguments: Mapping[str, _TreeData]
     outputs: _TreeData
     gradients: bool = False
-    autocast: tuple[tuple[str, str], ...] = ()
+    autocast: tuple[tuple[Literal["cpu", "cuda"], Literal["float16", "bfloat16"]], ...] = ()
 
 
 @dataclass(frozen=True)

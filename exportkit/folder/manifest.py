@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -99,7 +99,7 @@ class GraphData:
     domain: Mapping[str, Any]
     parts: Mapping[str, Any] = field(default_factory=dict)
     edges: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
-    half: tuple[str, ...] = ()
+    half_dtypes: tuple[Literal["float16", "bfloat16"], ...] = ()
     runtime: Runtime | None = None
     quantised: Quantised | None = None
 
@@ -145,7 +145,7 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> 
         "member_rows": dict(contract.member_rows),
         "stateful": contract.stateful,
         "wraps": contract.wraps,
-        "half": list(contract.half),
+        "half_dtypes": list(contract.half_dtypes),
         "written": {name: {**vars(item)} for name, item in contract.written.items()},
         "sizes": dict(contract.sizes),
         "seconds": dict(contract.seconds),
@@ -192,7 +192,7 @@ def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph
         dependent=dependent_outputs(observation, list(returned), graph.joined_outputs),
         stateful=graph.stateful,
         wraps=graph.wraps,
-        half=graph.half,
+        half_dtypes=graph.half_dtypes,
         written=graph.written,
         rules=graph.rules,
         sizes=graph.sizes,

@@ -60,7 +60,7 @@ class Contract:
         dependent: Outputs that are only returned if an input is given, with that input, both by path.
         stateful: Whether the graph takes and returns a state that the model keeps on its modules.
         wraps: Whether the graph returns the result of the model together with what else a call changes.
-        half: The dtypes in half precision in which the model computes something.
+        half_dtypes: The dtypes in half precision in which the model computes something.
         written: Arguments that the model changes in place, by name.
         rules: Names of the rewrites that were in force during the trace.
         sizes: Sizes of the variables during the trace.
@@ -87,7 +87,7 @@ class Contract:
     dependent: Mapping[str, str] = field(default_factory=dict)
     stateful: bool = False
     wraps: bool = False
-    half: tuple[str, ...] = ()
+    half_dtypes: tuple[str, ...] = ()
     written: Mapping[str, Written] = field(default_factory=dict)
     rules: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Contract:
             dependent=dependent_outputs(observation, traced.output_paths, traced.joined_outputs),
             stateful=traced.stateful,
             wraps=traced.wraps,
-            half=traced.half,
+            half_dtypes=traced.half_dtypes,
             written=observation.written,
             rules=traced.rules,
             sizes=traced.sizes,
@@ -223,18 +223,18 @@ class OnnxGraph:
         self._opened: tuple[Stamp, ...] = ()
 
     @functools.cached_property
-    def half(self) -> list[torch.dtype]:
+    def half_dtypes(self) -> list[torch.dtype]:
         """The dtypes in half precision in which the model at hand computes, the coarsest one last."""
         if self.eager is None:
             return []
-        found = {getattr(torch, name) for name in self.contract.half}
+        found = {getattr(torch, name) for name in self.contract.half_dtypes}
         found |= {tensor.dtype for tensor in (*self.eager.model.parameters(), *self.eager.model.buffers())}
         return sorted(found.intersection(HALF), key=lambda dtype: torch.finfo(dtype).eps)
 
     @functools.cached_property
     def eager_in_float32(self) -> EagerRunner | None:
         """The model in float32, if it is at hand, computes in half precision, and is not too large to be copied."""
-        return self.eager.in_float32() if self.eager is not None and self.half else None
+        return self.eager.in_float32() if self.eager is not None and self.half_dtypes else None
 
     def forget_float32(self) -> None:
         """Lets go of the copy in float32: a proof makes it, and the model may change afterwards."""

@@ -24,6 +24,7 @@ from exportkit.programs.layer import (
     SIZES,
     Layer,
     LayerNumber,
+    Place,
     Steps,
     contents,
     description,
@@ -231,10 +232,12 @@ class _Run:
         return node.target, described(node.args), options, description(node.meta.get("val"))
 
     def _made(self, value: Any) -> Any:
-        """A tensor by the node that made it, a number or another plain value by itself; None for others."""
+        """A tensor by the node that made it, or by its place in the arguments; other plain values by themselves."""
         if isinstance(value, torch.Tensor):
             node = node_of(value, self.layer.tracer)
-            return (Node, self.nodes[node]) if node in self.nodes and not marks(value) else None
+            if node in self.nodes:
+                return None if marks(value) else (Node, self.nodes[node])
+            return next(((Place, steps) for steps, place in self.layer.places.items() if place.value is value), None)
         return description(value) if type(value) in ATOMS or isinstance(value, SIZES) else None
 
 
@@ -324,7 +327,7 @@ class _Kind:
         reads: dict[Node, list[Steps]] = {}
         pairs: list[tuple[Steps, Steps]] = []
         for (one, its), (other, own) in zip(first.reads.items(), run.reads.items(), strict=True):
-            found = [(a, b) for a in its for b in own if _corresponds(a, b, shift)]
+            found = [(a, a) for a in its if a in own] or [(a, b) for a in its for b in own if _corresponds(a, b, shift)]
             if not found and one is not other:
                 return None
             reads[other] = [b for _, b in found]
@@ -367,6 +370,8 @@ class _Kind:
 
         def copied(made: Any, value: Any) -> Any:
             kind, position = made
+            if kind is Place:
+                return layer.places[moved(position)].value
             if kind is not Node:
                 return value
             if position not in tensors:

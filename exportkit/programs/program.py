@@ -107,7 +107,7 @@ class TracedProgram:
         return isinstance(self.model, WithEffects) and self.model.stateful
 
     @property
-    def half(self) -> tuple[str, ...]:
+    def half_dtypes(self) -> tuple[str, ...]:
         """The dtypes in half precision in which the program computes something."""
         dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in self.program.graph.nodes}
         return tuple(str(dtype).removeprefix("torch.") for dtype in HALF if dtype in dtypes)

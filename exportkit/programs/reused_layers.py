@@ -19,7 +19,7 @@ from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.overrides import replaced_attributes
 from exportkit.programs.copied_layers import CopiedLayer
-from exportkit.programs.layer import Place, Steps, described, holders, hook_tables, places_in
+from exportkit.programs.layer import Place, Steps, described, hook_tables, places_in
 from exportkit.running.program import values_reused
 from exportkit.trees import Tree, flatten
 from exportkit.trees.caches import ATOMS
@@ -79,11 +79,13 @@ class _Call:
         called: Descriptions of what it was called with, by place.
         written: The values that it put into them, by place.
         returned: What it returned.
+        passed: For each leaf of that, the place among the arguments that it comes from, if any.
     """
 
     called: Mapping[Steps, Any]
     written: Mapping[Steps, Any]
     returned: Tree
+    passed: Sequence[Steps | None]
 
 
 class _Latest:
@@ -124,7 +126,13 @@ class _Latest:
                     for steps, value in call.written.items():
                         *holder, name = layer.moved(steps)
                         Place(None, inside[tuple(holder)], name).write(_copy(value))
-                    return call.returned.map(_copy).build()
+                    passed = iter(call.passed)
+
+                    def leaf(value: Any) -> Any:
+                        steps = next(passed)
+                        return _copy(value) if steps is None else places[layer.moved(steps)].value
+
+                    return call.returned.map(leaf).build()
             return forward(*args, **kwargs)
 
         return run
@@ -146,11 +154,13 @@ def _call(
                 return None
         elif steps in new or place.value is not before[steps].value:
             written[steps] = place.value
-    given = {id(place.value) for place in before.values()} | {*map(id, holders(after))}
+    given = {id(place.value): steps for steps, place in before.items() if isinstance(place.value, torch.Tensor)}
     made = [*written.values(), *returned.leaves]
-    if any(type(value) not in ATOMS and (not isinstance(value, torch.Tensor) or id(value) in given) for value in made):
+    if any(type(value) not in ATOMS and not isinstance(value, torch.Tensor) for value in made):
         return None
-    return _Call(called, written, returned)
+    if any(id(value) in given for value in written.values()):
+        return None
+    return _Call(called, written, returned, [given.get(id(leaf)) for leaf in returned.leaves])
 
 
 def _holders(places: Mapping[Steps, Place]) -> dict[Steps, Any]:

@@ -37,7 +37,7 @@ def distance_from_float32(graph: OnnxGraph) -> Iterator[str]:
         expected, got = _in_float32(graph, call), call.outputs.tensors()
         figures.append({p: figures_of(t, got[p].to(t.dtype), None, False) for p, t in expected.items() if p in got})
     if any(figures):
-        dtypes = [str(dtype).removeprefix("torch.") for dtype in graph.half]
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in graph.half_dtypes]
         yield (
             f"the model computes in {' and '.join(dtypes)}: its results in the recorded calls are "
             f"{max(worst(found).error for found in figures if found):.2g} from those in float32, relative to these, "
@@ -51,7 +51,7 @@ def most_allowed(graph: OnnxGraph) -> Bound:
     Args:
         graph: The graph; where its model in float32 is not known, the usual bound has to do.
     """
-    dtypes = graph.half if graph.eager_in_float32 is not None else []
+    dtypes = graph.half_dtypes if graph.eager_in_float32 is not None else []
     return functools.partial(half_bound, dtype=dtypes[-1]) if dtypes else usual_bound
 
 
@@ -69,7 +69,7 @@ def farther_from_float32(
     """
     found: dict[str, str] = {}
     paths = [path for path in leeway if expected[path].is_floating_point() and expected[path].numel()]
-    dtypes, most = graph.half, most_allowed(graph)
+    dtypes, most = graph.half_dtypes, most_allowed(graph)
     if most is usual_bound:
         return found
     whole = _in_float32(graph, call) if paths else {}

@@ -95,6 +95,28 @@ def test_the_first_layers_are_traced():
     torch.testing.assert_close(program.module()(x=x), model(x))
 
 
+def test_layers_that_pass_an_argument_on_are_copied(tmp_path):
+    class Biased(Layer):
+        def forward(self, x, bias):
+            return super().forward(x) + bias, bias
+
+    class Passing(Deep):
+        def forward(self, x):
+            bias = x.sin()
+            for layer in self.layers:
+                x, bias = layer(x, bias)
+            return x
+
+    model, observer = Passing(Biased).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch in (2, 3):
+            model(torch.randn(batch, 8))
+    traced.clear()
+    exported = exportkit.export(model, observer)
+    assert len(traced) == 2
+    assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
+
+
 def test_a_layer_with_another_zero_is_traced():
     model, observer = deep(Signed)
     model.layers[7].zero = -0.0
