@@ -209,10 +209,17 @@ def without_regions(program: torch.export.ExportedProgram) -> torch.export.Expor
     operator runs. The program is returned as it is if it has no such graph, or changes its buffers or inputs. Seen in
     torch 2.13.
     """
-    if not any(str(node.target).startswith("wrap_with_") for node in program.graph.nodes):
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    regions = [
+        getattr(part, str(value.target))
+        for part in parts
+        for node in part.graph.nodes
+        if str(node.target).startswith("wrap_with_")
+        for value in node.all_input_nodes
+        if value.op == "get_attr"
+    ]
+    if not regions:
         return program
-    whole = program.graph_module
-    regions = [part for part in whole.modules() if isinstance(part, torch.fx.GraphModule) and part is not whole]
     try:
         for part in regions:  # node by node: the code of a graph does not say which module a node comes from
             vars(part)["forward"] = torch.fx.Interpreter(part).run

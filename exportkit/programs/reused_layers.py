@@ -114,14 +114,17 @@ class _Latest:
     def reused(self, layer: CopiedLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns what another layer runs: it returns the same if it is called alike."""
         own, hooks = frozenset(map(layer.moved, layer.own)), hook_tables(layer.module)
+        done: _Call | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal done
             call = self._call
-            if call is None or any(hooks):
+            if call is done or call is None or any(hooks):  # the other one was not called in this run of the model
                 return forward(*args, **kwargs)
             with apart_from_modes():
                 places = places_in((args, kwargs), own)
                 if layer.is_called_alike(call.called, described(places)):
+                    done = call
                     inside = _holders(places)
                     for steps, value in call.written.items():
                         *holder, name = layer.moved(steps)

@@ -81,6 +81,8 @@ def test_a_layer_runs_if_it_is_called_in_another_way_or_has_hooks():
         second(torch.ones(2))
         assert second.count == 5
         with_hook.remove()
+        second(torch.ones(2))  # again without the other one
+        assert second.count == 6
 
 
 def llama(layers):
