@@ -248,7 +248,7 @@ def modes_that_change() -> tuple[type, dict[str, Any]]:
     """Returns a class and a replacement of its method that notes in a trace whether gradients are recorded from here.
 
     torch splits a graph wherever that is set, and puts the parts together again if nothing changed: it takes a fifth of
-    the trace of a deep model. Now nothing is noted that changes nothing. Seen in torch 2.13.
+    the trace of a deep model. So nothing is noted that changes nothing. Seen in torch 2.13.
     """
     owner = require(_proxies(), "PreDispatchTorchFunctionMode", "torch 2.13")
     note, enable = owner.__torch_function__, require(torch._C, "_set_grad_enabled", "torch 2.13")

@@ -22,6 +22,7 @@ from exportkit._torch_compat.tracing import in_module, node_of, tensor_of
 from exportkit.overrides import replaced_attributes
 from exportkit.programs.layer import (
     SIZES,
+    CopiedLayer,
     Layer,
     LayerNumber,
     Place,
@@ -42,40 +43,6 @@ Node = torch.fx.Node
 SIZE = torch.ops.aten.sym_size.int
 _MEMBER = re.compile(r"((?:.*\.)?)(\d+)")
 _MOST_RUNS = 8  # in Gemma3, every sixth layer is of another kind
-
-
-@dataclass(frozen=True, eq=False)
-class CopiedLayer:
-    """A layer that got copies of the nodes of another one.
-
-    Attributes:
-        path: Where it is in the model.
-        module: It.
-        source_path: Where the other one is.
-        source: The other one.
-        own: Places of what belongs to the other one in a list with an item for each layer.
-        shift: How many layers lie between the two.
-    """
-
-    path: str
-    module: torch.nn.Module
-    source_path: str
-    source: torch.nn.Module
-    own: frozenset[Steps]
-    shift: int
-
-    def moved(self, steps: Steps) -> Steps:
-        """Returns the place of this layer that corresponds to a place of the other one."""
-        return tuple(step + self.shift if steps[: i + 1] in self.own else step for i, step in enumerate(steps))
-
-    def is_called_alike(self, source: Mapping[Steps, Any], described: Mapping[Steps, Any]) -> bool:
-        """Returns whether both are called alike, apart from the values of tensors.
-
-        Args:
-            source: Descriptions of what the other one is called with, by place.
-            described: The same for this layer.
-        """
-        return {self.moved(steps): item for steps, item in source.items()} == described
 
 
 class CopiedLayers:

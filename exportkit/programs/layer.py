@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +155,40 @@ class Layer:
                 if any(fingerprint(row[self.number]) != fingerprint(row[other.number]) for row in rows):
                     return None
         return frozenset(found)
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedLayer:
+    """A layer that got copies of the nodes of another one.
+
+    Attributes:
+        path: The path of its module in the model.
+        module: Its module.
+        source_path: The path of the other one's module.
+        source: The other one's module.
+        own: Places of what belongs to the other one in a list with an item for each layer.
+        shift: How many layers lie between the two.
+    """
+
+    path: str
+    module: torch.nn.Module
+    source_path: str
+    source: torch.nn.Module
+    own: frozenset[Steps]
+    shift: int
+
+    def moved(self, steps: Steps) -> Steps:
+        """Returns the place of this layer that corresponds to a place of the other one."""
+        return tuple(step + self.shift if steps[: i + 1] in self.own else step for i, step in enumerate(steps))
+
+    def is_called_alike(self, source: Mapping[Steps, Any], described: Mapping[Steps, Any]) -> bool:
+        """Returns whether both are called alike, apart from the values of tensors.
+
+        Args:
+            source: Descriptions of what the other one is called with, by place.
+            described: The same for this layer.
+        """
+        return {self.moved(steps): item for steps, item in source.items()} == described
 
 
 def contents(module: torch.nn.Module) -> tuple[dict[Steps, Any], dict[Steps, Any], bool]:

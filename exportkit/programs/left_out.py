@@ -76,7 +76,7 @@ def with_traits(traced: TracedProgram) -> TracedProgram:
     for call in reversed(list(_calls(traced, unseen=0))):  # first the traced one, which has all inputs
         with contextlib.suppress(Exception):  # whatever the model raises for a call that it does not accept
             ask = functools.partial(find_traits, traced.model, traced.method, call)
-            found = sampled_answer(traced.model, ask)  # one that compares results with those of other runs
+            found = sampled_answer(traced.model, ask)  # of all layers: it compares the results of different runs
             break
     domain = replace(traced.domain, traits=found.tensors, values=replace(traced.domain.values, orders=found.orders))
     return replace(traced, domain=domain, plan=traced.plan.with_findings(found.findings()))

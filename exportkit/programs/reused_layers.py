@@ -18,8 +18,7 @@ import torch
 from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.overrides import replaced_attributes
-from exportkit.programs.copied_layers import CopiedLayer
-from exportkit.programs.layer import Place, Steps, described, hook_tables, places_in
+from exportkit.programs.layer import CopiedLayer, Place, Steps, described, hook_tables, places_in
 from exportkit.running.program import values_reused
 from exportkit.trees import Tree, flatten
 from exportkit.trees.caches import ATOMS

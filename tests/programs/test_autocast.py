@@ -130,6 +130,22 @@ def test_calls_with_and_without_autocast_are_not_proven_and_the_report_says_why(
     assert "call 1 was made under torch.autocast, and call 0 was not" in str(verification)
 
 
+def test_a_part_in_half_precision_does_not_loosen_the_bound_of_the_others(tmp_path):
+    def mostly_whole(model, x):
+        with autocast():
+            hardly = (x @ x.mT).float().sum((-1, -2), keepdim=True) * 0
+        return model.narrow(model.wide(x)) + hardly
+
+    torch.manual_seed(0)
+    model = Model(mostly_whole).eval()
+    observer = recorded(model, autocast(enabled=False), autocast(enabled=False))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    with torch.no_grad():
+        model.narrow.weight *= 1.0005
+    assert not graph.verify().ok
+
+
 def test_the_bound_in_half_precision_does_not_hide_a_wrong_graph(tmp_path):
     torch.manual_seed(0)
     model = Model(linear).eval()

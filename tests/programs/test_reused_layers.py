@@ -1,11 +1,12 @@
 """Layers that need not run for questions that are not about weights."""
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 import exportkit
-from exportkit.programs.copied_layers import CopiedLayer
+from exportkit.programs.layer import CopiedLayer
 from exportkit.programs.reused_layers import ReusedLayers
+from tests.models import random_ids, tiny_llama
 
 
 class Scale(torch.nn.Module):
@@ -85,26 +86,11 @@ def test_a_layer_runs_if_it_is_called_in_another_way_or_has_hooks():
         assert second.count == 6
 
 
-def llama(layers):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def test_a_deep_model_and_its_program_skip_the_same_layers():
-    model = llama(5)
+    model = tiny_llama(num_hidden_layers=5)
     observer = exportkit.InputObserver()
     with observer(model):
-        model.generate(torch.randint(1, 99, (2, 7)), max_new_tokens=3, do_sample=False)
+        model.generate(random_ids(2, 7), max_new_tokens=3, do_sample=False)
     (traced,) = exportkit.export(model, observer).programs.values()
     assert [layer.path.rpartition(".")[2] for layer in traced.layers.layers] == ["2", "3", "4"]
 
@@ -118,7 +104,7 @@ def test_a_deep_model_and_its_program_skip_the_same_layers():
         with traced.layers():
             returned = run(past)
         keys = [layer.keys for layer in returned.past_key_values.layers]
-        assert [key.shape for key in keys] == [(2, 2, filled + 3, 8)] * 5
+        assert [key.shape for key in keys] == [(2, 2, filled + 3, 4)] * 5
         new = [key[:, :, filled:] for key in keys]
         assert not torch.equal(new[0], new[1])
         assert all(torch.equal(new[1], other) for other in new[2:])
