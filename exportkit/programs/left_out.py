@@ -51,7 +51,7 @@ def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
     wanted = [{path: _LEFT_OUT} for path in values.required()] + [{path: v} for (path, _), v in others.items()]
     if not wanted:
         return traced
-    for constants in traced.sampled_answer(lambda: _harmless(traced, wanted), lambda found: len(found) == len(wanted)):
+    for constants in _harmless(traced, wanted):
         found = {path: None if value is _LEFT_OUT else fingerprint(value) for path, value in constants.items()}
         values = values.allowing(found)
     return replace(traced, domain=replace(traced.domain, values=values))
@@ -60,10 +60,12 @@ def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
 def _harmless(traced: TracedProgram, wanted: Sequence[_Constants]) -> list[_Constants]:
     """The constants that change nothing: each of them alone, and all together."""
     calls = list(_calls(traced))
-    logs = [_log(traced, call) for call in calls]
-    found = [constants for constants in wanted if _changes_nothing(traced, calls, logs, constants)]
+    found = traced.sampled_answer(lambda: _unchanged_by(traced, calls, wanted))
+    found = [*found, *_unchanged_by(traced, calls, [item for item in wanted if all(item is not one for one in found)])]
     together = {path: value for constants in reversed(found) for path, value in constants.items()}
-    return found if len(found) < 2 or _changes_nothing(traced, calls, logs, together) else []
+    if len(found) < 2 or traced.sampled_answer(lambda: _unchanged_by(traced, calls, [together]), bool):
+        return found
+    return []
 
 
 def with_traits(traced: TracedProgram) -> TracedProgram:
@@ -93,17 +95,22 @@ def _calls(traced: TracedProgram, unseen: int = _MOST_UNSEEN) -> Iterator[Call]:
             yield build_call(traced.plan, observation, sizes)
 
 
-def _changes_nothing(traced: TracedProgram, calls: list[Call], logs: list[Any], constants: _Constants) -> bool:
-    """Whether some call can be made with these constants, and all that can are the same."""
-    tried = False
-    for call, log in zip(calls, logs, strict=True):
-        if log is None:
-            continue
-        other = _log(traced, _with(call, constants))
-        if other is None or other[:2] != log[:2] or not all(map(_same, other[2], log[2])):
-            return False
-        tried = True
-    return tried
+def _unchanged_by(traced: TracedProgram, calls: list[Call], wanted: Sequence[_Constants]) -> list[_Constants]:
+    """Those of the constants with which some call can be made, and all that can are the same."""
+    log_of = functools.cache(lambda place: _log(traced, calls[place]))
+
+    def changes_nothing(constants: _Constants) -> bool:
+        tried = False
+        for place, call in enumerate(calls):
+            if (log := log_of(place)) is None:
+                continue
+            other = _log(traced, _with(call, constants))
+            if other is None or other[:2] != log[:2] or not all(map(_same, other[2], log[2])):
+                return False
+            tried = True
+        return tried
+
+    return [constants for constants in wanted if changes_nothing(constants)]
 
 
 def _with(call: Call, constants: _Constants) -> Call:
