@@ -22,7 +22,7 @@ from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.conditions import evaluate
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
-from exportkit.probing.missing import MissingDefaults, dependent_outputs, fill_missing, hidden_past
+from exportkit.probing.missing import MissingDefaults, check_counted, dependent_outputs, fill_missing, hidden_past
 from exportkit.probing.simplify import as_simplified, first_step, value_at, with_split_lists
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
@@ -340,7 +340,7 @@ class OnnxGraph:
                     absent.add(name)
         if absent and isinstance(outputs, MutableMapping):
             outputs = _without(outputs, absent)
-        past, new = plan.with_role("past"), plan.with_role("sequence")
+        past, new = plan.with_role("past"), plan.new_tokens
         if past is not None and new is not None:  # the counters of caches: cached tokens and new ones
             for value in outputs.values() if isinstance(outputs, Mapping) else [outputs]:
                 set_stored_length(value, sizes[past.name] + sizes[new.name])
@@ -399,6 +399,7 @@ class OnnxGraph:
             trees = {name: flatten(value) for name, value in values.items()}
             of_caches = {join(name, path) for name, tree in trees.items() for path in tree.growing}
             given = {path: tensor for path, tensor in given.items() if path not in unknown_empty & of_caches}
+        check_counted(plan, values.values())
         past, role = hidden_past(plan, given, values.values()), plan.with_role("past")
         return values, Given(given, past), {} if past is None or role is None else {role.name: past}
 

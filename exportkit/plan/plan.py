@@ -56,6 +56,20 @@ class Plan:
         """The leaves by path."""
         return {leaf.path: leaf for leaf in self.leaves}
 
+    @cached_property
+    def new_tokens(self) -> Variable | None:
+        """The variable for the number of new tokens; beside an encoder, of those of the decoder."""
+        found = [variable for variable in self.variables if variable.role == "sequence"]
+        past = self.with_role("past")
+        sums = [size.variables() for leaf in self.leaves for size in leaf.sizes if len(size.terms) > 1]
+        for variable in found:
+            if past is not None and any({past.name, variable.name} <= set(names) for names in sums):
+                return variable
+        for variable in found:
+            if any(self.by_path[path].argument.startswith("decoder_") for path, _ in self.axes_of(variable.name)):
+                return variable
+        return found[0] if found else None
+
     def variable(self, name: str) -> Variable:
         """Returns the variable of that name.
 

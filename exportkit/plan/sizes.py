@@ -322,7 +322,7 @@ def _combinations(plan: Plan) -> list[tuple[str, dict[str, int | str]]]:
         ("one token after one", {"batch": _OTHER, "sequence": 1, "past": 1, "other": _OTHER}),
         ("short prompt, empty past", {"batch": 1, "sequence": _OTHER, "past": 0, "other": _LONGEST}),
     ]
-    if plan.with_role("sequence") is None:  # every recorded call had the same number of new tokens
+    if plan.new_tokens is None:  # every recorded call had the same number of new tokens
         rows = [("longer past", rows[1][1]), ("other past", rows[2][1]), ("past of one", rows[3][1])]
     return rows
 

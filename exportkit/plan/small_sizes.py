@@ -103,7 +103,7 @@ def larger_sizes(plan: Plan, sizes: Mapping[str, int], pattern: Pattern) -> Iter
         found = {**sizes, **pattern}
         for variable, number in zip(plan.variables, itertools.cycle(numbers), strict=False):
             if variable.name not in pattern:
-                step, fewer = step_of(variable), variable.role == "batch" and plan.with_role("sequence") is not None
+                step, fewer = step_of(variable), variable.role == "batch" and plan.new_tokens is not None
                 large = number // _FEWER_ROWS if fewer else number
                 wanted = max(-(-large // step) * step, sizes[variable.name] + step if numbers is _LARGE[-1] else 0)
                 found[variable.name] = wanted if variable.maximum is None else min(wanted, variable.maximum)

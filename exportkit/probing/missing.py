@@ -111,7 +111,7 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[
     full = plan.depending_on_past.intersection(given)
     windows = [size.cap or 0 for path in full for size in plan.by_path[path].sizes]
     positions = next((given[path] for path in given if path.rpartition(".")[2] in _POSITIONS), None)
-    new = plan.with_role("sequence")
+    new = plan.new_tokens
     if counted < max(windows) and positions is not None and positions.numel():
         counted = int(positions.max()) + 1 - (1 if new is None else solve_sizes(plan, shapes)[new.name])
     if counted < max(windows):
@@ -123,6 +123,27 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[
             hint="give the inputs that were left out.",
         )
     return counted
+
+
+def check_counted(plan: Plan, values: Iterable[Any]) -> None:
+    """Raises ArgumentError if caches have counted more tokens than a graph can know of.
+
+    A graph has no counters. If all caches have windows, and no other input has a size that grows with earlier tokens,
+    it takes a full window for all there is, and its positions are wrong.
+
+    Args:
+        plan: The plan.
+        values: The arguments.
+    """
+    past, counted = plan.with_role("past"), max(map(stored_length, values), default=0)
+    if past is not None and past.maximum is not None and counted > past.maximum:
+        raise ArgumentError(
+            "The caches have counted more tokens than the graph can know of: their windows are all that it is given.",
+            where=past.name,
+            expected=f"at most {past.maximum}",
+            got=str(counted),
+            hint="record calls with a mask over all tokens, or with their positions, then export again.",
+        )
 
 
 def completed_call(plan: Plan, observation: Observation, call: Call, defaults: Mapping[str, float]) -> Call:
@@ -298,7 +319,7 @@ def beyond_rounding(run: Runner, model: torch.nn.Module) -> Compare:
 
 def _other_calls(plan: Plan, calls: Sequence[Call]) -> list[Call]:
     """The calls cut to few tokens, as a long call may hide what it began with, and with values of all magnitudes."""
-    new = plan.with_role("sequence")
+    new = plan.new_tokens
     changed = []
     for call in calls:
         tensors, sizes = call.tensors(), solve_sizes(plan, call.shapes())

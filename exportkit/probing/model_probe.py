@@ -71,7 +71,7 @@ class ModelProbe:
         """Returns whether the model also accepts more new tokens than recorded: it may cut a mask that is too long."""
         if not self.accepts(plan):
             return False
-        new = plan.with_role("sequence")
+        new = plan.new_tokens
         return new is None or self.accepts(plan, {**choose_sizes(plan), new.name: max(known(new.seen)) + 2})
 
     def accepts_apart(self, plan: Plan, first: str, second: str) -> bool:

@@ -8,6 +8,7 @@ is restored if it changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -134,21 +135,27 @@ def restore_mask(plan: Plan, probe: ModelProbe) -> Observation | None:
 
 
 def _with_masks(plan: Plan, observation: Observation) -> Observation | None:
-    past, new, batch = plan.with_role("past"), plan.with_role("sequence"), plan.with_role("batch")
+    past, new, batch = plan.with_role("past"), plan.new_tokens, plan.with_role("batch")
     if new is None or batch is None or (past is None and not _has_state(observation)):
         return None
+
+    def mask_shape(sizes: Mapping[str, int], counted: int = 0) -> tuple[int, int]:
+        return sizes[batch.name], sizes[new.name] + (0 if past is None else max(sizes[past.name], counted))
+
     calls = []
     for call in observation.calls:
-        sizes = solve_sizes(plan, call.shapes())
-        length = sizes[new.name]
-        if past is not None:
-            length += max([sizes[past.name], *map(stored_length, call.values().values()), 0])
+        counted = max(map(stored_length, call.values().values()), default=0)
+        shape = mask_shape(solve_sizes(plan, call.shapes()), counted)
         device = next(iter(call.tensors().values())).device
-        mask = torch.ones(sizes[batch.name], length, dtype=torch.int64, device=device)
-        arguments = {**call.arguments, _MASK: flatten(mask)}
+        arguments = {**call.arguments, _MASK: flatten(torch.ones(shape, dtype=torch.int64, device=device))}
         ordered = {name: arguments[name] for name in observation.signature.names if name in arguments}
         calls.append(replace(call, arguments=ordered, named=call.named | {_MASK}))
-    return replace(observation, calls=tuple(calls))
+    further = []
+    for seen in observation.further:
+        sizes = solve_sizes(plan, seen.inputs)
+        if past is None or past.maximum is None or sizes[past.name] < past.maximum:  # no full windows hide the past
+            further.append(replace(seen, inputs={**seen.inputs, _MASK: mask_shape(sizes)}))
+    return replace(observation, calls=tuple(calls), further=tuple(further))
 
 
 def _has_state(observation: Observation) -> bool:

@@ -89,7 +89,7 @@ def stepwise_outputs(plan: Plan, model: torch.nn.Module, method: str, call: Call
         Exception: whatever the model raises.
     """
     sizes = call.sizes
-    new = plan.with_role("sequence")
+    new = plan.new_tokens
     if new is None or sizes[new.name] < 2 or not any(leaf.is_optional for leaf in plan.leaves):
         return None
     steps: list[dict[str, torch.Tensor]] = []

@@ -31,6 +31,7 @@ from exportkit.programs.layer import (
     description,
     held,
     holders,
+    look_ups_noted,
     marks,
     of_others,
     places_in,
@@ -125,6 +126,8 @@ class _Run:
         args, kwargs = layer.call
         last, self.places = next(iter(reversed(layer.tracer.graph.nodes))), layer.nodes()
         with contextlib.ExitStack() as stack:
+            if layer.numbers:
+                stack.enter_context(look_ups_noted(layer.places))
             for name, module in layer.module.named_modules():
                 stack.enter_context(replaced_attributes(module, dict(self._numbers(name))))
             self.result = forward(*args, **kwargs)

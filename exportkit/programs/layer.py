@@ -5,6 +5,7 @@ A place is the attributes and items that lead to a value.
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ class Place(NamedTuple):
     value: Any
     holder: Any = None
     name: Any = None
+
+    def read(self) -> Any:
+        """Returns what is there now."""
+        return self.holder[self.name] if isinstance(self.holder, dict | list) else getattr(self.holder, self.name)
 
     def write(self, value: Any) -> None:
         """Puts another value there."""
@@ -64,7 +69,7 @@ def places_in(value: Any, own: Collection[Steps] = ()) -> dict[Steps, Place]:
         if items is None:
             found[steps] = place
             return
-        found[*steps, len] = Place((type(value), len(items)))
+        found[*steps, len] = place._replace(value=(type(value), len(items)))
         opened.add(id(value))
         for name, item in items:
             if not is_left_out((*steps, name)):
@@ -87,7 +92,8 @@ def of_others(own: Collection[Steps]) -> Callable[[Steps], bool]:
 
 def holders(places: Mapping[Steps, Place]) -> dict[int, Any]:
     """Returns what holds values at these places, by id."""
-    return {id(place.holder): place.holder for place in places.values() if place.holder is not None}
+    found = [place.holder for steps, place in places.items() if steps[-1:] != (len,)]
+    return {id(holder): holder for holder in found if holder is not None}
 
 
 class Layer:
@@ -268,6 +274,69 @@ class LayerNumber(int):
 def plain(value: Any) -> Any:
     """Returns a value; the number of a layer as a plain integer."""
     return int(value) if isinstance(value, LayerNumber) else value
+
+
+class LayerTable(dict[Any, Any]):
+    """A dictionary with an item for each layer. It notes what a layer finds with its number, rather than the hash."""
+
+    def __init__(self, items: Mapping[Any, Any]) -> None:
+        super().__init__(items)
+        self._written = set[int]()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._found(key, dict.__getitem__)
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self._found(key, dict.__contains__))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Returns an item; a default where there is none."""
+        return self._found(key, dict.get, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, LayerNumber):
+            self._written.add(int(key))
+        super().__setitem__(plain(key), value)
+
+    def _found(self, key: Any, find: Callable[..., Any], *others: Any) -> Any:
+        try:
+            found = find(self, plain(key), *others)
+        except KeyError:
+            hash(key)  # which a number notes, so that the layer is not copied
+            raise
+        if isinstance(key, LayerNumber) and int(key) not in self._written:
+            items = dict(self)
+            key.noted.append(
+                (key.name, lambda number: description(find(items, number, *others)), (), description(found))
+            )
+        return found
+
+
+@contextlib.contextmanager
+def look_ups_noted(places: Mapping[Steps, Place]) -> Iterator[None]:
+    """Puts a `LayerTable` in place of each dictionary with integers as keys, and its items into the dictionary at last.
+
+    Args:
+        places: Where the dictionaries are.
+    """
+    tables: dict[int, tuple[dict[Any, Any], LayerTable]] = {}
+    replaced = []
+    for steps, place in places.items():
+        if steps[-1:] == (len,) and place.value[0] is dict and not isinstance(place.holder, tuple | None):
+            items = place.read()
+            if all(type(key) is int for key in items):
+                table = tables.setdefault(id(items), (items, LayerTable(items)))[1]
+                place.write(table)
+                replaced.append((place, items, table))
+    try:
+        yield
+    finally:
+        for items, table in tables.values():
+            items.clear()
+            items.update((plain(key), value) for key, value in table.items())
+        for place, items, table in replaced:
+            if place.read() is table:
+                place.write(items)
 
 
 _BINARY = ("add", "sub", "mul", "floordiv", "truediv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")

@@ -19,7 +19,7 @@ from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.overrides import replaced_attributes
 from exportkit.programs.layer import CopiedLayer, Place, Steps, described, hook_tables, places_in
-from exportkit.running.program import values_reused
+from exportkit.running.program import tensor_placeholders, values_reused
 from exportkit.trees import Tree, flatten
 from exportkit.trees.caches import ATOMS
 
@@ -53,6 +53,7 @@ class ReusedLayers:
             if times[id(copy.module)] == 1 and [n.target for n in own] == [n.target for n in others]:
                 layers.append(copy)
                 nodes |= zip(own, others, strict=True)
+        nodes |= dict(_inputs(program, nodes))
         return cls(tuple(layers), nodes) if layers else None
 
     @contextlib.contextmanager
@@ -76,7 +77,7 @@ class _Call:
 
     Attributes:
         called: Descriptions of what it was called with, by place.
-        written: The values that it put into them, by place.
+        written: The values that it put into them, and those in what belongs to it, by place.
         returned: What it returned.
         passed: For each leaf of that, the place among the arguments that it comes from, if any.
     """
@@ -105,7 +106,7 @@ class _Latest:
             with apart_from_modes():
                 after = places_in((args, kwargs), own)
                 if None not in versions and versions == _versions(before):
-                    self._call = _call(called, before, after, flatten(returned))
+                    self._call = _call(called, before, after, flatten(returned), own)
             return returned
 
         return run
@@ -141,7 +142,11 @@ class _Latest:
 
 
 def _call(
-    called: Mapping[Steps, Any], before: Mapping[Steps, Place], after: Mapping[Steps, Place], returned: Tree
+    called: Mapping[Steps, Any],
+    before: Mapping[Steps, Place],
+    after: Mapping[Steps, Place],
+    returned: Tree,
+    own: frozenset[Steps],
 ) -> _Call | None:
     """What came of a call; None if another layer cannot do the same to its own arguments."""
     new = after.keys() - before.keys()
@@ -162,12 +167,15 @@ def _call(
         return None
     if any(id(value) in given for value in written.values()):
         return None
+    for steps, place in after.items():  # the program's other layer has the same, whether it was written or not
+        if isinstance(place.value, torch.Tensor) and any(steps[: i + 1] in own for i in range(len(steps))):
+            written[steps] = place.value
     return _Call(called, written, returned, [given.get(id(leaf)) for leaf in returned.leaves])
 
 
 def _holders(places: Mapping[Steps, Place]) -> dict[Steps, Any]:
     """The dicts, lists and objects that hold values at these places."""
-    return {steps[:-1]: place.holder for steps, place in places.items() if place.holder is not None}
+    return {s[:-1]: place.holder for s, place in places.items() if s[-1:] != (len,) and place.holder is not None}
 
 
 def _versions(places: Mapping[Steps, Place]) -> list[int | None]:
@@ -182,6 +190,15 @@ def _copy(value: Any) -> Any:
 def _inside(nodes: Mapping[str, list[Node]], path: str) -> list[Node]:
     """The nodes of a module; torch takes the model for a part of another one while it traces."""
     return nodes.get(path) or nodes.get(path.partition(".")[2]) or []
+
+
+def _inputs(program: torch.export.ExportedProgram, nodes: Mapping[Node, Node]) -> Iterator[tuple[Node, Node]]:
+    """Inputs that copies read, such as caches, each with the earlier one that the other node reads."""
+    names = tensor_placeholders(program)
+    for node, other in nodes.items():
+        for own, others in zip(node.all_input_nodes, other.all_input_nodes, strict=False):
+            if own.name in names and others.name in names and names.index(others.name) < names.index(own.name):
+                yield own, others
 
 
 def _nodes_of_modules(program: torch.export.ExportedProgram) -> dict[str, list[Node]]:

@@ -111,6 +111,8 @@ class _Interpreter(torch.fx.Interpreter):
         if is_assertion(n):
             return None
         if n in self._reused:
+            if n.op == "placeholder":
+                super().run_node(n)  # which takes it off the list of inputs
             return self.env[self._reused[n]]
         if str(n.target) in _VIEWS:
             source, shape = self.fetch_args_kwargs_from_env(n)[0]

@@ -7,7 +7,8 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import exportkit
-from tests.models import tiny_llama, tiny_mamba, tiny_mistral
+from exportkit.errors import ArgumentError
+from tests.models import random_ids, tiny_llama, tiny_mamba, tiny_mistral
 
 
 @dataclasses.dataclass
@@ -62,6 +63,48 @@ def test_a_mask_that_is_left_out_is_all_ones(restored):
         "logits_to_keep": 1,
     }
     torch.testing.assert_close(onnx_model(**kwargs).logits, model(**kwargs).logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_mistral])
+def test_calls_that_are_not_stored_get_masks_too(make):
+    model, observer = make(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():  # the first three calls are stored, all of them with two rows
+        for rows, length in ((2, 7), (3, 9)):
+            cache = model(random_ids(rows, length)).past_key_values
+            for _ in range(4):
+                model(random_ids(rows, 1), past_key_values=cache)
+    plan = observer.plan()
+    assert [str(size) for size in plan.by_path["attention_mask"].sizes] == ["batch", "past_sequence + sequence"]
+    assert not any("was not found" in finding.text for finding in plan.findings)
+
+
+@pytest.mark.runtime
+def test_a_graph_refuses_caches_that_do_not_show_how_many_tokens_came_before(tmp_path):
+    class WithoutMask(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = tiny_mistral(sliding_window=4)
+
+        def forward(self, ids, cache=None):
+            result = self.inner(ids, past_key_values=cache)
+            return result.logits, result.past_key_values
+
+    def run(model, rows, steps):
+        found, cache = [], None
+        for length in (2, *[1] * steps):
+            logits, cache = model(random_ids(rows, length), cache)
+            found.append(logits)
+        return found
+
+    model, observer = WithoutMask().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        run(model, 2, 2), run(model, 3, 2)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    assert len(run(onnx_model, 2, 2)) == 3
+    with pytest.raises(ArgumentError, match="counted more tokens") as raised:
+        run(onnx_model, 2, 3)
+    assert "expected: at most 3" in str(raised.value)
 
 
 def test_the_proof_covers_padded_calls(restored):

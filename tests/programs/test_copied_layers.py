@@ -117,6 +117,48 @@ def test_layers_that_pass_an_argument_on_are_copied(tmp_path):
     assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
 
 
+class LooksUp(Layer):
+    """A layer that looks its number up in a table, and writes into it."""
+
+    number = 0
+
+    def forward(self, x, table):
+        if table.get(self.number):
+            x = x.sin()
+        table[self.number] = True
+        return super().forward(x)
+
+
+class WithTable(Deep):
+    """Its layers share a table with an item for each."""
+
+    before = frozenset()
+
+    def __init__(self):
+        super().__init__(LooksUp)
+        for number, layer in enumerate(self.layers):
+            layer.number = number
+
+    def forward(self, x):
+        table = {number: number in self.before for number in range(LAYERS)}
+        for layer in self.layers:
+            x = layer(x, table=table)
+        return x if all(table.values()) and {*map(type, table)} == {int} else -x
+
+
+@pytest.mark.parametrize(("before", "most"), [((), 2), ((7,), 3), ((0, 4, 5, 6), 6), (range(LAYERS), 2)])
+def test_layers_are_copied_that_find_the_same_by_their_number(before, most, tmp_path):
+    model, observer = WithTable().eval(), exportkit.InputObserver()
+    model.before = frozenset(before)
+    with observer(model), torch.no_grad():
+        for batch in (2, 3):
+            model(torch.randn(batch, 8))
+    traced.clear()
+    exported = exportkit.export(model, observer)
+    assert len(traced) <= most
+    assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
+
+
 def test_a_layer_with_another_zero_is_traced():
     model, observer = deep(Signed)
     model.layers[7].zero = -0.0

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
+from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
 
 import exportkit
 from exportkit.errors import InvalidTypeError, UnknownMethodError
-from tests.models import Captioner, tiny_t5
+from tests.models import VOCABULARY, Captioner, random_ids, tiny_t5
 
 TOKENS = torch.tensor([[1, 7, 7, 3, 4], [1, 7, 7, 5, 6]])
 PIXELS = torch.linspace(-1, 1, 12).reshape(2, 2, 3)
@@ -107,3 +109,27 @@ def test_an_encoder_decoder_model_is_called_with_the_encoders_inputs(tmp_path):
         expected = model(input_ids=more, attention_mask=torch.ones_like(more), decoder_input_ids=start).logits
     got = onnx_model(input_ids=more, attention_mask=torch.ones_like(more), decoder_input_ids=start).logits
     assert torch.allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.runtime
+def test_caches_of_a_decoder_count_its_own_tokens(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCABULARY, "query_pre_attn_scalar": 8}
+    windows = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    encoder, decoder = (T5GemmaModuleConfig(**sizes, **windows, is_decoder=flag) for flag in (False, True))
+    config = T5GemmaConfig(encoder=encoder, decoder=decoder, vocab_size=VOCABULARY)
+    model = T5GemmaForConditionalGeneration(config).eval()
+
+    def run(rows, length, tokens):
+        ids = random_ids(rows, length)
+        changes = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+        return model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **changes)
+
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        run(2, 7, 6), run(3, 9, 7)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    with onnx_model.in_place_of(model):
+        cache = run(2, 8, 6).past_key_values
+    assert [layer.get_seq_length() for layer in cache.self_attention_cache.layers] == [6, 6]
