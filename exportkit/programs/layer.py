@@ -321,14 +321,14 @@ def look_ups_noted(places: Mapping[Steps, Place]) -> Iterator[None]:
     """
     tables: dict[int, tuple[dict[Any, Any], LayerTable]] = {}
     replaced = []
-    for steps, place in places.items():
-        if steps[-1:] == (len,) and place.value[0] is dict and not isinstance(place.holder, tuple | None):
-            items = place.read()
-            if all(type(key) is int for key in items):
-                table = tables.setdefault(id(items), (items, LayerTable(items)))[1]
-                place.write(table)
-                replaced.append((place, items, table))
     try:
+        for steps, place in places.items():
+            if steps[-1:] == (len,) and place.value[0] is dict and not isinstance(place.holder, tuple | None):
+                items = place.read()
+                if all(type(key) is int for key in items):
+                    table = tables.setdefault(id(items), (items, LayerTable(items)))[1]
+                    replaced.append((place, items, table))
+                    place.write(table)
         yield
     finally:
         for items, table in tables.values():
