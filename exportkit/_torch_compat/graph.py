@@ -358,6 +358,21 @@ def trace_module() -> ModuleType:
     return torch.export._trace
 
 
+def export_with_gradients(
+    model: torch.nn.Module, arguments: dict[str, Any], dynamic_shapes: dict[str, Any]
+) -> torch.export.ExportedProgram:
+    """Returns the program of a model that computes gradients: their operators are nodes of its graph.
+
+    torch.export follows what a model calls, and the operators of a gradient are called by torch's own engine. This
+    traces below it, as torch.export did before it kept the operators that a model calls. Seen in torch 2.13.
+    """
+    export = require(trace_module(), "_export", "torch 2.13")
+    program: torch.export.ExportedProgram = export(
+        model, (), arguments, dynamic_shapes=dynamic_shapes, strict=False, pre_dispatch=False
+    )
+    return program
+
+
 @contextlib.contextmanager
 def quiet_onnx_export() -> Iterator[None]:
     """Silences log messages and warnings of torch's ONNX exporter. Seen in torch 2.13, onnxscript 0.7."""

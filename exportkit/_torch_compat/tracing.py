@@ -152,6 +152,12 @@ def autocast_off() -> tuple[type, dict[str, Any]]:
     return torch.autocast, {"__enter__": without}
 
 
+def run_backward() -> tuple[Any, str]:
+    """Returns the function that all gradients are computed with, as its owner and its name. Seen in torch 2.13."""
+    require(torch.autograd, "_engine_run_backward", "torch 2.13")
+    return torch.autograd, "_engine_run_backward"
+
+
 def constant_in_trace(function: Function) -> Function:
     """Returns the function, marked as one that dynamo calls while it traces instead of following it.
 

@@ -228,6 +228,18 @@ def _repeat_evenly(x: Any, repeats: Any, dim: int | None = None, **_options: Any
     return op.Reshape(repeated, op.Concat(op.Shape(x, end=axis), size, op.Shape(x, start=axis + 1), axis=0))
 
 
+def _silu_backward(gradient: Any, x: Any) -> Any:
+    """The derivative of silu is s(x) + x s(x) s(-x), where s is the sigmoid function."""
+    sigmoid = op.Sigmoid(x)
+    return op.Mul(gradient, op.Add(sigmoid, op.Mul(op.Mul(x, sigmoid), op.Sigmoid(op.Neg(x)))))
+
+
+def _mish_backward(gradient: Any, x: Any) -> Any:
+    """The derivative of mish is t(x) + x s(x) (1 - t(x)**2), where s is the sigmoid function and t = tanh(softplus)."""
+    bent = op.Tanh(op.Add(op.Max(x, number(0, x)), _log1p(op.Exp(op.Neg(op.Abs(x))), x)))
+    return op.Mul(gradient, op.Add(bent, op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(number(1, x), op.Mul(bent, bent)))))
+
+
 FORMS: dict[Any, Callable[..., Any]] = {
     aten.remainder.Tensor: _remainder,
     aten.remainder.Scalar: _remainder,
@@ -249,6 +261,8 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.masked_select.default: _masked_select,
     aten.nonzero.default: _nonzero,
     aten.copy.default: _copy,
+    aten.silu_backward.default: _silu_backward,
+    aten.mish_backward.default: _mish_backward,
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten.repeat_interleave.self_int: _repeat_evenly,
     **INTEGER_FORMS,

@@ -24,6 +24,7 @@ from exportkit.rewrites.table import (
     ALL_BUT_NONE,
     ALL_EXPERTS,
     FEATURE_ROWS,
+    GRADIENTS,
     LISTS_OF_ONE,
     PACKED_SEQUENCES,
     ZEROS_AT_PADDING,
@@ -32,7 +33,7 @@ from exportkit.rewrites.table import (
     applied,
     matching_rewrites,
 )
-from exportkit.running.eager import run_eager
+from exportkit.running.eager import gradients_noted, run_eager
 from exportkit.trees import flatten
 
 
@@ -62,13 +63,14 @@ def chosen_example(
         try:
             sizes = choose_sizes(limited, bool(adapting), chunk_size_of(model))
             call = build_call(plan, observation, sizes)
-            with ListingNoted(sizes) as listing:
+            with ListingNoted(sizes) as listing, gradients_noted() as gradients:
                 outputs = flatten(_eager_outputs(model, method, call, rules))
             break
         except ArgumentError as error:
             raised = raised or error
     else:
         raise raised or ArgumentError("There are no sizes to trace with.")
+    rules += [GRADIENTS] if gradients else []
     rules += [LISTS_OF_ONE] if listing.found else []
     rules += [PACKED_SEQUENCES] if listing.packs else []
     rules += [ZEROS_AT_PADDING] if listing.asks_for_padding else []

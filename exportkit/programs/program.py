@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import trace_module, without_regions
+from exportkit._torch_compat.graph import export_with_gradients, trace_module, without_regions
 from exportkit._torch_compat.symbolic_shapes import value_error
 from exportkit._torch_compat.tracing import (
     constraints_that_solve,
@@ -41,7 +41,7 @@ from exportkit.programs.subject import WithEffects
 from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites import branches
 from exportkit.rewrites.lists import operators_at_any_length
-from exportkit.rewrites.table import BUFFER_VALUES, STRICT, Rewrite, applied
+from exportkit.rewrites.table import BUFFER_VALUES, GRADIENTS, STRICT, Rewrite, applied
 from exportkit.running.bounds import HALF
 from exportkit.running.eager import Answer, autocast, kernels_of, sampled_answer
 from exportkit.running.module_state import modules_kept
@@ -170,7 +170,7 @@ def trace(
         operators_at_any_length(tracing=True),
         applied(rules, model),
         replaced_attributes(model, {"forward": traced.forward}),
-        _quiet(None if BUFFER_VALUES in rules else copied.call),
+        _quiet(None if BUFFER_VALUES in rules or GRADIENTS in rules else copied.call),
         recording_paused(),
         kernels_of(example.call),
         autocast(()),  # the traced method turns it on
@@ -181,7 +181,10 @@ def trace(
         try:
             with modules_kept(model), _no_error_caught():
                 strict, arguments = STRICT in rules, traced.arguments
-                program = torch.export.export(model, (), kwargs=arguments, dynamic_shapes=specs, strict=strict)
+                if GRADIENTS in rules:
+                    program = export_with_gradients(model, arguments, specs)
+                else:
+                    program = torch.export.export(model, (), kwargs=arguments, dynamic_shapes=specs, strict=strict)
         except ExportError:
             raise
         except Exception as error:

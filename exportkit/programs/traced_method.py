@@ -26,7 +26,7 @@ from exportkit.plan.sizes import size_in
 from exportkit.probing.missing import MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.rewrites.known_values import KnownValues
-from exportkit.rewrites.table import BUFFER_VALUES, Rewrite, adapted_call
+from exportkit.rewrites.table import BUFFER_VALUES, GRADIENTS, Rewrite, adapted_call
 from exportkit.running.eager import autocast
 from exportkit.trees import Tree, check_opened, fingerprint, flatten, join, set_stored_length, text_of
 from exportkit.trees.object_parts import Unread, Unreadable
@@ -82,7 +82,7 @@ class TracedMethod:
         self._traced: list[Tree] = []  # what the model returned in the trace
         parameters = self._flat.parameters
         self.arguments = {name: parameter.tree.map(_clone).build() for name, parameter in parameters.items()}
-        self._autocast = example.call.autocast
+        self._autocast, self._records_gradients = example.call.autocast, example.call.gradients
         self.forward = self._forward(model, method, example.joined_outputs, rules)
         kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in parameters]
         self.forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
@@ -92,6 +92,7 @@ class TracedMethod:
     ) -> Callable[..., Any]:
         flat, plan, traced, returns_tensors = self._flat, self._plan, self._traced, self._returns_tensors
         is_known, dtypes = BUFFER_VALUES in rules, self._autocast
+        records = GRADIENTS in rules and self._records_gradients
         buffers = list(model.buffers()) if is_known else []
         own = vars(model).get(method)  # a method of the class is looked up while rewrites are in force
         past = plan.with_role("past")
@@ -116,7 +117,8 @@ class TracedMethod:
                 for value in given.values() if length is not None else ():
                     set_stored_length(value, length)
             known = KnownValues(zip(model.buffers(), buffers, strict=True)) if is_known else contextlib.nullcontext()
-            with known, autocast(dtypes) if dtypes else contextlib.nullcontext():
+            recorded = torch.enable_grad() if records else contextlib.nullcontext()
+            with known, autocast(dtypes) if dtypes else contextlib.nullcontext(), recorded:
                 result = adapted_call(rules, model, flat.values(given), flat.signature.names, call_method)
             tree = with_joined_lists(flatten(result), joined)
             inputs = {id(tensor) for tensor in tensors.values()}

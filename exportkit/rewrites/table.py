@@ -202,11 +202,12 @@ SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lists.symbolic_le
 LOOPS = Rewrite("loops over a length as one operator", loops.loops_as_operators)
 NUMBER_CHECKS = Rewrite("checks of numbers read from tensors as assertions", branches.checks_of_numbers)
 BUFFER_VALUES = Rewrite("buffers read as numbers", lambda _: contextlib.nullcontext())
+GRADIENTS = Rewrite("gradients computed in the graph", lambda _: contextlib.nullcontext())
 STRICT = Rewrite("traced from bytecode (strict)", lambda _: contextlib.nullcontext())
 LIBRARY_PATCHES = Rewrite("transformers' own export patches", library_patches)
 
-# By name, for `get_patch_mapping` and `apply_patches`. Strict tracing and values of buffers are left out: they belong
-# to a trace.
+# By name, for `get_patch_mapping` and `apply_patches`. Gradients, strict tracing and values of buffers are left out, as
+# they belong to a trace.
 _CHOSEN = (
     FEATURE_ROWS,
     LISTS_OF_ONE,

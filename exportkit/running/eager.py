@@ -12,7 +12,7 @@ import torch
 
 from exportkit._torch_compat.modules import inference_kernels
 from exportkit._torch_compat.sampled_products import sampled_products
-from exportkit._torch_compat.tracing import autocast_dtypes, autocast_off
+from exportkit._torch_compat.tracing import autocast_dtypes, autocast_off, run_backward
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
@@ -22,6 +22,7 @@ from exportkit.running.module_state import modules_kept
 from exportkit.trees import flatten
 
 # Weights of a model that is copied to see what it does in float32, at most.
+_NO_GRADIENT = "does not require grad"  # of torch, where a model computes a gradient and none is recorded
 _MOST_COPIED = 10**9
 
 Answer = TypeVar("Answer")
@@ -82,16 +83,42 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
         args, kwargs = call.signature.unbind(values)
         return target(*args, **kwargs)
 
-    values = call.copies()
-    with (
-        torch.no_grad(),
-        kernels_of(call),
-        autocast(call.autocast),
-        recording_paused(),
-        _random_states_kept(call),
-        modules_kept(model),
-    ):
-        return run(values) if around is None else around(values, run)
+    def made(records: bool) -> Any:
+        values = call.copies()
+        with (
+            torch.set_grad_enabled(records),
+            kernels_of(call),
+            autocast(call.autocast),
+            recording_paused(),
+            _random_states_kept(call),
+            modules_kept(model),
+        ):
+            return run(values) if around is None else around(values, run)
+
+    try:
+        return made(records=False)
+    except RuntimeError as error:
+        if not call.gradients or _NO_GRADIENT not in str(error):
+            raise
+    return flatten(made(records=True)).map(_detached).build()
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextlib.contextmanager
+def gradients_noted() -> Iterator[list[bool]]:
+    """Gives a list that is empty until something computes a gradient."""
+    owner, name = run_backward()
+    engine, found = original_attribute(owner, name), list[bool]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found.append(True)
+        return engine(*args, **kwargs)
+
+    with replaced_attributes(owner, {name: noted}):
+        yield found
 
 
 def kernels_of(call: Call) -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import torch
 from exportkit.onnx_files.translate import onnx_program
 from exportkit.rewrites.lists import operators_at_any_length
 
-functional = torch.nn.functional
+functional, aten = torch.nn.functional, torch.ops.aten
 NAN, INF = math.nan, math.inf
 
 
@@ -144,6 +144,10 @@ CASES = {
     "angles": (torch.atan2, *torch.cartesian_prod(ANGLES, ANGLES).T),
     "angles of integers": (torch.atan2, *torch.cartesian_prod(ints(-2, 0, 3), ints(-1, 0, 5)).T),
     "angle, sign bit and step": (lambda x: (x.angle(), x.signbit(), torch.heaviside(x, x.abs() + 2)), ANGLES),
+    "derivatives": (
+        lambda x: (aten.silu_backward(x.abs() + 2, x), aten.mish_backward(x.abs() + 2, x)),
+        floats(-9.0, -3.0, -1.0, -0.1, 0.0, 0.1, 1.0, 3.0, 30.0, NAN),
+    ),
     "diagonals": (
         lambda x: (x.diagonal(), x.diagonal(1), x.diagonal(-2), x[None].diagonal(dim1=-1, dim2=1), x.diagonal(7)),
         UNKNOWN,
