@@ -399,7 +399,7 @@ class OnnxGraph:
             trees = {name: flatten(value) for name, value in values.items()}
             of_caches = {join(name, path) for name, tree in trees.items() for path in tree.growing}
             given = {path: tensor for path, tensor in given.items() if path not in unknown_empty & of_caches}
-        check_counted(plan, values.values())
+        check_counted(plan, given, values.values())
         past, role = hidden_past(plan, given, values.values()), plan.with_role("past")
         return values, Given(given, past), {} if past is None or role is None else {role.name: past}
 

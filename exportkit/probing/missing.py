@@ -125,18 +125,20 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[
     return counted
 
 
-def check_counted(plan: Plan, values: Iterable[Any]) -> None:
+def check_counted(plan: Plan, given: Iterable[str], values: Iterable[Any]) -> None:
     """Raises ArgumentError if caches have counted more tokens than a graph can know of.
 
-    A graph has no counters. If all caches have windows, and no other input has a size that grows with earlier tokens,
-    it takes a full window for all there is, and its positions are wrong.
+    A graph has no counters. If all caches have windows, and neither sizes nor positions of other inputs show the tokens
+    before, it takes a full window for all there is, and its positions are wrong.
 
     Args:
         plan: The plan.
+        given: Paths of the inputs that are given.
         values: The arguments.
     """
     past, counted = plan.with_role("past"), max(map(stored_length, values), default=0)
-    if past is not None and past.maximum is not None and counted > past.maximum:
+    is_told = any(path.rpartition(".")[2] in _POSITIONS for path in given)
+    if past is not None and past.maximum is not None and counted > past.maximum and not is_told:
         raise ArgumentError(
             "The caches have counted more tokens than the graph can know of: their windows are all that it is given.",
             where=past.name,
