@@ -1,11 +1,10 @@
-"""Graphs of torch.export and their operators: schemas, assertions, loops, decompositions; their translation to ONNX."""
+"""Graphs of torch.export and their operators: schemas, assertions, loops, decompositions."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -359,7 +358,7 @@ def trace_module() -> ModuleType:
 
 
 def export_with_gradients(
-    model: torch.nn.Module, arguments: dict[str, Any], dynamic_shapes: dict[str, Any]
+    model: torch.nn.Module, arguments: dict[str, Any], dynamic_shapes: dict[str, Any], strict: bool
 ) -> torch.export.ExportedProgram:
     """Returns the program of a model that computes gradients: their operators are nodes of its graph.
 
@@ -368,76 +367,6 @@ def export_with_gradients(
     """
     export = require(trace_module(), "_export", "torch 2.13")
     program: torch.export.ExportedProgram = export(
-        model, (), arguments, dynamic_shapes=dynamic_shapes, strict=False, pre_dispatch=False
+        model, (), arguments, dynamic_shapes=dynamic_shapes, strict=strict, pre_dispatch=False
     )
     return program
-
-
-@contextlib.contextmanager
-def quiet_onnx_export() -> Iterator[None]:
-    """Silences log messages and warnings of torch's ONNX exporter. Seen in torch 2.13, onnxscript 0.7."""
-    import logging
-    import warnings
-
-    levels = {}
-    for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir")):
-        levels[logger] = logger.level
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
-
-
-def exact_no_ops() -> list[tuple[Any, dict[str, float]]]:
-    """Returns the attributes to replace, each with its owner, so that ``x + epsilon`` is never optimised away.
-
-    onnxscript removes ``x + 0`` and ``x * 1``, and takes every constant up to 1e-8 for zero, the epsilon of a norm
-    among them. Seen in onnxscript 0.7; the list is empty for versions without these tolerances.
-    """
-    try:
-        from onnxscript.rewriter.rules.common import _no_op
-
-        values = [value for rule in _no_op.rules.rules for node in rule._target_pattern for value in node.inputs]
-    except (ImportError, AttributeError):
-        return []
-    exact = {"_abs_tol": 0.0, "_rel_tol": 0.0}
-    return [(value, exact) for value in values if exact.keys() <= vars(value).keys()]
-
-
-def quick_matches() -> list[tuple[Any, dict[str, Any]]]:
-    """Returns the attributes to replace, each with its owner, so that rewriting a graph takes time linear in its size.
-
-    For a rule with two results, such as two slices of one tensor, onnxscript tries each node with all others, which
-    takes minutes with a few thousand of them. Seen in onnxscript 0.7.
-    """
-    try:
-        from onnxscript.rewriter import _DEFAULT_REWRITE_RULES
-        from onnxscript.rewriter._basics import MatchResult
-
-        found = [(rule._matcher, rule._matcher.pattern.output_nodes) for rule in _DEFAULT_REWRITE_RULES]
-        pairs = [(m, nodes[0].op_identifier(), nodes[1].op_identifier()) for m, nodes in found if _of_one_input(nodes)]
-    except (ImportError, AttributeError, TypeError):
-        return []
-
-    def quick(matcher: Any, first: str, second: str) -> Callable[..., Any]:
-        match = matcher.match
-
-        def matched(model: Any, graph: Any, node: Any, **options: Any) -> Any:
-            given = node.inputs[0] if node.op_type == first and node.inputs else None
-            others = [use.node for use in given.uses() if use.node is not node] if given is not None else []
-            if any(other.op_type == second for other in others):
-                return match(model, graph, node, **options)
-            return MatchResult().fail(f"No {first} and {second} of one value.")
-
-        return matched
-
-    return [(m, {"match": quick(m, first[1], second[1])}) for m, first, second in pairs if first and second]
-
-
-def _of_one_input(nodes: Any) -> bool:
-    """Whether the results of a pattern are made by two nodes that read the same value first."""
-    return len(nodes) == 2 and all(node.inputs for node in nodes) and nodes[0].inputs[0] is nodes[1].inputs[0]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from exportkit._torch_compat.graph import quiet_onnx_export
+from exportkit._torch_compat.onnx import quiet_onnx_export
 from exportkit.divergence.graph_run import GraphNode, GraphRun, ModuleNodes, read_onnx
 from exportkit.divergence.match_values import MatchedCalls
 from exportkit.divergence.result import Divergence, Stage, Suspect

@@ -22,7 +22,8 @@ from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.conditions import evaluate
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
-from exportkit.probing.missing import MissingDefaults, check_counted, dependent_outputs, fill_missing, hidden_past
+from exportkit.probing.cached_tokens import check_counted, hidden_past
+from exportkit.probing.missing import MissingDefaults, dependent_outputs, fill_missing
 from exportkit.probing.simplify import as_simplified, first_step, value_at, with_split_lists
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram

@@ -22,12 +22,10 @@ import torch
 from exportkit._torch_compat.graph import (
     asserts_values,
     copied_module,
-    exact_no_ops,
-    quick_matches,
-    quiet_onnx_export,
     with_graph_module,
     without_guards,
 )
+from exportkit._torch_compat.onnx import exact_no_ops, quick_matches, quiet_onnx_export
 from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError

@@ -19,18 +19,17 @@ from exportkit._torch_compat.rounding import rounding_varied
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
-from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import is_hidden, solve_sizes
+from exportkit.plan.sizes import solve_sizes
+from exportkit.probing.cached_tokens import hidden_past
 from exportkit.probing.simplify import as_simplified
 from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
 from exportkit.running.eager import EagerRunner, run_eager, sampled_answer
 from exportkit.running.runner import Compare, Runner, compare_calls, recorded
-from exportkit.trees import flatten, is_cache_class, join, stored_length
+from exportkit.trees import flatten, is_cache_class, join
 
 _MOST_TRIALS = 64
 _FEW_TOKENS = 2
-_POSITIONS = ("position_ids", "cache_position")
 _WIDEST = 4.0  # exponent of 10 of the largest values that are tried
 _ROUNDINGS = 16.0  # what a run that rounds differently changes in the outputs, times this, counts as equal
 _LOWEST = -1e30  # minus infinity of states that hold a logarithm: the largest exponent of no tokens
@@ -85,67 +84,6 @@ def fill_missing(
             dtype: torch.dtype = getattr(torch, leaf.dtype)
             missing[leaf.path] = torch.full(shapes[leaf.path], defaults.get(leaf.path, 0), dtype=dtype, device=device)
     return missing
-
-
-def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[Any]) -> int | None:
-    """Returns the number of cached tokens if missing inputs need it, and full windows of caches do not show it.
-
-    Then the counters of the caches say it, which the model goes by too; for caches without a counter, the positions of
-    the new tokens do.
-
-    Args:
-        plan: The plan.
-        given: The inputs that are given, by path.
-        values: The arguments.
-
-    Raises:
-        ArgumentError: if neither says it.
-    """
-    past, missing = plan.with_role("past"), plan.depending_on_past.difference(given)
-    if past is None or not missing:
-        return None
-    shapes = {path: tuple(tensor.shape) for path, tensor in given.items()}
-    if not is_hidden(plan, past.name, shapes):
-        return None
-    counted = max(map(stored_length, values), default=0)
-    full = plan.depending_on_past.intersection(given)
-    windows = [size.cap or 0 for path in full for size in plan.by_path[path].sizes]
-    positions = next((given[path] for path in given if path.rpartition(".")[2] in _POSITIONS), None)
-    new = plan.new_tokens
-    if counted < max(windows) and positions is not None and positions.numel():
-        counted = int(positions.max()) + 1 - (1 if new is None else solve_sizes(plan, shapes)[new.name])
-    if counted < max(windows):
-        raise ArgumentError(
-            "The windows of the caches are full, so they do not show how many tokens came before.",
-            where=", ".join(sorted(missing)),
-            expected=f"{', '.join(sorted(missing))}, or a cache that counts its tokens",
-            got=", ".join(given),
-            hint="give the inputs that were left out.",
-        )
-    return counted
-
-
-def check_counted(plan: Plan, given: Iterable[str], values: Iterable[Any]) -> None:
-    """Raises ArgumentError if caches have counted more tokens than a graph can know of.
-
-    A graph has no counters. If all caches have windows, and neither sizes nor positions of other inputs show the tokens
-    before, it takes a full window for all there is, and its positions are wrong.
-
-    Args:
-        plan: The plan.
-        given: Paths of the inputs that are given.
-        values: The arguments.
-    """
-    past, counted = plan.with_role("past"), max(map(stored_length, values), default=0)
-    is_told = any(path.rpartition(".")[2] in _POSITIONS for path in given)
-    if past is not None and past.maximum is not None and counted > past.maximum and not is_told:
-        raise ArgumentError(
-            "The caches have counted more tokens than the graph can know of: their windows are all that it is given.",
-            where=past.name,
-            expected=f"at most {past.maximum}",
-            got=str(counted),
-            hint="record calls with a mask over all tokens, or with their positions, then export again.",
-        )
 
 
 def completed_call(plan: Plan, observation: Observation, call: Call, defaults: Mapping[str, float]) -> Call:

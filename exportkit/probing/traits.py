@@ -21,7 +21,7 @@ from exportkit.errors import ArgumentError
 from exportkit.overrides import Attribute, replaced
 from exportkit.plan.leaves import Finding
 from exportkit.probing.missing import beyond_rounding
-from exportkit.running.eager import kernels_of, run_eager
+from exportkit.running.eager import detached, kernels_of, run_eager
 from exportkit.trees import Tree, fingerprint, flatten, is_cache_class
 from exportkit.trees.fingerprint import class_name
 from exportkit.trees.objects import CONTAINERS
@@ -172,7 +172,7 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
             ):
                 return made(values)
 
-        return flatten(run_eager(model, method, call, around)).map(_detached)
+        return flatten(run_eager(model, method, call, around)).map(detached)
 
     known = functools.cache(run)
 
@@ -291,11 +291,6 @@ def _each(values: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tens
         return change(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     return {**values, **{name: tree.map(changed).build() for name, tree in plain.items()}}
-
-
-def _detached(leaf: Any) -> Any:
-    """A result as a tensor of its own, since a model may return an argument that it changes."""
-    return leaf.detach().as_subclass(torch.Tensor).clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _dicts(value: Any, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -182,7 +182,7 @@ def trace(
             with modules_kept(model), _no_error_caught():
                 strict, arguments = STRICT in rules, traced.arguments
                 if GRADIENTS in rules:
-                    program = export_with_gradients(model, arguments, specs)
+                    program = export_with_gradients(model, arguments, specs, strict)
                 else:
                     program = torch.export.export(model, (), kwargs=arguments, dynamic_shapes=specs, strict=strict)
         except ExportError:

@@ -194,10 +194,10 @@ def _inside(nodes: Mapping[str, list[Node]], path: str) -> list[Node]:
 
 def _inputs(program: torch.export.ExportedProgram, nodes: Mapping[Node, Node]) -> Iterator[tuple[Node, Node]]:
     """Inputs that copies read, such as caches, each with the earlier one that the other node reads."""
-    names = tensor_placeholders(program)
+    order = {name: place for place, name in enumerate(tensor_placeholders(program))}
     for node, other in nodes.items():
         for own, others in zip(node.all_input_nodes, other.all_input_nodes, strict=False):
-            if own.name in names and others.name in names and names.index(others.name) < names.index(own.name):
+            if order.get(others.name, len(order)) < order.get(own.name, -1):
                 yield own, others
 
 

@@ -21,9 +21,8 @@ from exportkit.running.bounds import HALF
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import flatten
 
-# Weights of a model that is copied to see what it does in float32, at most.
 _NO_GRADIENT = "does not require grad"  # of torch, where a model computes a gradient and none is recorded
-_MOST_COPIED = 10**9
+_MOST_COPIED = 10**9  # weights of a model that is copied to see what it does in float32
 
 Answer = TypeVar("Answer")
 Around = Callable[[dict[str, Any], Callable[[Mapping[str, Any]], Any]], Any]
@@ -92,6 +91,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
             recording_paused(),
             _random_states_kept(call),
             modules_kept(model),
+            _gradients_kept(model),
         ):
             return run(values) if around is None else around(values, run)
 
@@ -100,11 +100,25 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
     except RuntimeError as error:
         if not call.gradients or _NO_GRADIENT not in str(error):
             raise
-    return flatten(made(records=True)).map(_detached).build()
+    return flatten(made(records=True)).map(detached).build()
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+def detached(leaf: Any) -> Any:
+    """Returns a result as a tensor of its own, since a model may return an argument that it changes."""
+    return leaf.detach().as_subclass(torch.Tensor).clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextlib.contextmanager
+def _gradients_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Restores the gradients of parameters, which a model adds to if it calls ``backward``."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager

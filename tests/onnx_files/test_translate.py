@@ -27,7 +27,7 @@ def test_an_epsilon_is_not_taken_for_zero_and_a_factor_not_for_one(tmp_path):
 
 
 def test_the_optimiser_is_afterwards_as_it_was(tmp_path):
-    from exportkit._torch_compat.graph import exact_no_ops
+    from exportkit._torch_compat.onnx import exact_no_ops
 
     constants = [constant for constant, _ in exact_no_ops()]
     assert constants
@@ -64,7 +64,7 @@ def test_a_number_that_depends_on_constants_alone_needs_no_operator(tmp_path):
 def test_a_rule_for_two_slices_of_one_tensor_is_only_asked_about_such_slices(monkeypatch):
     import onnx_ir as ir
 
-    from exportkit._torch_compat.graph import quick_matches
+    from exportkit._torch_compat.onnx import quick_matches
 
     ((matcher, _),) = quick_matches()
     asked = []

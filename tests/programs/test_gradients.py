@@ -39,7 +39,7 @@ class ForcesUnderNoGrad(Energy):
         with torch.enable_grad():
             positions = positions.detach().requires_grad_(True)
             energy = self.energy(kinds, positions, edges)
-            energy.backward(inputs=[positions])
+            energy.backward()  # adds to the gradients of parameters, too
         return {"energy": energy.detach(), "forces": -positions.grad}
 
 
@@ -71,12 +71,17 @@ def test_forces_are_computed_in_the_graph(make, mode, tmp_path):
     with observer(model), mode():
         for count in (5, 7):
             model(*atoms(count))
+    own = {
+        name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
     exported = exportkit.export(model, observer)
     onnx_model = exported.to_onnx(tmp_path / "model.onnx")
     assert onnx_model.verify().ok
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad
+        assert parameter.grad is own[name] is None or torch.equal(parameter.grad, own[name])
     given = atoms(11)
     with mode():
         expected = model(*(tensor.clone() for tensor in given))
     for name, tensor in onnx_model(*given).items():
         torch.testing.assert_close(tensor, expected[name].detach(), rtol=1e-3, atol=1e-4)
-    assert not any(parameter.grad is not None for parameter in model.parameters())
