@@ -3,8 +3,8 @@
 A call may leave out a constant although the model's default is another one: ``generate`` passes ``use_cache=True``
 where the default is None, and means the same. What a call leaves out has its default, so a graph serves such calls if
 the model runs the same operators on the same arguments with it, makes the same decisions by sizes, and returns the
-same. The same holds for a constant that calls gave with several values, such as one that is passed on to ``**kwargs``
-and never read.
+same. The same holds for a constant that calls gave with several values. A number or a string in ``**kwargs`` that the
+model never reads, such as the length of a prompt, may have any value.
 """
 
 from __future__ import annotations
@@ -43,15 +43,13 @@ def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
     Args:
         traced: The program, whose model is run.
     """
-    values = traced.domain.values
     observation = traced.observation
+    values = replace(traced.domain.values, unread=tuple(_unread(traced)))
     made = [*(call.arguments for call in observation.calls), *map(observation.constants_of, observation.further)]
     refused = [item for arguments in made for item in values.refused(arguments).items()]
     others = {(path, fingerprint(value)): value for path, value in refused}
     wanted = [{path: _LEFT_OUT} for path in values.required()] + [{path: v} for (path, _), v in others.items()]
-    if not wanted:
-        return traced
-    for constants in _harmless(traced, wanted):
+    for constants in _harmless(traced, wanted) if wanted else ():
         found = {path: None if value is _LEFT_OUT else fingerprint(value) for path, value in constants.items()}
         values = values.allowing(found)
     return replace(traced, domain=replace(traced.domain, values=values))
@@ -66,6 +64,40 @@ def _harmless(traced: TracedProgram, wanted: Sequence[_Constants]) -> list[_Cons
     if len(found) < 2 or traced.sampled_answer(lambda: _unchanged_by(traced, calls, [together]), bool):
         return found
     return []
+
+
+def _unread(traced: TracedProgram) -> list[str]:
+    """The numbers and strings in ``**kwargs`` that the model never reads.
+
+    It gets one of the same type that raises whatever it is asked, and another value, which code in C reads.
+    """
+    catch_all = traced.observation.signature.var_keyword
+    given = traced.observation.merged_arguments.get(catch_all or "")
+    if given is None or catch_all is None:
+        return []
+    found = {path_of((key,), catch_all): value for key, value in given.build().items()}
+    found = {path: value for path, value in found.items() if type(value) in (int, float, str)}
+    calls = list(_calls(traced, unseen=0))
+
+    def is_unread(paths: Iterable[str]) -> bool:
+        others = [{path: _raising(found[path]) for path in paths}, {path: _other(found[path]) for path in paths}]
+        return len(traced.sampled_answer(lambda: _unchanged_by(traced, calls, others))) == len(others)
+
+    return list(found) if found and is_unread(found) else [path for path in found if is_unread([path])]
+
+
+def _other(value: Any) -> Any:
+    return f"{value}?" if isinstance(value, str) else value + 1
+
+
+def _raising(value: Any) -> Any:
+    def asked(*_args: Any, **_kwargs: Any) -> Any:
+        raise TypeError("The value is read.")
+
+    kind = type(value)
+    names = set(dir(kind)) - {"__new__", "__init__", "__class__", "__getattribute__"}
+    members = {name: asked if callable(getattr(kind, name)) else property(asked) for name in names}
+    return type(kind.__name__, (kind,), members)(value)
 
 
 def with_traits(traced: TracedProgram) -> TracedProgram:

@@ -36,6 +36,7 @@ class PythonValues:
         lists: Paths of lists that may hold any number of tensors.
         orders: The keys in their order, of each dict whose order matters to the model, by path.
         read: Names of the attributes that matter of objects, by the name of the class; of other classes, all do.
+        unread: Paths of numbers and strings in ``**kwargs`` that the model never reads: any of the same type will do.
     """
 
     forms: Mapping[str, tuple[Fingerprint, ...]]
@@ -44,6 +45,7 @@ class PythonValues:
     lists: tuple[str, ...] = ()
     orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -153,17 +155,18 @@ class PythonValues:
 
     def _mismatch(self, path: str, value: Fingerprint) -> Mismatch | None:
         forms = self.forms.get(path, (NOTHING,))
-        if value in forms:
+        if value in forms or (path in self.unread and value[0] in [form[0] for form in forms]):
             return None
         found = [difference(form, value, path, self.lists) for form in forms]
         return found[0] if None not in found else None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the values as JSON data."""
-        data = {"forms": dict(self.forms), "defaults": dict(self.defaults)}
+        data: dict[str, Any] = {"forms": dict(self.forms), "defaults": dict(self.defaults)}
         orders = {path: list(keys) for path, keys in self.orders.items()}
         read = {name: list(names) for name, names in self.read.items()}
-        return {**data, "catch_all": self.catch_all, "lists": list(self.lists), "orders": orders, "read": read}
+        data |= {"catch_all": self.catch_all, "lists": list(self.lists), "orders": orders, "read": read}
+        return data | {"unread": list(self.unread)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PythonValues:
@@ -179,6 +182,7 @@ class PythonValues:
             lists,
             read(Mapping[str, tuple[str, ...]], data["orders"]),
             read(Mapping[str, tuple[str, ...]], data["read"]),
+            read(tuple[str, ...], data["unread"]),
         )
 
 

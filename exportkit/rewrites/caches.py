@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.transformers import REDUCED_MASK, cache_class, causal_mask_shortcut
-from exportkit.overrides import Attribute, original_attribute, replaced, replaced_attributes
+from exportkit.overrides import Attribute, namespaces, original_attribute, original_in, replaced, replaced_attributes
 
 Adapted = tuple[dict[str, Any], Callable[[Any], Any]]  # arguments of a traced call, and what completes its result
 _Context = contextlib.AbstractContextManager[None]
@@ -86,6 +87,7 @@ def _mask_sizes(self: Any, query_length: int) -> tuple[Any, Any]:
 # states beforehand, because the model would make it as long as the states that it gets.
 
 _STATES, _MASK = "encoder_outputs", "attention_mask"
+_MASK_MAKER = "create_bidirectional_mask"
 
 
 def has_cross_cache(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
@@ -94,10 +96,26 @@ def has_cross_cache(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bo
 
 
 def masks_over_states(model: torch.nn.Module) -> _Context:
-    """Makes audio encoders take the mask that they are given for one over their states."""
-    return replaced(
-        [(Attribute(cls, REDUCED_MASK), lambda _self, _length, mask, *_, **__: mask) for cls in _reducing(model)]
-    )
+    """Makes masks cover all states of the encoder, where the model would make them for those that it gets.
+
+    Audio encoders take the mask that they are given for one over their states, and a decoder that is given no mask
+    attends to all states without one.
+    """
+    changed = [(Attribute(cls, REDUCED_MASK), lambda _self, _length, mask, *_, **__: mask) for cls in _reducing(model)]
+    makers = [Attribute(module, _MASK_MAKER) for module in namespaces(model) if hasattr(module, _MASK_MAKER)]
+    return replaced([*changed, *((maker, _unmasked_states(original_in(maker))) for maker in makers)])
+
+
+def _unmasked_states(make: Callable[..., Any]) -> Callable[..., Any]:
+    names = inspect.signature(make)
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        given = names.bind(*args, **kwargs).arguments
+        hides = [name for name in (_MASK, "or_mask_function", "and_mask_function") if given.get(name) is not None]
+        return make(*args, **kwargs) if hides or given.get("encoder_hidden_states") is None else None
+
+    return made
 
 
 def with_uncached_states(model: torch.nn.Module, arguments: dict[str, Any], names: Collection[str]) -> Adapted:
@@ -113,7 +131,7 @@ def with_uncached_states(model: torch.nn.Module, arguments: dict[str, Any], name
     caches = [value for value in arguments.values() if _cross_layers(value)]
     if states is None or not caches:
         return arguments, lambda result: result
-    rest = states[:, _cross_layers(caches[0])[0].keys.shape[2] :]
+    rest = states[:, _cross_layers(caches[0])[0].keys.shape[2] :].contiguous()  # as encoders return it: models view it
     for cache in caches:
         cache.is_updated = dict.fromkeys(cache.is_updated, False)
     value, changed = arguments[_STATES], dict(arguments)

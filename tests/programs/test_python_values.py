@@ -215,8 +215,36 @@ def test_a_constant_that_calls_gave_with_several_values_may_have_any_of_them_if_
             model(torch.ones(rows, 3), mode="double", step=step)
     onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
     assert onnx_model.verify().ok
-    for step in (None, 1):
+    for step in (None, 1, 2):  # it is never read, so it may be another one of the same type
         assert torch.equal(onnx_model(X, mode="double", step=step), 2 * X)
-    for constants in ({"mode": "double", "step": 2}, {"mode": None, "step": 1}):
+    for constants in ({"mode": "double", "step": 2.0}, {"mode": None, "step": 1}):
         with pytest.raises(ExportkitError):
             onnx_model(X, **constants)
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda x, step: x[: -step or None],
+        lambda x, step: x * 2 if step > 100 else x,
+        lambda x, step: x * 2 if isinstance(step, int) and step == 7 else x,
+        lambda x, step: x + {100: 1.0}.get(step, 0.0),
+        lambda x, step: x + torch.zeros(step).sum(),
+        lambda x, step: x * 2 if str(step) == "7" else x,
+        lambda x, step: x * 2 if step.real else x,
+    ],
+)
+def test_a_number_that_the_model_reads_has_to_be_the_recorded_one(reads, tmp_path):
+    class Reads(torch.nn.Module):
+        def forward(self, x, **kwargs):
+            return reads(x, kwargs["step"])
+
+    observer, model = exportkit.InputObserver(), Reads()
+    with observer(model):
+        for rows in (2, 3):
+            model(torch.ones(rows, 3), step=1, unread="a")
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert torch.equal(onnx_model(X, step=1, unread="another"), model(X, step=1, unread="another"))
+    with pytest.raises(ArgumentError, match="kwargs.step"):
+        onnx_model(X, step=7, unread="a")
