@@ -1,9 +1,9 @@
 """Tensors that a model reads as numbers: a flag in an ``if``, a length with ``item()``.
 
-In a trace tensors have no values, but a graph has the buffers as they are, and the tensors that the model holds in
-other objects. What follows from small ones alone is computed beside the trace. So is what follows from them and from
-sizes, as long as it has a single element and no rounding is involved: it is a symbolic number then. A product with 0.29
-is left out, for float32 rounds 100 times 0.29 to 29, and exact arithmetic does not.
+In a trace tensors have no values, but a graph has the buffers as they are, the tensors that the model holds in other
+objects, and those that it makes of numbers. What follows from small ones alone is computed beside the trace. So is what
+follows from them and from sizes, as long as no rounding is involved: it is a symbolic number then, or an array of them.
+A product with 0.29 is left out, for float32 rounds 100 times 0.29 to 29, and exact arithmetic does not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.symbolic_shapes import quotient_parts
 from exportkit._torch_compat.tracing import apart_from_modes
+from exportkit.rewrites.lists import SYMBOLIC_LENGTH
 
 _LARGEST = 1024
 _READS = {"__bool__", "__float__", "__index__", "__int__", "__len__", "item", "tolist"}
@@ -33,7 +35,7 @@ _TAKES_SIZES = _CREATES | {
 
 
 class KnownValues(TorchFunctionMode):
-    """Answers with the value of a buffer, or of what was computed from buffers alone, where it is read as a number.
+    """Answers with the value of a buffer, or of what was computed from buffers and sizes, where it is read as a number.
 
     Args:
         buffers: Pairs of a buffer as the trace has it, and the buffer with its values.
@@ -60,7 +62,7 @@ class KnownValues(TorchFunctionMode):
             first = 0 if name in _CREATES else 1  # the tensor itself stays one
             args = (*args[:first], *self._with_sizes(args[first:], name))
             kwargs = self._with_sizes(kwargs, name)
-        if not known and not (name in _MADE and args and isinstance(args[0], _SYMBOLIC)):
+        if not known and not (name in _MADE and args and _is_of_numbers(args[0])):
             return func(*args, **kwargs)
         self._is_written |= _writes(name, kwargs)
         is_number = name in _READS and len(known) == len(tensors)
@@ -71,26 +73,39 @@ class KnownValues(TorchFunctionMode):
         if len(known) == len(tensors) and not self._is_written:
             value = self._computed(func, name, args, kwargs)
         if is_number and value is not None:
+            if name in ("__int__", "__index__") and isinstance(value, torch.SymInt):
+                raise TypeError(SYMBOLIC_LENGTH)
             return value
         result = func(*args, **kwargs)
-        if isinstance(value, (int, *_SYMBOLIC)) and isinstance(result, torch.Tensor):
-            with contextlib.suppress(Exception):  # sizes by values cannot be compared
-                if result.ndim == 0 and (number := _exact(value, result.dtype)) is not None:
-                    self._known[id(result)] = result, number
-            return result
-        for traced, real in zip(_tensors_in(result), _tensors_in(value), strict=False):
-            if real.numel() <= _LARGEST:
-                self._known[id(traced)] = traced, real
-        return result
+        if name == "__iter__":
+            result = list(result)
+        for traced, found in zip(_items_in(result), _items_in(value), strict=False):
+            if isinstance(traced, torch.Tensor):
+                with contextlib.suppress(Exception):  # sizes by values cannot be compared
+                    self._note(traced, found)
+        return iter(result) if name == "__iter__" else result
+
+    def _note(self, traced: torch.Tensor, value: Any) -> None:
+        is_exact = True
+        if isinstance(value, np.ndarray):
+            is_exact = traced.dtype is torch.int64 and value.shape == tuple(traced.shape) and value.size <= _LARGEST
+        elif isinstance(value, torch.Tensor):
+            is_exact = value.numel() <= _LARGEST
+        else:
+            value = _exact(value, traced.dtype) if traced.ndim == 0 else None
+        if is_exact and value is not None:
+            self._known[id(traced)] = traced, value
 
     def _computed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What a function returns for the values: a tensor, or a symbolic number; None if that is not known."""
         # a symbolic size has no value, and whatever a function raises, it raises in the trace
         with contextlib.suppress(Exception):
             given = [self._known[id(arg)][1] if isinstance(arg, torch.Tensor) else arg for arg in args]
-            if not any(isinstance(item, _SYMBOLIC) for item in given):
+            if not _is_symbolic(given) and not _is_symbolic(list(kwargs.values())):
                 with apart_from_modes():
                     return func(*self._real(args), **self._real(kwargs))
+            if any(isinstance(item, np.ndarray | list | tuple) for item in given):
+                return _of_arrays(name.strip("_"), *given, **kwargs)
             numbers = [item.item() if isinstance(item, torch.Tensor) else item for item in given]
             for place, arg in enumerate(args):
                 numbers[place] = _rounded_once(arg) if isinstance(arg, torch.SymFloat) else numbers[place]
@@ -199,6 +214,65 @@ def _read(number: Any, dtype: torch.dtype) -> Any:
     if isinstance(number, torch.SymFloat):
         raise TypeError("rounded")
     return torch.sym_float(number) if dtype.is_floating_point else number
+
+
+def _is_of_numbers(value: Any) -> bool:
+    """Whether a value is an integer or a symbolic number, or a list of integers that may be symbolic."""
+    if isinstance(value, list | tuple):
+        return 0 < len(value) <= _LARGEST and all(map(_is_of_integers, value))
+    return isinstance(value, _SYMBOLIC)
+
+
+def _is_of_integers(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return 0 < len(value) <= _LARGEST and all(map(_is_of_integers, value))
+    return type(value) in (int, torch.SymInt)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_symbolic, value))
+    if isinstance(value, slice):
+        return _is_symbolic((value.start, value.stop, value.step))
+    return isinstance(value, (*_SYMBOLIC, np.ndarray))
+
+
+def _of_arrays(name: str, value: Any, *rest: Any, **options: Any) -> Any:
+    """What a function of tensors gives for arrays of integers, some of which are symbolic; None if that is not known.
+
+    An element is a number, and the rows of an array are a list of arrays, or of numbers.
+    """
+    options.pop("device", None)
+    options.pop("dtype", None)  # a result of another type than int64 is not noted
+    given = [_array(item) if isinstance(item, torch.Tensor | list) else item for item in (value, *rest)]
+    value, rest = given[0], tuple(given[1:])
+    if name in _MADE and not options:
+        return _array(value)
+    if name == "getitem" and _is_of_places(rest[0]):
+        return value[rest[0]]
+    if name == "tolist":
+        return value.tolist()
+    if name in ("unbind", "iter"):
+        return list(np.moveaxis(value, rest[0] if rest else options.get("dim", 0), 0))
+    if name in ("prod", "sum", "cumsum", "cumprod"):
+        return getattr(np, name)(value, rest[0] if rest else options.get("dim"))
+    if name in ("add", "sub", "mul", "floordiv", "floor_divide") and not options:
+        return _ON_NUMBERS[name](value, *rest)
+    return value if name in ("long", "clone", "detach", "to") else None
+
+
+def _array(value: Any) -> np.ndarray[Any, Any]:
+    return np.array(value.tolist() if isinstance(value, torch.Tensor) else value, dtype=object)
+
+
+def _is_of_places(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return not _is_symbolic(parts) and all(isinstance(part, int | slice | type(None) | type(...)) for part in parts)
+
+
+def _items_in(value: Any) -> list[Any]:
+    """The tensors of a result, or the values of these."""
+    return [item for part in value for item in _items_in(part)] if isinstance(value, list | tuple) else [value]
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

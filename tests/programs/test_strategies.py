@@ -241,6 +241,44 @@ def test_a_length_that_rounding_decides_about_is_not_taken_for_an_exact_number(k
         onnx_model(torch.zeros(1, 10**7))
 
 
+READS = {
+    "elements": lambda shapes: (shapes[1, 0], shapes[1][1]),
+    "list": lambda shapes: shapes.tolist()[1],
+    "rows": lambda shapes: [number.item() for number in list(shapes)[1]],
+    "columns": lambda shapes: (shapes[:, 0].unbind()[1], shapes[-1, 1:][0]),
+    "products": lambda shapes: [
+        (shapes * 2 - shapes).prod(1)[1] // shapes[1, 1],
+        shapes.cumsum(0)[1, 1] - shapes[0, 1],
+    ],
+}
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("kind", READS)
+def test_sizes_that_are_written_to_a_tensor_are_read_as_the_same_sizes(kind, tmp_path):
+    class Levels(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places = torch.nn.Buffer(torch.arange(64))
+
+        def forward(self, x):
+            x = x + self.places[: x.shape[-1]]
+            half = torch.nn.functional.avg_pool2d(x, 2)
+            height, width = READS[kind](torch.tensor([level.shape[-2:] for level in (x, half)]))
+            rows, columns = torch.arange(0, height), torch.arange(0, width)
+            mask = (rows[:, None] >= columns).flatten()[None, None]
+            tokens = half.flatten(2).mT[:, None]  # attention asks whether there are as many as places in the mask
+            tokens = torch.nn.functional.scaled_dot_product_attention(tokens, tokens, tokens, mask)
+            return tokens.mT.reshape(x.shape[0], -1, int(height), int(width))
+
+    model = Levels().eval()
+    onnx_model = exportkit.export(model, observed(model, (2, 3, 8, 6), (1, 3, 4, 10))).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    for shape in ((3, 3, 10, 6), (1, 3, 6, 24), (2, 3, 4, 4)):
+        x = torch.randn(*shape)
+        torch.testing.assert_close(onnx_model(x), model(x))
+
+
 def test_a_buffer_that_changes_is_not_read_as_a_number():
     model = Flags(counts=True).eval()
     with pytest.raises(ExportError):

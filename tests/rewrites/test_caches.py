@@ -67,6 +67,32 @@ def test_encoders_make_masks_of_their_own_again_afterwards():
     assert torch.equal(model.model._get_feature_vector_attention_mask(7, mask), expected)
 
 
+@pytest.mark.runtime
+def test_a_decoder_that_makes_a_mask_over_the_states_of_images_is_one_graph(tmp_path):
+    small = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}
+    images = transformers.ViTConfig(**small, image_size=16, patch_size=4)
+    tokens = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64, is_decoder=True)
+    tokens.add_cross_attention = True
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(images, tokens)
+    torch.manual_seed(0)
+    model = transformers.VisionEncoderDecoderModel(config=config).eval()
+    options = {"decoder_start_token_id": 1, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+
+    def generate(batch, count):
+        pixels = torch.randn(batch, 3, 16, 16, generator=torch.Generator().manual_seed(batch))
+        return model.generate(pixels, max_new_tokens=count, min_new_tokens=count, **options)
+
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        generate(2, 3)
+        generate(3, 3)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    expected = generate(4, 6)
+    with onnx_model.in_place_of(model):
+        assert torch.equal(generate(4, 6), expected)
+
+
 IMAGE_TOKEN = 98
 
 
