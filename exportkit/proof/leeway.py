@@ -34,8 +34,9 @@ Tensors = Mapping[str, torch.Tensor]
 Visible = Callable[[str, tuple[int, ...]], torch.Tensor | None]
 
 # Runs that round differently, at most. A decision that hangs on a last bit goes either way in half of them. In half
-# precision there are so many such decisions that four runs do not meet all.
-_RUNS, _RUNS_IN_HALF = 4, 12
+# precision there are so many such decisions that four runs do not meet all; and of millions of elements, some move
+# little in each of four runs (2 of 3.7 million in the masks of a SAM).
+_RUNS, _RUNS_OF_MILLIONS, _RUNS_IN_HALF = 4, 8, 12
 # How many times what they moved a result the graph may be off. 8.4 was the most for two kernels of one operator.
 _TIMES = 16.0
 # Elements that move by more than this part of what is allowed at most are not compared.
@@ -67,7 +68,8 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int | No
         graph: The graph, with the model at hand.
         call: The call.
         expected: What the model returned for it, by path.
-        runs: How many runs may round differently; by default four, or twelve of a model in half precision.
+        runs: How many runs may round differently; by default four, eight if the model returns a million elements, or
+            twelve of a model in half precision.
     """
     run, joined = graph.eager, graph.contract.joined_outputs
     if run is None:
@@ -81,7 +83,8 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int | No
 
     most = usual_bound if runs == 0 else most_allowed(graph)
     if runs is None:
-        runs = _RUNS if most is usual_bound else _RUNS_IN_HALF
+        is_many = sum(tensor.numel() for tensor in expected.values()) >= 10**6
+        runs = (_RUNS_OF_MILLIONS if is_many else _RUNS) if most is usual_bound else _RUNS_IN_HALF
     with contextlib.suppress(Exception):  # whatever the model raises for values that it was not made for
         found = hidden_by_padding(graph, call)
         if found:
