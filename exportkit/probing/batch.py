@@ -19,6 +19,7 @@ from exportkit.plan.expression import Expression
 from exportkit.plan.infer import name_variables, without_guess
 from exportkit.plan.leaves import CallTable, Finding, Variable, known
 from exportkit.plan.plan import Plan
+from exportkit.plan.sizes import choose_sizes
 from exportkit.probing.model_probe import ModelProbe
 from exportkit.probing.simplify import as_simplified, lists_of_many
 from exportkit.running.compare import close
@@ -26,6 +27,7 @@ from exportkit.running.compare import close
 _MOST_CHOICES = 32  # ways to choose the batch axes that are tried, an eager run or two each
 _MOST_LEFT_OUT = 8  # the same, without some of the inputs
 _VARIABLE = "confirmed_batch"
+_PRIME = 5  # a batch that was not chosen to fit
 
 # Path -> axis, and how many of its rows belong to one row of the batch; None if that differs from row to row.
 Choice = dict[str, tuple[int, int | None]]
@@ -35,7 +37,7 @@ def confirm_batch(plan: Plan, probe: ModelProbe) -> Plan:
     """Returns the plan with the batch axes that repeated rows show; a guess they do not confirm becomes static."""
     varying = plan.with_role("batch")
     if varying is not None and len(known(varying.seen)) > 1:
-        return plan
+        return _with_multiples(plan, varying, probe)
     plan = without_guess(plan)
     rows: Choice = dict.fromkeys([placeholder.rows for placeholder in plan.placeholders], (0, None))
     for grid in plan.grids:
@@ -65,6 +67,23 @@ def confirm_batch(plan: Plan, probe: ModelProbe) -> Plan:
                 return name_variables(plan.with_variable(batch, plain).with_sizes(multiples))
     text = "no axis was found to be the batch: no input's rows could be repeated. The batch stays static."
     return name_variables(plan).with_findings([Finding("batch", "", text)])
+
+
+def _with_multiples(plan: Plan, batch: Variable, probe: ModelProbe) -> Plan:
+    """The plan with rows that are always as many times the batch, if the model accepts no other number of rows."""
+    first = {variable.name: variable.seen[0] for variable in plan.variables if variable.seen[0] is not None}
+    for variable in plan.variables:
+        axes = plan.axes_of(variable.name)
+        pairs = {(rows, of) for rows, of in zip(variable.seen, batch.seen, strict=True) if rows and of}
+        factors = {divmod(rows, of) for rows, of in pairs}
+        if variable is batch or len(pairs) < 2 or len(factors) > 1 or any(axis for _, axis in axes):
+            continue
+        ((factor, rest),) = factors
+        sizes = {**choose_sizes(plan), **first, batch.name: _PRIME}
+        rows = {off: probe.accepts(plan, {**sizes, variable.name: factor * _PRIME + off}) for off in (0, 1, -1)}
+        if rest == 0 and factor > 1 and rows == {0: True, 1: False, -1: False}:
+            plan = plan.with_sizes(dict.fromkeys(axes, Expression(((batch.name, factor),))))
+    return plan
 
 
 def _sizes(table: CallTable) -> list[int]:

@@ -53,7 +53,7 @@ def chosen_example(
         ArgumentError: if the model raises for the arguments that the plan leads to.
     """
     observation = plan.observation
-    values = build_call(plan, observation, choose_sizes(plan)).values()
+    values = build_call(plan, observation, choose_sizes(plan, partly_cached=True)).values()
     rules = [*required, *matching_rewrites(model, values)]
     rules += [FEATURE_ROWS] if plan.placeholders else []
     adapting = [rule for rule in rules if rule.adapt is not None]

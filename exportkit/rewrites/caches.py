@@ -91,8 +91,10 @@ _MASK_MAKER = "create_bidirectional_mask"
 
 
 def has_cross_cache(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Returns whether the arguments hold the encoder's states, and a cache of their projections."""
-    return _states(arguments) is not None and any(_cross_layers(value) for value in arguments.values())
+    """Returns whether the arguments hold the encoder's states, and a cache of the projections of some of them."""
+    states = _states(arguments)
+    caches = [layers for value in arguments.values() if (layers := _cross_layers(value))]
+    return states is not None and any(layers[0].keys.shape[2] != states.shape[1] for layers in caches)
 
 
 def masks_over_states(model: torch.nn.Module) -> _Context:

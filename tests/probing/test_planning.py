@@ -117,6 +117,23 @@ def test_a_batch_that_never_varied_is_found_where_it_is(batch):
     }
 
 
+class Codebooks(torch.nn.Module):
+    """Takes as many rows of codes for each row of the other input, or any number of them."""
+
+    def __init__(self, each):
+        super().__init__()
+        self.each = each
+
+    def forward(self, x, codes):
+        return x + codes.view(-1, 2, 4).sum(1) if self.each else (x, codes.sum(0))
+
+
+@pytest.mark.parametrize(("each", "expected"), [(True, "2*batch"), (False, "codes_axis_0")])
+def test_rows_that_are_a_multiple_of_the_batch_are_found_in_two_batches(each, expected):
+    calls = [(torch.randn(batch, 4), torch.randn(2 * batch, 4)) for batch in (2, 3)]
+    assert sizes_of(planned(Codebooks(each), *calls))["codes"][0] == expected
+
+
 def test_one_call_is_enough_to_find_the_batch():
     assert sizes_of(planned(Vector(), (torch.randn(1, 6),))) == {"x": ("batch", "6")}
 
