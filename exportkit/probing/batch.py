@@ -19,7 +19,6 @@ from exportkit.plan.expression import Expression
 from exportkit.plan.infer import name_variables, without_guess
 from exportkit.plan.leaves import CallTable, Finding, Variable, known
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import choose_sizes
 from exportkit.probing.model_probe import ModelProbe
 from exportkit.probing.simplify import as_simplified, lists_of_many
 from exportkit.running.compare import close
@@ -27,7 +26,7 @@ from exportkit.running.compare import close
 _MOST_CHOICES = 32  # ways to choose the batch axes that are tried, an eager run or two each
 _MOST_LEFT_OUT = 8  # the same, without some of the inputs
 _VARIABLE = "confirmed_batch"
-_PRIME = 5  # a batch that was not chosen to fit
+_PRIME = 5  # a batch that divides no size by accident
 
 # Path -> axis, and how many of its rows belong to one row of the batch; None if that differs from row to row.
 Choice = dict[str, tuple[int, int | None]]
@@ -71,17 +70,19 @@ def confirm_batch(plan: Plan, probe: ModelProbe) -> Plan:
 
 def _with_multiples(plan: Plan, batch: Variable, probe: ModelProbe) -> Plan:
     """The plan with rows that are always as many times the batch, if the model accepts no other number of rows."""
-    first = {variable.name: variable.seen[0] for variable in plan.variables if variable.seen[0] is not None}
+    sizes = {v.name: max(known(v.seen), default=1) if v.seen[0] is None else v.seen[0] for v in plan.variables}
+    sizes[batch.name] = _PRIME
     for variable in plan.variables:
         axes = plan.axes_of(variable.name)
         pairs = {(rows, of) for rows, of in zip(variable.seen, batch.seen, strict=True) if rows and of}
         factors = {divmod(rows, of) for rows, of in pairs}
-        if variable is batch or len(pairs) < 2 or len(factors) > 1 or any(axis for _, axis in axes):
+        if len(pairs) < 2 or len(factors) > 1 or any(axis for _, axis in axes):
             continue
         ((factor, rest),) = factors
-        sizes = {**choose_sizes(plan), **first, batch.name: _PRIME}
-        rows = {off: probe.accepts(plan, {**sizes, variable.name: factor * _PRIME + off}) for off in (0, 1, -1)}
-        if rest == 0 and factor > 1 and rows == {0: True, 1: False, -1: False}:
+        if rest or factor < 2 or not probe.accepts(plan, {**sizes, variable.name: factor * _PRIME}):
+            continue
+        others = [{**sizes, variable.name: factor * _PRIME + more} for more in (1, -1)]
+        if not any(probe.accepts(plan, other) for other in others):
             plan = plan.with_sizes(dict.fromkeys(axes, Expression(((batch.name, factor),))))
     return plan
 

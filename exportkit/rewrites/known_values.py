@@ -244,10 +244,9 @@ def _of_arrays(name: str, value: Any, *rest: Any, **options: Any) -> Any:
     """
     options.pop("device", None)
     options.pop("dtype", None)  # a result of another type than int64 is not noted
-    given = [_array(item) if isinstance(item, torch.Tensor | list) else item for item in (value, *rest)]
-    value, rest = given[0], tuple(given[1:])
+    value, rest = _array(value), tuple(_array(item) if isinstance(item, torch.Tensor) else item for item in rest)
     if name in _MADE and not options:
-        return _array(value)
+        return value
     if name == "getitem" and _is_of_places(rest[0]):
         return value[rest[0]]
     if name == "tolist":
