@@ -223,6 +223,12 @@ def _require_consistent(contract: Contract) -> None:
     )
     if unknown:
         raise InvalidDataError("inputs and variables of the plan", ", ".join(unknown))
+    for path, value in contract.defaults.values.items():
+        dtype = plan.by_path[path].dtype
+        try:
+            torch.full((), value, dtype=_dtype_of(dtype))
+        except RuntimeError as error:
+            raise InvalidDataError(f"a number that {dtype} can hold", value, path) from error
     constants = contract.structure.constants()
     for path in (*contract.numbers, *domain.returned):
         if not isinstance(constants.get(path), bool | int | float):

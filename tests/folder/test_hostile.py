@@ -208,6 +208,11 @@ class TestHostile:
         with pytest.raises(DestinationError, match=r"outside of the folder|does not list this file"):
             exportkit.load(copied)
 
+    def test_a_value_that_the_dtype_of_its_input_cannot_hold(self, copied):
+        change_json(copied / "manifest.json", lambda data: data["program"].update(fills={"bias": 1e300}))
+        with pytest.raises(ExportkitError, match="a number that float32 can hold"):
+            exportkit.load(copied)
+
     def test_links_to_files_are_followed(self, saved, copied, tmp_path):
         blob = tmp_path / "blob"  # as in the cache of the Hugging Face hub
         os.replace(copied / "plan.json", blob)
