@@ -243,7 +243,7 @@ def _of_arrays(name: str, value: Any, *rest: Any, **options: Any) -> Any:
     An element is a number, and the rows of an array are a list of arrays, or of numbers.
     """
     options.pop("device", None)
-    options.pop("dtype", None)  # a result of another type than int64 is not noted
+    options.pop("dtype", None)  # only results in int64 are noted
     value, rest = _array(value), tuple(_array(item) if isinstance(item, torch.Tensor) else item for item in rest)
     if name in _MADE and not options:
         return value
