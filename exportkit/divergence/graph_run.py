@@ -23,7 +23,7 @@ from exportkit._torch_compat.graph import schema_of
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.running.program import run_nodes, state_of
-from exportkit.running.session import Session
+from exportkit.running.session import Placement, Session
 from exportkit.trees import registered_caches
 
 if TYPE_CHECKING:
@@ -326,13 +326,19 @@ def graph_inputs(model: onnx.ModelProto) -> list[str]:
     return [value.name for value in model.graph.input if value.name not in weights]
 
 
-def run_onnx(model: onnx.ModelProto, folder: Path | None, inputs: Mapping[str, torch.Tensor]) -> GraphRun:
+def run_onnx(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    inputs: Mapping[str, torch.Tensor],
+    placement: Placement | None = None,
+) -> GraphRun:
     """Returns the values of one run, without optimisation, in one session that returns all of them.
 
     Args:
         model: The model; it is left as it is.
         folder: Where its external weights are, if it has any.
         inputs: Tensors by name of the graph's input.
+        placement: What computes it; the CPU by default.
 
     Raises:
         RuntimeFailure: if onnxruntime refuses the model or the call.
@@ -345,7 +351,7 @@ def run_onnx(model: onnx.ModelProto, folder: Path | None, inputs: Mapping[str, t
                 if name and name not in outputs:
                     model.graph.output.add().name = name
     try:
-        session = Session(model.SerializeToString(), folder, optimised=False)
+        session = Session(model.SerializeToString(), folder, optimised=False, placement=placement)
     finally:
         del model.graph.output[len(outputs) :]
     return GraphRun(nodes, {**inputs, **session.run(inputs)}, tuple(inputs), outputs)

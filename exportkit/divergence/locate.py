@@ -37,7 +37,7 @@ from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.programs.exported import ExportedModel
 from exportkit.running.compare import distance
 from exportkit.running.eager import kernels_of
-from exportkit.running.session import Session
+from exportkit.running.session import Placement, Session
 from exportkit.trees import flatten, join
 
 EXPORT, BEFORE, AFTER, RUNTIME = "torch.export", "ONNX before optimisation", "ONNX after optimisation", "onnxruntime"
@@ -105,6 +105,11 @@ class _Graphs:
     onnx_model: OnnxRunner | None = None
     constants: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def placement(self) -> Placement | None:
+        """What computes the ONNX model."""
+        return None if self.onnx_model is None else self.onnx_model.graph.placement
+
 
 def _graphs_of(graph: Any, program: torch.export.ExportedProgram | None) -> _Graphs:
     if not isinstance(program, torch.export.ExportedProgram | None):
@@ -140,7 +145,7 @@ class _Search:
         proto, folder = read_onnx(self._graphs.onnx)
         feeds = self._feeds(graph_inputs(proto))
         try:
-            run = run_onnx(proto, folder, feeds)
+            run = run_onnx(proto, folder, feeds, self._graphs.placement)
         except RuntimeFailure as error:
             return _refused(error, nodes_of(proto))
         if not any(node.scopes for node in run.nodes):
@@ -153,7 +158,7 @@ class _Search:
         self._check_paths(matched)
         after = _stage(AFTER, matched)
         if after.outcome == "agrees":
-            results = Session(proto.SerializeToString(), folder).run(feeds)
+            results = Session(proto.SerializeToString(), folder, placement=self._graphs.placement).run(feeds)
             return self._after_runtime(run, matched, after, results)
         return self._first_of(run, matched, after, proto, folder)
 
@@ -199,7 +204,7 @@ class _Search:
     def _before_stage(self, diagnosis: Diagnosis, after: Any, folder: Path | None) -> Stage:
         if self._before is not None:
             proto, before_folder = read_onnx(self._before)
-            before = run_onnx(proto, before_folder, self._feeds(graph_inputs(proto)))
+            before = run_onnx(proto, before_folder, self._feeds(graph_inputs(proto)), self._graphs.placement)
             return _stage(BEFORE, self._matched(before))
         first, program, reference = diagnosis.matched.first, self._graphs.program, diagnosis.reference
         if reference is None or program is None or first is None or first.owner is None:

@@ -19,7 +19,7 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.proof.prove import output_differences
 from exportkit.running.compare import distance, unit_of
 from exportkit.running.eager import run_eager
-from exportkit.running.session import Session
+from exportkit.running.session import Placement, Session
 from exportkit.trees import flatten
 
 Tensors = Mapping[str, torch.Tensor]
@@ -61,7 +61,8 @@ def locate_call(
         wanted = {name: tensors[path] for name, path in contract.outputs.items() if path in tensors}
         names = [name for name, path in contract.outputs.items() if path in wrong]
         args, kwargs = call.args_kwargs()
-        found = locate_outputs(runner.path, runner.feeds(*args, **kwargs), wanted, wrong=names)
+        feeds = runner.feeds(*args, **kwargs)
+        found = locate_outputs(runner.path, feeds, wanted, wrong=names, placement=graph.placement)
         return found if found.diverges else replace(found, stage=AROUND, reason=agreeing)
     found = locate_divergence(model, runner, call, method=contract.method, wrong=wrong)
     if found.diverges:
@@ -80,7 +81,14 @@ def locate_call(
     return replace(found, stage=AROUND, reason=agreeing)
 
 
-def locate_outputs(graph: Any, inputs: Tensors, expected: Tensors, *, wrong: Collection[str] = ()) -> Divergence:
+def locate_outputs(
+    graph: Any,
+    inputs: Tensors,
+    expected: Tensors,
+    *,
+    wrong: Collection[str] = (),
+    placement: Placement | None = None,
+) -> Divergence:
     """Returns which part of an ONNX model computes outputs that are wrong, for use without the model in PyTorch.
 
     These are the modules that the first wrong output needs and no right one does. With a cache for each layer, that is
@@ -91,13 +99,14 @@ def locate_outputs(graph: Any, inputs: Tensors, expected: Tensors, *, wrong: Col
         inputs: Its inputs by name.
         expected: What its outputs should be, by name.
         wrong: Names of outputs that are known to be wrong, however close they are.
+        placement: What computes it; the CPU by default.
 
     Raises:
         InvalidRequestError: if this is not an ONNX model, or an input is missing.
         RuntimeFailure: if onnxruntime refuses it.
     """
     proto, folder = read_onnx(graph)
-    results = Session(proto.SerializeToString(), folder).run(inputs)
+    results = Session(proto.SerializeToString(), folder, placement=placement).run(inputs)
     padding = Padding.of_tensors(inputs.items())
     errors = {name: distance(tensor, results[name], padding(tensor)).rms for name, tensor in expected.items()}
     close = {name for name, error in errors.items() if error <= JUMP * ROUNDING * unit_of(expected[name].dtype)}

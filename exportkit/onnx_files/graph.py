@@ -30,7 +30,7 @@ from exportkit.programs.program import TracedProgram
 from exportkit.running.bounds import HALF
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import tensor_placeholders
-from exportkit.running.session import GraphSession, Session, SessionRunner
+from exportkit.running.session import GraphSession, Placement, Session, SessionRunner
 from exportkit.trees import Tree, check_opened, flatten, join, joined, set_stored_length
 
 Tensors = Mapping[str, torch.Tensor]
@@ -201,6 +201,7 @@ class OnnxGraph:
         eager: The model, if it is at hand for measurements; by default that of the program.
         measured: What was measured for calls whose outputs are sensitive to rounding, by the name of the call.
         session_class: Opens the file in a runtime.
+        settings: What else is given to it.
     """
 
     def __init__(
@@ -214,12 +215,13 @@ class OnnxGraph:
         eager: EagerRunner | None = None,
         measured: dict[str, Measured] | None = None,
         session_class: type[GraphSession] = Session,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.contract, self.observation, self.traced, self.unseen = contract, observation, traced, unseen
         self.eager = EagerRunner(traced.model, traced.method) if eager is None and traced is not None else eager
         self.measured: dict[str, Measured] = {} if measured is None else measured
         self._require_unchanged = require_unchanged
-        self._session_class = session_class
+        self._session_class, self._settings = session_class, settings or {}
         self._session: GraphSession | None = None
         self._opened: tuple[Stamp, ...] = ()
 
@@ -252,6 +254,11 @@ class OnnxGraph:
         return self._session_class.runtime
 
     @property
+    def placement(self) -> Placement | None:
+        """What computes the graph in onnxruntime; None for the CPU, or in another runtime."""
+        return self._settings.get("placement")
+
+    @property
     def size(self) -> int:
         """Bytes on disk, weights included."""
         return sum(file.stat().st_size for file in self._files())
@@ -271,7 +278,7 @@ class OnnxGraph:
         """
         if self._session is None:
             self._opened = self._stamps()
-            session = self._session_class(self.path)
+            session = self._session_class(self.path, **self._settings)
             if self._require_unchanged is not None:  # asked afterwards, so that a change meanwhile shows, too
                 self._require_unchanged()
             names = {*self.contract.inputs}, {*self.contract.outputs}
@@ -285,11 +292,12 @@ class OnnxGraph:
             self._session = session
         return self._session
 
-    def opened_by(self, session_class: type[GraphSession]) -> OnnxGraph:
+    def opened_by(self, session_class: type[GraphSession], **settings: Any) -> OnnxGraph:
         """Returns the graph in another runtime; what is found out about it there stays there.
 
         Args:
             session_class: Opens the file in the runtime.
+            settings: What else is given to it.
         """
         return OnnxGraph(
             self.contract,
@@ -300,6 +308,7 @@ class OnnxGraph:
             eager=self.eager,
             measured={**self.measured},
             session_class=session_class,
+            settings=settings,
         )
 
     def close_if_changed(self) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from exportkit.programs.strategies import Attempt, after_failed_translation
 from exportkit.programs.subject import RESULT, STATE
 from exportkit.running.eager import autocast
 from exportkit.running.runner import Returned
-from exportkit.running.session import GraphSession
+from exportkit.running.session import GraphSession, Placement, Provider, Session, placed
 from exportkit.trees import flatten, join
 
 
@@ -267,6 +267,50 @@ class OnnxRunner:
             _ = graph.session
         for part in self.parts.values():
             part.open()
+
+    def to(
+        self,
+        device: str | torch.device = "cpu",
+        *,
+        providers: Sequence[Provider] | None = None,
+        session_options: Any = None,
+    ) -> Self:
+        """Returns this model, which computes on a device from now on; what it returns is there, too.
+
+        Tensors that are on the device already are neither copied nor moved, so a cache stays there from call to call.
+        ``verify`` proves the graphs where they are.
+
+        Args:
+            device: "cpu", or "cuda" with or without an index.
+            providers: Execution providers of onnxruntime, the preferred one first, each a name or a name with its
+                options; by default those of the device, with the CPU for what they do not compute. With ``device`` the
+                CPU, they get and return tensors on the CPU.
+            session_options: An ``onnxruntime.SessionOptions``.
+
+        Raises:
+            InvalidRequestError: if there is no such device.
+            InvalidTypeError: if the options are something else.
+            MissingPackageError: if the installed onnxruntime does not have a provider.
+
+        Example:
+            >>> import tempfile, torch, exportkit, onnxruntime
+            >>> model, observer = torch.nn.Linear(4, 2), exportkit.InputObserver()
+            >>> with observer(model):
+            ...     expected = model(torch.ones(3, 4))
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> onnx_model = exportkit.export(model, observer).to_onnx(f"{folder.name}/model.onnx")
+            >>> options = onnxruntime.SessionOptions()
+            >>> options.intra_op_num_threads = 1
+            >>> torch.allclose(onnx_model.to("cpu", session_options=options)(torch.ones(3, 4)), expected, atol=1e-5)
+            True
+        """
+        self._place(placed(device, providers, session_options))
+        return self
+
+    def _place(self, placement: Placement) -> None:
+        self.graphs = {name: graph.opened_by(Session, placement=placement) for name, graph in self.graphs.items()}
+        for part in self.parts.values():
+            part._place(placement)
 
     def opened_by(self, session_class: type[GraphSession]) -> OnnxRunner:
         """Returns the graphs and parts in another runtime; what is found out about them there stays there.

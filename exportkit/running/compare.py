@@ -119,6 +119,7 @@ def compare_tensors(
     share = (apart / (magnitudes(a) + offset)).where(apart > 0, 0.0).max().item()
     allowed, left_out, reason = bound(a).expand(a.shape), 0, None
     if leeway is not None:
+        leeway = leeway.cpu()
         unknown = (leeway > most(a)).expand(a.shape)
         left_out = int(unknown.sum())
         if left_out == a.numel() and bool((apart > allowed).any()):

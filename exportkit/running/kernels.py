@@ -2,43 +2,85 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import onnx
 
+Opened = TypeVar("Opened")
+
 _FLOAT32 = 1  # TensorProto.FLOAT
-_DTYPES = {11: "double", 16: "bfloat16"}  # TensorProto.DOUBLE and BFLOAT16, by onnxruntime's names
-_FOLDED = {"Constant"}  # has no kernel, and needs none
+_WITHOUT_KERNELS = {11, 16}  # TensorProto.DOUBLE and BFLOAT16, which few operators have kernels for
+# What onnxruntime says of the first operator without a kernel, or that has none by its definition. It can list its
+# kernels, too, but ends the process by SIGSEGV on the way if it was built for TensorRT, and the libraries of TensorRT
+# are missing (seen in 1.31.1).
+_MISSING = re.compile(r"Could not find an implementation for (\w+)\(|of operator \((\w+)\) in node .* is invalid")
 
 
-def with_float32_where_needed(source: str | bytes) -> tuple[bytes, tuple[str, ...]]:
-    """Returns a model in which operators compute in float32 that have no kernel for bfloat16 or float64 on the CPU.
+def opened_with_float32(
+    source: str | bytes, open_model: Callable[[bytes], Opened], error: Exception
+) -> tuple[Opened, tuple[str, ...]]:
+    """Returns a model that was opened with casts to float32 around operators without a kernel for their dtype.
 
-    What goes into them and comes out of them keeps its dtype, so their results are rounded as in torch.
+    What goes into these operators and comes out of them keeps its dtype, bfloat16 or float64, so their results are
+    rounded as in torch.
 
     Args:
         source: Path of a file, or a serialised ModelProto.
+        open_model: Opens a serialised ModelProto, which has no weights in files of their own.
+        error: What was raised for the model as it is.
 
     Returns:
-        The model, without weights in files of their own, and the names of these operators; none if all have kernels.
+        What ``open_model`` returned, and the names of the operators.
+
+    Raises:
+        Exception: the error of ``open_model`` that is about something else; ``error`` if it is that one.
     """
     import onnx
 
-    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, load_external_data=False)
-    model = onnx.shape_inference.infer_shapes(model)
-    opsets = {entry.domain: entry.version for entry in model.opset_import}
-    names: set[str] = set()
-    _convert(model.graph, {}, opsets, names)
-    return model.SerializeToString(), tuple(sorted(names))
+    names, model, functions = set[str](), onnx.ModelProto(), list[str]()
+    while True:
+        found = _MISSING.search(str(error))
+        if found is None:
+            raise error
+        if not names:
+            loaded = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, None, False)
+            model = onnx.shape_inference.infer_shapes(loaded)
+            functions = _with_bodies(model)
+        left = [name for name in (found[1] or found[2], *functions) if name not in names]
+        if not left:
+            raise error
+        names.add(left[0])
+        converted = onnx.ModelProto()
+        converted.CopyFrom(model)
+        in_float32 = _convert(converted.graph, {}, names)
+        try:
+            return open_model(converted.SerializeToString()), tuple(sorted(in_float32))
+        except Exception as another:
+            error = another
 
 
-def _convert(graph: onnx.GraphProto, outer: Mapping[str, int], opsets: Mapping[str, int], names: set[str]) -> None:
+def _with_bodies(model: onnx.ModelProto) -> list[str]:
+    """Operators that are made of others: without a kernel, onnxruntime misses one of those that they are made of."""
+    import onnx
+
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    found = []
+    for domain, name in dict.fromkeys((node.domain, node.op_type) for node in model.graph.node):
+        if onnx.defs.has(name, domain):
+            schema = onnx.defs.get_schema(name, versions.get(domain, 1), domain)
+            if any(getattr(schema, kind) for kind in ("has_function", "has_context_dependent_function")):
+                found.append(name)
+    return found
+
+
+def _convert(graph: onnx.GraphProto, outer: Mapping[str, int], names: Collection[str]) -> set[str]:
+    """Adds the casts to a graph; returns the operators that have some."""
     from onnx import helper
 
-    types = dict(outer)
+    types, changed = dict(outer), set[str]()
     for value in (*graph.input, *graph.value_info, *graph.output):
         types[value.name] = value.type.tensor_type.elem_type
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
@@ -47,46 +89,21 @@ def _convert(graph: onnx.GraphProto, outer: Mapping[str, int], opsets: Mapping[s
         for attribute in node.attribute:
             for part in (attribute.g, *attribute.graphs):
                 if part.node:
-                    _convert(part, types, opsets, names)
-        kinds = {types.get(name, 0) for name in (*node.input, *node.output)} & {*_DTYPES}
-        missing = {kind for kind in kinds if not _has_kernel(node.domain, node.op_type, opsets, _DTYPES[kind])}
-        if not missing:
+                    changed |= _convert(part, types, names)
+        if node.op_type not in names:
             nodes.append(node)
             continue
-        names.add(node.op_type)
         for place, name in enumerate(node.input):
-            if types.get(name) in missing:
+            if types.get(name) in _WITHOUT_KERNELS:
+                changed.add(node.op_type)
                 node.input[place] = f"{name}/float32/{len(nodes)}"
                 nodes.append(helper.make_node("Cast", [name], [node.input[place]], to=_FLOAT32))
         nodes.append(node)
         for place, name in enumerate(node.output):
-            if types.get(name) in missing:
+            if types.get(name) in _WITHOUT_KERNELS:
+                changed.add(node.op_type)
                 node.output[place] = f"{name}/float32"
                 nodes.append(helper.make_node("Cast", [node.output[place]], [name], to=types[name]))
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def _has_kernel(domain: str, name: str, opsets: Mapping[str, int], dtype: str) -> bool:
-    import onnx
-
-    if name in _FOLDED:
-        return True
-    try:
-        version = onnx.defs.get_schema(name, opsets.get(domain, 1), domain).since_version
-    except onnx.defs.SchemaError:
-        version = opsets.get(domain, 1)
-    return any(first <= version <= last for first, last in _kernels().get((domain, name, f"tensor({dtype})"), ()))
-
-
-@functools.cache
-def _kernels() -> dict[tuple[str, str, str], list[tuple[int, int]]]:
-    """Versions of operators that have a kernel, by domain, name and dtype."""
-    from onnxruntime.capi import onnxruntime_pybind11_state
-
-    found: dict[Any, list[tuple[int, int]]] = {}
-    for kernel in onnxruntime_pybind11_state.get_all_opkernel_def():
-        if kernel.provider == "CPUExecutionProvider":
-            for dtype in {dtype for dtypes in kernel.type_constraints.values() for dtype in dtypes}:
-                found.setdefault((kernel.domain, kernel.op_name, dtype), []).append(kernel.version_range)
-    return found
+    return changed

@@ -1,13 +1,16 @@
 """Runs ONNX models: the only place that opens onnxruntime sessions, and moves tensors between them and torch.
 
 `GraphSession` is what runtimes have in common; `exportkit.running.openvino` has another one.
+
+On the CPU, tensors go in and out as numpy arrays, which share their memory and are the fastest way there. On other
+devices, and for bfloat16, which numpy lacks, tensors are bound where they are, and outputs come back by DLPack.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,8 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
-from exportkit.running.kernels import with_float32_where_needed
+from exportkit.running.kernels import opened_with_float32
+from exportkit.trees.tree import ONNX_DTYPES
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -31,12 +35,19 @@ _DTYPES = (
 # What ends the whole process, by SIGABRT or SIGFPE, instead of raising. Seen in onnxruntime 1.31.1.
 _NOT_FOR_EMPTY = {"GRU", "LSTM"}  # if the batch is 0; GRU also if the length is
 _FUSION_NOT_FOR_EMPTY = "MatmulTransposeFusion"  # with a Transpose that moves axis 0 to the last two, if its size is 0
-_BFLOAT16, _BFLOAT16_TENSOR = 16, "tensor(bfloat16)"  # TensorProto.BFLOAT16, and its name in onnxruntime
+_BFLOAT16, _BOOL = "tensor(bfloat16)", "tensor(bool)"
 # Threads of onnxruntime that wait actively for the next call keep torch, which computes in between, from the cores: a
 # proof takes up to twice as long.
 _IDLE = "session.force_spinning_stop"
 _REFUSES = "the graph looks up an index out of range for values that the model refuses; try the model on this call."
 _FOLDER = "session.model_external_initializers_file_folder_path"
+_ASSIGNMENT = "session.record_ep_graph_assignment_info"
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+_SHOWN = 8  # operators that run on the CPU beside another device
+
+_ON_CPU = torch.device("cpu")
+
+Provider = str | tuple[str, Mapping[str, Any]]
 
 
 def require_onnxruntime() -> Any:
@@ -84,6 +95,95 @@ def require_fused_operators() -> None:
         ) from error
 
 
+@dataclass(frozen=True)
+class Placement:
+    """What computes a graph in onnxruntime; made by `placed`.
+
+    Attributes:
+        device: Where the outputs are, and inputs are moved to if the graph runs on the CPU alone.
+        providers: The execution providers, the preferred one first.
+        options: The options of the session; None for those of exportkit.
+    """
+
+    device: torch.device = _ON_CPU
+    providers: tuple[Provider, ...] = (_CPU,)
+    options: Any = None
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the execution providers."""
+        return tuple([each if isinstance(each, str) else each[0] for each in self.providers])
+
+
+def placed(device: str | torch.device, providers: Sequence[Provider] | None = None, options: Any = None) -> Placement:
+    """Returns what computes a graph on a device.
+
+    Products of float32 matrices on CUDA are as precise as torch is set to compute them, see
+    ``torch.set_float32_matmul_precision``; onnxruntime by itself would use TF32.
+
+    Args:
+        device: "cpu", or "cuda" with or without an index.
+        providers: Execution providers of onnxruntime, as ``InferenceSession`` takes them; by default those of the
+            device, and the CPU for what they do not compute.
+        options: An ``onnxruntime.SessionOptions``.
+
+    Raises:
+        InvalidRequestError: if there is no such device.
+        InvalidTypeError: if the options are something else.
+        MissingPackageError: if onnxruntime is not installed, or not with a provider.
+    """
+    module = require_onnxruntime()
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidRequestError("No such device.", where="device", got=repr(device)) from error
+    if options is not None and not isinstance(options, module.SessionOptions):
+        raise InvalidTypeError(
+            "Wrong session options.",
+            where="session_options",
+            expected="an onnxruntime.SessionOptions",
+            got=type(options).__name__,
+        )
+    if place.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if str(place) == "cuda":
+            place = torch.device("cuda", torch.cuda.current_device() if count else 0)
+        if place.index >= count:
+            raise InvalidRequestError(
+                "No such device.",
+                where="device",
+                expected=f"one of the {count} CUDA devices that torch finds" if count else "cpu: torch finds no CUDA",
+                got=str(place),
+            )
+    elif place.type != "cpu":
+        raise InvalidRequestError(
+            "Tensors cannot be given to onnxruntime on this device.",
+            where="device",
+            expected="cpu or cuda",
+            got=str(place),
+            hint='give the tensors on the CPU, and name what computes: .to("cpu", providers=[...]).',
+        )
+    if providers is None:
+        on_cuda = (_CUDA, {"device_id": str(place.index), "use_tf32": str(int(_uses_tf32()))})
+        providers = [on_cuda, _CPU] if place.type == "cuda" else [_CPU]
+    placement = Placement(place, tuple(providers) or (_CPU,), options)
+    missing = [name for name in placement.names if name not in module.get_available_providers()]
+    if missing:
+        raise MissingPackageError(
+            "The installed onnxruntime does not have this execution provider.",
+            where="providers",
+            expected=", ".join(missing),
+            got=", ".join(module.get_available_providers()),
+            hint="pip install onnxruntime-gpu instead of onnxruntime." if _CUDA in missing else None,
+        )
+    return placement
+
+
+def _uses_tf32() -> bool:
+    """Whether torch may round the factors of float32 matrix products to TF32."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 class GraphSession:
     """One ONNX model in a runtime.
 
@@ -103,7 +203,7 @@ class GraphSession:
     outputs: list[str]
     in_float32: tuple[str, ...] = ()
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **settings: Any) -> None:
         raise NotImplementedError
 
     @property
@@ -134,7 +234,7 @@ class GraphSession:
                     where=name,
                     got="a tensor on the meta device" if feeds[name].is_meta else str(feeds[name].layout),
                 )
-            tensor = feeds[name].detach().cpu().contiguous()
+            tensor = self._placed(feeds[name].detach()).contiguous()
             if not self.shapes[name] and tensor.ndim:  # a Python number, which programs of torch take as a size
                 tensor = torch.tensor(tensor.shape[-1])
             if tensor.dtype not in _DTYPES:
@@ -158,84 +258,134 @@ class GraphSession:
                 hint=_REFUSES if "idx=" in str(error) else None,
             ) from error
 
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor where the runtime takes it."""
+        return tensor.cpu()
+
     def _outputs(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs by name, in order, for contiguous tensors on the CPU."""
+        """The outputs by name, in order, for contiguous tensors."""
         raise NotImplementedError
 
 
 class Session(GraphSession):
-    """One ONNX model in onnxruntime, on the CPU.
+    """One ONNX model in onnxruntime.
 
     Args:
         model: Path of a file, or a serialised ModelProto.
         folder: Where the external weights of a serialised model are, if it has any.
         optimised: Whether onnxruntime may rewrite the graph.
+        placement: What computes it; the CPU by default.
 
     Raises:
         MissingPackageError: if onnxruntime is not installed.
-        RuntimeFailure: if it cannot load the model.
+        RuntimeFailure: if it cannot load the model, or not start the first of the execution providers.
     """
 
     runtime = "onnxruntime"
 
-    def __init__(self, model: str | Path | bytes, folder: Path | None = None, optimised: bool = True) -> None:
+    def __init__(
+        self,
+        model: str | Path | bytes,
+        folder: Path | None = None,
+        optimised: bool = True,
+        *,
+        placement: Placement | None = None,
+    ) -> None:
         self._module = module = require_onnxruntime()
-        options = module.SessionOptions()
-        options.log_severity_level = 4  # what fails is raised, not printed
-        options.add_session_config_entry(_IDLE, "1")
+        self.placement = Placement() if placement is None else placement
+        options = self.placement.options if folder is None and optimised else None
+        if options is None:
+            options = module.SessionOptions()
+            options.log_severity_level = 4  # what fails is raised, not printed
+            options.add_session_config_entry(_IDLE, "1")
         if folder is not None:
             options.add_session_config_entry(_FOLDER, str(folder))
+        if self.placement.providers[0] != _CPU:
+            options.add_session_config_entry(_ASSIGNMENT, "1")
         if not optimised:
             options.graph_optimization_level = module.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.add_session_config_entry("session.disable_prepacking", "1")  # not worth its time for a single run
         self._source = model if isinstance(model, bytes) else str(model)
-        self._options = options
+        self._options, self._folder = options, folder
         self._open()
         self._dangers: tuple[bool, bool] | None = None  # of empty inputs; looked for when there are some
         self.shapes = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
         self.inputs = list(self.shapes)
         self.outputs = [value.name for value in self._session.get_outputs()]
         values = (*self._session.get_inputs(), *self._session.get_outputs())
-        self._has_bfloat16 = any(value.type == _BFLOAT16_TENSOR for value in values)
+        self._is_bound = self.placement.device.type != "cpu" or any(value.type == _BFLOAT16 for value in values)
+        self._booleans = {value.name for value in self._session.get_outputs() if value.type == _BOOL}
 
     def _open(self, **options: Any) -> None:
         try:
-            self._session: onnxruntime.InferenceSession = self._opened(self._source, options)
+            session = self._opened(self._source, options)
         except Exception as error:
-            found = self._opened_in_float32(options)
-            if found is None:
-                raise RuntimeFailure(
-                    "onnxruntime cannot load the model.",
-                    where="serialised model" if isinstance(self._source, bytes) else self._source,
-                    got=first_line(error),
-                ) from error
-            self._session = found
+            session = self._opened_in_float32(options, error)
+        wanted, started = self.placement.names[0], session.get_providers()
+        if wanted not in started:  # onnxruntime goes on with what it could start
+            raise RuntimeFailure(
+                f"onnxruntime could not start {wanted}.",
+                where=self._where,
+                expected=", ".join(self.placement.names),
+                got=", ".join(started),
+                hint="its libraries are missing, or of another version than this onnxruntime was built for.",
+            )
+        self._session: onnxruntime.InferenceSession = session
+
+    @property
+    def _where(self) -> str:
+        return "serialised model" if isinstance(self._source, bytes) else self._source
 
     def _opened(self, source: str | bytes, options: Mapping[str, Any]) -> Any:
-        return self._module.InferenceSession(source, self._options, providers=["CPUExecutionProvider"], **options)
+        providers = [each if isinstance(each, str) else (each[0], {**each[1]}) for each in self.placement.providers]
+        return self._module.InferenceSession(source, self._options, providers=providers, **options)
 
-    def _opened_in_float32(self, options: Mapping[str, Any]) -> Any:
-        """The model with casts around operators that have no kernel for its dtype; None if that does not help."""
-        with contextlib.suppress(Exception):  # whatever is wrong with the model, the first error says it
-            model, self.in_float32 = with_float32_where_needed(self._source)
-            if isinstance(self._source, str):
-                self._options.add_session_config_entry(_FOLDER, str(Path(self._source).resolve().parent))
-            if self.in_float32:
-                return self._opened(model, options)
-        return None
+    def _opened_in_float32(self, options: Mapping[str, Any], error: Exception) -> Any:
+        """The model with casts around operators that have no kernel for its dtype."""
+
+        def opened(model: bytes) -> Any:
+            if self._folder is None and isinstance(self._source, str):
+                self._folder = Path(self._source).resolve().parent
+                self._options.add_session_config_entry(_FOLDER, str(self._folder))
+            return self._opened(model, options)
+
+        try:
+            session, self.in_float32 = opened_with_float32(self._source, opened, error)
+        except Exception as another:
+            text = first_line(another)
+            raise RuntimeFailure("onnxruntime cannot load the model.", where=self._where, got=text) from another
+        return session
 
     @property
     def finding(self) -> str:
-        """Which operators computed in float32, or nothing."""
-        if not self.in_float32:
-            return ""
-        return (
-            f"onnxruntime has no kernel of {', '.join(self.in_float32)} for the dtype of the model on the CPU: here "
-            "they compute in float32, between casts; the file keeps its dtype."
-        )
+        """What computes the graph beside the CPU, and which operators computed in float32; or nothing."""
+        found = []
+        if self.placement.names[0] != _CPU:
+            found.append(f"onnxruntime computed with {self.placement.names[0]} on {self.placement.device}")
+            counts = self._operators_on_cpu()
+            if counts:
+                listed = ", ".join(f"{count} {name}" for name, count in counts.most_common(_SHOWN))
+                more = ", ..." if len(counts) > _SHOWN else ""
+                found[0] += f"; on the CPU ran {sum(counts.values())} operators: {listed}{more}"
+        if self.in_float32:
+            found.append(
+                f"onnxruntime has no kernel of {', '.join(self.in_float32)} for the dtype of the model: here they "
+                "compute in float32, between casts; the file keeps its dtype"
+            )
+        return "".join(f"{text}. " for text in found).rstrip()
+
+    def _operators_on_cpu(self) -> Counter[str]:
+        """How many operators of each kind the CPU computes, beside another device."""
+        if not hasattr(self._session, "get_provider_graph_assignment_info"):  # onnxruntime before 1.24
+            return Counter()
+        parts = self._session.get_provider_graph_assignment_info()
+        return Counter(node.op_type for part in parts if part.ep_name == _CPU for node in part.get_nodes())
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the CPU stays there, too: onnxruntime knows which of them the device needs."""
+        return tensor if tensor.device.type == "cpu" else tensor.to(self.placement.device)
 
     def _outputs(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The outputs by name; numpy arrays are the fastest way to and from onnxruntime, but have no bfloat16."""
         is_empty = not all(tensor.numel() for tensor in given.values())
         if is_empty and self._dangers is None:
             self._dangers = _dangers(self._source)
@@ -247,23 +397,25 @@ class Session(GraphSession):
                 where=_shapes_of(given),
                 hint="call the model itself for empty inputs.",
             )
-        if not self._has_bfloat16 and all(tensor.dtype is not torch.bfloat16 for tensor in given.values()):
-            arrays = self._session.run(self.outputs, {name: tensor.numpy() for name, tensor in given.items()})
-            return dict(zip(self.outputs, map(torch.from_numpy, arrays), strict=True))
-        values = {name: self._value(tensor) for name, tensor in given.items()}
-        outputs = {}
-        for name, value in zip(self.outputs, self._session.run_with_ort_values(self.outputs, values), strict=True):
-            is_bfloat16 = value.data_type() == _BFLOAT16_TENSOR
-            outputs[name] = (
-                torch.utils.dlpack.from_dlpack(value).clone() if is_bfloat16 else torch.from_numpy(value.numpy())
-            )
-        return outputs
+        if self._is_bound:
+            return self._bound_outputs(given)
+        arrays = self._session.run(self.outputs, {name: tensor.numpy() for name, tensor in given.items()})
+        return dict(zip(self.outputs, map(torch.from_numpy, arrays), strict=True))
 
-    def _value(self, tensor: torch.Tensor) -> Any:
-        if tensor.dtype is torch.bfloat16:
-            words = tensor.view(torch.uint16).numpy()
-            return self._module.OrtValue.ortvalue_from_numpy_with_onnx_type(words, _BFLOAT16)
-        return self._module.OrtValue.ortvalue_from_numpy(tensor.numpy())
+    def _bound_outputs(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs of a run on tensors where they are; onnxruntime moves those that it needs elsewhere."""
+        device, binding = self.placement.device, self._session.io_binding()
+        for name, tensor in given.items():
+            place = tensor.device
+            dtype, shape = ONNX_DTYPES[tensor.dtype], [*tensor.shape]
+            binding.bind_input(name, place.type, place.index or 0, dtype, shape, tensor.data_ptr())
+        for name in self.outputs:
+            binding.bind_output(name, device.type, device.index or 0)
+        if device.type == "cuda":  # onnxruntime computes on a stream of its own, and waits for it at the end
+            torch.cuda.current_stream(device).synchronize()
+        self._session.run_with_iobinding(binding)
+        values = dict(zip(self.outputs, map(torch.utils.dlpack.from_dlpack, binding.get_outputs()), strict=True))
+        return {name: value.view(torch.bool) if name in self._booleans else value for name, value in values.items()}
 
 
 def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:

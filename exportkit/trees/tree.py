@@ -166,7 +166,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 # Numbers of the dtypes in ONNX's TensorProto.DataType (onnx.proto), which users of the peers know.
-_ONNX_TYPES = {
+ONNX_DTYPES = {
     torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.uint16: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7,
     torch.bool: 9, torch.float16: 10, torch.float64: 11, torch.uint32: 12, torch.uint64: 13, torch.complex64: 14,
     torch.complex128: 15, torch.bfloat16: 16, torch.float8_e4m3fn: 17, torch.float8_e4m3fnuz: 18,
@@ -198,7 +198,7 @@ def string_type(
         if isinstance(value, torch.Tensor):
             device = _device(value.device) if with_device else ""
             size = f"s{'x'.join(map(str, value.shape))}" if with_shape else f"r{value.ndim}"
-            return f"{device}T{_ONNX_TYPES.get(value.dtype, value.dtype)}{size}{_range(value) if with_min_max else ''}"
+            return f"{device}T{ONNX_DTYPES.get(value.dtype, value.dtype)}{size}{_range(value) if with_min_max else ''}"
         name = type(value).__name__
         if value is None or isinstance(value, bool | int | float | complex | str):
             return "None" if value is None else name
