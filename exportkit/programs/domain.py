@@ -184,7 +184,7 @@ class Domain:
         required = []
         for condition in broken:
             kept = [f"({text})" for text, at in zip(exactly, recorded, strict=True) if not condition.holds(at)]
-            required.append(replace(condition, text=" or ".join([condition.text, *dict.fromkeys(kept)])))
+            required.append(replace(condition, text=" or ".join([*dict.fromkeys(kept), condition.text])))
         waived = tuple(condition for condition in self.waived if condition not in broken)
         return replace(self, conditions=(*self.conditions, *required), waived=waived)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from exportkit._torch_compat.cuda import as_on_cpu, uses_tf32
 from exportkit._torch_compat.modules import inference_kernels
 from exportkit._torch_compat.sampled_products import sampled_products
 from exportkit._torch_compat.tracing import autocast_dtypes, autocast_off, run_backward
@@ -17,11 +18,13 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
 from exportkit.overrides import original_attribute, replaced_attributes
-from exportkit.running.bounds import HALF
+from exportkit.running.bounds import HALF, fixed_bound
+from exportkit.running.compare import compare_outputs
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import flatten
 
 _NO_GRADIENT = "does not require grad"  # of torch, where a model computes a gradient and none is recorded
+_IN_TF32 = fixed_bound(0.05, 0.05)  # what a run that rounds to TF32 may be off
 _MOST_COPIED = 10**9  # weights of a model that is copied to see what it does in float32
 
 Answer = TypeVar("Answer")
@@ -92,6 +95,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
             _random_states_kept(call),
             modules_kept(model),
             _gradients_kept(model),
+            as_on_cpu((*call.tensors().values(), *model.parameters(), *model.buffers())),
         ):
             return run(values) if around is None else around(values, run)
 
@@ -197,19 +201,23 @@ def sampled_answer(
 
 
 def replayed(observation: Observation, model: torch.nn.Module, method: str) -> Observation:
-    """Returns the calls with outputs that belong to their inputs.
+    """Returns the calls with outputs that belong to their inputs, and that float32 on CUDA did not round to TF32.
 
     Where only shapes were saved, the values of inputs and outputs are made up, so the model runs again. Calls for
-    which it raises are left as they are.
+    which it raises are left as they are, and so are those of a model that returns something else than before.
     """
-    if observation.has_values:
+    rounded = uses_tf32() and any(t.is_cuda for call in observation.calls for t in call.outputs.tensors().values())
+    if observation.has_values and not rounded:
         return observation
     calls = []
     for call in observation.calls:
         try:
-            calls.append(replace(call, outputs=flatten(run_eager(model, method, call))))
+            again = replace(call, outputs=flatten(run_eager(model, method, call)))
         except Exception:
-            calls.append(call)
+            again = call
+        known = {**call.outputs.tensors()} if observation.has_values else {}
+        same = all(item.reason is None for item in compare_outputs(known, again.outputs.tensors(), bound=_IN_TF32))
+        calls.append(again if same else call)
     return replace(observation, calls=tuple(calls), has_values=True)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
+from exportkit._torch_compat.cuda import as_on_cpu
 from exportkit._torch_compat.graph import is_assertion
 from exportkit.calls.call import Call
 from exportkit.running.module_state import tensors_kept
@@ -79,7 +80,8 @@ def run_nodes(
     known = {**state_of(program), **inputs}
     values = [known.get(node.name) for node in program.graph.nodes if node.op == "placeholder"]
     buffers = [known[spec.arg.name] for spec in program.graph_signature.input_specs if spec.kind is InputKind.BUFFER]
-    with torch.no_grad(), tensors_kept(buffers):
+    tensors = [value for value in known.values() if isinstance(value, torch.Tensor)]
+    with torch.no_grad(), tensors_kept(buffers), as_on_cpu(tensors):
         results: Sequence[Any] = _Interpreter(program.graph_module, keep).run(*values, enable_io_processing=False)
     return results
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from exportkit._torch_compat.cuda import multiplies_in_tf32
 from exportkit.calls.call import Call
 from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
 from exportkit.running.kernels import opened_with_float32
@@ -109,6 +110,11 @@ class Placement:
     providers: tuple[Provider, ...] = (_CPU,)
     options: Any = None
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the CPU computes the graph."""
+        return self.names[0] == _CPU
+
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the execution providers."""
@@ -164,7 +170,7 @@ def placed(device: str | torch.device, providers: Sequence[Provider] | None = No
             hint='give the tensors on the CPU, and name what computes: .to("cpu", providers=[...]).',
         )
     if providers is None:
-        on_cuda = (_CUDA, {"device_id": str(place.index), "use_tf32": str(int(_uses_tf32()))})
+        on_cuda = (_CUDA, {"device_id": str(place.index), "use_tf32": str(int(multiplies_in_tf32()))})
         providers = [on_cuda, _CPU] if place.type == "cuda" else [_CPU]
     placement = Placement(place, tuple(providers) or (_CPU,), options)
     missing = [name for name in placement.names if name not in module.get_available_providers()]
@@ -177,11 +183,6 @@ def placed(device: str | torch.device, providers: Sequence[Provider] | None = No
             hint="pip install onnxruntime-gpu instead of onnxruntime." if _CUDA in missing else None,
         )
     return placement
-
-
-def _uses_tf32() -> bool:
-    """Whether torch may round the factors of float32 matrix products to TF32."""
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 class GraphSession:
@@ -300,7 +301,7 @@ class Session(GraphSession):
             options.add_session_config_entry(_IDLE, "1")
         if folder is not None:
             options.add_session_config_entry(_FOLDER, str(folder))
-        if self.placement.providers[0] != _CPU:
+        if not self.placement.is_cpu:
             options.add_session_config_entry(_ASSIGNMENT, "1")
         if not optimised:
             options.graph_optimization_level = module.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -360,7 +361,7 @@ class Session(GraphSession):
     def finding(self) -> str:
         """What computes the graph beside the CPU, and which operators computed in float32; or nothing."""
         found = []
-        if self.placement.names[0] != _CPU:
+        if not self.placement.is_cpu:
             found.append(f"onnxruntime computed with {self.placement.names[0]} on {self.placement.device}")
             counts = self._operators_on_cpu()
             if counts:

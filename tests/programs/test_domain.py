@@ -181,3 +181,14 @@ def test_only_a_mask_over_frames_may_end_within_the_last_state(of_frames):
         else:
             with pytest.raises(ArgumentError, match=rf"where: axis 1 of attention_mask\n.*\n *got: {frames}"):
                 check.require({"x": x, "attention_mask": torch.zeros(2, frames)})
+
+
+def test_a_condition_that_is_required_later_leaves_recorded_calls_inside():
+    waiving = replace(DOMAIN, conditions=(), waived=(SizeCondition("rows % (columns - 4) != 0"),))  # no value at 4
+    required = waiving.requiring({"rows": 6, "columns": 6}, [{"rows": 2, "columns": 4}, {"rows": 3, "columns": 8}])
+    required.require({"x": torch.ones(2, 4, 6)})
+    required.require({"x": torch.ones(3, 8, 6)})
+    with pytest.raises(ArgumentError, match="does not serve these sizes"):
+        required.require({"x": torch.ones(6, 6, 6)})
+    with pytest.raises(ArgumentError, match="does not serve these sizes"):
+        required.require({"x": torch.ones(3, 4, 6)})
