@@ -5,6 +5,7 @@ import torch
 
 import exportkit
 from exportkit.errors import InvalidRequestError
+from exportkit.running.eager import run_eager
 from exportkit.running.session import Session, placed
 from tests.models import tiny_llama
 
@@ -63,6 +64,31 @@ def test_every_dtype_comes_back_on_the_device(name):
         assert returned.device == torch.device("cuda", torch.cuda.current_device())
         assert returned.dtype is dtype
         assert torch.equal(returned, given.cuda())
+
+
+def test_the_device_can_be_used_after_a_model_refused_a_call():
+    model, observer = torch.nn.Embedding(8, 4).cuda(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.tensor([[1, 2, 7]], device="cuda"))
+    (call,) = observer.observation.calls
+
+    with pytest.raises(IndexError, match="index 9 is out of bounds"):
+        run_eager(model, "forward", call.with_tensors({"input": torch.tensor([[9]], device="cuda")}))
+    assert torch.equal(model(torch.tensor([3], device="cuda")), model.weight[3:4])
+
+
+def test_what_was_rounded_to_tf32_is_proven_in_float32(tmp_path):
+    torch.backends.cudnn.allow_tf32 = True
+    model, observer = torch.nn.Conv1d(64, 64, 3, padding=1).cuda(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, length in ((2, 40), (3, 60)):
+            model(torch.randn(batch, 64, length, device="cuda"))
+
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+
+    assert onnx_model.verify().ok
+    assert onnx_model.to("cuda").verify().ok
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_what_another_stream_computes_is_waited_for():
