@@ -7,6 +7,7 @@ the device any more. Models are asked about calls that they may refuse, so that 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -41,10 +42,9 @@ class _IndicesChecked:
             RuntimeError: if another value is one that the operator refuses.
         """
         kwargs = kwargs or {}
-        schema = schema_of(func)
-        name = schema.name.removeprefix("aten::").removesuffix("_")
-        if name in _ALONG or name in _BY_LIST or name in _OTHERS:
-            names = (argument.name for argument in schema.arguments)
+        name = _checked_name(func)
+        if name:
+            names = (argument.name for argument in schema_of(func).arguments)
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             if name in _OTHERS:
                 _OTHERS[name](given, self._is_checked)
@@ -55,6 +55,13 @@ class _IndicesChecked:
 
     def _is_checked(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.device.type in self.devices and value.numel() > 0
+
+
+@functools.cache
+def _checked_name(func: Any) -> str:
+    """The name of an operator whose values are checked; of others "", as each operator is asked about."""
+    name = str(schema_of(func).name).removeprefix("aten::").removesuffix("_")
+    return name if name in _ALONG or name in _BY_LIST or name in _OTHERS else ""
 
 
 def _indices(name: str, given: dict[str, Any]) -> Iterable[tuple[Any, int, int, int]]:

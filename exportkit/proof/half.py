@@ -72,19 +72,19 @@ def farther_from_float32(
     dtypes, most = graph.half_dtypes, most_allowed(graph)
     if most is usual_bound:
         return found
-    whole = _in_float32(graph, call) if paths else {}
+    whole = {path: tensor.cpu() for path, tensor in _in_float32(graph, call).items()} if paths else {}
     for path in paths:
-        true, model = whole.get(path), expected[path]
-        visible = (leeway[path] <= most(model)).expand(model.shape)
+        true, model, returned = whole.get(path), expected[path].cpu(), got[path].cpu()
+        visible = (leeway[path].cpu() <= most(model)).expand(model.shape)
         if true is None or true.shape != model.shape:
-            apart = torch.where(visible, elements_apart(model, got[path]), 0.0)
+            apart = torch.where(visible, elements_apart(model, returned), 0.0)
             if bool((apart > usual_bound(model)).any()):
                 found[path] = "it is off by more than is usual, and what the model returns in float32 is not known"
             continue
         visible = visible & true.isfinite() & model.isfinite()
         true = torch.where(visible, true, 0.0)
         unit = torch.finfo(dtypes[-1]).eps / 2 * true.square().mean().sqrt().item()
-        own, its = (_errors(true, tensor, visible) for tensor in (model, got[path]))
+        own, its = (_errors(true, tensor, visible) for tensor in (model, returned))
         for times, error, least in zip((_TIMES, _TIMES_AT_INDEX), its, own, strict=True):
             if error > times * least + unit:
                 found[path] = f"{error:.2g} from the model in float32, to which the model itself has {least:.2g}"

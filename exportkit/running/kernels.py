@@ -1,4 +1,8 @@
-"""ONNX models with operators that onnxruntime has no kernel of for a dtype: these run in float32, between casts."""
+"""ONNX models with operators that onnxruntime has no kernel of, for a dtype or on a device.
+
+For a dtype, they run in float32, between casts. On a device, the CPU computes them; in the branches and bodies of
+control flow, where onnxruntime does not wait for what it copies there, that is avoided or refused.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ if TYPE_CHECKING:
 
 Opened = TypeVar("Opened")
 
+_EITHER = ([["GroupQueryAttention"], ["Attention"]], [["Attention"], ["GroupQueryAttention"]])
 _FLOAT32 = 1  # TensorProto.FLOAT
 _WITHOUT_KERNELS = {11, 16}  # TensorProto.DOUBLE and BFLOAT16, which few operators have kernels for
 # What onnxruntime says of the first operator without a kernel, or that has none by its definition. It can list its
@@ -107,3 +112,64 @@ def _convert(graph: onnx.GraphProto, outer: Mapping[str, int], names: Collection
     del graph.node[:]
     graph.node.extend(nodes)
     return changed
+
+
+def without_cpu_branches(source: str | bytes) -> bytes | None:
+    """Returns a model that computes attention with the operator that devices have kernels of; None if it does anyway.
+
+    A graph that was fused may choose between GroupQueryAttention for prompts and Attention; see
+    `exportkit.onnx_files.fused_attention`. In float32, only the CPU has a kernel of the first one.
+
+    Args:
+        source: Path of a file, or a serialised ModelProto. Weights in files of their own are not read.
+    """
+    import onnx
+
+    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, None, False)
+    nodes, changed = [*model.graph.node], False
+    for place, node in enumerate(nodes):
+        parts = {attribute.name: attribute.g for attribute in node.attribute if node.op_type == "If"}
+        if [[inner.op_type for inner in part.node] for part in parts.values()] in _EITHER:
+            (part,) = (part for part in parts.values() if part.node[0].op_type == "Attention")
+            names = dict(zip([value.name for value in part.output], node.output, strict=True))
+            replacement = onnx.NodeProto()
+            replacement.CopyFrom(part.node[0])
+            replacement.name = node.name
+            replacement.output[:] = [names.get(name, name) for name in replacement.output]
+            nodes[place], changed = replacement, True
+    if not changed:
+        return None
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return bytes(model.SerializeToString())
+
+
+def late_nodes(source: str | bytes, on_cpu: Collection[str], on_device: Collection[str]) -> list[str]:
+    """Returns the nodes in branches and bodies that the CPU computes from values of a device outside of them.
+
+    onnxruntime 1.31.1 copies these values without waiting for them, so the nodes may read what was there before: seen
+    with GroupQueryAttention in a branch of If, with the If, and what it was given, on CUDA.
+
+    Args:
+        source: Path of a file, or a serialised ModelProto.
+        on_cpu: Names of the nodes that the CPU computes.
+        on_device: Names of the nodes that another device computes.
+    """
+    import onnx
+
+    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, None, False)
+
+    def late(graph: onnx.GraphProto, outside: Collection[str]) -> list[str]:
+        found, made = [], {name for node in graph.node if node.name in on_device for name in node.output}
+        if graph is model.graph:  # its inputs may be on the device
+            made |= {value.name for value in graph.input}
+        known = {name for node in graph.node for name in node.output} | {value.name for value in graph.input}
+        for node in graph.node:
+            if node.name in on_cpu and not {*node.input}.isdisjoint({*outside} - known):
+                found.append(node.name)
+            for attribute in node.attribute:
+                for part in (attribute.g, *attribute.graphs):
+                    found += late(part, ({*outside} - known) | made)
+        return found
+
+    return late(model.graph, ())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import torch
 from exportkit._torch_compat.cuda import multiplies_in_tf32
 from exportkit.calls.call import Call
 from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
-from exportkit.running.kernels import opened_with_float32
+from exportkit.running.kernels import late_nodes, opened_with_float32, without_cpu_branches
 from exportkit.trees.tree import ONNX_DTYPES
 
 if TYPE_CHECKING:
@@ -307,7 +307,10 @@ class Session(GraphSession):
             options.graph_optimization_level = module.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.add_session_config_entry("session.disable_prepacking", "1")  # not worth its time for a single run
         self._source = model if isinstance(model, bytes) else str(model)
+        self._where = "serialised model" if isinstance(model, bytes) else str(model)
         self._options, self._folder = options, folder
+        if not self.placement.is_cpu:
+            self._source = self._for_device()
         self._open()
         self._dangers: tuple[bool, bool] | None = None  # of empty inputs; looked for when there are some
         self.shapes = {value.name: tuple(value.shape) for value in self._session.get_inputs()}
@@ -332,10 +335,37 @@ class Session(GraphSession):
                 hint="its libraries are missing, or of another version than this onnxruntime was built for.",
             )
         self._session: onnxruntime.InferenceSession = session
+        if self.placement.is_cpu:
+            return
+        by_provider = [(name == _CPU, node) for name, node, _ in self._assigned()]
+        on_cpu, on_device = ({node for is_cpu, node in by_provider if is_cpu is asked} for asked in (True, False))
+        late = late_nodes(self._source, on_cpu, on_device)
+        if late:
+            raise RuntimeFailure(
+                f"{wanted} does not compute all of a branch or loop, and onnxruntime would not wait for it.",
+                where=", ".join(late[:_SHOWN]),
+                hint='run this graph on the CPU, or export it without runtime="onnxruntime".',
+            )
 
-    @property
-    def _where(self) -> str:
-        return "serialised model" if isinstance(self._source, bytes) else self._source
+    def _for_device(self) -> str | bytes:
+        """The model without branches that only the CPU has kernels for; their weights stay in the folder."""
+        found = without_cpu_branches(self._source)
+        if found is None:
+            return self._source
+        self._name_folder()
+        return found
+
+    def _name_folder(self) -> None:
+        """Lets a serialised model find the weights that are in a file of their own beside the model."""
+        if self._folder is None and isinstance(self._source, str):
+            self._folder = Path(self._source).resolve().parent
+            self._options.add_session_config_entry(_FOLDER, str(self._folder))
+
+    def _assigned(self) -> Iterator[tuple[str, str, str]]:
+        """Yields the execution provider, the name and the operator of each node."""
+        if hasattr(self._session, "get_provider_graph_assignment_info"):  # from onnxruntime 1.24 on
+            for part in self._session.get_provider_graph_assignment_info():
+                yield from ((part.ep_name, node.name, node.op_type) for node in part.get_nodes())
 
     def _opened(self, source: str | bytes, options: Mapping[str, Any]) -> Any:
         providers = [each if isinstance(each, str) else (each[0], {**each[1]}) for each in self.placement.providers]
@@ -345,9 +375,7 @@ class Session(GraphSession):
         """The model with casts around operators that have no kernel for its dtype."""
 
         def opened(model: bytes) -> Any:
-            if self._folder is None and isinstance(self._source, str):
-                self._folder = Path(self._source).resolve().parent
-                self._options.add_session_config_entry(_FOLDER, str(self._folder))
+            self._name_folder()
             return self._opened(model, options)
 
         try:
@@ -363,7 +391,7 @@ class Session(GraphSession):
         found = []
         if not self.placement.is_cpu:
             found.append(f"onnxruntime computed with {self.placement.names[0]} on {self.placement.device}")
-            counts = self._operators_on_cpu()
+            counts = Counter(operator for provider, _, operator in self._assigned() if provider == _CPU)
             if counts:
                 listed = ", ".join(f"{count} {name}" for name, count in counts.most_common(_SHOWN))
                 more = ", ..." if len(counts) > _SHOWN else ""
@@ -374,13 +402,6 @@ class Session(GraphSession):
                 "compute in float32, between casts; the file keeps its dtype"
             )
         return "".join(f"{text}. " for text in found).rstrip()
-
-    def _operators_on_cpu(self) -> Counter[str]:
-        """How many operators of each kind the CPU computes, beside another device."""
-        if not hasattr(self._session, "get_provider_graph_assignment_info"):  # onnxruntime before 1.24
-            return Counter()
-        parts = self._session.get_provider_graph_assignment_info()
-        return Counter(node.op_type for part in parts if part.ep_name == _CPU for node in part.get_nodes())
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the CPU stays there, too: onnxruntime knows which of them the device needs."""

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import exportkit
+from exportkit.running.kernels import late_nodes, without_cpu_branches
 from exportkit.running.session import Session
 
 
@@ -44,3 +45,55 @@ def test_a_model_of_any_dtype_is_proven(dtype, tmp_path):
     assert report.ok, str(report)
     assert any("compute in float32" in text and "Conv" in text for text in report.findings)
     assert onnx.load(tmp_path / "model.onnx").graph.input[0].type.tensor_type.elem_type in (11, 16)
+
+
+EITHER = """<ir_version: 11, opset_import: ["" : 23, "com.microsoft": 1]>
+    either (bool which, float[2, 5, 16] q, float[2, 5, 16] k, float[2, 5, 16] v, float[2, 2, 0, 8] past,
+            bool[2, 1, 5, 5] mask, int32[2] last, int32 total) => (float[2, 5, 16] z, float[2, 2, 5, 8] keys)
+    {
+        y, keys, values = If (which) <
+            then_branch = quick () => (float[2, 5, 16] a, float[2, 2, 5, 8] b, float[2, 2, 5, 8] c) {
+                [quick] a, b, c = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 2> (
+                    q, k, v, past, past, last, total)
+            },
+            else_branch = any () => (float[2, 5, 16] d, float[2, 2, 5, 8] e, float[2, 2, 5, 8] f) {
+                [any] d, e, f = Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v, mask, past, past)
+            }
+        >
+        [last] z = Neg(y)
+    }"""
+
+
+def feeds_of_either():
+    states = [torch.randn(2, 5, 16) for _ in range(3)]
+    mask = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
+    counts = {"last": torch.tensor([4, 4], dtype=torch.int32), "total": torch.tensor(5, dtype=torch.int32)}
+    return dict(zip("qkv", states, strict=True)) | {"past": torch.zeros(2, 2, 0, 8), "mask": mask, **counts}
+
+
+def test_a_device_gets_the_attention_that_it_has_a_kernel_of():
+    model = onnx.parser.parse_model(EITHER).SerializeToString()
+    found = without_cpu_branches(model)
+
+    assert [node.op_type for node in onnx.load_from_string(found).graph.node] == ["Attention", "Neg"]
+    assert without_cpu_branches(found) is None
+    before, after, feeds = Session(model), Session(found), feeds_of_either()
+    for which in (True, False):
+        expected, got = (session.run({"which": torch.tensor(which), **feeds}) for session in (before, after))
+        assert all(torch.allclose(expected[name], got[name], atol=1e-5) for name in expected)
+
+
+def test_nodes_of_a_branch_that_would_not_be_waited_for_are_found():
+    model = onnx.parser.parse_model(EITHER).SerializeToString()
+    assert late_nodes(model, {"quick"}, {"any", "last"}) == ["quick"]
+    assert late_nodes(model, set(), {"quick", "any", "last"}) == []
+    inner = """<ir_version: 11, opset_import: ["" : 23]> g (float[2] x, bool which) => (float[2] y) {
+        [first] a = Abs(x)
+        y = If (which) <
+            then_branch = one () => (float[2] b) { [here] c = Neg(a) [there] b = Neg(c) },
+            else_branch = two () => (float[2] d) { [constant] d = Constant <value = float[2] {1, 2}> () }
+        >
+    }"""
+    text = onnx.parser.parse_model(inner).SerializeToString()
+    assert late_nodes(text, {"here", "there"}, {"first"}) == ["here"]
+    assert late_nodes(text, {"first", "here", "there"}, {"constant"}) == []
