@@ -32,6 +32,7 @@ _NEGATIVE = {"index_fill"}  # counts from the end, too
 class _IndicesChecked:
     """What is done with each operator; a mixin for ``TorchDispatchMode``, which is imported where it is used."""
 
+    supports_higher_order_operators = True  # loops and branches run as they are
     devices: Collection[str]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,7 +43,7 @@ class _IndicesChecked:
             RuntimeError: if another value is one that the operator refuses.
         """
         kwargs = kwargs or {}
-        name = _checked_name(func)
+        name = _checked_name(func) if isinstance(func, torch._ops.OpOverload) else ""
         if name:
             names = (argument.name for argument in schema_of(func).arguments)
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -54,7 +55,8 @@ class _IndicesChecked:
         return func(*args, **kwargs)
 
     def _is_checked(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.device.type in self.devices and value.numel() > 0
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # those of a trace have no values
+        return is_plain and value.device.type in self.devices and value.numel() > 0
 
 
 @functools.cache

@@ -68,3 +68,16 @@ def test_other_values_that_are_refused_raise():
 def test_tensors_elsewhere_are_left_alone():
     with indices_checked(("cuda",)), pytest.raises(IndexError, match="index out of range in self"):
         torch.nn.functional.embedding(torch.tensor([4]), TABLE)
+
+
+class Branching(torch.nn.Module):
+    """Looks something up in a branch of a graph."""
+
+    def forward(self, x, index):
+        return torch.cond(x.sum() > 0, lambda x, i: x[i], lambda x, i: -x[i], (x, index))
+
+
+def test_branches_of_a_program_run():
+    program = torch.export.export(Branching(), (TABLE, THREE))
+    with indices_checked(("cpu",)):
+        assert torch.equal(program.module()(TABLE, THREE), TABLE[THREE])
