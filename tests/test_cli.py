@@ -295,6 +295,13 @@ class TestVerify:
         assert (result.exit_code, last_line(result)) == (0, "proven"), result.output
         assert "OpenVINO" in result.stdout
 
+    def test_a_device_that_is_not_there_is_invalid(self, folder):
+        assert run("verify", folder, "--device", "cpu").exit_code == 0
+        for options in (("--device", "gpu"), ("--device", "cuda", "--runtime", "openvino")):
+            result = run("verify", folder, *options)
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert "device" in result.stderr
+
     def test_differences_are_located_in_onnxruntime_only(self, folder):
         result = run("verify", folder, "--runtime", "openvino", "--locate")
         assert (result.exit_code, result.stdout) == (2, "")

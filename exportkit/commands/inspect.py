@@ -38,6 +38,7 @@ def verify(
     runtime: Annotated[
         Literal["onnxruntime", "openvino"], typer.Option(help="What computes the calls.")
     ] = "onnxruntime",
+    device: Annotated[str, typer.Option(help="Where onnxruntime computes them, such as cuda.")] = "cpu",
     debug: Debug = False,
 ) -> None:
     """Prove an exported folder again, without the model.
@@ -52,6 +53,8 @@ def verify(
     from exportkit.running.session import require_onnxruntime
 
     with quiet_libraries(), exit_on_error(BAD_INPUT, debug):
+        if runtime == "openvino" and device != "cpu":
+            raise InvalidRequestError("OpenVINO runs on the CPU here.", where="--device", expected="cpu", got=device)
         if runtime == "onnxruntime":
             require_onnxruntime()
         elif locate:
@@ -62,7 +65,8 @@ def verify(
                 got=f"--runtime {runtime}",
             )
         with progress(f"verifying {folder}"):
-            report = exportkit.load(folder).verify(runtime=runtime)
+            onnx_model = exportkit.load(folder)
+            report = (onnx_model if runtime == "openvino" else onnx_model.to(device)).verify(runtime=runtime)
         located = None
         if locate and not report.ok:
             with progress("locating the difference"):
