@@ -30,6 +30,7 @@ from exportkit.skipscan.layout import layout_of
 
 def verify(
     folder: Annotated[Path, typer.Argument(help="Folder that exported.save(folder) wrote.", metavar="DIR")],
+    *,
     as_json: AsJson = False,
     locate: Annotated[bool, typer.Option("--locate", help="Name the module where a difference begins.")] = False,
     model_dir: Annotated[
