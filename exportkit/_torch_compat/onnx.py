@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from exportkit._torch_compat import require
+
 
 @contextlib.contextmanager
 def quiet_onnx_export() -> Iterator[None]:
@@ -24,6 +26,18 @@ def quiet_onnx_export() -> Iterator[None]:
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)
+
+
+def rotary_fusion() -> tuple[Any, Any]:
+    """Returns onnxscript's rule for rotary embeddings, and the part of its pattern that turns the values.
+
+    Seen in onnxscript 0.7.
+    """
+    from onnxscript.rewriter.rules.fusion import _rotary_embedding
+
+    names = ("RotaryEmbedding23Fusion", "_rotate_half_pattern")
+    rule, turned = (require(_rotary_embedding, name, "onnxscript 0.7") for name in names)
+    return rule, turned
 
 
 def exact_no_ops() -> list[tuple[Any, dict[str, float]]]:

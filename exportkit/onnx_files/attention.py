@@ -113,6 +113,7 @@ def with_whole_attention(program: torch.export.ExportedProgram, zeros: Sequence[
     if not any(_is_fusible(node, zeros) for node in program.graph.nodes):
         return program
     module = copied_module(program)
+    _drop_copies(module.graph)
     masks: dict[Any, Any] = {}
     for node in list(module.graph.nodes):
         if _is_fusible(node, zeros):
@@ -123,6 +124,22 @@ def with_whole_attention(program: torch.export.ExportedProgram, zeros: Sequence[
                 erase_unused([choice])
     module.recompile()
     return with_graph_module(program, module)
+
+
+def _drop_copies(graph: torch.fx.Graph) -> None:
+    """Takes out copies of results, such as torch makes of each in half precision; outputs keep their names."""
+    (returned,) = graph.find_nodes(op="output")
+    for node in list(graph.nodes):
+        if node.target not in _COPIES or (source := _source(node)).op != "call_function":
+            continue
+        kept, other = (node, source) if returned in node.users else (source, node)
+        if returned in other.users:
+            continue
+        if kept is node:  # it becomes what it was a copy of, and takes its place
+            source.append(node)
+            node.target, node.args, node.kwargs, node.meta = source.target, source.args, source.kwargs, source.meta
+        other.replace_all_uses_with(kept, lambda user, kept=kept: user is not kept)
+        erase_unused([other])
 
 
 def _arguments(node: torch.fx.Node) -> dict[str, Any] | None:

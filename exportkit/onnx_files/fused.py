@@ -6,6 +6,7 @@ broadcast. The operators do not do that, or only in part.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,9 @@ import onnx_ir
 from onnx_ir.convenience import replace_nodes_and_values
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 from onnx_ir.tape import Tape
+from onnxscript.rewriter.pattern import RewriteRuleSet
 
+from exportkit._torch_compat.onnx import rotary_fusion
 from exportkit.onnx_files.fused_attention import join_heads, size_of, stop_at_diagonal
 
 _NOUNS = {
@@ -31,8 +34,31 @@ def fused_text(model: onnx_ir.Model) -> str:
     return ", ".join(part for part in parts if not part.startswith("0 ")) or "nothing"
 
 
+@functools.cache
+def _rotary_in_half_precision() -> Any:
+    """The rule of onnxscript for rotary embeddings whose sines and cosines are converted to the dtype of the model."""
+    rule, turned_half = rotary_fusion()
+
+    class InHalfPrecision(rule):  # type: ignore[misc, valid-type]
+        def pattern(  # noqa: PLR0917 (onnxscript reads the names)
+            self, op: Any, x: Any, freqs: Any, start1: Any, end1: Any, start2: Any, end2: Any, one1: Any, one2: Any
+        ) -> Any:
+            repeated = op.Concat(freqs, freqs, axis=-1)
+            cos, sin = (op.Unsqueeze(op.Cast(f(repeated)), axis) for f, axis in ((op.Cos, one1), (op.Sin, one2)))
+            return x * cos + turned_half(op, x, start1, end1, start2, end2) * sin
+
+        def rewrite(self, op: Any, x: Any, freqs: Any, **_: Any) -> Any:
+            angles = [op.Cast(function(freqs), to=x.dtype) for function in (op.Cos, op.Sin)]
+            for angle in angles:
+                angle.shape, angle.type = freqs.shape, x.type
+            return op.RotaryEmbedding(x, *angles, interleaved=0, num_heads=x.shape[1])
+
+    return RewriteRuleSet([InHalfPrecision.rule()])
+
+
 def complete_fusions(model: onnx_ir.Model) -> None:
     """Gives fused operators inputs of the sizes and layouts that they take, and computes what they share once."""
+    _rotary_in_half_precision().apply_to_model(model)
     for node in list(model.graph):
         if node.op_type == "RotaryEmbedding" and node.domain == "":
             _spread_angles(node, model.graph)

@@ -17,6 +17,7 @@ Opened = TypeVar("Opened")
 
 _EITHER = ([["GroupQueryAttention"], ["Attention"]], [["Attention"], ["GroupQueryAttention"]])
 _FLOAT32 = 1  # TensorProto.FLOAT
+_FLOATS = {1, 10, 11, 16}  # the above, TensorProto.FLOAT16, DOUBLE and BFLOAT16
 _WITHOUT_KERNELS = {11, 16}  # TensorProto.DOUBLE and BFLOAT16, which few operators have kernels for
 # What onnxruntime says of the first operator without a kernel, or that has none by its definition. It can list its
 # kernels, too, but ends the process by SIGSEGV on the way if it was built for TensorRT, and the libraries of TensorRT
@@ -95,6 +96,9 @@ def _convert(graph: onnx.GraphProto, outer: Mapping[str, int], names: Collection
             for part in (attribute.g, *attribute.graphs):
                 if part.node:
                     changed |= _convert(part, types, names)
+        kind = next((types[name] for name in node.input if types.get(name) in _FLOATS), 0)
+        for name in node.output:  # onnx infers nothing for onnxruntime's own operators, nor for what comes after them
+            types[name] = types.get(name) or kind
         if node.op_type not in names:
             nodes.append(node)
             continue

@@ -1,5 +1,6 @@
 """Norms and rotary embeddings as one operator in graphs for onnxruntime, also where sizes are broadcast."""
 
+import onnx
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -149,13 +150,14 @@ def test_an_onnxruntime_without_the_operators_is_refused(block, tmp_path, monkey
         block.to_onnx(tmp_path / "model.onnx", runtime="onnxruntime")
 
 
-def test_attention_of_every_layer_is_fused_whatever_the_width_of_a_head(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_of_every_layer_is_fused_whatever_the_width_of_a_head(dtype, tmp_path):
     config = LlamaConfig(
         vocab_size=32, hidden_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=64, intermediate_size=32,
         num_key_value_heads=1, max_position_embeddings=64,
     )  # fmt: skip
     torch.manual_seed(0)
-    model, observer = LlamaForCausalLM(config).eval(), exportkit.InputObserver()
+    model, observer = LlamaForCausalLM(config).eval().to(dtype), exportkit.InputObserver()
     with observer(model), torch.no_grad():
         for batch, length in ((2, 7), (3, 9)):
             ids = torch.randint(3, 30, (batch, length))
@@ -163,4 +165,10 @@ def test_attention_of_every_layer_is_fused_whatever_the_width_of_a_head(tmp_path
             mask = torch.ones(batch, length + 1, dtype=torch.int64)
             model(input_ids=ids[:, :1], attention_mask=mask, past_key_values=past)
     onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx", runtime="onnxruntime")
-    assert "fused for onnxruntime: 3 attentions" in str(onnx_model.verify())
+    report = onnx_model.verify()
+    assert report.ok
+    assert "fused for onnxruntime: 3 attentions, 7 norms, 6 rotary embeddings." in report.findings
+    graph = onnx.load(onnx_model.path, load_external_data=False).graph
+    branches = [attribute.g for node in graph.node if node.op_type == "If" for attribute in node.attribute]
+    attentions = [node for part in branches for node in part.node if node.op_type == "Attention"]
+    assert [len(node.input) for node in attentions] == [6, 6, 6]  # which append to the cache themselves
