@@ -332,7 +332,7 @@ class Session(GraphSession):
                 where=self._where,
                 expected=", ".join(self.placement.names),
                 got=", ".join(started),
-                hint="its libraries are missing, or of another version than this onnxruntime was built for.",
+                hint="its libraries are missing, or their version does not match this build of onnxruntime.",
             )
         self._session: onnxruntime.InferenceSession = session
         if self.placement.is_cpu:
