@@ -35,12 +35,12 @@ from exportkit.trees.structure import Leaves, Object, build
 def register_flattening_functions(patch_transformers: bool = False) -> Iterator[None]:
     """Registers cache classes with torch's pytree and with optree for the duration of a ``with`` block.
 
-    These are the cache classes of transformers: DynamicCache, StaticCache, EncoderDecoderCache, ..., and the classes
-    that a loaded model defines for itself. A registered cache flattens to its tensors in the order of its layers,
-    without copies: for a plain DynamicCache ``keys, values`` of layer 0, then of layer 1, and so on. Contexts can be
-    nested, left in any order, and entered from several threads; each undoes its own registrations only. Inside the
-    context ``torch.export.load`` can also read programs that take caches: it accepts the cache classes in their example
-    inputs.
+    These are the cache classes of transformers (DynamicCache, StaticCache, EncoderDecoderCache, ...), their subclasses
+    in models that are loaded, and the classes of other objects that were found in recorded calls. A registered cache
+    flattens to its tensors in the order of its layers, without copies: for a plain DynamicCache ``keys, values`` of
+    layer 0, then of layer 1, and so on. Contexts can be nested, left in any order, and entered from several threads;
+    each undoes its own registrations only. Inside the context ``torch.export.load`` can also read programs that take
+    caches: it accepts the cache classes in their example inputs.
 
     Args:
         patch_transformers: Raise an ImportError if transformers is not installed. By default its classes are

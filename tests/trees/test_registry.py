@@ -12,7 +12,8 @@ import torch
 import torch.utils._cxx_pytree  # from here on optree knows torch's registrations
 from torch.utils import _pytree
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.models.xlstm.modeling_xlstm import xLSTMCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
+from transformers.models.xlstm.modeling_xlstm import xLSTMCache, xLSTMConfig
 
 from exportkit import make_dynamic_cache, register_flattening_functions
 from exportkit.trees import flatten
@@ -211,7 +212,15 @@ def test_subclass_made_by_a_user_is_registered():
 
 def test_cache_class_that_a_model_defines_for_itself_is_registered():
     with register_flattening_functions():
+        assert _is_registered(MiniMaxCache)
+
+
+def test_cache_that_does_not_inherit_from_those_of_transformers_is_registered_once_it_was_flattened():
+    config = xLSTMConfig(num_hidden_layers=1, hidden_size=8, num_heads=2, vocab_size=16)
+    flatten(xLSTMCache(config, max_batch_size=1))
+    with register_flattening_functions():
         assert _is_registered(xLSTMCache)
+    assert not _is_registered(xLSTMCache)
 
 
 def test_layers_and_modules_are_not_registered():
