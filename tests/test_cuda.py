@@ -6,7 +6,8 @@ import torch
 import exportkit
 from exportkit.errors import InvalidRequestError
 from exportkit.running.eager import run_eager
-from exportkit.running.session import Session, placed
+from exportkit.running.placement import placed
+from exportkit.running.session import Session
 from tests.models import tiny_llama
 
 pytestmark = [

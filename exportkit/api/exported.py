@@ -16,9 +16,9 @@ from exportkit.calls.observation import Observation
 from exportkit.calls.observer import Observer
 from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.files import as_path, check_file, replacing
-from exportkit.onnx_files.graph import Runtime
+from exportkit.onnx_files.contract import Runtime
 from exportkit.onnx_files.quantised import Bits, Dtype, Quantisation
-from exportkit.onnx_files.runner import write_graphs
+from exportkit.onnx_files.write import write_graphs
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.program import TracedProgram
 from exportkit.proof.calls import given_calls

@@ -190,7 +190,7 @@ def export(
     from exportkit.examples.checkpoint import load_checkpoint
     from exportkit.files import check_file
     from exportkit.folder.folder import check_destination
-    from exportkit.running.session import require_onnxruntime
+    from exportkit.running.placement import require_onnxruntime
 
     to_file = out.suffix == ".onnx"
     if activations is not None and weights != "int8":
@@ -272,7 +272,7 @@ def demo(
     Exits with 0 if all models are proven, 1 if one is not, 2 for invalid usage.
     """
     from exportkit.examples.demo import demo_runs
-    from exportkit.running.session import require_onnxruntime
+    from exportkit.running.placement import require_onnxruntime
 
     with quiet_libraries(), tempfile.TemporaryDirectory() as temporary:
         with exit_on_error(BAD_INPUT):

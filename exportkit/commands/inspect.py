@@ -51,7 +51,7 @@ def verify(
     """
     import exportkit
     from exportkit.examples.checkpoint import load_checkpoint
-    from exportkit.running.session import require_onnxruntime
+    from exportkit.running.placement import require_onnxruntime
 
     with quiet_libraries(), exit_on_error(BAD_INPUT, debug):
         if runtime == "openvino" and device != "cpu":

@@ -66,7 +66,7 @@ def run(
     from exportkit.api.script import ProcessState, Script
     from exportkit.api.script_runs import observe_script, run_on_graphs
     from exportkit.folder.folder import REPORT_JSON, REPORT_TEXT, check_destination
-    from exportkit.running.session import require_onnxruntime
+    from exportkit.running.placement import require_onnxruntime
 
     out = out.absolute()  # the script may change the working directory
     asked = Script(script[0], tuple(script[1:]), module, observe)

@@ -22,8 +22,9 @@ from torch.export.graph_signature import InputKind
 from exportkit._torch_compat.graph import schema_of
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.errors import InvalidRequestError, InvalidTypeError
+from exportkit.running.placement import Placement
 from exportkit.running.program import run_nodes, state_of
-from exportkit.running.session import Placement, Session
+from exportkit.running.session import Session
 from exportkit.trees import registered_caches
 
 if TYPE_CHECKING:

@@ -37,7 +37,8 @@ from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.programs.exported import ExportedModel
 from exportkit.running.compare import distance
 from exportkit.running.eager import kernels_of
-from exportkit.running.session import Placement, Session
+from exportkit.running.placement import Placement
+from exportkit.running.session import Session
 from exportkit.trees import flatten, join
 
 EXPORT, BEFORE, AFTER, RUNTIME = "torch.export", "ONNX before optimisation", "ONNX after optimisation", "onnxruntime"

@@ -19,7 +19,8 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.proof.prove import output_differences
 from exportkit.running.compare import distance, unit_of
 from exportkit.running.eager import run_eager
-from exportkit.running.session import Placement, Session
+from exportkit.running.placement import Placement
+from exportkit.running.session import Session
 from exportkit.trees import flatten
 
 Tensors = Mapping[str, torch.Tensor]

@@ -26,7 +26,7 @@ from exportkit.folder.genai import (
     is_causal_decoder,
     window_limits,
 )
-from exportkit.onnx_files.graph import Contract, Runtime
+from exportkit.onnx_files.contract import Contract, Runtime
 from exportkit.onnx_files.translate import input_names
 from exportkit.plan.leaves import Finding
 from exportkit.probing.planning import plan_calls

@@ -29,9 +29,11 @@ from exportkit.folder.checked import WEIGHTS, CheckedFiles, SavedFile, damaged, 
 from exportkit.folder.clients import for_runtime, write_client_files
 from exportkit.folder.manifest import GraphData, dump_graph, load_graph
 from exportkit.json_data import InvalidDataError, parse_json, read
-from exportkit.onnx_files.graph import Contract, OnnxGraph, Runtime
-from exportkit.onnx_files.runner import ApplicationRun, OnnxRunner, write_graphs
+from exportkit.onnx_files.contract import Contract, Runtime
+from exportkit.onnx_files.graph import OnnxGraph
+from exportkit.onnx_files.runner import ApplicationRun, OnnxRunner
 from exportkit.onnx_files.translate import input_names, write_domain
+from exportkit.onnx_files.write import write_graphs
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.kinds import Split
 from exportkit.programs.strategies import Attempt
@@ -39,7 +41,7 @@ from exportkit.proof.calls import unseen_calls
 from exportkit.proof.leeway import measure
 from exportkit.proof.prove import prove
 from exportkit.proof.quantise import Lossy, lossy_runner
-from exportkit.running.session import require_onnxruntime
+from exportkit.running.placement import require_onnxruntime
 
 MANIFEST, REPORT_TEXT, REPORT_JSON = "manifest.json", "report.txt", "report.json"
 PAGE = "report.html"  # made later; belongs to the proof that it shows

@@ -20,7 +20,8 @@ from exportkit.calls.observation import Observation, Written
 from exportkit.calls.parts import Edge
 from exportkit.folder.checked import CheckedFiles, inside
 from exportkit.json_data import InvalidDataError, Positive, Size
-from exportkit.onnx_files.graph import Contract, Measured, OnnxGraph, Runtime
+from exportkit.onnx_files.contract import Contract, Runtime
+from exportkit.onnx_files.graph import Measured, OnnxGraph
 from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan

@@ -1,8 +1,4 @@
-"""One ONNX graph that is called like the model: its contract, and how it runs from that.
-
-The contract is all that is needed to call the graph without the model. A translation makes it, a saved folder stores
-and loads it, and `OnnxGraph` runs from it.
-"""
+"""One ONNX graph that is called like the model."""
 
 from __future__ import annotations
 
@@ -10,148 +6,29 @@ import functools
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from exportkit.calls.call import Call, Signature
-from exportkit.calls.observation import Observation, Written
+from exportkit.calls.call import Call
+from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError, RuntimeFailure
 from exportkit.files import Stamp, stamp_of
-from exportkit.onnx_files.quantised import Quantised
+from exportkit.onnx_files.contract import Contract
 from exportkit.plan.conditions import evaluate
-from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.cached_tokens import check_counted, hidden_past
-from exportkit.probing.missing import MissingDefaults, dependent_outputs, fill_missing
+from exportkit.probing.missing import fill_missing
 from exportkit.probing.simplify import as_simplified, first_step, value_at, with_split_lists
-from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
 from exportkit.running.bounds import HALF
 from exportkit.running.eager import EagerRunner
+from exportkit.running.placement import Placement
 from exportkit.running.program import tensor_placeholders
-from exportkit.running.session import GraphSession, Placement, Session, SessionRunner
-from exportkit.trees import Tree, check_opened, flatten, join, joined, set_stored_length
+from exportkit.running.session import GraphSession, Session, SessionRunner
+from exportkit.trees import check_opened, flatten, join, joined, set_stored_length
 
 Tensors = Mapping[str, torch.Tensor]
-Runtime = Literal["genai", "onnxruntime"]  # what graphs are made for; both run fused operators
-
-
-@dataclass(frozen=True)
-class Contract:
-    """How one ONNX graph is called.
-
-    Attributes:
-        path: The file; its weights are beside it in ``<name>.data``.
-        inputs: Path of the leaf by name of the graph's input, in order. Inputs that the model ignores are left out.
-        outputs: Path of the leaf by name of the graph's output, in order.
-        output_axes: Names or sizes of the axes of each output, by path of its leaf.
-        opset: The ONNX opset.
-        model_name: Class of the model.
-        method: The exported method.
-        target: Path in the model of the method that the graph stands in for; ``__call__`` if the hooks of the model
-            are part of the graph.
-        signature: Parameters of the method.
-        plan: What varies.
-        domain: Where the graph may be used.
-        defaults: Values for missing inputs.
-        structure: Structure of what the model returns; its tensors mean nothing.
-        joined_outputs: Paths of lists that the graph returns as one tensor.
-        member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
-        dependent: Outputs that are only returned if an input is given, with that input, both by path.
-        stateful: Whether the graph takes and returns a state that the model keeps on its modules.
-        wraps: Whether the graph returns the result of the model together with what else a call changes.
-        half_dtypes: The dtypes in half precision in which the model computes something.
-        written: Arguments that the model changes in place, by name.
-        rules: Names of the rewrites that were in force during the trace.
-        sizes: Sizes of the variables during the trace.
-        seconds: Duration of each stage.
-        runtime: What the graph was fused for; None for a graph of operators that every runtime has.
-        quantised: How its weights were quantised; None if they were not.
-    """
-
-    path: Path
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
-    output_axes: Mapping[str, tuple[str | int, ...]]
-    opset: int
-    model_name: str
-    method: str
-    target: str
-    signature: Signature
-    plan: Plan
-    domain: Domain
-    defaults: MissingDefaults
-    structure: Tree
-    joined_outputs: tuple[str, ...] = ()
-    member_rows: Mapping[str, int] = field(default_factory=dict)
-    dependent: Mapping[str, str] = field(default_factory=dict)
-    stateful: bool = False
-    wraps: bool = False
-    half_dtypes: tuple[str, ...] = ()
-    written: Mapping[str, Written] = field(default_factory=dict)
-    rules: tuple[str, ...] = ()
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
-    runtime: Runtime | None = None
-    quantised: Quantised | None = None
-
-    @functools.cached_property
-    def numbers(self) -> tuple[str, ...]:
-        """Paths of the outputs that are tensors in the graph, and Python numbers in the model."""
-        constants = self.structure.constants()
-        return tuple([path for path in self.outputs.values() if path in constants])
-
-    @classmethod
-    def of(
-        cls,
-        traced: TracedProgram,
-        path: Path,
-        inputs: Mapping[str, str],
-        outputs: Mapping[str, str],
-        output_axes: Mapping[str, tuple[str | int, ...]],
-        opset: int,
-        *,
-        runtime: Runtime | None = None,
-    ) -> Contract:
-        """Returns the contract of a file that a program was translated to.
-
-        Args:
-            traced: The program.
-            path: The file.
-            inputs: Path of the leaf by name of the graph's input.
-            outputs: Path of the leaf by name of the graph's output.
-            output_axes: Names or sizes of the axes of each output, by path of its leaf.
-            opset: The ONNX opset.
-            runtime: What the graph was fused for.
-        """
-        observation = traced.observation
-        return cls(
-            path,
-            inputs,
-            outputs,
-            output_axes,
-            opset,
-            model_name=observation.model_name,
-            method=traced.method,
-            target=observation.target,
-            signature=observation.signature,
-            plan=traced.plan,
-            domain=traced.domain,
-            defaults=traced.defaults,
-            structure=traced.outputs,
-            joined_outputs=traced.joined_outputs,
-            member_rows=traced.member_rows,
-            dependent=dependent_outputs(observation, traced.output_paths, traced.joined_outputs),
-            stateful=traced.stateful,
-            wraps=traced.wraps,
-            half_dtypes=traced.half_dtypes,
-            written=observation.written,
-            rules=traced.rules,
-            sizes=traced.sizes,
-            seconds=traced.seconds,
-            runtime=runtime,
-        )
 
 
 @dataclass(frozen=True)

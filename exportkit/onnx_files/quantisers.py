@@ -18,7 +18,7 @@ import torch
 from exportkit.errors import RuntimeFailure
 from exportkit.onnx_files.matrices import all_nodes, remove_unused
 from exportkit.onnx_files.quantised import BITS, CLASSES, SCOPES, Layer, Quantisation
-from exportkit.running.session import require_onnxruntime
+from exportkit.running.placement import require_onnxruntime
 
 if TYPE_CHECKING:
     import onnx

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,23 +12,20 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.calls.parts import Edge
-from exportkit.errors import ArgumentError, ExportError
-from exportkit.onnx_files.graph import Contract, Given, OnnxGraph, Runtime
-from exportkit.onnx_files.translate import fused_opset, translate
+from exportkit.errors import ArgumentError
+from exportkit.onnx_files.contract import Contract
+from exportkit.onnx_files.graph import Given, OnnxGraph
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.effects import write_back
 from exportkit.probing.simplify import value_at
 from exportkit.programs.domain import Domain
 from exportkit.programs.exported import ExportedModel, require_own
-from exportkit.programs.failure import explained
 from exportkit.programs.kinds import Split, constants_of, shapes_of
-from exportkit.programs.program import TracedProgram
-from exportkit.programs.stages import TRANSLATION_PER_TRACE, stage
-from exportkit.programs.strategies import Attempt, after_failed_translation
+from exportkit.programs.strategies import Attempt
 from exportkit.programs.subject import RESULT, STATE
-from exportkit.running.eager import autocast
+from exportkit.running.placement import Placement, Provider, placed
 from exportkit.running.runner import Returned
-from exportkit.running.session import GraphSession, Placement, Provider, Session, placed
+from exportkit.running.session import GraphSession, Session
 from exportkit.trees import flatten, join
 
 
@@ -392,60 +388,3 @@ class OnnxRunner:
         )
         fits = batch is None or not has_batch or sizes[batch.name] == state[batch.name]
         return fits and (past is None or sizes[past.name] > 0)
-
-
-def write_graphs(
-    exported: ExportedModel,
-    file_of: Callable[[str, str], Path],
-    opset: int | None = None,
-    runtime: Runtime | None = None,
-) -> OnnxRunner:
-    """Writes the programs of an export and of its parts as ONNX, and returns them as something to call.
-
-    Args:
-        exported: The export.
-        file_of: Returns the file for the name of a program and the name of the part that it belongs to; both are empty
-            for the usual case.
-        opset: ONNX opset; by default torch's own choice.
-        runtime: What the graphs are fused for; None for graphs of operators that every runtime has.
-
-    Raises:
-        ExportError: if an operator cannot be translated.
-        InvalidRequestError: if a fused graph cannot have the opset.
-        MissingPackageError: if the installed onnxruntime cannot run fused graphs.
-    """
-    if runtime is not None:
-        opset = fused_opset(opset)
-    programs, graphs, attempts = {}, {}, [*exported.attempts]
-    for name, traced in exported.programs.items():
-        programs[name], contract, more = _written(traced, file_of(name, ""), opset, runtime)
-        attempts += more
-        graphs[name] = OnnxGraph(contract, programs[name].observation, programs[name])
-    runners, parts = {}, {}
-    for name, part in exported.parts.items():
-        runners[name] = write_graphs(part, functools.partial(_file_of_part, file_of, name), opset, runtime)
-        parts[name] = runners[name].exported or part
-    written = replace(exported, programs=programs, parts=parts, attempts=tuple(attempts))
-    return OnnxRunner(
-        graphs, runners, exported.edges, split=exported.split, attempts=written.attempts, exported=written
-    )
-
-
-def _file_of_part(file_of: Callable[[str, str], Path], part: str, program: str, _: str) -> Path:
-    return file_of(program, part)
-
-
-def _written(
-    traced: TracedProgram, path: Path, opset: int | None, runtime: Runtime | None
-) -> tuple[TracedProgram, Contract, tuple[Attempt, ...]]:
-    """The program that could be translated, its contract, and what was tried besides."""
-    about = TRANSLATION_PER_TRACE * traced.seconds.get("export", 0.0) or None
-    with explained(lambda: traced.request(onnx=True)), stage("onnx", traced.seconds, about), autocast(()):
-        try:
-            return traced, translate(traced, path, opset, runtime), ()
-        except ExportError:
-            again = after_failed_translation(traced)
-            if again is None:
-                raise
-            program, attempts = again
-            return program, translate(program, path, opset, runtime), attempts

@@ -29,9 +29,9 @@ from exportkit._torch_compat.onnx import exact_no_ops, quick_matches, quiet_onnx
 from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
+from exportkit.onnx_files.contract import Contract, Runtime
 from exportkit.onnx_files.decompositions import prepared, translatable, without_assertions
 from exportkit.onnx_files.findings import operator_findings
-from exportkit.onnx_files.graph import Contract, Runtime
 from exportkit.overrides import replaced_attributes
 from exportkit.plan.expression import Expression
 from exportkit.plan.leaves import Finding

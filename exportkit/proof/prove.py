@@ -16,7 +16,8 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, ExportkitError, RuntimeFailure
 from exportkit.onnx_files.graph import Measured, OnnxGraph
-from exportkit.onnx_files.runner import OnnxRunner, write_graphs
+from exportkit.onnx_files.runner import OnnxRunner
+from exportkit.onnx_files.write import write_graphs
 from exportkit.plan.leaves import Finding
 from exportkit.plan.sizes import solve_sizes
 from exportkit.plan.small_sizes import small

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
-from exportkit.running.session import Session, require_onnxruntime
+from exportkit.running.placement import require_onnxruntime
+from exportkit.running.session import Session
 
 pytestmark = pytest.mark.runtime
 
