@@ -25,7 +25,7 @@ from exportkit.programs.patterns import ProgramProbe, add_patterns
 from exportkit.programs.program import TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.programs.traced_method import Example
-from exportkit.rewrites.lists import SYMBOLIC_LENGTH
+from exportkit.rewrites.lengths import SYMBOLIC_LENGTH
 from exportkit.rewrites.table import (
     BUFFER_VALUES,
     LIBRARY_PATCHES,

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.symbolic_shapes import quotient_parts
 from exportkit._torch_compat.tracing import apart_from_modes
-from exportkit.rewrites.lists import SYMBOLIC_LENGTH
+from exportkit.rewrites.lengths import SYMBOLIC_LENGTH
 
 _LARGEST = 1024
 _READS = {"__bool__", "__float__", "__index__", "__int__", "__len__", "item", "tolist"}

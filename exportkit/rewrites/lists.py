@@ -7,11 +7,7 @@ That is right if elements are only ever concatenated, which the proof at other c
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import functools
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +20,13 @@ from exportkit._torch_compat.symbolic_shapes import decided_extreme, depends_on_
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced
+from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, SymbolicList
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.sized_operators import KERNELS, REPLACED
 
 aten = torch.ops.aten
 PACK = "_pack_padded_sequence"  # the function that packs sequences of different lengths for a recurrent layer
 _ALIGNED = "_nested_tensor_from_mask_left_aligned"  # asked by an encoder that may leave padding out
-SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
 
 _Context = contextlib.AbstractContextManager[None]
 _LISTING = {"unbind", "tolist", "split", "split_with_sizes"}
@@ -79,10 +75,14 @@ class ListingNoted(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(SymbolicList):
     """The result of ``tolist`` for a tensor of symbolic length: sizes for a split, or for a tensor again."""
 
     tensor: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        """Returns the tensor."""
+        return self.tensor
 
 
 def lists_of_one(_model: torch.nn.Module) -> _Context:
@@ -128,7 +128,7 @@ def _torch_split(tensor: torch.Tensor, split_size_or_sections: Any, dim: int = 0
 
 
 def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
-    data = data.tensor if isinstance(data, Sizes) else data
+    data = data.whole() if isinstance(data, SymbolicList) else data
     return _original["torch.as_tensor"](data, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
 
@@ -144,65 +144,6 @@ def _tolist_of(cls: Any) -> Callable[[torch.Tensor], Any]:
         return Sizes(self) if self.ndim == 1 and _is_symbolic(self) else original(self)
 
     return tolist
-
-
-# Lengths
-#
-# `len(tensor)`, `int(length)` and transformers' `torch_int` make an int of a symbolic length, which fixes it, and
-# `int(tensor)` makes one of a value. Here these names are shadowed in the Python modules that define the model's
-# classes and methods.
-
-
-_OTHERS = {"torch", "exportkit", *sys.stdlib_module_names}
-
-
-def symbolic_lengths(model: torch.nn.Module) -> _Context:
-    """Shadows what makes ints of lengths, and caches by length, where the code of the model is defined."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    members = [value for owner in (*classes, *model.modules()) for value in vars(owner).values()]
-    methods = [value for value in members if inspect.isfunction(value) or inspect.ismethod(value)]
-    names = {value.__module__ for value in (*classes, *methods)}  # a method may have been put there from elsewhere
-    own = [sys.modules[n] for n in sorted(names & sys.modules.keys()) if n.partition(".")[0] not in _OTHERS]
-    shadows = {"len": _length, "int": Int, "torch_int": Int}
-    replacements: list[tuple[Any, Any]] = [
-        (Attribute(module, name), shadow)
-        for module in own
-        for name, shadow in shadows.items()
-        if name != "torch_int" or hasattr(module, name)
-    ]
-    for owner in (*own, *classes):
-        for name, value in vars(owner).items():
-            if isinstance(value, _Cached):  # a cache cannot look a symbolic length up
-                replacements.append((Attribute(owner, name), value.__wrapped__))
-    return replaced(replacements)
-
-
-_Cached = type(functools.cache(len))
-
-
-def _length(value: Any) -> Any:
-    return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else builtins.len(value)
-
-
-class _Symbolic(type):
-    """Makes its class stand for ``int``, which is also a type that values are checked against."""
-
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].dtype is not torch.bool:
-            args = (args[0].item(),)
-        if len(args) == 1 and isinstance(args[0], torch.SymInt | torch.SymFloat):
-            return torch.sym_int(args[0])
-        return builtins.int(*args, **options)
-
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, builtins.int | torch.SymInt)
-
-    def __subclasscheck__(cls, other: type) -> bool:
-        return issubclass(other, builtins.int)
-
-
-class Int(builtins.int, metaclass=_Symbolic):
-    """Stands for ``int``, and leaves a symbolic number as it is."""
 
 
 def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContextManager[None]:

@@ -22,17 +22,16 @@ import torch
 from exportkit._torch_compat.graph import scan
 from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 from exportkit.overrides import Attribute, namespaces, replaced
+from exportkit.rewrites.lengths import SymbolicList
 from exportkit.rewrites.loop_source import HELPERS, with_loops_as_functions
 
 
 def loops_as_operators(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Replaces the functions with loops where the classes of the model are defined, and what joins lists."""
+    """Replaces the functions with loops where the classes of the model are defined."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     owners = (*classes, *namespaces(model), *model.modules())  # a module may hold a function as its attribute
     own = [owner for owner in owners if _package(owner) not in ("torch", "builtins", "exportkit")]
-    replacements: list[tuple[Any, Any]] = [
-        (Attribute(torch, name), _joining(getattr(torch, name))) for name in ("stack", "cat")
-    ]
+    replacements: list[tuple[Any, Any]] = []
     for owner in own:
         for name, value in list(vars(owner).items()):
             if isinstance(value, types.FunctionType) and (again := _compiled(value)) is not None:
@@ -163,7 +162,7 @@ class Steps:
         self.elements, self.given, self.first = elements, given, first
 
 
-class Stacked:
+class Stacked(SymbolicList):
     """A list to which every turn of a loop adds a tensor.
 
     Args:
@@ -171,34 +170,25 @@ class Stacked:
     """
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
-        self.parts = parts
+        self._parts = parts
 
     def whole(self) -> torch.Tensor:
         """Returns all elements along the first axis."""
-        return torch.cat(self.parts) if len(self.parts) > 1 else self.parts[0]
+        return torch.cat(self._parts) if len(self._parts) > 1 else self._parts[0]
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """Tensors whose first axis goes over elements of the list."""
+        return self._parts
 
     def append(self, element: torch.Tensor) -> None:
         """Adds an element, as a list does."""
-        self.parts.append(element.unsqueeze(0))
+        self._parts.append(element.unsqueeze(0))
 
     def __getitem__(self, index: Any) -> Any:
         if index == slice(None, None, -1):
-            return Stacked([part.flip(0) for part in reversed(self.parts)])
+            return Stacked([part.flip(0) for part in reversed(self._parts)])
         return Stacked([self.whole()[index]]) if isinstance(index, slice) else _item(self.whole(), index)
-
-
-def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.stack`` or ``torch.cat``, which also takes what a loop leaves."""
-
-    def join(tensors: Any, dim: int = 0, **options: Any) -> Any:
-        if not isinstance(tensors, Stacked):
-            return original(tensors, dim, **options)
-        if original.__name__ == "stack":
-            return tensors.whole().movedim(0, dim)
-        axis = dim % (tensors.parts[0].ndim - 1)
-        return original([part.movedim(0, axis).flatten(axis, axis + 1) for part in tensors.parts], axis)
-
-    return join
 
 
 class Helpers:
@@ -207,7 +197,7 @@ class Helpers:
     @staticmethod
     def steps(iterated: Any) -> Any:
         """Returns the turns of a loop over something; the thing itself if its length is a number."""
-        if isinstance(iterated, Stacked):
+        if isinstance(iterated, SymbolicList):
             iterated = iterated.whole()
         if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic(iterated.shape[0]):
             return Steps(iterated, lambda element: element, lambda: iterated[0])

@@ -18,7 +18,8 @@ from exportkit._torch_compat.graph import scan
 from exportkit._torch_compat.modules import recurrent_functions
 from exportkit._torch_compat.symbolic_shapes import asserted, at_most
 from exportkit.overrides import Attribute, replaced
-from exportkit.rewrites.lists import PACK, Int
+from exportkit.rewrites.lengths import Int
+from exportkit.rewrites.lists import PACK
 
 _State = tuple[torch.Tensor, ...]
 _Cell = Callable[[torch.Tensor, _State, list[Any]], _State]

@@ -23,6 +23,7 @@ from exportkit.rewrites import (
     grid_convolutions,
     grids,
     images,
+    lengths,
     lists,
     loops,
     packed_sequences,
@@ -198,7 +199,7 @@ ZEROS_AT_PADDING = Rewrite("zeros in place of padding behind the sequences", att
 PACKED_SEQUENCES = Rewrite("packed sequences as padded ones with a mask", packed_sequences.masked_layers)
 
 # What is tried if a trace fails; the first two only if it fixed a size, the next two only if it needed a value.
-SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lists.symbolic_lengths)
+SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lengths.symbolic_lengths)
 LOOPS = Rewrite("loops over a length as one operator", loops.loops_as_operators)
 NUMBER_CHECKS = Rewrite("checks of numbers read from tensors as assertions", branches.checks_of_numbers)
 BUFFER_VALUES = Rewrite("buffers and sizes read as numbers", lambda _: contextlib.nullcontext())

@@ -1,0 +1,284 @@
+"""Lengths of tensors as Python takes them: ``len(tensor)``, ``int(length)``, ``range(length)``, and lists of numbers.
+
+`len(tensor)`, `int(length)`, `range(length)` and transformers' `torch_int` make ints of a symbolic length, which fixes
+it, and `int(tensor)` makes one of a value. Here these names are shadowed in the Python modules that define the model's
+classes and methods, and lists of symbolic length can be made tensors, or be an index.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit.overrides import Attribute, replaced
+
+SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
+
+_OTHERS = {"torch", "exportkit", *sys.stdlib_module_names}
+_Cached = type(functools.cache(len))
+_CONSTRUCTORS = {
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+}
+
+
+def symbolic_lengths(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Shadows what makes ints of lengths, and caches by length, where the code of the model is defined."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    members = [value for owner in (*classes, *model.modules()) for value in vars(owner).values()]
+    methods = [value for value in members if inspect.isfunction(value) or inspect.ismethod(value)]
+    names = {value.__module__ for value in (*classes, *methods)}  # a method may have been put there from elsewhere
+    own = [sys.modules[n] for n in sorted(names & sys.modules.keys()) if n.partition(".")[0] not in _OTHERS]
+    shadows = {"len": _length, "int": Int, "torch_int": Int, "range": _Range, "list": _List}
+    replacements: list[tuple[Any, Any]] = [
+        (Attribute(module, name), shadow)
+        for module in own
+        for name, shadow in shadows.items()
+        if name != "torch_int" or hasattr(module, name)
+    ]
+    for owner in (*own, *classes):
+        for name, value in vars(owner).items():
+            if isinstance(value, _Cached):  # a cache cannot look a symbolic length up
+                replacements.append((Attribute(owner, name), value.__wrapped__))
+    replacements += [(Attribute(torch, name), _taking_lists(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    replacements += [(Attribute(torch, name), _constructor(name, dtype)) for name, dtype in _CONSTRUCTORS.items()]
+    replacements += [(Attribute(torch, name), _joining(getattr(torch, name))) for name in ("stack", "cat")]
+    replacements += [(Attribute(torch.SymInt, name), _repeating(name)) for name in ("__mul__", "__rmul__")]
+    replacements.append((Attribute(torch.Tensor, "__getitem__"), _indexed(torch.Tensor.__getitem__)))
+    return replaced(replacements)
+
+
+class SymbolicList:
+    """A list of symbolic length, whose elements are those of a tensor along its first axis."""
+
+    def whole(self) -> torch.Tensor:
+        """Returns all elements along the first axis."""
+        raise NotImplementedError
+
+    @property
+    def count(self) -> Any:
+        """How many elements there are."""
+        return self.whole().shape[0]
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """Tensors whose first axis goes over elements of the list; only elements of one of them have the same shape."""
+        return [self.whole()]
+
+
+@dataclass(frozen=True)
+class Repeated(SymbolicList):
+    """A list that is repeated, ``[x] * length``.
+
+    Attributes:
+        items: The list.
+        times: How often.
+    """
+
+    items: list[Any]
+    times: Any
+
+    def whole(self) -> torch.Tensor:
+        """Returns all elements along the first axis."""
+        items = torch.stack([torch.as_tensor(item) for item in self.items])
+        return items.repeat(self.times, *[1] * (items.ndim - 1))
+
+
+class Numbers(SymbolicList):
+    """What a range holds, or a part of it: numbers at the same distance from each other, after a few first ones.
+
+    Args:
+        start: The number after the first ones.
+        step: The distance.
+        steps: How many numbers there are from ``start`` on.
+        first: The first ones.
+    """
+
+    def __init__(self, start: Any, step: int, steps: Any, first: tuple[Any, ...] = ()) -> None:
+        self._start, self._step, self._steps, self._first = start, step, steps, first
+
+    @classmethod
+    def of(cls, start: Any, stop: Any, step: int) -> Numbers:
+        """Returns the numbers of a range."""
+        return cls(start, step, _turns(stop - start, step))
+
+    @property
+    def count(self) -> Any:
+        """How many numbers there are."""
+        return len(self._first) + self._steps
+
+    def whole(self) -> torch.Tensor:
+        """Returns the numbers as a tensor."""
+        numbers = torch.arange(self._steps) * self._step + self._start
+        return torch.cat([torch.tensor(self._first), numbers]) if self._first else numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self._first, *[self._start + self._step * place for place in builtins.range(self._steps)]])
+
+    def __len__(self) -> int:
+        return builtins.int(self.count)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        if 0 <= index < len(self._first):
+            return self._first[index]
+        place = self._steps + index if index < 0 else index - len(self._first)
+        if not 0 <= place < self._steps:
+            raise IndexError("list index out of range")
+        return self._start + self._step * place
+
+    def _part(self, index: slice) -> Numbers:
+        if index == slice(None, None, -1) and not self._first:
+            return Numbers(self[-1], -self._step, self._steps)
+        begin, end, by, known = index.start or 0, index.stop or 0, index.step or 1, len(self._first)
+        if begin < 0 or by < 1 or not -self._steps <= end <= 0 or index.stop == 0:
+            raise TypeError(SYMBOLIC_LENGTH)
+        skipped = begin - known if begin >= known else (begin - known) % by
+        steps = _turns(self._steps - skipped + end, by)
+        return Numbers(self._start + self._step * skipped, self._step * by, steps, self._first[begin::by])
+
+    def __radd__(self, other: list[Any]) -> Numbers:
+        return Numbers(self._start, self._step, self._steps, (*other, *self._first))
+
+
+def _turns(distance: Any, step: int) -> Any:
+    """How many numbers a range has."""
+    distance, step = (-distance, -step) if step < 0 else (distance, step)
+    return torch.sym_max(0, (distance + step - 1) // step)
+
+
+class _StandIn(type):
+    """Makes a class stand for a type, which values are also checked against."""
+
+    types: tuple[type, ...]
+    made: Callable[..., Any]
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return cls.made(*args, **options)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.types)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, cls.types)
+
+
+def _length(value: Any) -> Any:
+    if isinstance(value, SymbolicList):
+        return value.count
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else builtins.len(value)
+
+
+def _int(*args: Any, **options: Any) -> Any:
+    if len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].dtype is not torch.bool:
+        args = (args[0].item(),)
+    if len(args) == 1 and isinstance(args[0], torch.SymInt | torch.SymFloat):
+        return torch.sym_int(args[0])
+    return builtins.int(*args, **options)
+
+
+def _range(*limits: Any) -> Any:
+    start, stop, step = {1: (0, *limits, 1), 2: (*limits, 1)}.get(len(limits), limits)
+    if type(step) is builtins.int and step and any(isinstance(limit, torch.SymInt) for limit in (start, stop)):
+        return Numbers.of(start, stop, step)
+    return builtins.range(*limits)
+
+
+def _list(*args: Any) -> Any:
+    return args[0] if args and isinstance(args[0], SymbolicList) else builtins.list(*args)
+
+
+class Int(builtins.int, metaclass=_StandIn):
+    """Stands for ``int``, and leaves a symbolic number as it is."""
+
+    types, made = (builtins.int, torch.SymInt), _int
+
+
+class _List(builtins.list[Any], metaclass=_StandIn):
+    """Stands for ``list``, and leaves a list of symbolic length as it is."""
+
+    types, made = (builtins.list, SymbolicList), _list
+
+
+class _Range(metaclass=_StandIn):
+    """Stands for ``range``, and takes symbolic limits."""
+
+    types, made = (builtins.range,), _range
+
+
+def _taking_lists(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a tensor, also of nested lists of symbolic length."""
+
+    def made(data: Any, *args: Any, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+        if not _holds_symbolic(data):
+            return make(data, *args, dtype=dtype, device=device, **options)
+        return _stacked(data).to(device=device, dtype=dtype)
+
+    return made
+
+
+def _constructor(name: str, dtype: torch.dtype) -> _StandIn:
+    """Stands for one of the classes of tensors of a dtype, such as ``torch.LongTensor``."""
+    cls = getattr(torch, name)
+
+    def made(*args: Any, **options: Any) -> Any:
+        return _stacked(args[0]).to(dtype) if args and _holds_symbolic(args[0]) else cls(*args, **options)
+
+    return _StandIn(name, (), {"types": (cls,), "made": made})
+
+
+def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.stack`` or ``torch.cat``, which also takes a list of symbolic length."""
+
+    def join(tensors: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(tensors, SymbolicList):
+            return original(tensors, *args, **options)
+        dim = args[0] if args else options.get("dim", options.get("axis", 0))
+        if original.__name__ == "stack":
+            return tensors.whole().movedim(0, dim)
+        axis = dim % (tensors.parts[0].ndim - 1)
+        return original([part.movedim(0, axis).flatten(axis, axis + 1) for part in tensors.parts], axis)
+
+    return join
+
+
+def _repeating(name: str) -> Callable[..., Any]:
+    """A product of a symbolic number, which also repeats a list."""
+    original = getattr(torch.SymInt, name)
+
+    def product(times: torch.SymInt, other: Any) -> Any:
+        return Repeated(other, times) if type(other) is builtins.list and other else original(times, other)
+
+    return product
+
+
+def _indexed(getitem: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.__getitem__``, which also takes lists of symbolic length."""
+
+    def item(tensor: torch.Tensor, index: Any) -> Any:
+        if isinstance(index, tuple):
+            index = tuple([part.whole() if isinstance(part, SymbolicList) else part for part in index])
+        return getitem(tensor, index.whole() if isinstance(index, SymbolicList) else index)
+
+    return item
+
+
+def _holds_symbolic(data: Any) -> bool:
+    return isinstance(data, SymbolicList) or (isinstance(data, list | tuple) and any(map(_holds_symbolic, data)))
+
+
+def _stacked(data: Any) -> torch.Tensor:
+    if isinstance(data, list | tuple):
+        return torch.stack([_stacked(part) for part in data])
+    return data.whole() if isinstance(data, SymbolicList) else torch.as_tensor(data)

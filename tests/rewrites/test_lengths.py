@@ -1,0 +1,91 @@
+"""Lists of numbers that follow from a length: as a tensor, as an index, repeated, and as limits of other ranges."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import exportkit
+from exportkit.rewrites.lengths import Numbers
+from exportkit.rewrites.table import LOOPS, SYMBOLIC_LENGTHS
+
+
+def as_tensors(x, table):
+    length = x.shape[1]
+    forward, backward = torch.tensor(list(range(length))), torch.LongTensor(range(length - 1, -1, -1))
+    both = torch.tensor([list(range(length)), list(range(1, length + 1))])
+    return x + table(forward) * table(torch.as_tensor(range(3, length + 3))) + table(backward) + table(both).sum(0)
+
+
+def as_an_index(x, _):
+    places = list(range(x.shape[1]))
+    return x[:, places[::-1]], x[:, places[1::2], :2], x[0, places]
+
+
+def as_limits(x, table):
+    places = list(range(x.shape[1]))
+    kept = [-3] + places[1:-1][::2]  # noqa: RUF005 (as models have it)
+    table_of_kept = table(torch.arange(kept[1], kept[-1] + len(kept)))
+    return table_of_kept + kept[0], table(torch.tensor(kept[1:]))
+
+
+def repeated(x, _):
+    weights = torch.tensor([0.5, 2.0] * x.shape[1])
+    return torch.cat([x[:, :1]] * x.shape[1], axis=1), torch.stack(x.shape[1] * [x[0, 0]], 1), weights
+
+
+def computed(x, table):
+    length = x.shape[1]
+    places, weights = (
+        torch.tensor([2 * i + 1 for i in range(length)]),
+        torch.tensor([1.0 / (i + 1) for i in range(length)]),
+    )
+    return table(places) + x * weights[:, None]
+
+
+class Model(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.table = function, torch.nn.Embedding(64, 4)
+
+    def forward(self, x):
+        return self.function(x, self.table)
+
+
+@pytest.mark.parametrize("function", [as_tensors, as_an_index, as_limits, repeated, computed])
+def test_list_of_numbers_follows_the_length(function, tmp_path):
+    torch.manual_seed(0)
+    model, observer = Model(function).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 5, 4))
+        model(torch.randn(3, 8, 4))
+    exported = exportkit.export(model, observer)
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    assert (SYMBOLIC_LENGTHS.name in exported.rules, LOOPS.name in exported.rules) == (True, function is computed)
+    assert onnx_model.verify().ok
+    x = torch.randn(1, 21, 4)
+    torch.testing.assert_close(onnx_model(x), model(x))
+    assert torch.tensor([1, 2]).tolist() == [1, 2]  # nothing stays replaced
+    assert isinstance(torch.LongTensor([1]), torch.LongTensor)
+
+
+steps = st.integers(-4, 4).filter(bool)
+
+
+@given(st.integers(-9, 9), st.integers(-9, 30), steps, st.lists(st.integers(-5, 5), max_size=3), st.data())
+def test_numbers_are_those_of_a_list(start, stop, step, first, data):
+    begin, end = data.draw(st.none() | st.integers(0, 6)), data.draw(st.none() | st.integers(-3, -1))
+    part = slice(begin, end, data.draw(st.integers(1, 3)))
+    expected = first + list(range(start, stop, step))
+    numbers = first + Numbers.of(start, stop, step)
+    assert list(numbers) == expected
+    assert numbers.whole().tolist() == expected
+    assert len(numbers) == len(expected)
+    for place in range(-len(expected) + len(first), len(expected)):
+        assert numbers[place] == expected[place]
+    with pytest.raises(IndexError):
+        numbers[len(expected)]
+    try:
+        assert list(numbers[part]) == expected[part]
+    except TypeError:  # it would cut into the first numbers from the end, or begin behind the last one
+        assert (begin or 0) - len(first) > len(expected) - len(first) or -(end or 0) > len(expected) - len(first)
