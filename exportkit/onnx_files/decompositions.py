@@ -163,17 +163,20 @@ def _shape(node: torch.fx.Node) -> list[Any]:
 
 
 # Functions of weights and constants alone that ONNX does not have: the quantile of a normal distribution that a model
-# looks up for a threshold, a weight that is orthogonal by construction.
+# looks up for a threshold, a weight that is orthogonal by construction. Or that it rounds differently, such as the
+# limits of bins.
 
 _COMPUTED_HERE = (
-    "cholesky", "digamma", "erfinv", "i0", "inverse", "lgamma", "linalg_", "logdet", "lu_", "matrix_exp", "pinverse",
-    "polygamma", "qr", "slogdet", "special_", "svd",
+    "cholesky", "digamma", "erfinv", "i0", "inverse", "lgamma", "linalg_", "linspace", "logdet", "logspace", "lu_",
+    "matrix_exp", "pinverse", "polygamma", "qr", "slogdet", "special_", "svd",
 )  # fmt: skip
 
 
 def with_constants(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Returns the program with constants in place of functions of weights that ONNX does not have."""
+    """Returns the program with constants in place of functions of constants that ONNX does not have."""
     found = [node for node in program.graph.nodes if operator_name(node.target).startswith(_COMPUTED_HERE)]
+    written = written_tensors(program.graph) if found else {}
+    found = [node for node in found if node not in written]
     given = _given(program) if found else {}
     fixed = {node for root in found if (needed := _sources(root, given)) is not None for node in needed}
     if not fixed:

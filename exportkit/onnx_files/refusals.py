@@ -131,6 +131,19 @@ def _are_probabilities(*values: torch.Tensor) -> torch.Tensor:
     return functools.reduce(operator.and_, (((part >= 0) & (part <= 1)).all() for part in values))
 
 
+def _counted_axes(given: Mapping[str, Any], shape: torch.Size) -> list[int]:
+    """The axes that an operator leaves out if they have one element, and whose size is a count."""
+    dim = given["dim"] if "dim" in given else [0][: len(shape) - 1]  # the covariance of one variable has no axes
+    axes = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    return [axis for axis in axes if is_counted(shape[axis])]
+
+
+def _keeps_axes(given: Mapping[str, Any]) -> torch.Tensor:
+    """Whether no count is 1: the trace took it for granted, and the graph keeps an axis that the model leaves out."""
+    values = given["self"]
+    return torch.stack([_count(values, axis) != 1 for axis in _counted_axes(given, values.shape)]).all()
+
+
 def _is_solved(matrices: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Numbers, for matrices of numbers; a matrix that has no inverse, or no root, leads to others."""
     return (result - result == 0).all() | (matrices - matrices != 0).any()
@@ -140,6 +153,7 @@ def _is_solved(matrices: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 _CONDITIONS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
     "bincount": lambda given: (given["self"] >= 0).all(),
     "binary_cross_entropy": lambda given: _are_probabilities(given["self"], given["target"]),
+    "histc": lambda given: (given["self"] - given["self"] == 0).all(),
     "embedding_bag": lambda given: _begin_bags(given["offsets"], given["indices"].shape[0]),
     "multilabel_margin_loss": lambda given: _all_within(given["target"], -1, max(given["self"].shape[-1:], default=1)),
     "one_hot": lambda given: _all_within(given["self"], 0, given["num_classes"]),
@@ -151,6 +165,7 @@ _CONDITIONS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
         ["max_unpool2d", "max_unpool3d"],
         lambda given: _all_within(given["indices"], 0, math.prod(given["output_size"])),
     ),
+    **dict.fromkeys(["corrcoef", "cov", "squeeze"], _keeps_axes),
     **dict.fromkeys(["quantile", "nanquantile"], lambda given: _are_probabilities(given["q"])),
     "repeat_interleave": lambda given: (given["repeats"] >= 0).all(),
     **dict.fromkeys(
@@ -199,6 +214,10 @@ def _refuses(node: torch.fx.Node) -> bool:
     if name not in _CONDITIONS:
         return False
     given = arguments_of(node)
+    if _CONDITIONS[name] is _keeps_axes:
+        return bool(_counted_axes(given, given["self"].meta["val"].shape))
+    if name == "histc":
+        return bool(given["min"] == given["max"])  # the limits are those of the values
     if name == "one_hot":
         return not _is_below(given["self"], given["num_classes"])
     if name == "cross_entropy_loss" and given["target"].meta["val"].is_floating_point():

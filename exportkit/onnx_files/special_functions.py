@@ -158,6 +158,28 @@ def _log_ndtr(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x < 0, size, torch.log1p(-size.exp()))
 
 
+def _histc(values: torch.Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> torch.Tensor:
+    """Counts of values in bins; without limits these are those of the values, apart by one if all are the same."""
+    values = values.flatten()
+    if min == max:
+        low, high = values.amin(), values.amax()
+    else:
+        low, high = (torch.full((), float(limit), dtype=values.dtype, device=values.device) for limit in (min, max))
+    is_one = low == high
+    low, high = torch.where(is_one, low - 1, low), torch.where(is_one, high + 1, high)
+    place = ((values - low) * bins / (high - low)).nan_to_num(0).to(torch.int64).clamp(0, bins - 1)
+    return values.new_zeros(bins).scatter_add(0, place, ((values >= low) & (values <= high)).to(values.dtype))
+
+
+def _logit(x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    x = x if eps is None else x.clamp(eps, 1 - eps)
+    return (x / (1 - x)).log()
+
+
+def _xlogy(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.where(y.isnan(), y, torch.where(x == 0, 0.0, x * y.log()))
+
+
 SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.copysign.Scalar: _copysign,
     aten.copysign.Tensor: _copysign,
@@ -168,8 +190,13 @@ SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.fmax.default: _fmax,
     aten.fmin.default: _fmin,
     aten.hypot.default: _hypot,
+    aten.histc.default: _histc,
     aten.lgamma.default: _in_double(_lgamma),
     aten.special_gammaln.default: _in_double(_lgamma),
+    aten.logit.default: _logit,
+    aten.special_logit.default: _logit,
+    aten.xlogy.Tensor: _xlogy,
+    aten.special_xlogy.default: _xlogy,
     aten.special_erfcx.default: _in_double(_erfcx, 4),
     aten.special_log_ndtr.default: _in_double(_log_ndtr, 4),
     aten.special_ndtri.default: _in_double(_ndtri, 4),

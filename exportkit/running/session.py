@@ -40,7 +40,7 @@ _BFLOAT16, _BOOL = "tensor(bfloat16)", "tensor(bool)"
 # Threads of onnxruntime that wait actively for the next call keep torch, which computes in between, from the cores: a
 # proof takes up to twice as long.
 _IDLE = "session.force_spinning_stop"
-_REFUSES = "the graph looks up an index out of range for values that the model refuses; try the model on this call."
+_REFUSES = "the model refuses such values, or takes a way that was not traced; try the model on this call."
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _ASSIGNMENT = "session.record_ep_graph_assignment_info"
 _SHOWN = 8  # operators that run on the CPU beside another device

@@ -3,6 +3,8 @@
 Where onnxruntime itself cannot, a finding that names the operator is enough.
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -443,3 +445,26 @@ class EncoderWithPaddingInFront(nn.Module):
 
     def forward(self, x, padding=None):
         return self.encoder(x, src_key_padding_mask=padding)
+
+
+@case(
+    [call(x(2, 6).sigmoid()), call(x(3, 9).sigmoid())],
+    serves=[call(torch.zeros(2, 5)), call((torch.arange(51) / 50)[None]), call(torch.tensor([[0.8, 0.7]]))],
+)
+def histograms_and_bins(self, x):
+    limits = torch.linspace(0, 1, 16)
+    bins = [((x > limits[i].item()) & (x <= limits[i + 1].item())).float().mean() for i in range(10, 15)]
+    return (
+        torch.histc(x, 10),
+        torch.histc(x, 15, -0.1, 1.1),
+        torch.stack(bins),
+        x[..., None] <= torch.linspace(-1, 1, 11),
+    )
+
+
+@case(
+    [call(x(2, 6).sigmoid(), x(2, 6).sigmoid()), call(x(3, 9).sigmoid(), x(3, 9).sigmoid())],
+    serves=[call(torch.tensor([[0.0, math.nan, 1.0, 0.5]]), torch.tensor([[math.nan, 1.0, 0.0, math.inf]]))],
+)
+def logits_and_products_of_logarithms(self, x, y):
+    return torch.logit(x, 1e-3), torch.logit(x), torch.xlogy(x, y)

@@ -17,6 +17,7 @@ FILES = (
     "python_numbers",
     "operators",
     "empty_selections",
+    "single_selections",
     "well_behaved",
     "transformers_models",
 )
