@@ -67,6 +67,16 @@ def operator_name(target: Any) -> str:
     return getattr(schema_of(target), "name", "").partition("::")[2]
 
 
+def not_in_place(target: Any) -> Any:
+    """Returns the operator that leaves its input alone for one that works in place; None for others.
+
+    Seen in torch 2.13.
+    """
+    name = operator_name(target)
+    packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") and not name.startswith("_") else None
+    return getattr(packet, getattr(target, "_overloadname", ""), None)
+
+
 def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
     """Returns the arguments of a node that calls an operator, by name; those that it leaves out have their defaults.
 

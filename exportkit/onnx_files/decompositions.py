@@ -22,6 +22,7 @@ from exportkit._torch_compat.graph import (
     copied_module,
     is_assertion,
     is_inactive_dropout,
+    not_in_place,
     operator_name,
     schema_of,
     with_graph_module,
@@ -36,6 +37,7 @@ from exportkit.onnx_files.exact import (
     is_plain_cross_entropy,
     is_plain_pool,
     is_plain_scatter,
+    with_cut_sources,
     with_half_outputs,
     with_zeros_for_masked_rows,
 )
@@ -65,7 +67,7 @@ def translatable(program: torch.export.ExportedProgram) -> torch.export.Exported
 
 def prepared(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program in a form in which its layers can be compared: without what may differ between them."""
-    return with_constants(without_writes_to_inputs(without_assertions(with_refusals(program))))
+    return with_cut_sources(with_constants(without_writes_to_inputs(without_assertions(with_refusals(program)))))
 
 
 # Run-time assertions, which ONNX has no form for.
@@ -321,6 +323,7 @@ def _pairs_of(value: Any) -> Any:
 def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program without operators that torch.onnx has no translation for."""
     targets = {node.target for node in program.graph.nodes if node.target in _DECOMPOSITIONS and not _is_known(node)}
+    targets |= _DECOMPOSITIONS.keys() & {not_in_place(node.target) for node in program.graph.nodes}
     table = {**complex_decompositions(program), **{target: _DECOMPOSITIONS[target] for target in targets}}
     if any(map(is_half, program.graph.nodes)):
         table |= ADDITIONS

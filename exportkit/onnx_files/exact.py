@@ -6,12 +6,12 @@ These are written with torch's own operators, before the translation. What needs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
-from exportkit._torch_compat.graph import copied_module, with_graph_module
+from exportkit._torch_compat.graph import call_inlined, copied_module, operator_name, with_graph_module
 from exportkit.running.bounds import HALF
 
 aten = torch.ops.aten
@@ -133,6 +133,41 @@ def _index_reduce(
     if found is NotImplemented:
         return torch.scatter_reduce(values, dim, places, source, reduce, include_self=include_self)
     return found
+
+
+_SCATTERS = {"scatter", "scatter_add", "scatter_reduce"}
+
+
+def with_cut_sources(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the program with sources of ``scatter`` that are as large as their indices, as ONNX needs them."""
+    names = {node.name for node in program.graph.nodes if _is_larger(node)}
+    if not names:
+        return program
+    module = copied_module(program)
+    for node in [node for node in module.graph.nodes if node.name in names]:
+        with module.graph.inserting_before(node):
+            cut = call_inlined(module.graph, _cut, {"source": node.args[3], "index": node.args[2]})
+        node.update_arg(3, cut)
+    module.recompile()
+    return with_graph_module(program, module)
+
+
+def _is_larger(node: torch.fx.Node) -> bool:
+    """Whether a node scatters a part of its source."""
+    if operator_name(node.target).rstrip("_") not in _SCATTERS or len(node.args) < 4:
+        return False
+    index, source = cast(tuple[Any, ...], node.args)[2:4]
+    if not isinstance(source, torch.fx.Node):
+        return False
+    sizes = zip(source.meta["val"].shape, index.meta["val"].shape, strict=False)
+    return any(str(have) != str(used) for have, used in sizes)
+
+
+def _cut(given: Mapping[str, Any]) -> torch.Tensor:
+    source: torch.Tensor = given["source"]
+    for axis, size in enumerate(given["index"].shape):
+        source = source.narrow(axis, 0, size)
+    return source
 
 
 # Averages that are divided by a number of the model's choice, which torch.onnx forgets.

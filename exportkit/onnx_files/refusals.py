@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -46,6 +46,7 @@ _INDEXED = {
 # Operators whose results are never negative, those whose second result is not, and those that pass on their input.
 _COUNTS = {"argmax", "argmin", "argsort", "bucketize", "nonzero", "searchsorted"}
 _COUNTS_SECOND = {"kthvalue", "max", "median", "min", "sort", "topk"}
+_LEAVE_OUT = ("corrcoef", "cov", "squeeze")  # operators that leave out axes of one element
 _PASS_ON = {
     "_to_copy", "alias", "chunk", "clone", "contiguous", "detach", "detach_", "expand", "lift_fresh_copy", "permute",
     "repeat", "reshape", "select", "slice", "split", "squeeze", "t", "to", "transpose", "unbind", "unsqueeze", "view",
@@ -109,7 +110,8 @@ def _origin(index: torch.fx.Node) -> tuple[torch.fx.Node, Any]:
             return index, result
 
 
-# Operators that do not take all values of an argument, and have some result for them in ONNX.
+# Operators that do not take all values of an argument, or do something else for some, and have some result for these in
+# ONNX.
 
 
 def _all_within(values: torch.Tensor, least: float, limit: Any) -> torch.Tensor:
@@ -131,17 +133,24 @@ def _are_probabilities(*values: torch.Tensor) -> torch.Tensor:
     return functools.reduce(operator.and_, (((part >= 0) & (part <= 1)).all() for part in values))
 
 
-def _counted_axes(given: Mapping[str, Any], shape: torch.Size) -> list[int]:
+def _counted_axes(name: str, given: Mapping[str, Any], shape: torch.Size) -> list[int]:
     """The axes that an operator leaves out if they have one element, and whose size is a count."""
-    dim = given["dim"] if "dim" in given else [0][: len(shape) - 1]  # the covariance of one variable has no axes
-    axes = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    axes: Sequence[int] = range(len(shape))
+    if name != "squeeze":
+        axes = axes[:1] if len(shape) > 1 else ()  # the covariance of a single variable has none
+    elif given.get("dim") is not None:
+        axes = [given["dim"]] if isinstance(given["dim"], int) else given["dim"]
     return [axis for axis in axes if is_counted(shape[axis])]
 
 
-def _keeps_axes(given: Mapping[str, Any]) -> torch.Tensor:
+def _keeps_axes(name: str) -> Callable[[Mapping[str, Any]], torch.Tensor]:
     """Whether no count is 1: the trace took it for granted, and the graph keeps an axis that the model leaves out."""
-    values = given["self"]
-    return torch.stack([_count(values, axis) != 1 for axis in _counted_axes(given, values.shape)]).all()
+
+    def holds(given: Mapping[str, Any]) -> torch.Tensor:
+        values = given["self"]
+        return torch.stack([_count(values, axis) != 1 for axis in _counted_axes(name, given, values.shape)]).all()
+
+    return holds
 
 
 def _is_solved(matrices: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -165,7 +174,7 @@ _CONDITIONS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
         ["max_unpool2d", "max_unpool3d"],
         lambda given: _all_within(given["indices"], 0, math.prod(given["output_size"])),
     ),
-    **dict.fromkeys(["corrcoef", "cov", "squeeze"], _keeps_axes),
+    **{name: _keeps_axes(name) for name in _LEAVE_OUT},
     **dict.fromkeys(["quantile", "nanquantile"], lambda given: _are_probabilities(given["q"])),
     "repeat_interleave": lambda given: (given["repeats"] >= 0).all(),
     **dict.fromkeys(
@@ -214,8 +223,8 @@ def _refuses(node: torch.fx.Node) -> bool:
     if name not in _CONDITIONS:
         return False
     given = arguments_of(node)
-    if _CONDITIONS[name] is _keeps_axes:
-        return bool(_counted_axes(given, given["self"].meta["val"].shape))
+    if name in _LEAVE_OUT:
+        return bool(_counted_axes(name, given, given["self"].meta["val"].shape))
     if name == "histc":
         return bool(given["min"] == given["max"])  # the limits are those of the values
     if name == "one_hot":

@@ -131,8 +131,8 @@ STRATEGIES = (
     ),
     Strategy(
         "lengths kept symbolic",
-        "the trace fixed a size, left out a recorded call, or keeps a decision by size",
-        lambda search: search.size_fixed or search.leaves_out_calls or search.keeps_decision,
+        "the trace fixed a size, left out a recorded call, keeps a decision by size, or needed the value of a tensor",
+        lambda search: search.size_fixed or search.leaves_out_calls or search.keeps_decision or search.needs_values,
         adds=(SYMBOLIC_LENGTHS,),
     ),
     Strategy(

@@ -1,8 +1,8 @@
 """Lengths of tensors as Python takes them: ``len(tensor)``, ``int(length)``, ``range(length)``, and lists of numbers.
 
 `len(tensor)`, `int(length)`, `range(length)` and transformers' `torch_int` make ints of a symbolic length, which fixes
-it, and `int(tensor)` makes one of a value. Here these names are shadowed in the Python modules that define the model's
-classes and methods, and lists of symbolic length can be made tensors, or be an index.
+it; `int(tensor)` and `float(tensor)` make numbers of a value. Here these names are shadowed in the Python modules that
+define the model's classes and methods, and lists of symbolic length can be made tensors, or be an index.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def symbolic_lengths(model: torch.nn.Module) -> contextlib.AbstractContextManage
     methods = [value for value in members if inspect.isfunction(value) or inspect.ismethod(value)]
     names = {value.__module__ for value in (*classes, *methods)}  # a method may have been put there from elsewhere
     own = [sys.modules[n] for n in sorted(names & sys.modules.keys()) if n.partition(".")[0] not in _OTHERS]
-    shadows = {"len": _length, "int": Int, "torch_int": Int, "range": _Range, "list": _List}
+    shadows = {"len": _length, "int": Int, "float": _Float, "torch_int": Int, "range": _Range, "list": _List}
     replacements: list[tuple[Any, Any]] = [
         (Attribute(module, name), shadow)
         for module in own
@@ -188,6 +188,13 @@ def _int(*args: Any, **options: Any) -> Any:
     return builtins.int(*args, **options)
 
 
+def _float(*args: Any) -> Any:
+    if len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].dtype is not torch.bool:
+        args = (args[0].item(),)
+    is_symbolic = len(args) == 1 and isinstance(args[0], torch.SymInt | torch.SymFloat)
+    return torch.sym_float(args[0]) if is_symbolic else builtins.float(*args)
+
+
 def _range(*limits: Any) -> Any:
     start, stop, step = {1: (0, *limits, 1), 2: (*limits, 1)}.get(len(limits), limits)
     if type(step) is builtins.int and step and any(isinstance(limit, torch.SymInt) for limit in (start, stop)):
@@ -203,6 +210,12 @@ class Int(builtins.int, metaclass=_StandIn):
     """Stands for ``int``, and leaves a symbolic number as it is."""
 
     types, made = (builtins.int, torch.SymInt), _int
+
+
+class _Float(builtins.float, metaclass=_StandIn):
+    """Stands for ``float``, and leaves a symbolic number as it is."""
+
+    types, made = (builtins.float, torch.SymFloat), _float
 
 
 class _List(builtins.list[Any], metaclass=_StandIn):

@@ -46,14 +46,18 @@ def _package(owner: Any) -> str:
 @functools.lru_cache(maxsize=1024)
 def _compiled(function: types.FunctionType) -> types.FunctionType | None:
     """The function, compiled with loop bodies as functions; None if it has no such loop, or no plain source."""
+    inner = getattr(function, "__wrapped__", None)
+    if isinstance(inner, types.FunctionType):  # decorated, for instance with torch.no_grad()
+        return _around(function, inner)
     try:
         lines, first = inspect.getsourcelines(function.__code__)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):
         return None
     definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list or hasattr(function, "__wrapped__"):
+    if not isinstance(definition, ast.FunctionDef):
         return None
+    definition.decorator_list = []  # this is the function that they were given
     names = function.__code__.co_freevars
     factory = with_loops_as_functions(definition, names)
     if factory is None:
@@ -67,6 +71,29 @@ def _compiled(function: types.FunctionType) -> types.FunctionType | None:
     again = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     again.__kwdefaults__, again.__module__ = function.__kwdefaults__, function.__module__
     return again
+
+
+def _around(function: types.FunctionType, inner: types.FunctionType) -> types.FunctionType | None:
+    """What a decorator made of a function, with the function compiled; None if that is not where it is looked up."""
+    again, cells = _compiled(inner), list(function.__closure__ or ())
+    places = [number for number, cell in enumerate(cells) if _content(cell) is inner]
+    if again is None or not places:
+        return None
+    for place in places:
+        cells[place] = types.CellType(again)
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, again)
+    return made
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 class Position:

@@ -25,7 +25,7 @@ def _is_symbolic(*sizes: Any) -> bool:
 
 _original: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices")},
-    **{name: getattr(torch.nn.functional, name) for name in ("one_hot", "pad")},
+    **{name: getattr(torch.nn.functional, name) for name in ("one_hot", "pad", "scaled_dot_product_attention")},
     "__setitem__": torch.Tensor.__setitem__,
     "fill_diagonal_": torch.Tensor.fill_diagonal_,
 }
@@ -254,6 +254,42 @@ def _fill_diagonal_(values: torch.Tensor, fill_value: Any, wrap: bool = False) -
     return values.masked_fill_(rows[:, None] == columns, fill_value)
 
 
+def _attend(*args: Any, **options: Any) -> Any:
+    """Attention that is told by a comparison of sizes whether it is causal."""
+    plain = [bool(value) if isinstance(value, torch.SymBool) else value for value in args]
+    named = {name: bool(value) if isinstance(value, torch.SymBool) else value for name, value in options.items()}
+    return _original["scaled_dot_product_attention"](*plain, **named)
+
+
+_CONV_TRANSPOSE = {  # the options of the operator, in order
+    "bias": None, "stride": (1,), "padding": (0,), "output_padding": (0,), "groups": 1, "dilation": (1,),
+}  # fmt: skip
+
+
+def _conv_transpose(values: torch.Tensor, weight: torch.Tensor, *options: Any, **named: Any) -> Any:
+    """The convolution with all the rows that more padding would add, cut to the size that is wanted."""
+    axes = weight.ndim - 2
+    if values.ndim == axes + 1:
+        return _conv_transpose(values[None], weight, *options, **named)[0]
+    given = {**_CONV_TRANSPOSE, **dict(zip(_CONV_TRANSPOSE, options, strict=False)), **named}
+    strides, paddings, more, dilations = (
+        [*given[name]] * (axes if len(given[name]) == 1 else 1)
+        for name in ("stride", "padding", "output_padding", "dilation")
+    )
+    known = more
+    if _is_symbolic(*more):
+        known = [max(by, apart) - 1 for by, apart in zip(strides, dilations, strict=True)]
+    settings = strides, paddings, dilations, True, known, given["groups"]
+    found = aten.convolution(values, weight, given["bias"], *settings)
+    if known is more:
+        return found
+    for axis in range(axes):
+        reach = dilations[axis] * (weight.shape[2 + axis] - 1) + 1 - 2 * paddings[axis]
+        size = (values.shape[2 + axis] - 1) * strides[axis] + reach + more[axis]
+        found = found.narrow(2 + axis, 0, size)
+    return found
+
+
 # What takes the place of attributes, by their owner; and kernels by composite operator.
 REPLACED: list[tuple[Any, dict[str, Any]]] = [
     (
@@ -270,6 +306,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
         {
             "one_hot": _one_hot,
             "pad": _pad,
+            "scaled_dot_product_attention": _attend,
             **{name: _pool(name, torch.amax) for name in ("max_pool1d", "max_pool2d", "max_pool3d")},
             **{name: _pool(name, torch.mean) for name in ("avg_pool1d", "avg_pool2d", "avg_pool3d")},
         },
@@ -281,6 +318,9 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
 ]
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten.chunk.default: _chunk,
+    aten.conv_transpose1d.default: _conv_transpose,
+    aten.conv_transpose2d.input: _conv_transpose,
+    aten.conv_transpose3d.input: _conv_transpose,
     aten.corrcoef.default: _corrcoef,
     aten.cov.default: _cov,
     aten.take_along_dim.default: _take_along_dim,

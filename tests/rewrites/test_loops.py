@@ -1,5 +1,7 @@
 """Loops over a length become one operator, or stay what they are: a size that the trace fixes."""
 
+import functools
+
 import pytest
 import torch
 
@@ -98,6 +100,23 @@ def doubled(value):
     return [doubled(part) for part in value] if isinstance(value, list) else value * 2
 
 
+def twice(function):
+    @functools.wraps(function)
+    def doubling(*args, **options):
+        return function(*args, **options) * 2
+
+    return doubling
+
+
+@twice
+@torch.no_grad()
+def in_a_decorated_function(self, x):
+    state = torch.zeros(x.shape[0], 4)
+    for step in range(x.shape[1]):
+        state = state * 0.5 + x[:, step]
+    return state
+
+
 def nested(value):
     if isinstance(value, list):
         return [nested(part) for part in value]
@@ -114,6 +133,7 @@ def by_a_function_that_calls_itself(self, x):
     "function",
     [
         by_a_function_that_calls_itself,
+        in_a_decorated_function,
         in_comprehensions,
         over_slices,
         best_path,

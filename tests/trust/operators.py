@@ -468,3 +468,34 @@ def histograms_and_bins(self, x):
 )
 def logits_and_products_of_logarithms(self, x, y):
     return torch.logit(x, 1e-3), torch.logit(x), torch.xlogy(x, y)
+
+
+@case(
+    [call(x(2, 6), torch.tensor([[0, 3, 5], [2, 1, 0]])), call(x(3, 9), torch.tensor([[0, 1, 2, 3, 4]] * 3))],
+    serves=[call(x(1, 7), torch.tensor([[5, 2]]))],
+)
+def scattered_parts(self, x, index):
+    rows = torch.zeros(x.shape[0], 6)
+    return rows.scatter(1, index, x), rows.scatter_add(1, index, x), rows.clone().scatter_reduce_(1, index, x, "mean")
+
+
+@case([call(x(2, 3, 9, 8)), call(x(3, 3, 14, 11))], serves=[call(x(1, 3, 10, 12)), call(x(2, 3, 7, 7))])
+class Enlarged(nn.Module):
+    """Each transposed convolution gives the size that the convolution before it had."""
+
+    def __init__(self):
+        super().__init__()
+        self.smaller, self.larger = nn.Conv2d(3, 4, 3, 2, 1), nn.ConvTranspose2d(4, 3, 3, 2, 1)
+
+    def forward(self, x):
+        return self.larger(self.smaller(x), output_size=x.shape[-2:])
+
+
+@case([call(x(2, 3, 5, 4)), call(x(3, 3, 7, 4))], serves=[call(x(1, 3, 9, 4)), call(x(2, 3, 1, 4))])
+def causal_for_several_tokens(self, x):
+    return F.scaled_dot_product_attention(x, x, x, is_causal=x.shape[2] > 1)
+
+
+@case([call(x(2, 5)), call(x(3, 7))], serves=[call(x(4, 6))])
+def numbers_of_tensors(self, x):
+    return x * float(x.mean()) + int(x.sum() * 10), torch.full_like(x, float(x.max()))
