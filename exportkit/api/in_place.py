@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from exportkit._torch_compat.modules import CALL_WITH_HOOKS
-from exportkit._torch_compat.tracing import is_tracing
+from exportkit._torch_compat.tracing import autocast_dtypes, is_tracing
 from exportkit.calls.application import module_at, modules_in, require_distinct, require_parameters
 from exportkit.calls.method_wrapper import attach
 from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, InvalidTypeError
@@ -92,6 +92,7 @@ class InPlace:
             ArgumentError: if the call is outside of the domain, and the model is not to be run.
         """
         try:
+            _require_autocast(runner)
             result = runner(*args, **kwargs)
         except ArgumentError as error:
             with self._lock:
@@ -119,6 +120,23 @@ class _Graphs:
 
     def is_spent(self) -> bool:
         return False
+
+
+def _require_autocast(runner: OnnxRunner) -> None:
+    """Raises ArgumentError if the model would compute in other dtypes than in every recorded call."""
+    recorded = {call.autocast for graph in runner.graphs.values() for call in graph.observation.calls}
+    now = autocast_dtypes()
+    if recorded and now not in recorded:
+        raise ArgumentError(
+            "torch.autocast is not what it was in the recorded calls.",
+            expected=" or ".join(sorted(map(_autocast_text, recorded))),
+            got=_autocast_text(now),
+            hint="run the graphs as the calls were recorded, or record calls like this one and export again.",
+        )
+
+
+def _autocast_text(dtypes: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"torch.autocast({device!r}, torch.{dtype})" for device, dtype in dtypes) or "no autocast"
 
 
 def _place(runner: OnnxRunner, model: torch.nn.Module | object) -> tuple[OnnxRunner, torch.nn.Module, str]:

@@ -127,7 +127,8 @@ class Observation:
                 where=f"{self.model_name}.{self.method_name}",
                 hint=f"observe that method: pass method_name={self.called_instead[0]!r}, or "
                 f"(model, {self.called_instead[0]!r}) among several modules; for exportkit run, add it to the name: "
-                f"--observe NAME.{self.called_instead[0]}.",
+                f"--observe NAME.{self.called_instead[0]}. If it is a loop that calls a module inside, observe that "
+                "module: `with observer(model.inner):`.",
             )
         raise NoCallsError(
             "No inputs were captured.",

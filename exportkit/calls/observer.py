@@ -329,7 +329,7 @@ class Observer:
 def _require_count(value: object, name: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise InvalidRequestError(
-            "The number of calls to keep must not be negative.", where=name, expected="0 or more", got=repr(value)
+            "Not a number of calls or bytes.", where=name, expected="an integer, 0 or more", got=repr(value)
         )
 
 

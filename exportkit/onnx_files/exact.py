@@ -99,9 +99,9 @@ def _mse_loss(values: torch.Tensor, target: torch.Tensor, reduction: int = 1) ->
 
 
 def is_plain_cross_entropy(_scores: Any, target: Any, *options: Any) -> bool:
-    """Whether torch.onnx translates a loss: classes as targets, and no label smoothing."""
-    smoothing = options[3] if len(options) > 3 else 0.0
-    return not target.meta["val"].is_floating_point() and not smoothing
+    """Whether torch.onnx translates a loss: classes as targets, a known one to ignore, and no label smoothing."""
+    ignored, smoothing = ([*options, None, 1, 0, 0.0][place] if len(options) > place else 0 for place in (2, 3))
+    return not target.meta["val"].is_floating_point() and not smoothing and isinstance(ignored, int)
 
 
 def _scatter_reduce(

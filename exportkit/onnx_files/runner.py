@@ -268,7 +268,7 @@ class OnnxRunner:
         self,
         device: str | torch.device = "cpu",
         *,
-        providers: Sequence[Provider] | None = None,
+        providers: str | Sequence[Provider] | None = None,
         session_options: Any = None,
     ) -> Self:
         """Returns this model, which computes on a device from now on; what it returns is there, too.
@@ -278,9 +278,9 @@ class OnnxRunner:
 
         Args:
             device: "cpu", or "cuda" with or without an index.
-            providers: Execution providers of onnxruntime, the preferred one first, each a name or a name with its
-                options; by default those of the device, with the CPU for what they do not compute. With ``device`` the
-                CPU, they get and return tensors on the CPU.
+            providers: An execution provider of onnxruntime by its name, or several, the preferred one first, each a
+                name or a name with its options; by default those of the device, with the CPU for what they do not
+                compute. With ``device`` the CPU, they get and return tensors on the CPU.
             session_options: An ``onnxruntime.SessionOptions``.
 
         Raises:

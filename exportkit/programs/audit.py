@@ -150,8 +150,8 @@ def _why_refused(traced: TracedProgram, sizes: Mapping[str, int]) -> str:
         call = build_call(traced.plan, traced.observation, sizes)
         buffer = replaced_buffer(traced.model, traced.method, call)
     except Exception:  # whatever the model raises for these sizes
-        return "the model itself raises for more"
-    return f"the model itself makes another {buffer} for more" if buffer else ""
+        return "the model itself raises for others"
+    return f"the model itself makes another {buffer} for others" if buffer else ""
 
 
 def _require_ranges(traced: TracedProgram, domain: Domain) -> None:

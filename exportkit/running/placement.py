@@ -60,7 +60,9 @@ class Placement:
         return tuple([each if isinstance(each, str) else each[0] for each in self.providers])
 
 
-def placed(device: str | torch.device, providers: Sequence[Provider] | None = None, options: Any = None) -> Placement:
+def placed(
+    device: str | torch.device, providers: str | Sequence[Provider] | None = None, options: Any = None
+) -> Placement:
     """Returns what computes a graph on a device.
 
     Products of float32 matrices on CUDA are as precise as torch is set to compute them, see
@@ -111,6 +113,7 @@ def placed(device: str | torch.device, providers: Sequence[Provider] | None = No
     if providers is None:
         on_cuda = (_CUDA, {"device_id": str(place.index), "use_tf32": str(int(multiplies_in_tf32()))})
         providers = [on_cuda, CPU] if place.type == "cuda" else [CPU]
+    providers = [providers] if isinstance(providers, str) else providers
     placement = Placement(place, tuple(providers) or (CPU,), options)
     missing = [name for name in placement.names if name not in module.get_available_providers()]
     if missing:

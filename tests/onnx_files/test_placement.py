@@ -97,3 +97,9 @@ def test_a_model_in_bfloat16_returns_tensors_of_its_own(tmp_path):
     assert torch.equal(first.logits, kept)
     assert torch.equal(again.logits, kept)
     assert again.past_key_values.layers[0].keys.any()
+
+
+def test_one_provider_may_be_given_by_its_name(onnx_model):
+    assert onnx_model.to("cpu", providers="CPUExecutionProvider").session.placement.names == ("CPUExecutionProvider",)
+    with pytest.raises(MissingPackageError, match="expected: NoSuchProvider\n"):
+        onnx_model.to("cpu", providers="NoSuchProvider")

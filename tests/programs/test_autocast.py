@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import exportkit
+from exportkit.errors import ArgumentError
 
 F = nn.functional
 
@@ -154,3 +155,20 @@ def test_the_bound_in_half_precision_does_not_hide_a_wrong_graph(tmp_path):
     with torch.no_grad():
         model.narrow.weight[3] *= 1.05
     assert not graph.verify().ok
+
+
+def test_in_place_of_a_model_autocast_is_as_it_was_recorded(tmp_path):
+    model, observer = Model().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad(), autocast():
+        for length in (5, 7):
+            model(torch.randn(2, length, 8))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    x = torch.randn(3, 4, 8)
+    with onnx_model.in_place_of(model) as calls, torch.no_grad():
+        with autocast():
+            assert model(x).dtype is torch.bfloat16
+        with pytest.raises(ArgumentError, match=r"expected: torch.autocast\(.*\n  got: no autocast"):
+            model(x)
+    assert (calls.inside, calls.outside) == (1, 1)
+    with onnx_model.in_place_of(model, outside="eager"), torch.no_grad():
+        assert model(x).dtype is torch.float32

@@ -499,3 +499,11 @@ def causal_for_several_tokens(self, x):
 @case([call(x(2, 5)), call(x(3, 7))], serves=[call(x(4, 6))])
 def numbers_of_tensors(self, x):
     return x * float(x.mean()) + int(x.sum() * 10), torch.full_like(x, float(x.max()))
+
+
+@case(
+    [call(x(2, 5), torch.tensor([1, 4])), call(x(3, 7), torch.tensor([6, 0, 7]))],
+    serves=[call(x(2, 9), torch.tensor([9, 3]))],
+)
+def losses_that_ignore_places_beyond_the_end(self, scores, target):
+    return F.cross_entropy(scores, target.clamp(0, scores.shape[1]), ignore_index=scores.shape[1])
