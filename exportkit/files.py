@@ -37,8 +37,12 @@ def as_path(path: str | os.PathLike[str]) -> Path:
         raise InvalidTypeError("Not a path.", expected="a string or a pathlib.Path", got=repr(path)) from None
 
 
-def check_file(path: str | os.PathLike[str]) -> Path:
+def check_file(path: str | os.PathLike[str], name: str = "model.onnx") -> Path:
     """Returns the path if a file can be written there.
+
+    Args:
+        path: The path.
+        name: What a file in a directory might be called.
 
     Raises:
         DestinationError: if it is a directory, or cannot be written.
@@ -46,9 +50,7 @@ def check_file(path: str | os.PathLike[str]) -> Path:
     """
     target = as_path(path)
     if target.is_dir():
-        raise DestinationError(
-            "A file cannot be written over a directory.", where=str(target), hint=f"{target / 'model.onnx'}"
-        )
+        raise DestinationError("A file cannot be written over a directory.", where=str(target), hint=f"{target / name}")
     parent = next(folder for folder in target.absolute().parents if folder.exists())
     if not parent.is_dir():
         raise DestinationError("This path cannot be written to.", where=str(target), got=f"{parent} is a file")

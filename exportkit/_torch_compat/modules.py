@@ -28,6 +28,14 @@ def module_table(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
+def wraps_tensors(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor holds other tensors, as quantised weights do. Seen in torch 2.13."""
+    from torch.utils import _python_dispatch
+
+    is_wrapper = require(_python_dispatch, "is_traceable_wrapper_subclass", "torch 2.13")
+    return bool(is_wrapper(tensor))
+
+
 def uncompiled(model: Any) -> Any:
     """Returns the module that ``torch.compile`` compiled, or the model itself. Seen in torch 2.13."""
     return getattr(model, "_orig_mod", model)

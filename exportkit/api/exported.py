@@ -134,7 +134,7 @@ class Exported(ExportedModel):
         """
         from exportkit.api.flat_program import write_flat_program
 
-        target = check_file(path)
+        target = check_file(path, "model.pt2")
         with replacing(target.parent, "a program") as folder:
             for name, traced in _all_programs(self):
                 write_flat_program(traced, folder / (f"{target.stem}.{name}{target.suffix}" if name else target.name))

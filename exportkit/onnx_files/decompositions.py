@@ -362,6 +362,18 @@ def _cdist(one: torch.Tensor, other: torch.Tensor, p: float = 2.0, _mode: int | 
     return distance.sum(-1) if p == 1 else distance.pow(p).sum(-1).pow(1 / p)
 
 
+def _shifted(shift: Callable[..., torch.Tensor], is_other_name: bool = False) -> Callable[..., Any]:
+    """A shift; of small integers torch.onnx makes signed ones, and onnxruntime shifts only some of them."""
+
+    def shifted(values: torch.Tensor, by: Any) -> Any:
+        dtype = torch.result_type(values, by)
+        if dtype not in (torch.uint8, torch.int8, torch.int16):
+            return shift(values, by) if is_other_name else NotImplemented
+        return shift(values.to(torch.int32), by.to(torch.int32) if isinstance(by, torch.Tensor) else by).to(dtype)
+
+    return shifted
+
+
 def _roll(values: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
     if not dims:
         return _roll(values.flatten(), shifts, [0]).view(values.shape)
@@ -422,11 +434,17 @@ _RANK = 4  # batch, heads, tokens, size
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     IS_ALL_TRUE: torch.all,
     IS_ANY_TRUE: torch.any,
+    aten.bitwise_left_shift.Tensor: _shifted(torch.bitwise_left_shift),
+    aten.bitwise_left_shift.Tensor_Scalar: _shifted(torch.bitwise_left_shift),
+    aten.bitwise_right_shift.Tensor: _shifted(torch.bitwise_right_shift),
+    aten.bitwise_right_shift.Tensor_Scalar: _shifted(torch.bitwise_right_shift),
     aten.cdist.default: _cdist,
     aten.conv2d.default: _conv2d,
     # other names, which torch.onnx does not know, or with which it does not convert operands to one dtype
-    aten.__lshift__.Tensor: torch.bitwise_left_shift,
-    aten.__rshift__.Tensor: torch.bitwise_right_shift,
+    aten.__lshift__.Scalar: _shifted(torch.bitwise_left_shift, True),
+    aten.__lshift__.Tensor: _shifted(torch.bitwise_left_shift, True),
+    aten.__rshift__.Scalar: _shifted(torch.bitwise_right_shift, True),
+    aten.__rshift__.Tensor: _shifted(torch.bitwise_right_shift, True),
     aten.divide.Tensor: torch.div,
     aten.multiply.Tensor: torch.mul,
     aten.subtract.Tensor: torch.sub,

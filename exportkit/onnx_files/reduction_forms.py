@@ -158,7 +158,9 @@ def _is_narrow(x: Any) -> bool:
     """Whether 64-bit integers were booleans or smaller integers before: sums of these are exact in double precision."""
     made = x.producer()
     source = made.inputs[0].dtype if made is not None and made.op_type == "Cast" else x.dtype
-    return bool(source == onnx_ir.DataType.BOOL or (source.is_integer() and source.bitwidth < x.dtype.bitwidth))
+    return bool(
+        source == onnx_ir.DataType.BOOL or (source and source.is_integer() and source.bitwidth < x.dtype.bitwidth)
+    )
 
 
 # What may be empty: onnxruntime does not remove axes that are counted from the end then.

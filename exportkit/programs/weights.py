@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from exportkit._torch_compat.modules import buffer_table, parameter_table
+from exportkit._torch_compat.modules import buffer_table, parameter_table, wraps_tensors
 from exportkit._torch_compat.transformers import compute_buffers
 from exportkit.errors import DestinationError, InvalidRequestError
 from exportkit.files import as_path
@@ -31,9 +31,20 @@ def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None)
         weights: A safetensors file, or a folder with such files; None for a model that has its values.
 
     Raises:
-        InvalidRequestError: if weights are missing, of another shape, or not wanted.
+        InvalidRequestError: if weights are missing, of another shape, not wanted, or hold several tensors.
         DestinationError: if the files cannot be read.
     """
+    wrappers = [(name, tensor) for name, tensor in _tensors(model) if wraps_tensors(tensor)]
+    if wrappers:
+        raise InvalidRequestError(
+            "Weights that hold several tensors, such as quantised ones, have no place in a graph.",
+            where=_some([name for name, _ in wrappers]),
+            expected="plain tensors",
+            got=type(wrappers[0][1]).__name__,
+            hint="take them apart before the calls are recorded, for instance with "
+            "torchao.utils.unwrap_tensor_subclass(model), or export the model as it was before and pass weights= to "
+            "to_onnx.",
+        )
     missing = [name for name, tensor in _tensors(model) if tensor.is_meta]
     if weights is None:
         if missing:

@@ -288,8 +288,8 @@ class Session(GraphSession):
                 found[0] += f"; on the CPU ran {sum(counts.values())} operators: {listed}{more}"
         if self.in_float32:
             found.append(
-                f"onnxruntime has no kernel of {', '.join(self.in_float32)} for the dtype of the model: here they "
-                "compute in float32, between casts; the file keeps its dtype"
+                f"onnxruntime has no kernel of {', '.join(self.in_float32)} for the dtype of the model, and computes "
+                "in float32 there, between casts; the file keeps its dtype"
             )
         return "".join(f"{text}. " for text in found).rstrip()
 

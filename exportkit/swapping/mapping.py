@@ -64,6 +64,10 @@ def register_patch_mapping(mapping: Mapping[Key, type[torch.nn.Module]], overwri
         >>> register_patch_mapping({"^Linear$": QuietLinear})
         >>> unregister_patch_mapping(["^Linear$"])
     """
+    if not isinstance(mapping, Mapping):
+        raise InvalidTypeError(
+            "Replacements are given as a mapping.", expected="a dict of classes by key", got=type(mapping).__name__
+        )
     entries = {key: _entry(key, replacement) for key, replacement in mapping.items()}
     with _lock:
         taken = [entry.text for key, entry in entries.items() if key in _entries]

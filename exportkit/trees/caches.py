@@ -228,7 +228,7 @@ def make_encoder_decoder_cache(self_attention_cache: Any, cross_attention_cache:
 
 def _checked(pairs: Sequence[KeyValue]) -> Sequence[KeyValue]:
     for index, pair in enumerate(pairs):
-        shapes = [tuple(getattr(tensor, "shape", ())) for tensor in pair]
+        shapes = [tuple(getattr(each, "shape", ())) for each in (pair if isinstance(pair, tuple | list) else [pair])]
         if len(shapes) != 2 or {len(shape) for shape in shapes} != {4} or shapes[0][:3] != shapes[1][:3]:
             raise InvalidRequestError(
                 "A cache layer needs both keys and values.",

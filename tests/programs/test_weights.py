@@ -138,3 +138,36 @@ def test_files_that_cannot_be_read_are_named(content, tmp_path):
         (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(DestinationError, match=str(tmp_path)):
         exportkit.export(on_meta(Small), small_observer(Small()), weights=tmp_path)
+
+
+class _Halved(torch.Tensor):
+    """Weights that are stored as something else, as quantised ones are."""
+
+    @staticmethod
+    def __new__(cls, stored):
+        return torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=torch.float32)
+
+    def __init__(self, stored):
+        self.stored = stored
+
+    def __tensor_flatten__(self):
+        return ["stored"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, _context, _size, _stride):
+        return _Halved(inner["stored"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, _types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        return func(*[arg.stored.float() if isinstance(arg, cls) else arg for arg in args], **(kwargs or {}))
+
+
+def test_weights_that_hold_other_tensors_are_refused():
+    model, observer = torch.nn.Linear(4, 3), exportkit.InputObserver()
+    model.weight = torch.nn.Parameter(_Halved(torch.ones(3, 4, dtype=torch.float16)), requires_grad=False)
+    with observer(model), torch.no_grad():
+        model(torch.ones(2, 4))
+    with pytest.raises(InvalidRequestError, match=r"where: weight\n  expected: plain tensors\n  got: _Halved"):
+        exportkit.export(model, observer)

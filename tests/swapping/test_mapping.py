@@ -43,6 +43,11 @@ def chosen(cls):
     return None if entry is None else entry.replacement
 
 
+def test_something_else_than_a_mapping_is_refused():
+    with pytest.raises(InvalidTypeError, match="given as a mapping"):
+        register_patch_mapping(3)
+
+
 def test_a_name_means_classes_of_exactly_that_name():
     register_patch_mapping({"MLP": New})
     assert chosen(MLP) is New

@@ -413,6 +413,8 @@ def test_model_gives_the_same_result_for_a_made_encoder_decoder_cache():
         (torch.ones(2, 3, 4), torch.ones(2, 3, 4)),
         (torch.ones(1, 2, 3, 4), torch.ones(1, 2, 5, 4)),
         (torch.ones(1, 2, 3, 4), None),
+        torch.ones(1, 2, 3, 4),
+        1,
     ],
 )
 def test_layer_that_is_no_pair_of_keys_and_values_is_refused(pair):

@@ -507,3 +507,17 @@ def numbers_of_tensors(self, x):
 )
 def losses_that_ignore_places_beyond_the_end(self, scores, target):
     return F.cross_entropy(scores, target.clamp(0, scores.shape[1]), ignore_index=scores.shape[1])
+
+
+def _integers(dtype, *shape):
+    low, high = max(-99, torch.iinfo(dtype).min), min(200, torch.iinfo(dtype).max)
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@case(
+    [call(*(_integers(dtype, rows, 5) for dtype in (torch.uint8, torch.int16, torch.int64))) for rows in (2, 3)],
+    serves=[call(*(_integers(dtype, 6, 5) for dtype in (torch.uint8, torch.int16, torch.int64)))],
+)
+def shifted_integers(self, a, b, c):
+    bits = (a[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits, a << 1, (b >> 1) + (b << 2), (c[..., None] << torch.arange(8)).sum(-1), c >> 2
