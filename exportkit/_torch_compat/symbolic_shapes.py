@@ -265,6 +265,49 @@ def is_counted(size: Any) -> bool:
     return any(str(symbol).startswith("u") for symbol in getattr(first, "free_symbols", ()))
 
 
+def questions_about_sizes() -> tuple[type, str]:
+    """Returns the class and the name of its method that decides about sizes in a trace. Seen in torch 2.13."""
+    from torch.fx.experimental import symbolic_shapes
+
+    environment = require(symbolic_shapes, "ShapeEnv", "torch 2.13")
+    require(environment, "evaluate_expr", "torch 2.13")
+    require(environment, "guard_or_defer_runtime_assert", "torch 2.13")
+    return environment, "evaluate_expr"
+
+
+def as_if_many(environment: Any, question: Any) -> Any:
+    """Returns the answer to a question about a count for all counts of 2 and more, and asserts that it is the answer.
+
+    Args:
+        environment: The object whose method is asked, see `questions_about_sizes`.
+        question: An expression of sympy.
+
+    Returns:
+        The answer; None if it differs between counts of 2 and more, or is not known to be the same.
+    """
+    import sympy
+
+    if not isinstance(question, sympy.core.relational.Relational):
+        return None
+    counts = [symbol for symbol in question.free_symbols if str(symbol).startswith("u")]
+    apart = sympy.expand(question.lhs - question.rhs)
+    if len(counts) != 1 or sympy.degree(apart, counts[0]) != 1:
+        return None
+    (count,), (equal,) = counts, sympy.solve(apart, counts[0])
+    if apart.free_symbols != {count}:  # a product with another size, which is 0 if the count is
+        if equal != 0 or not isinstance(question, sympy.Eq | sympy.Ne):
+            return None
+    elif equal >= 2 and not (isinstance(question, sympy.Eq | sympy.Ne) and not equal.is_integer):
+        return None
+    answer = question.subs(count, 2)
+    if answer not in (sympy.true, sympy.false):
+        answer = sympy.true if isinstance(question, sympy.Ne) else sympy.false
+    for small in (0, 1):
+        if question.subs(count, small) != answer:
+            environment.guard_or_defer_runtime_assert(sympy.Ne(count, small), "the number of selected values")
+    return answer
+
+
 def value_error() -> type[Exception]:
     """Returns the error that torch raises in a trace for a decision by values of tensors. Seen in torch 2.13."""
     from torch.fx.experimental import symbolic_shapes

@@ -324,6 +324,8 @@ def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
     """Returns the program without operators that torch.onnx has no translation for."""
     targets = {node.target for node in program.graph.nodes if node.target in _DECOMPOSITIONS and not _is_known(node)}
     targets |= _DECOMPOSITIONS.keys() & {not_in_place(node.target) for node in program.graph.nodes}
+    if any(node.target is aten.diagonal.default for node in program.graph.nodes) and written_tensors(program.graph):
+        targets.add(aten.diagonal_scatter.default)  # what a write to a diagonal becomes
     table = {**complex_decompositions(program), **{target: _DECOMPOSITIONS[target] for target in targets}}
     if any(map(is_half, program.graph.nodes)):
         table |= ADDITIONS
@@ -372,6 +374,20 @@ def _shifted(shift: Callable[..., torch.Tensor], is_other_name: bool = False) ->
         return shift(values.to(torch.int32), by.to(torch.int32) if isinstance(by, torch.Tensor) else by).to(dtype)
 
     return shifted
+
+
+def _diagonal_scatter(
+    values: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> torch.Tensor:
+    """A choice between two tensors; torch's own form writes to a copy, which a program may not."""
+    matrices = values.movedim((dim1, dim2), (-2, -1))
+    rows, columns = (torch.arange(size, device=values.device) for size in matrices.shape[-2:])
+    last = source.shape[-1] - 1
+    if offset >= 0:
+        spread = source.index_select(-1, rows.clamp(max=last))[..., :, None]
+    else:
+        spread = source.index_select(-1, columns.clamp(max=last))[..., None, :]
+    return torch.where(columns - rows[:, None] == offset, spread, matrices).movedim((-2, -1), (dim1, dim2))
 
 
 def _roll(values: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
@@ -445,6 +461,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.__lshift__.Tensor: _shifted(torch.bitwise_left_shift, True),
     aten.__rshift__.Scalar: _shifted(torch.bitwise_right_shift, True),
     aten.__rshift__.Tensor: _shifted(torch.bitwise_right_shift, True),
+    aten.diagonal_scatter.default: _diagonal_scatter,
     aten.divide.Tensor: torch.div,
     aten.multiply.Tensor: torch.mul,
     aten.subtract.Tensor: torch.sub,

@@ -31,6 +31,7 @@ from exportkit.rewrites.table import (
     LIBRARY_PATCHES,
     LISTS_OF_ONE,
     LOOPS,
+    MANY_VALUES,
     NUMBER_CHECKS,
     STRICT,
     SYMBOLIC_LENGTHS,
@@ -123,6 +124,12 @@ STRATEGIES = (
         decides=True,
     ),
     Strategy(
+        "selections of several values",
+        "the trace needed the value of a tensor, which may be how many values are selected, asked by torch itself",
+        lambda search: search.needs_values,
+        adds=(BUFFER_VALUES, NUMBER_CHECKS, MANY_VALUES),
+    ),
+    Strategy(
         "larger sizes",
         "the trace fixed a size, left out a recorded call, or keeps a decision by size; a size that is 1 at the sizes "
         "of the trace, or was cached by an earlier call, may be the reason",
@@ -147,7 +154,7 @@ STRATEGIES = (
         "the trace fixed a size, or left out a recorded call",
         lambda search: search.size_fixed or search.leaves_out_calls,
         adds=(STRICT,),
-        drops=(BUFFER_VALUES, NUMBER_CHECKS),  # which strict tracing would trace, too
+        drops=(BUFFER_VALUES, NUMBER_CHECKS, MANY_VALUES),  # which strict tracing would trace, too
     ),
     Strategy(
         "transformers' export patches",

@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exportkit._torch_compat.symbolic_shapes import asserted, number_asserted, value_error
+from exportkit._torch_compat.symbolic_shapes import (
+    as_if_many,
+    asserted,
+    number_asserted,
+    questions_about_sizes,
+    value_error,
+)
 from exportkit.overrides import Attribute, replaced, replaced_attributes
 
 Place = tuple[str, int, int]  # file, line, and the instruction
@@ -160,6 +166,36 @@ def checks_of_numbers(_model: torch.nn.Module) -> Iterator[None]:
         return passing
 
     with replaced_attributes(torch.SymBool, {"__bool__": value}):
+        yield
+
+
+@contextlib.contextmanager
+def many_values(_model: torch.nn.Module) -> Iterator[None]:
+    """Lets the code of torch assume that numbers of selected values are neither 0 nor 1, and asserts that.
+
+    Some operators ask for that on the way to the same result, and others to raise, which a trace cannot decide.
+
+    Args:
+        _model: The model.
+    """
+    owner, name = questions_about_sizes()
+    decide = getattr(owner, name)
+
+    def answer(self: Any, question: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return decide(self, question, *args, **options)
+        except value_error():
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and Path(frame.f_code.co_filename).is_relative_to(_TORCH / "fx" / "experimental"):
+                frame = frame.f_back
+            if frame is not None and frame.f_code.co_name == "__bool__":  # of a number of torch
+                frame = frame.f_back
+            found = None if frame is None or _is_model_code(frame.f_code.co_filename) else as_if_many(self, question)
+            if found is None:
+                raise
+        return found
+
+    with replaced_attributes(owner, {name: answer}):
         yield
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from exportkit.overrides import Attribute, replaced
+from exportkit.overrides import Attribute, replaced, replaced_attributes
 
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
 
@@ -233,10 +233,11 @@ class _Range(metaclass=_StandIn):
 def _taking_lists(make: Callable[..., Any]) -> Callable[..., Any]:
     """A function that makes a tensor, also of nested lists of symbolic length."""
 
-    def made(data: Any, *args: Any, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    def made(data: Any, **options: Any) -> Any:
         if not _holds_symbolic(data):
-            return make(data, *args, dtype=dtype, device=device, **options)
-        return _stacked(data).to(device=device, dtype=dtype)
+            with replaced_attributes(torch, {make.__name__: make}):  # torch.export compares the function with it
+                return make(data, **options)
+        return _stacked(data).to(device=options.get("device"), dtype=options.get("dtype"))
 
     return made
 
@@ -279,6 +280,7 @@ def _repeating(name: str) -> Callable[..., Any]:
 def _indexed(getitem: Callable[..., Any]) -> Callable[..., Any]:
     """``Tensor.__getitem__``, which also takes lists of symbolic length."""
 
+    @functools.wraps(getitem)  # in a trace, it is known by its name
     def item(tensor: torch.Tensor, index: Any) -> Any:
         if isinstance(index, tuple):
             index = tuple([part.whole() if isinstance(part, SymbolicList) else part for part in index])

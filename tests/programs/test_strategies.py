@@ -24,6 +24,7 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
         "plain trace",
         "lists as separate tensors",
         "decisions by values",
+        "selections of several values",
         "larger sizes",
         "lengths kept symbolic",
         "loops as one operator",

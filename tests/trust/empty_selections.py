@@ -66,3 +66,16 @@ def other_reductions(self, x):
 def copied_into_rows(self, x):
     rows = torch.zeros(3, 4)
     return rows.clone().copy_(selected(x).sum(-2))
+
+
+@case(SELECTED, serves=SOME, truth=NOTHING)
+class AsksForTheNumber(torch.nn.Module):
+    """torch's own code decides by how many rows are selected, which a trace does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        part = selected(x)
+        return self.norm(part), F.group_norm(part, 2), part.roll(1, 0), part.cummax(0).values, part.diff(dim=0)

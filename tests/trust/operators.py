@@ -521,3 +521,13 @@ def _integers(dtype, *shape):
 def shifted_integers(self, a, b, c):
     bits = (a[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return bits, a << 1, (b >> 1) + (b << 2), (c[..., None] << torch.arange(8)).sum(-1), c >> 2
+
+
+@case([call(x(2, 5)), call(x(3, 7))], serves=[call(x(7, 3)), call(x(4, 4))])
+def written_diagonals(self, x):
+    products, above, below, pairs = x.T @ x, x.clone(), x.clone(), torch.stack([x, x + 1], 1)
+    products.diagonal().fill_(0)
+    above.diagonal(1).mul_(3)
+    below.diagonal(-1).copy_(below.diagonal(-1) + 1)
+    pairs.diagonal(0, 0, 2).add_(5)
+    return products, above, below, pairs
