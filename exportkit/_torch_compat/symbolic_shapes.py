@@ -289,9 +289,10 @@ def as_if_many(environment: Any, question: Any) -> Any:
 
     if not isinstance(question, sympy.core.relational.Relational):
         return None
+    sizes = require(environment, "size_like", "torch 2.13")
     counts = [symbol for symbol in question.free_symbols if str(symbol).startswith("u")]
     apart = sympy.expand(question.lhs - question.rhs)
-    if len(counts) != 1 or sympy.degree(apart, counts[0]) != 1:
+    if len(counts) != 1 or counts[0] not in sizes or sympy.degree(apart, counts[0]) != 1:
         return None
     (count,), (equal,) = counts, sympy.solve(apart, counts[0])
     if apart.free_symbols != {count}:  # a product with another size, which is 0 if the count is

@@ -186,9 +186,7 @@ def many_values(_model: torch.nn.Module) -> Iterator[None]:
             return decide(self, question, *args, **options)
         except value_error():
             frame: FrameType | None = sys._getframe(1)
-            while frame is not None and Path(frame.f_code.co_filename).is_relative_to(_TORCH / "fx" / "experimental"):
-                frame = frame.f_back
-            if frame is not None and frame.f_code.co_name == "__bool__":  # of a number of torch
+            while frame is not None and _passes_questions_on(frame):
                 frame = frame.f_back
             found = None if frame is None or _is_model_code(frame.f_code.co_filename) else as_if_many(self, question)
             if found is None:
@@ -197,6 +195,14 @@ def many_values(_model: torch.nn.Module) -> Iterator[None]:
 
     with replaced_attributes(owner, {name: answer}):
         yield
+
+
+def _passes_questions_on(frame: FrameType) -> bool:
+    """Whether a function asks on behalf of its caller: of torch's symbolic numbers, and what takes their place."""
+    file = Path(frame.f_code.co_filename)
+    return any(
+        file.is_relative_to(each) for each in (_TORCH / "fx" / "experimental", _TORCH / "__init__.py", _EXPORTKIT)
+    )
 
 
 def _passing(frame: FrameType | None) -> bool | None:
