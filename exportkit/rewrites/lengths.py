@@ -2,7 +2,7 @@
 
 `len(tensor)`, `int(length)`, `range(length)` and transformers' `torch_int` make ints of a symbolic length, which fixes
 it; `int(tensor)` and `float(tensor)` make numbers of a value. Here these names are shadowed in the Python modules that
-define the model's classes and methods, and lists of symbolic length can be made tensors, or be an index.
+define the model's classes and methods, and lists of symbolic length can be made tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def symbolic_lengths(model: torch.nn.Module) -> contextlib.AbstractContextManage
     replacements += [(Attribute(torch, name), _constructor(name, dtype)) for name, dtype in _CONSTRUCTORS.items()]
     replacements += [(Attribute(torch, name), _joining(getattr(torch, name))) for name in ("stack", "cat")]
     replacements += [(Attribute(torch.SymInt, name), _repeating(name)) for name in ("__mul__", "__rmul__")]
-    replacements.append((Attribute(torch.Tensor, "__getitem__"), _indexed(torch.Tensor.__getitem__)))
     return replaced(replacements)
 
 
@@ -275,18 +274,6 @@ def _repeating(name: str) -> Callable[..., Any]:
         return Repeated(other, times) if type(other) is builtins.list and other else original(times, other)
 
     return product
-
-
-def _indexed(getitem: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.__getitem__``, which also takes lists of symbolic length."""
-
-    @functools.wraps(getitem)  # in a trace, it is known by its name
-    def item(tensor: torch.Tensor, index: Any) -> Any:
-        if isinstance(index, tuple):
-            index = tuple([part.whole() if isinstance(part, SymbolicList) else part for part in index])
-        return getitem(tensor, index.whole() if isinstance(index, SymbolicList) else index)
-
-    return item
 
 
 def _holds_symbolic(data: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Lists of numbers that follow from a length: as a tensor, as an index, repeated, and as limits of other ranges."""
+"""Lists of numbers that follow from a length: as a tensor, repeated, and as limits of other ranges."""
 
 import pytest
 import torch
@@ -15,11 +15,6 @@ def as_tensors(x, table):
     forward, backward = torch.tensor(list(range(length))), torch.LongTensor(range(length - 1, -1, -1))
     both = torch.tensor([list(range(length)), list(range(1, length + 1))])
     return x + table(forward) * table(torch.as_tensor(range(3, length + 3))) + table(backward) + table(both).sum(0)
-
-
-def as_an_index(x, _):
-    places = list(range(x.shape[1]))
-    return x[:, places[::-1]], x[:, places[1::2], :2], x[0, places]
 
 
 def as_limits(x, table):
@@ -52,7 +47,7 @@ class Model(torch.nn.Module):
         return self.function(x, self.table)
 
 
-@pytest.mark.parametrize("function", [as_tensors, as_an_index, as_limits, repeated, computed])
+@pytest.mark.parametrize("function", [as_tensors, as_limits, repeated, computed])
 def test_list_of_numbers_follows_the_length(function, tmp_path):
     torch.manual_seed(0)
     model, observer = Model(function).eval(), exportkit.InputObserver()
