@@ -294,18 +294,19 @@ def as_if_many(environment: Any, question: Any) -> Any:
     apart = sympy.expand(question.lhs - question.rhs)
     if len(counts) != 1 or counts[0] not in sizes or sympy.degree(apart, counts[0]) != 1:
         return None
-    (count,), (equal,) = counts, sympy.solve(apart, counts[0])
+    count, is_equation = counts[0], isinstance(question, sympy.Eq | sympy.Ne)
+    (equal,) = sympy.solve(apart, count)
     if apart.free_symbols != {count}:  # a product with another size, which is 0 if the count is
-        if equal != 0 or not isinstance(question, sympy.Eq | sympy.Ne):
+        if equal != 0 or not is_equation:
             return None
-    elif equal >= 2 and not (isinstance(question, sympy.Eq | sympy.Ne) and not equal.is_integer):
+        answer, others = (sympy.true if isinstance(question, sympy.Ne) else sympy.false), [0]
+    elif equal >= 2 and not (is_equation and not equal.is_integer):
         return None
-    answer = question.subs(count, 2)
-    if answer not in (sympy.true, sympy.false):
-        answer = sympy.true if isinstance(question, sympy.Ne) else sympy.false
-    for small in (0, 1):
-        if question.subs(count, small) != answer:
-            environment.guard_or_defer_runtime_assert(sympy.Ne(count, small), "the number of selected values")
+    else:
+        answer = question.subs(count, 2)
+        others = [small for small in (0, 1) if question.subs(count, small) != answer]
+    for small in others:
+        environment.guard_or_defer_runtime_assert(sympy.Ne(count, small), "the number of selected values")
     return answer
 
 

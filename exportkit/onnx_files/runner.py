@@ -284,7 +284,7 @@ class OnnxRunner:
             session_options: An ``onnxruntime.SessionOptions``.
 
         Raises:
-            InvalidRequestError: if there is no such device.
+            InvalidRequestError: if the device does not exist.
             InvalidTypeError: if the options are something else.
             MissingPackageError: if the installed onnxruntime does not have a provider.
 

@@ -75,7 +75,7 @@ def placed(
         options: An ``onnxruntime.SessionOptions``.
 
     Raises:
-        InvalidRequestError: if there is no such device.
+        InvalidRequestError: if the device does not exist.
         InvalidTypeError: if the options are something else.
         MissingPackageError: if onnxruntime is not installed, or not with a provider.
     """
