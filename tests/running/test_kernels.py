@@ -43,7 +43,7 @@ def test_a_model_of_any_dtype_is_proven(dtype, tmp_path):
     graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
     report = graph.verify()
     assert report.ok, str(report)
-    assert any("compute in float32" in text and "Conv" in text for text in report.findings)
+    assert any("computes in float32" in text and "Conv" in text for text in report.findings)
     assert onnx.load(tmp_path / "model.onnx").graph.input[0].type.tensor_type.elem_type in (11, 16)
 
 
