@@ -14,7 +14,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from torch.utils._pytree import tree_flatten
 
 from exportkit._torch_compat import require
-from exportkit._torch_compat.symbolic_shapes import depends_on_values
+from exportkit._torch_compat.traced_values import depends_on_values
 
 # Operators that check something at run time and compute nothing.
 _CONDITIONS = ("_assert_scalar", "_assert_async")

@@ -17,7 +17,8 @@ from onnxscript import opset23
 from onnxscript.function_libs.torch_lib.ops import nn
 
 from exportkit._torch_compat.graph import UNSAFE_VIEW, arguments_of, copied_module, schema_of, with_graph_module
-from exportkit._torch_compat.symbolic_shapes import depends_on_values, traced_expression
+from exportkit._torch_compat.symbolic_shapes import traced_expression
+from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.onnx_files.decompositions import erase_unused
 from exportkit.onnx_files.exact import any_visible, call_node
 from exportkit.onnx_files.written_attention import written_attention

@@ -170,29 +170,6 @@ def _cut(given: Mapping[str, Any]) -> torch.Tensor:
     return source
 
 
-# Averages that are divided by a number of the model's choice, which torch.onnx forgets.
-
-
-def _avg_pool2d(values: torch.Tensor, kernel: Sequence[int], *options: Any) -> Any:
-    return _divided(aten.avg_pool2d.default, 2, values, kernel, options)
-
-
-def _avg_pool3d(values: torch.Tensor, kernel: Sequence[int], *options: Any) -> Any:
-    return _divided(aten.avg_pool3d.default, 3, values, kernel, options)
-
-
-def _divided(pool: Any, rank: int, values: torch.Tensor, kernel: Sequence[int], options: Sequence[Any]) -> Any:
-    if len(options) < 5 or options[4] is None or options[2]:  # at the end of a padded axis, windows are smaller
-        return NotImplemented
-    count = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** rank
-    return pool(values, kernel, *options[:3], True) * (count / options[4])
-
-
-def is_plain_pool(_values: Any, _kernel: Any, *options: Any) -> bool:
-    """Whether torch.onnx translates an average pool: it divides by the size of its window."""
-    return len(options) < 5 or options[4] is None
-
-
 # Half precision. onnxruntime adds to places of a tensor in float32 and float64 only. torch.onnx lets sums and other
 # reductions compute in float32; if the program returns one, the cast back is lost.
 
@@ -255,7 +232,5 @@ EXACT: dict[Any, Callable[..., Any]] = {
     aten.mse_loss.default: _mse_loss,
     aten.index_reduce.default: _index_reduce,
     aten.scatter_reduce.two: _scatter_reduce,
-    aten.avg_pool2d.default: _avg_pool2d,
-    aten.avg_pool3d.default: _avg_pool3d,
     aten.layer_norm.default: _layer_norm,
 }

@@ -1,7 +1,4 @@
-"""Adaptive pools, whose windows follow the size of their input, in terms of other operators of torch.
-
-torch.onnx uses the windows of the trace if the length is a multiple of the outputs, and has no form otherwise.
-"""
+"""Pools that torch.onnx does not translate, or not for all sizes, in terms of other operators of torch."""
 
 from __future__ import annotations
 
@@ -12,6 +9,10 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
+
+
+# Adaptive pools, whose windows follow the size of their input. torch.onnx uses the windows of the trace if the length
+# is a multiple of the outputs, and has no form otherwise.
 
 
 def _windows(length: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,6 +55,29 @@ def _largest(values: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, 
     return candidates.amax(-1), places.gather(-1, candidates.argmax(-1, keepdim=True)).squeeze(-1)
 
 
+# Averages that are divided by a number of the model's choice, which torch.onnx forgets.
+
+
+def _avg_pool2d(values: torch.Tensor, kernel: Sequence[int], *options: Any) -> Any:
+    return _divided(aten.avg_pool2d.default, 2, values, kernel, options)
+
+
+def _avg_pool3d(values: torch.Tensor, kernel: Sequence[int], *options: Any) -> Any:
+    return _divided(aten.avg_pool3d.default, 3, values, kernel, options)
+
+
+def _divided(pool: Any, rank: int, values: torch.Tensor, kernel: Sequence[int], options: Sequence[Any]) -> Any:
+    if len(options) < 5 or options[4] is None or options[2]:  # at the end of a padded axis, windows are smaller
+        return NotImplemented
+    count = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** rank
+    return pool(values, kernel, *options[:3], True) * (count / options[4])
+
+
+def is_plain_pool(_values: Any, _kernel: Any, *options: Any) -> bool:
+    """Whether torch.onnx translates an average pool: it divides by the size of its window."""
+    return len(options) < 5 or options[4] is None
+
+
 POOLS: dict[Any, Callable[..., Any]] = {
     aten.adaptive_avg_pool1d.default: _averages,
     aten.adaptive_avg_pool2d.default: _averages,
@@ -61,4 +85,6 @@ POOLS: dict[Any, Callable[..., Any]] = {
     aten.adaptive_max_pool1d.default: _largest,
     aten.adaptive_max_pool2d.default: _largest,
     aten.adaptive_max_pool3d.default: _largest,
+    aten.avg_pool2d.default: _avg_pool2d,
+    aten.avg_pool3d.default: _avg_pool3d,
 }

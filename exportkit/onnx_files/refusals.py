@@ -25,7 +25,7 @@ from exportkit._torch_compat.graph import (
     operator_name,
     with_graph_module,
 )
-from exportkit._torch_compat.symbolic_shapes import is_counted
+from exportkit._torch_compat.traced_values import is_counted
 from exportkit.onnx_files.exact import call_node
 
 aten = torch.ops.aten

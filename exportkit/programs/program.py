@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.graph import export_with_gradients, trace_module, without_regions
-from exportkit._torch_compat.symbolic_shapes import value_error
+from exportkit._torch_compat.traced_values import value_error
 from exportkit._torch_compat.tracing import (
     constraints_that_solve,
     distribution_checks,

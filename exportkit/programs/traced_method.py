@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.pytree import tree_leaves
-from exportkit._torch_compat.symbolic_shapes import depends_on_values, hold_equal, traced_expression
+from exportkit._torch_compat.symbolic_shapes import hold_equal, traced_expression
+from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.arguments.table import nested_spec
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation

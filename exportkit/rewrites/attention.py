@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.modules import causal_mask_detection
-from exportkit._torch_compat.symbolic_shapes import asserted
+from exportkit._torch_compat.traced_values import asserted
 from exportkit._torch_compat.transformers import ATTENTION_STORED, attention_functions
 from exportkit.overrides import Attribute, Item, original_attribute, replaced, replaced_attributes
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exportkit._torch_compat.symbolic_shapes import (
+from exportkit._torch_compat.traced_values import (
     as_if_many,
     asserted,
     number_asserted,

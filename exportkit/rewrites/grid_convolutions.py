@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.symbolic_shapes import at_least_one
+from exportkit._torch_compat.traced_values import at_least_one
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit.overrides import Attribute, original_attribute, replaced
 from exportkit.rewrites.grids import has_encoder_of_grids, is_in_encoder, rows_of

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.symbolic_shapes import at_least_one
+from exportkit._torch_compat.traced_values import at_least_one
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit._torch_compat.transformers import VISION_MODULES, interpolation_taps
 from exportkit.overrides import Attribute, replaced

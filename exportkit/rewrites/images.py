@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.symbolic_shapes import depends_on_values
+from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.transformers import as_encoder_forward
 from exportkit.overrides import Attribute, replaced, replaced_attributes, replaced_functions
 from exportkit.rewrites.attention import masked_segments

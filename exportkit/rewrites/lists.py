@@ -16,7 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.graph import decomposition_attributes, loops_compiled_afresh, recurrent_loops
-from exportkit._torch_compat.symbolic_shapes import decided_extreme, depends_on_values, exact_rounding
+from exportkit._torch_compat.symbolic_shapes import decided_extreme, exact_rounding
+from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced

@@ -16,7 +16,7 @@ import torch
 
 from exportkit._torch_compat.graph import scan
 from exportkit._torch_compat.modules import recurrent_functions
-from exportkit._torch_compat.symbolic_shapes import asserted, at_most
+from exportkit._torch_compat.traced_values import asserted, at_most
 from exportkit.overrides import Attribute, replaced
 from exportkit.rewrites.lengths import Int
 from exportkit.rewrites.lists import PACK

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.graph import scan
-from exportkit._torch_compat.symbolic_shapes import depends_on_values, remainder, without_remainder
+from exportkit._torch_compat.symbolic_shapes import remainder, without_remainder
+from exportkit._torch_compat.traced_values import depends_on_values
 
 aten = torch.ops.aten
 

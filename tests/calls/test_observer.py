@@ -355,7 +355,10 @@ def test_method_that_python_looks_up_on_the_class_is_refused(name):
 @pytest.mark.parametrize("options", [{"store_n_calls": -1}, {"store_n_calls": "3"}, {"max_bytes": 2.5}])
 def test_number_to_keep_that_is_none_is_named(options):
     (name,) = options
-    with pytest.raises(InvalidRequestError, match=rf"Not a number of calls or bytes.\n  where: {name}\n  expected: an integer, 0 or more"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=rf"Not a number of calls or bytes.\n  where: {name}\n  expected: an integer, 0 or more",
+    ):
         InputObserver()(Add(), **options).__enter__()
 
 

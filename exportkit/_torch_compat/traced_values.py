@@ -1,0 +1,119 @@
+"""Numbers that a trace reads from tensors, such as how many values a mask selects: unknown in the trace."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat import require
+
+
+def depends_on_values(condition: Any) -> bool:
+    """Returns whether a traced condition or number depends on values of tensors, not on sizes alone.
+
+    Seen in torch 2.13.
+    """
+    from torch.fx.experimental import symbolic_shapes
+
+    if not isinstance(condition, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return isinstance(condition, torch.Tensor)
+    return bool(require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))
+
+
+def is_counted(size: Any) -> bool:
+    """Returns whether a size comes from values, even if a trace takes it for another one since. Seen in torch 2.13."""
+    first = require(size.node, "_expr", "torch 2.13") if isinstance(size, torch.SymInt) else None
+    return any(str(symbol).startswith("u") for symbol in getattr(first, "free_symbols", ()))
+
+
+def questions_about_sizes() -> tuple[type, str]:
+    """Returns the class and the name of its method that decides about sizes in a trace. Seen in torch 2.13."""
+    from torch.fx.experimental import symbolic_shapes
+
+    environment = require(symbolic_shapes, "ShapeEnv", "torch 2.13")
+    require(environment, "evaluate_expr", "torch 2.13")
+    require(environment, "guard_or_defer_runtime_assert", "torch 2.13")
+    return environment, "evaluate_expr"
+
+
+def as_if_many(environment: Any, question: Any) -> Any:
+    """Returns the answer to a question about a count for all counts of 2 and more, and asserts that it is the answer.
+
+    Args:
+        environment: The object whose method is asked, see `questions_about_sizes`.
+        question: An expression of sympy.
+
+    Returns:
+        The answer; None if it differs between counts of 2 and more, or is not known to be the same.
+    """
+    import sympy
+
+    if not isinstance(question, sympy.core.relational.Relational):
+        return None
+    sizes = require(environment, "size_like", "torch 2.13")
+    counts = [symbol for symbol in question.free_symbols if str(symbol).startswith("u")]
+    apart = sympy.expand(question.lhs - question.rhs)
+    if len(counts) != 1 or counts[0] not in sizes or sympy.degree(apart, counts[0]) != 1:
+        return None
+    count, is_equation = counts[0], isinstance(question, sympy.Eq | sympy.Ne)
+    (equal,) = sympy.solve(apart, count)
+    if apart.free_symbols != {count}:  # a product with another size, which is 0 if the count is
+        if equal != 0 or not is_equation:
+            return None
+        answer, others = (sympy.true if isinstance(question, sympy.Ne) else sympy.false), [0]
+    elif equal >= 2 and not (is_equation and not equal.is_integer):
+        return None
+    else:
+        answer = question.subs(count, 2)
+        others = [small for small in (0, 1) if question.subs(count, small) != answer]
+    for small in others:
+        environment.guard_or_defer_runtime_assert(sympy.Ne(count, small), "the number of selected values")
+    return answer
+
+
+def value_error() -> type[Exception]:
+    """Returns the error that torch raises in a trace for a decision by values of tensors. Seen in torch 2.13."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return require(symbolic_shapes, "GuardOnDataDependentSymNode", "torch 2.13")  # type: ignore[no-any-return]
+
+
+def at_most(number: Any, limit: Any) -> Any:
+    """Returns a size that a trace read from a tensor, promising that it lies between 0 and a limit.
+
+    Seen in torch 2.13.
+    """
+    check = require(torch, "_check", "torch 2.13")
+    check(number >= 0)
+    check(number <= limit)
+    return number
+
+
+def asserted(condition: torch.Tensor, message: str) -> None:
+    """Lets the trace that is running assert that a condition on values holds. Seen in torch 2.13."""
+    require(torch, "_assert_async", "torch 2.13")(condition, message)
+
+
+def number_asserted(condition: torch.SymBool) -> None:
+    """Lets the trace that is running take a condition on numbers for granted, and assert it.
+
+    torch divides bounds as floats, and raises if a quotient is rounded up, as for ``128 * rows == count``. Counts of
+    elements therefore get a bound that floats hold exactly. Seen in torch 2.13.
+    """
+    from torch.utils._sympy import value_ranges
+
+    environment, most = condition.node.shape_env, 2**52
+    ranges = require(environment, "var_to_range", "torch 2.13")
+    for symbol in condition.node.expr.free_symbols & ranges.keys():
+        if most < ranges[symbol].upper < sys.maxsize:
+            limited = require(value_ranges, "ValueRanges", "torch 2.13")(ranges[symbol].lower, most)
+            require(environment, "_update_var_to_range", "torch 2.13")(symbol, limited)
+    torch._check(condition)
+
+
+def at_least_one(number: Any) -> Any:
+    """Returns a size that a trace read from a tensor, promising that it is not zero. Seen in torch 2.13."""
+    require(torch, "_check", "torch 2.13")(number >= 1)
+    return number
