@@ -91,7 +91,8 @@ def export(
     exported = _whole(model, _observed(observer_or_plan), outputs or {}, probe)
     if isinstance(observer_or_plan, InputObserver) and observer_or_plan.parts:
         found = observer_or_plan.parts
-        parts = {name: _part(model, part, probe) for name, part in found.items()}
+        padded = bool(exported.observation.restored)  # and by that the encoder as well
+        parts = {name: _part(model, part, probe, padded) for name, part in found.items()}
         exported = replace(exported, parts=parts, edges={name: part.edges for name, part in found.items()})
     return Exported.of(exported)
 
@@ -171,11 +172,11 @@ def _planned(model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]) -> 
     return ExportedModel({"": traced}, attempts=attempts)
 
 
-def _part(model: torch.nn.Module, part: Part, probe: bool) -> ExportedModel:
-    """What runs before the model and feeds it, exported for its own calls."""
+def _part(model: torch.nn.Module, part: Part, probe: bool, padded: bool) -> ExportedModel:
+    """What runs before the model and feeds it, exported for its own calls, with a mask if the model has one."""
     module, calls = exported_form(model.get_submodule(part.module), part.observation, {})
     calls = replace(calls, target=f"{part.module}.{calls.target}".lstrip("."))
-    plan = plan_calls(calls, module if probe else None, calls.method_name)
+    plan = plan_calls(calls, module if probe else None, calls.method_name, cached=not padded)
     traced, attempts = export_program(module, calls.method_name, plan)
     return ExportedModel({"": traced}, attempts=attempts)
 

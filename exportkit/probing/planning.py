@@ -62,13 +62,20 @@ class BoundPlan(Plan):
     __hash__ = None  # type: ignore[assignment]  # a plan holds dictionaries
 
 
-def plan_calls(observation: Observation, model: torch.nn.Module | None = None, method: str = "forward") -> BoundPlan:
+def plan_calls(
+    observation: Observation,
+    model: torch.nn.Module | None = None,
+    method: str = "forward",
+    *,
+    cached: bool = True,
+) -> BoundPlan:
     """Returns the plan for the recorded calls.
 
     Args:
         observation: The calls.
         model: The model, to confirm by running it what the sizes suggest; None to use the sizes alone.
         method: The observed method.
+        cached: Whether only a model with a cache has a mask restored; the encoder of such a model has it without one.
     """
     if model is None:
         plan = infer_plan(call_table(observation), constants_of(observation))
@@ -77,7 +84,7 @@ def plan_calls(observation: Observation, model: torch.nn.Module | None = None, m
         probe = ModelProbe(model, method, simple.observation)
         relations = find_value_relations(probe)
         plan, observation = _confirmed(probe, relations), simple.observation
-        masked = restore_mask(plan, probe)
+        masked = restore_mask(plan, probe, cached=cached)
         if masked is not None:
             plan, observation = _confirmed(ModelProbe(model, method, masked), relations), masked
             text = (
@@ -101,23 +108,24 @@ def _confirmed(probe: ModelProbe, relations: ValueRelations) -> Plan:
     return name_variables(pull_apart(plan, probe))
 
 
-def restore_mask(plan: Plan, probe: ModelProbe) -> Observation | None:
+def restore_mask(plan: Plan, probe: ModelProbe, *, cached: bool = True) -> Observation | None:
     """Returns the calls with a mask of ones, or None if there is nothing to restore.
 
     ``generate`` drops a mask that is all ones (transformers 5.23), and a graph without a mask cannot serve a padded
     batch. So if a decoder with a cache takes a mask and was given none, each call gets a mask of ones, provided that
     the model returns the same with it. The mask is ``(batch, past + new)``; if the cache holds a state that does not
-    grow, it is ``(batch, new)``.
+    grow, it is ``(batch, new)``, and beside an encoder, ``(batch, encoder)``.
 
     Args:
         plan: What the calls without a mask suggest.
         probe: The model and its calls.
+        cached: Whether the model has to have a cache.
     """
     observation = probe.observation
     wanted = _MASK in observation.signature.plain() and _MASK not in observation.removed
     if not wanted or any(call.has(_MASK) for call in observation.calls):
         return None
-    masked = _with_masks(plan, observation)
+    masked = _with_masks(plan, observation, cached)
     if masked is None:
         return None
     whole = [masked.calls[0], *masked.calls[1:][-1:]]
@@ -134,12 +142,17 @@ def restore_mask(plan: Plan, probe: ModelProbe) -> Observation | None:
     return replace(masked, restored=observation.restored | {_MASK})
 
 
-def _with_masks(plan: Plan, observation: Observation) -> Observation | None:
+def _with_masks(plan: Plan, observation: Observation, cached: bool) -> Observation | None:
     past, new, batch = plan.with_role("past"), plan.new_tokens, plan.with_role("batch")
-    if new is None or batch is None or (past is None and not _has_state(observation)):
+    if new is None or batch is None or (cached and past is None and not _has_state(observation)):
         return None
 
+    followed = {variable.follows for variable in plan.variables}
+    encoder = next((variable for variable in plan.variables if variable.name in followed), None)
+
     def mask_shape(sizes: Mapping[str, int], counted: int = 0) -> tuple[int, int]:
+        if encoder is not None:
+            return sizes[batch.name], sizes[encoder.name]
         return sizes[batch.name], sizes[new.name] + (0 if past is None else max(sizes[past.name], counted))
 
     calls = []

@@ -8,7 +8,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import exportkit
 from exportkit.errors import ArgumentError
-from tests.models import random_ids, tiny_llama, tiny_mamba, tiny_mistral
+from tests.models import random_ids, tiny_llama, tiny_mamba, tiny_mistral, tiny_t5
 
 
 @dataclasses.dataclass
@@ -105,6 +105,24 @@ def test_a_graph_refuses_caches_that_do_not_show_how_many_tokens_came_before(tmp
     with pytest.raises(ArgumentError, match="counted more tokens") as raised:
         run(onnx_model, 2, 3)
     assert "expected: at most 3" in str(raised.value)
+
+
+def test_an_encoder_decoder_serves_padded_batches(tmp_path):
+    model, observer = tiny_t5(), exportkit.InputObserver()
+    with observer(model, parts=["encoder"]):
+        for length in (7, 9):
+            model.generate(torch.randint(3, 60, (1, length)), max_new_tokens=3, do_sample=False)
+    assert not any(call.has("attention_mask") for call in observer.observation.calls)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+
+    ids, mask = torch.randint(3, 60, (3, 5)), torch.ones(3, 5, dtype=torch.int64)
+    mask[0, 2:], mask[2, 4:] = 0, 0
+    options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, attention_mask=mask, **options)
+    with graph.in_place_of(model) as calls:
+        got = model.generate(ids, attention_mask=mask, **options)
+    assert calls.inside == 5
+    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-3, atol=1e-4)
 
 
 def test_the_proof_covers_padded_calls(restored):
