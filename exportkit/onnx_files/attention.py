@@ -161,6 +161,9 @@ def _is_fusible(node: torch.fx.Node, zeros: Sequence[Zeros]) -> bool:
         mask = given["attn_mask"].meta["val"]
         if mask.dtype not in (torch.bool, query.dtype) or mask.ndim < 2 or not _same(mask.shape[-1], key.shape[2]):
             return False
+    batches = [part.shape[0] for part in (query, key, value, node.meta["val"])]
+    if not all(_same(batch, batches[0]) for batch in batches):
+        return False  # the kernel does not broadcast
     heads, groups = query.shape[1], key.shape[1]
     if not (isinstance(heads, int) and isinstance(groups, int)) or heads % groups or value.shape[1] != groups:
         return False

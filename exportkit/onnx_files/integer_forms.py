@@ -114,7 +114,7 @@ def _isfinite(x: Any) -> Any:
     return op.Not(op.Or(op.IsNaN(x), op.IsInf(x)))
 
 
-# Powers of integers, which onnxruntime computes in double precision.
+# Powers. onnxruntime computes those of integers in double precision.
 
 
 def _pow(x: Any, exponent: Any) -> Any:
@@ -126,6 +126,8 @@ def _pow(x: Any, exponent: Any) -> Any:
 def _pow_to_number(x: Any, exponent: Any) -> Any:
     if isinstance(exponent, onnx_ir.Value):
         return _pow_to_size(x, exponent)
+    if x.dtype.is_floating_point() and abs(exponent) == 0.5:  # torch takes the root, which minus infinity has not
+        return op.Sqrt(x) if exponent > 0 else op.Reciprocal(op.Sqrt(x))
     if x.dtype.is_floating_point() or isinstance(exponent, float):
         return core.aten_pow_tensor_scalar(x, exponent)
     return _product(x, exponent, x.dtype)

@@ -51,7 +51,7 @@ def _scores(value: Any) -> dict[str, Any] | None:
         value, softcap = divided[0], float(capped[1])
     for target, power in ((aten.mul.Tensor, 1), (aten.div.Tensor, -1)):
         if (scaled := _by_number(value, target)) is not None and scaled[1]:
-            value, scale = scaled[0], float(scaled[1]) ** power
+            value, scale = scaled[0], scale * float(scaled[1]) ** power
     product = _step(value, aten.matmul.default)
     if product is None:
         return None

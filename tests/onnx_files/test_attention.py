@@ -365,3 +365,37 @@ def test_what_is_not_quite_attention_stays_as_it_is(name):
     args = cached_call(2, 3, 5)
     program = torch.export.export(model, args, dynamic_shapes=dynamic(AXES))
     assert with_whole_attention(program, []) is program
+
+
+class Learned(torch.nn.Module):
+    """Attention of each row of a batch to the same keys, or from the same queries."""
+
+    def __init__(self, queries, steps):
+        super().__init__()
+        self.own, self.queries, self.steps = torch.nn.Parameter(torch.randn(1, 2, 3, 8)), queries, steps
+
+    def forward(self, heads):
+        query, key = (self.own, heads) if self.queries else (heads, self.own)
+        if not self.steps:
+            return functional.scaled_dot_product_attention(query, key, key)
+        return torch.matmul(torch.matmul(query, key.transpose(2, 3)).softmax(-1), key)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("queries", [True, False])
+def test_learned_keys_and_queries_are_for_the_whole_batch(queries, steps):
+    model = Learned(queries, steps)
+    _, run = fused(model, (torch.randn(2, 2, 5, 8),), ({0: "b", 2: "s"},))
+    for batch, tokens in ((2, 5), (3, 4), (1, 1)):
+        assert_same(model, run, (torch.randn(batch, 2, tokens, 8),))
+
+
+def test_a_scale_in_two_steps_is_their_product():
+    class Model(Written):
+        def forward(self, query, key, value):
+            return torch.matmul((torch.matmul(query, key.transpose(2, 3)) / 2.0 * 0.3).softmax(-1), value)
+
+    args = tuple(torch.randn(2, 4, 5, 8) for _ in range(3))
+    nodes, run = fused(Model(None), args, ({0: "b", 2: "s"},) * 3)
+    assert "Attention" in nodes
+    assert_same(Model(None), run, args)

@@ -129,6 +129,7 @@ CASES = {
     ),
     "norms": (lambda x: (x.norm(INF, dim=1), x.norm(-INF, dim=0), x.norm(dim=1), x.norm(1)), UNKNOWN),
     "sign": (lambda x: (x.sign(), torch.sgn(x)), UNKNOWN),
+    "powers of a half": (lambda x: (x**0.5, x**-0.5, x.abs() ** 0.5), floats(-INF, INF, -0.0, 0.0, NAN, 2.0, -1.0)),
     "powers of integers": (
         lambda x, y: (x**y, x**20, 3 ** y.clamp(max=39)),
         ints(3, 7, -3, 2, 10),
