@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.modules import causal_mask_detection
+from exportkit._torch_compat.modules import causal_mask_detection, has_hooks
 from exportkit._torch_compat.traced_values import asserted
 from exportkit._torch_compat.transformers import ATTENTION_STORED, attention_functions
 from exportkit.overrides import Attribute, Item, original_attribute, replaced, replaced_attributes
@@ -102,6 +102,96 @@ def zeros_at_padding(_model: torch.nn.Module) -> _Context:
         return torch.where((is_padding & is_behind).unsqueeze(-1), padding, output)
 
     return replaced_attributes(torch.nn.TransformerEncoder, {"forward": with_zeros})
+
+
+# Rows that are padding alone
+#
+# For inference, torch's own Transformer layers and self-attention have kernels, which return NaN for a query that may
+# see no key, where they return numbers otherwise. The kernel of a layer also takes a mask of numbers for a boolean one.
+
+
+def has_torch_attention(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
+    """Returns whether the model has torch's own attention."""
+    return any(isinstance(module, torch.nn.MultiheadAttention) for module in model.modules())
+
+
+def nan_for_hidden_rows(_model: torch.nn.Module) -> _Context:
+    """Makes torch's own attention return NaN for queries without a key where its kernels for inference do."""
+    layer, attention = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
+    run_layer, attend = original_attribute(layer, "forward"), original_attribute(attention, "forward")
+    inside = list[bool]()  # an item for each layer with a kernel that is running
+
+    def layer_forward(self: Any, src: Any, src_mask: Any = None, src_key_padding_mask: Any = None, **kw: Any) -> Any:
+        if not _layer_has_kernel(self, src):
+            return run_layer(self, src, src_mask, src_key_padding_mask, **kw)
+        hidden = [None if mask is None else mask != 0 for mask in (src_mask, src_key_padding_mask)]
+        inside.append(True)
+        try:
+            return run_layer(self, src, *hidden, **kw)
+        finally:
+            inside.pop()
+
+    def attention_forward(  # noqa: PLR0917 (torch's positions)
+        self: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        key_padding_mask: Any = None,
+        need_weights: bool = True,
+        attn_mask: Any = None,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        output, weights = attend(self, query, key, value, key_padding_mask, need_weights, attn_mask, *args, **kw)
+        masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+        is_boolean = all(mask.dtype is torch.bool for mask in masks)
+        is_self = query is key and key is value
+        if masks and (inside or (is_boolean and is_self and _attention_has_kernel(self, query))):
+            output = output.masked_fill(_sees_nothing(query, attn_mask, key_padding_mask), torch.nan)
+        return output, weights
+
+    return replaced(
+        [(Attribute(layer, "forward"), layer_forward), (Attribute(attention, "forward"), attention_forward)]
+    )
+
+
+def _attention_has_kernel(module: Any, query: torch.Tensor) -> bool:
+    """Whether self-attention with boolean masks is computed by a kernel, in the order of torch's own conditions."""
+    return (
+        torch.backends.mha.get_fastpath_enabled()
+        and query.ndim == 3
+        and module.in_proj_weight is not None
+        and query.dtype == module.in_proj_weight.dtype
+        and not module.training
+        and module.num_heads % 2 == 0
+        and module.batch_first
+        and module.bias_k is None
+        and not module.add_zero_attn
+        and not torch.is_autocast_enabled()
+    )
+
+
+def _layer_has_kernel(layer: Any, src: torch.Tensor) -> bool:
+    return (
+        _attention_has_kernel(layer.self_attn, src)
+        and layer.self_attn.in_proj_bias is not None
+        and not layer.training
+        and bool(layer.activation_relu_or_gelu)
+        and layer.norm1.eps == layer.norm2.eps
+        and not any(map(has_hooks, layer.modules()))
+    )
+
+
+def _sees_nothing(query: torch.Tensor, pairs: torch.Tensor | None, keys: torch.Tensor | None) -> torch.Tensor:
+    """Whether all keys are hidden from a query, (batch, queries or 1, 1)."""
+    hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool) if pairs is None else pairs != 0
+    if hidden.ndim == 3:
+        hidden = hidden.unflatten(0, (query.shape[0], -1))
+    if keys is not None:
+        hidden = hidden | (keys != 0)[:, None, None, :]
+    while hidden.ndim < 4:
+        hidden = hidden.unsqueeze(0)
+    return hidden.all(-1).any(1).unsqueeze(-1)
 
 
 # Top-k keys

@@ -170,6 +170,11 @@ REWRITES = (
         matches=attention.has_torch_transformer,
     ),
     Rewrite(
+        "attention of tokens that see nothing as in torch's kernels for inference",
+        attention.nan_for_hidden_rows,
+        matches=attention.has_torch_attention,
+    ),
+    Rewrite(
         "attention of tokens that see nothing is zero",
         attention.zeros_for_fully_masked_rows,
         argument="attention_mask",

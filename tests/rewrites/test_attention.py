@@ -144,3 +144,38 @@ def test_padding_behind_the_sequences_is_what_it_was_in_recorded_calls(gradients
             expected = model(x, src_key_padding_mask=padding).detach()
         torch.testing.assert_close(onnx_model(x, src_key_padding_mask=padding), expected)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+class OwnAttention(torch.nn.MultiheadAttention):
+    def forward(self, x, padding):
+        return super().forward(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+
+
+class Layer(torch.nn.TransformerEncoderLayer):
+    def forward(self, x, padding):
+        return super().forward(x, src_key_padding_mask=padding)
+
+
+class NumbersHide(torch.nn.TransformerEncoderLayer):
+    def forward(self, x, padding):
+        return super().forward(x, src_mask=torch.full(2 * x.shape[1:2], -4.0).triu(1), src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(
+    "model",
+    [OwnAttention(8, 2, batch_first=True), Layer(8, 2, 16, batch_first=True), NumbersHide(8, 2, 16, batch_first=True)],
+    ids=lambda model: type(model).__name__,
+)
+def test_rows_that_are_padding_alone_are_what_they_were_in_recorded_calls(model, gradients, tmp_path):
+    observer, model = exportkit.InputObserver(), model.eval()
+    with observer(model), torch.set_grad_enabled(gradients):
+        for length, lengths in ((5, (5, 3)), (7, (7, 4, 6))):
+            model(torch.randn(len(lengths), length, 8), torch.arange(length) >= torch.tensor(lengths)[:, None])
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    x, padding = torch.randn(2, 6, 8), torch.arange(6) >= torch.tensor([[4], [0]])
+    with torch.set_grad_enabled(gradients):
+        expected = model(x, padding).detach()
+    assert expected[1].isnan().all() == (not gradients)
+    torch.testing.assert_close(onnx_model(x, padding), expected, equal_nan=True)
