@@ -117,3 +117,28 @@ def at_least_one(number: Any) -> Any:
     """Returns a size that a trace read from a tensor, promising that it is not zero. Seen in torch 2.13."""
     require(torch, "_check", "torch 2.13")(number >= 1)
     return number
+
+
+def answer_for_some(condition: torch.SymBool) -> bool | None:
+    """Returns what a condition on how many values there are is for all counts of 1 and more, unlike for 0.
+
+    Returns:
+        The answer; None if the condition is about something else. Seen in torch 2.13.
+    """
+    import sympy
+
+    question, environment = condition.node.expr, condition.node.shape_env
+    if not isinstance(question, sympy.core.relational.Relational):
+        return None
+    apart = sympy.expand(question.lhs - question.rhs)
+    counts = [symbol for symbol in apart.free_symbols if str(symbol).startswith("u")]
+    if len(counts) != 1:
+        return None
+    if isinstance(question, sympy.Eq | sympy.Ne):  # of a product with sizes, too
+        return None if apart.is_Add else isinstance(question, sympy.Ne)
+    if apart.free_symbols != set(counts) or counts[0] not in require(environment, "size_like", "torch 2.13"):
+        return None
+    (count,) = counts
+    for_none, *for_some = (bool(question.subs(count, number)) for number in (0, 1, 2, 2**40))
+    is_linear = sympy.degree(apart, count) == 1
+    return for_some[0] if is_linear and len(set(for_some)) == 1 and for_none != for_some[0] else None

@@ -12,7 +12,8 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.rewrites.branches import Decisions, Place, decisions_made, decisions_noted, is_check
-from exportkit.rewrites.table import CHECKS, EVERY_BRANCH, Rewrite
+from exportkit.rewrites.empty_selections import Line, never_empty, ways_noted
+from exportkit.rewrites.table import CHECKS, EVERY_BRANCH, NEVER_EMPTY, Rewrite
 from exportkit.running.eager import EagerRunner
 from exportkit.running.runner import Runner, compare_calls, recorded
 
@@ -65,12 +66,43 @@ def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Cal
                     checks.add(place)
             elif place in noted.for_some and is_harmless(place, noted):
                 made[place] = noted.for_some[place]
-    if not agrees or not made:
+    if not agrees:
         return []
+    skipping = _rules_for_empty_selections(eager, calls)
+    if not made:
+        return skipping
     lines = ", ".join(sorted({f"{Path(file).name}:{line}" for file, line, _ in checks}))
     names = ([EVERY_BRANCH.name] if checks != made.keys() else []) + ([f"{CHECKS} ({lines})"] if checks else [])
     first, *others = (replace(EVERY_BRANCH, name=name, applied=lambda _: contextlib.nullcontext()) for name in names)
-    return [replace(first, applied=partial(decisions_made, forced=made, checks=checks)), *others]
+    return [replace(first, applied=partial(decisions_made, forced=made, checks=checks)), *others, *skipping]
+
+
+def _rules_for_empty_selections(eager: Runner, calls: Sequence[Call]) -> list[Rewrite]:
+    """The rewrite for branches that do the same for an empty selection as the code for others does; none without any.
+
+    Zeros, negative numbers and masks without places are likely to leave a selection empty.
+    """
+    tried = [*calls, *(_scaled(call, scale) for call in calls[:1] for scale in (0.0, -1.0)), *map(_unmasked, calls[:1])]
+
+    def going(places: Collection[Line]) -> Runner:
+        def run(call: Call) -> Mapping[str, torch.Tensor]:
+            with ways_noted(places):
+                return eager(call)
+
+        return run
+
+    with ways_noted() as ways:
+        tried = [outcome.call for outcome in compare_calls(eager, eager, tried)]
+    places = set[Line]()
+    for place in [place for place, for_zero in ways.items() if True in for_zero]:
+        if all(outcome.agrees for outcome in compare_calls(eager, going({*places, place}), tried)):
+            places.add(place)
+    return [replace(NEVER_EMPTY, applied=partial(never_empty, places=places))] if places else []
+
+
+def _unmasked(call: Call) -> Call:
+    masks = {path: tensor for path, tensor in call.tensors().items() if tensor.dtype is torch.bool}
+    return call.with_tensors({path: torch.zeros_like(mask) for path, mask in masks.items()})
 
 
 def _scaled(call: Call, scale: float) -> Call:

@@ -10,7 +10,6 @@ import contextlib
 import linecache
 import re
 import sys
-import sysconfig
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.plan import Plan
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.traced_method import FlatSignature
+from exportkit.rewrites.branches import is_model_code
 from exportkit.trees import flatten, join, registered_caches
 
 _DETAILS = "exportkit-details-"
@@ -41,10 +41,6 @@ _FIXED = re.compile(
 _UNBACKED = re.compile(r"\bz?u[f]?\d+\b")
 _GRAPH_LINE = re.compile(r"# File: (?P<file>.+?):(?P<line>\d+) in ")
 _LONGEST_GOT = 300
-_PYTHON = Path(sysconfig.get_paths()["stdlib"])
-_OTHERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
-# Code without a file: a prompt, a notebook, a doctest. Other names of this form belong to Python and torch.
-_TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # Longer lines of code are cut.
 _LONGEST_LINE = 120
@@ -391,16 +387,6 @@ def place_of_node(node: torch.fx.Node) -> Place | None:
     modules = [*(node.meta.get("nn_module_stack") or {}).values()]
     path, cls = modules[-1] if modules else ("", "")
     return Place(*own[-1], path, _class_name(cls))
-
-
-def is_model_code(file: str) -> bool:
-    """Returns whether a file can hold the code of a model: it belongs neither to torch, exportkit nor Python."""
-    if file.startswith("<"):
-        return file.startswith(_TYPED)
-    path = Path(file)
-    if not file or any(path.is_relative_to(folder) for folder in _OTHERS):
-        return False
-    return not path.is_relative_to(_PYTHON) or "site-packages" in file or "dist-packages" in file
 
 
 def _nodes_in(error: BaseException) -> Iterator[torch.fx.Node]:

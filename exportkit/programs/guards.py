@@ -23,8 +23,8 @@ from exportkit._torch_compat.symbolic_shapes import (
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
 from exportkit.programs.call_check import SMALLEST
-from exportkit.programs.failure import is_model_code
 from exportkit.programs.program import TracedProgram
+from exportkit.rewrites.branches import is_model_code
 from exportkit.rewrites.table import STRICT
 from exportkit.running.program import tensor_placeholders
 

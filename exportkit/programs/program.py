@@ -33,13 +33,14 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.missing import Absences, MissingDefaults
 from exportkit.programs.copied_layers import CopiedLayers
 from exportkit.programs.domain import Domain
-from exportkit.programs.failure import Place, failure, is_model_code
+from exportkit.programs.failure import Place, failure
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.reused_layers import ReusedLayers
 from exportkit.programs.subject import WithEffects
 from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites import branches
+from exportkit.rewrites.branches import is_model_code
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import BUFFER_VALUES, GRADIENTS, STRICT, Rewrite, applied
 from exportkit.running.bounds import HALF

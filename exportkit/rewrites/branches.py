@@ -15,6 +15,7 @@ import contextlib
 import functools
 import linecache
 import sys
+import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ Place = tuple[str, int, int]  # file, line, and the instruction
 _MASK = "exportkit_mask"  # set on the result of any() and all(): the mask, and the function's name
 _ASKING, _OWNERS = ("any", "all"), (torch, torch.Tensor)
 _TORCH, _EXPORTKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
+_PYTHON = Path(sysconfig.get_paths()["stdlib"])
+# Code without a file: a prompt, a notebook, a doctest. Other names of this form belong to Python and torch.
+_TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
 _OFTEN = 300  # decisions of one line in one call; `while mask.any()` does not end if it goes on in every case
 
 
@@ -188,7 +192,7 @@ def many_values(_model: torch.nn.Module) -> Iterator[None]:
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and _passes_questions_on(frame):
                 frame = frame.f_back
-            found = None if frame is None or _is_model_code(frame.f_code.co_filename) else as_if_many(self, question)
+            found = None if frame is None or is_model_code(frame.f_code.co_filename) else as_if_many(self, question)
             if found is None:
                 raise
         return found
@@ -210,7 +214,7 @@ def _passing(frame: FrameType | None) -> bool | None:
 
     None if the frame is not at a check, or if the error may be caught.
     """
-    if frame is None or not _is_model_code(frame.f_code.co_filename):
+    if frame is None or not is_model_code(frame.f_code.co_filename):
         return None
     code = frame.f_code
     first, last, start, end = list(code.co_positions())[frame.f_lasti // 2]
@@ -251,15 +255,20 @@ def _is_caught(frame: FrameType | None) -> bool:
         file = frame.f_code.co_filename
         if Path(file).is_relative_to(_TORCH / "export"):  # which called the model
             return False
-        if _is_model_code(file) and any(frame.f_lineno in lines for lines in _source(file).catching):
+        if is_model_code(file) and any(frame.f_lineno in lines for lines in _source(file).catching):
             return True
         frame = frame.f_back
     return False
 
 
-def _is_model_code(file: str) -> bool:
-    """Whether a file belongs neither to torch nor to exportkit, which raise what they catch."""
-    return not any(Path(file).is_relative_to(folder) for folder in (_TORCH, _EXPORTKIT))
+def is_model_code(file: str) -> bool:
+    """Returns whether a file can hold the code of a model: it belongs neither to torch, exportkit nor Python."""
+    if file.startswith("<"):
+        return file.startswith(_TYPED)
+    path = Path(file)
+    if not file or any(path.is_relative_to(folder) for folder in (_TORCH, _EXPORTKIT)):
+        return False
+    return not path.is_relative_to(_PYTHON) or "site-packages" in file or "dist-packages" in file
 
 
 def is_check(place: Place) -> bool:

@@ -20,6 +20,7 @@ from exportkit.rewrites import (
     attention,
     branches,
     caches,
+    empty_selections,
     grid_convolutions,
     grids,
     images,
@@ -197,6 +198,7 @@ ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(lists.loops_over_all,
 
 # Branches such as `if mask.any()` that change nothing where they need not be taken; the lines are found by running.
 EVERY_BRANCH = Rewrite("branches by any() and all() taken in every case", branches.decisions_made)
+NEVER_EMPTY = Rewrite("branches for empty selections never taken", empty_selections.never_empty)
 CHECKS = "checks of values as assertions"  # the name of a rewrite for lines that only raise, with their places
 
 # A run of the model shows that padding may be left out, or that sequences of different lengths are packed.
@@ -220,6 +222,7 @@ _CHOSEN = (
     LISTS_OF_ONE,
     ALL_EXPERTS,
     EVERY_BRANCH,
+    NEVER_EMPTY,
     PACKED_SEQUENCES,
     SYMBOLIC_LENGTHS,
     LOOPS,
