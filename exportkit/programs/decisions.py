@@ -74,7 +74,7 @@ def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Cal
     lines = ", ".join(sorted({f"{Path(file).name}:{line}" for file, line, _ in checks}))
     names = ([EVERY_BRANCH.name] if checks != made.keys() else []) + ([f"{CHECKS} ({lines})"] if checks else [])
     first, *others = (replace(EVERY_BRANCH, name=name, applied=lambda _: contextlib.nullcontext()) for name in names)
-    return [replace(first, applied=partial(decisions_made, forced=made, checks=checks)), *others, *skipping]
+    return [*skipping, replace(first, applied=partial(decisions_made, forced=made, checks=checks)), *others]
 
 
 def _rules_for_empty_selections(eager: Runner, calls: Sequence[Call]) -> list[Rewrite]:

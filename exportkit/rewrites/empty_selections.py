@@ -13,6 +13,7 @@ import functools
 import linecache
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from exportkit.overrides import Attribute, replaced
 from exportkit.rewrites.branches import is_model_code
 
 Line = tuple[str, int]  # file and line
+_REWRITES = str(Path(__file__).parent)
 
 
 class _Branch(NamedTuple):
@@ -91,7 +93,7 @@ def never_empty(_model: torch.nn.Module, places: Collection[Line] | None = None)
         @functools.wraps(real)
         def value(self: Any) -> bool:
             frame: FrameType | None = sys._getframe(1)
-            if frame is not None and frame.f_code.co_name == "__bool__":  # of a number, which torch compares with 0
+            while frame is not None and _asks_for_its_caller(frame):
                 frame = frame.f_back
             file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
             branch = _branches(file).get(line) if places is None or (file, line) in places else None
@@ -109,6 +111,11 @@ def never_empty(_model: torch.nn.Module, places: Collection[Line] | None = None)
     changed = {cls: deciding(cls, answer) for cls, answer in ((torch.SymBool, of_number), (torch.Tensor, of_tensor))}
     with replaced([(Attribute(cls, "__bool__"), value) for cls, value in changed.items()]):
         yield
+
+
+def _asks_for_its_caller(frame: FrameType) -> bool:
+    """Whether a frame is a rewrite's, or torch's that asks whether a number is 0."""
+    return frame.f_code.co_name == "__bool__" or frame.f_code.co_filename.startswith(_REWRITES)
 
 
 @functools.lru_cache(maxsize=64)
