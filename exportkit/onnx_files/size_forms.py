@@ -99,6 +99,8 @@ def exact_like(value: Any, dtype: Any) -> Any:
         value: A number or value of the graph.
         dtype: The dtype of the tensor.
     """
+    if isinstance(value, float):  # of which torch.onnx keeps the digits of single precision
+        return op.Constant(value=onnx_ir.tensor(value, dtype=_DOUBLE)) if dtype == _DOUBLE else value
     return value.meta[_EXACT] if dtype == _DOUBLE and _EXACT in getattr(value, "meta", {}) else value
 
 

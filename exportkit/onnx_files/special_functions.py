@@ -6,7 +6,6 @@ Gamma functions, and quantiles and tails of the normal distribution, are compute
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,16 +55,10 @@ def _in_double(function: Callable[[torch.Tensor], torch.Tensor], most: int = 8) 
     return form
 
 
-def _double(value: float) -> torch.Tensor:
-    """A number as the sum of two: torch.onnx rounds each to single precision."""
-    (rounded,) = struct.unpack("f", struct.pack("f", value))
-    return torch.full((), rounded, dtype=torch.float64) + torch.full((), value - rounded, dtype=torch.float64)
-
-
 def _polynomial(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
-    found = _double(coefficients[0])
+    found = torch.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
-        found = found * x + _double(coefficient)
+        found = found * x + coefficient
     return found
 
 
@@ -79,9 +72,9 @@ _LANCZOS = (
 def _lgamma(x: torch.Tensor) -> torch.Tensor:
     mirrored = x < 0.5
     z = torch.where(mirrored, -x, x - 1)
-    total = sum([_double(c) / (z + i) for i, c in enumerate(_LANCZOS, 1)], _double(0.99999999999980993))
-    found = (z + 0.5) * (z + 7.5).log() - (z + 7.5) + (total * _double(math.sqrt(2 * math.pi))).log()
-    pi = _double(math.pi)
+    total: Any = sum([c / (z + i) for i, c in enumerate(_LANCZOS, 1)], 0.99999999999980993)
+    found = (z + 0.5) * (z + 7.5).log() - (z + 7.5) + (total * math.sqrt(2 * math.pi)).log()
+    pi = math.pi
     other = (pi / ((x - x.round()) * pi).sin().abs()).log() - found
     found = torch.where((x == 1) | (x == 2), 0.0, torch.where(mirrored, other, found))
     return torch.where(x.isinf(), math.inf, found)
@@ -96,7 +89,7 @@ def _digamma(x: torch.Tensor) -> torch.Tensor:
     y = torch.where(mirrored, 1 - x, x)
     z = y + 8
     found = z.log() - 0.5 / z - _polynomial(1 / (z * z), _SERIES) - sum(1 / (y + i) for i in range(8))
-    pi = _double(math.pi)
+    pi = math.pi
     angle = (x - x.round()) * pi
     whole = (x == x.round()) & (x < 0)
     cosine = 1 - 2 * (angle / 2).sin().square()  # onnxruntime 1.26 has no Cos of double precision
@@ -128,7 +121,7 @@ def _quantile(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
 
 
 def _erfinv(x: torch.Tensor) -> torch.Tensor:
-    return _quantile(x / 2, (1 - x.abs()) / 2) * _double(math.sqrt(0.5))
+    return _quantile(x / 2, (1 - x.abs()) / 2) * math.sqrt(0.5)
 
 
 def _ndtri(x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +147,7 @@ def _erfcx(x: torch.Tensor) -> torch.Tensor:
 
 
 def _log_ndtr(x: torch.Tensor) -> torch.Tensor:
-    size = _log_erfcx(x.abs() * _double(math.sqrt(0.5))) - x * x / 2 - _double(math.log(2))
+    size = _log_erfcx(x.abs() * math.sqrt(0.5)) - x * x / 2 - math.log(2)
     return torch.where(x < 0, size, torch.log1p(-size.exp()))
 
 
@@ -180,6 +173,17 @@ def _xlogy(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(y.isnan(), y, torch.where(x == 0, 0.0, x * y.log()))
 
 
+def _logarithm(base: float) -> Callable[..., Any]:
+    """A logarithm that is exact for powers of its base, as torch's is; a quotient of natural ones is not."""
+
+    def logarithm(x: torch.Tensor) -> torch.Tensor:
+        value = x.log() / math.log(base)
+        whole = value.round()
+        return torch.where(base**whole == x, whole, value)
+
+    return logarithm
+
+
 SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.copysign.Scalar: _copysign,
     aten.copysign.Tensor: _copysign,
@@ -193,6 +197,8 @@ SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.histc.default: _histc,
     aten.lgamma.default: _in_double(_lgamma),
     aten.special_gammaln.default: _in_double(_lgamma),
+    aten.log10.default: _in_double(_logarithm(10.0)),
+    aten.log2.default: _in_double(_logarithm(2.0)),
     aten.logit.default: _logit,
     aten.special_logit.default: _logit,
     aten.xlogy.Tensor: _xlogy,

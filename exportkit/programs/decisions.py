@@ -17,7 +17,8 @@ from exportkit.rewrites.table import CHECKS, EVERY_BRANCH, NEVER_EMPTY, Rewrite
 from exportkit.running.eager import EagerRunner
 from exportkit.running.runner import Runner, compare_calls, recorded
 
-_SCALES = (1e3, 1e6)  # a branch may limit values that no recorded call reaches
+# A branch may limit values that no recorded call reaches. Factors for floats, and for integers.
+_SCALES = ((1e3, 1), (1e6, 1), (1e38, 1), (-1.0, 1), (1.0, -1), (1.0, 1000))
 
 
 def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Call]) -> list[Rewrite]:
@@ -29,7 +30,7 @@ def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Cal
         calls: The recorded calls.
     """
     eager = EagerRunner(model, method)
-    tried = [*calls, *(_scaled(call, scale) for call in calls[:1] for scale in _SCALES)]
+    tried = [*calls, *(_scaled(call, *scales) for call in calls[:1] for scales in _SCALES)]
     made: dict[Place, bool] = {}
     checks, seen = set[Place](), set[Place]()
 
@@ -82,7 +83,9 @@ def _rules_for_empty_selections(eager: Runner, calls: Sequence[Call]) -> list[Re
 
     Zeros, negative numbers and masks without places are likely to leave a selection empty.
     """
-    tried = [*calls, *(_scaled(call, scale) for call in calls[:1] for scale in (0.0, -1.0)), *map(_unmasked, calls[:1])]
+    first = calls[:1]
+    tried = [*calls, *(_scaled(call, *scales) for call in first for scales in (*_SCALES, (0.0, 1)))]
+    tried += map(_unmasked, first)
 
     def going(places: Collection[Line]) -> Runner:
         def run(call: Call) -> Mapping[str, torch.Tensor]:
@@ -105,6 +108,11 @@ def _unmasked(call: Call) -> Call:
     return call.with_tensors({path: torch.zeros_like(mask) for path, mask in masks.items()})
 
 
-def _scaled(call: Call, scale: float) -> Call:
-    floats = {path: tensor for path, tensor in call.tensors().items() if tensor.is_floating_point()}
-    return call.with_tensors({path: tensor * scale for path, tensor in floats.items()})
+def _scaled(call: Call, scale: float, integer_scale: int = 1) -> Call:
+    changed = {}
+    for path, tensor in call.tensors().items():
+        if tensor.is_floating_point():
+            changed[path] = tensor * scale
+        elif not tensor.is_complex() and tensor.dtype is not torch.bool:
+            changed[path] = tensor * integer_scale
+    return call.with_tensors(changed)

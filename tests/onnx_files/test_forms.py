@@ -129,6 +129,15 @@ CASES = {
     ),
     "norms": (lambda x: (x.norm(INF, dim=1), x.norm(-INF, dim=0), x.norm(dim=1), x.norm(1)), UNKNOWN),
     "sign": (lambda x: (x.sign(), torch.sgn(x)), UNKNOWN),
+    "logarithms of powers": (
+        lambda x, y: (x.log2(), (10**y).log10(), x.float().log2()),
+        2.0 ** torch.arange(-30.0, 31.0).double(),
+        torch.arange(-15.0, 16.0).double(),
+    ),
+    "limits in double precision": (
+        lambda x: (x >= 0.1, x // 0.1, (x / 0.1).floor(), x.clamp(0.1, 0.9) == x, torch.full_like(x, 0.1) == x),
+        torch.arange(11).double() / 10,
+    ),
     "powers of a half": (lambda x: (x**0.5, x**-0.5, x.abs() ** 0.5), floats(-INF, INF, -0.0, 0.0, NAN, 2.0, -1.0)),
     "powers of integers": (
         lambda x, y: (x**y, x**20, 3 ** y.clamp(max=39)),

@@ -291,3 +291,27 @@ def test_conditions_on_sizes_are_those_of_the_lines_of_the_model(counts):
     for condition in conditions.values():
         assert condition.own
         assert condition.place.startswith(__file__)
+
+
+def limited(layer, x):
+    result = layer(x)
+    if (x < -9).any():
+        return result + x.clamp(-1e5, 1e30)
+    return result + x
+
+
+def wrapped(layer, x):
+    tokens = x.abs().to(torch.int64) if x.is_floating_point() else x
+    if (tokens < 0).any():
+        tokens = tokens % 8
+    return layer(torch.ones(4)) + tokens
+
+
+@pytest.mark.parametrize(("function", "values"), [(limited, torch.rand(3, 4)), (wrapped, torch.arange(8).view(2, 4))])
+def test_a_branch_that_changes_nothing_for_values_like_the_recorded_ones_stays_an_error(function, values):
+    model, observer = Deciding(function).eval(), exportkit.InputObserver()
+    with observer(model):
+        model(values)
+        model(values[:1].repeat(5, 1))
+    with pytest.raises(ExportError, match="decides by the values of a tensor"):
+        exportkit.export(model, observer)
