@@ -1,4 +1,4 @@
-"""Graphs of torch.export and their operators: schemas, assertions, loops, decompositions."""
+"""Graphs of torch.export and their operators: schemas, assertions, decompositions."""
 
 from __future__ import annotations
 
@@ -306,55 +306,6 @@ def decomposition_attributes(kernels: Mapping[Any, Callable[..., Any]]) -> list[
         known = require(composite, "py_kernels", "torch 2.13")
         found.append((composite, {"py_kernels": {**known, key: kernel}, "_dispatch_cache": {}}))
     return found
-
-
-def recurrent_loops() -> dict[Any, Callable[..., Any]]:
-    """Returns, by operator, torch's decompositions of recurrent layers into a loop operator. Seen in torch 2.13."""
-    import torch.export._patches as patches
-
-    aten = torch.ops.aten
-    return {
-        aten.lstm.input: require(patches, "lstm_while_loop_impl", "torch 2.13"),
-        aten.gru.input: require(patches, "gru_while_loop_impl", "torch 2.13"),
-    }
-
-
-def loops_compiled_afresh() -> tuple[Any, dict[str, Any]]:
-    """Returns the attribute to replace, with its owner, so that loop operators are not compiled for an earlier trace.
-
-    torch compiles the function around a loop operator, and keeps what it compiled with the function's code. What was
-    made for 300 steps would be looked at in the next trace, and the comparison would fix the length of the loop there.
-    Seen in torch 2.13.
-    """
-    from torch._dynamo import eval_frame
-    from torch._higher_order_ops import utils
-
-    original = require(utils, "_hop_compile_and_call", "torch 2.13")
-    reset_code = require(eval_frame, "reset_code", "torch 2.13")
-    seen: set[Any] = set()
-
-    def compiled(function: Any, *arguments: Any) -> Any:
-        if function.__code__ not in seen:
-            seen.add(function.__code__)
-            reset_code(function.__code__)
-        return original(function, *arguments)
-
-    return utils, {"_hop_compile_and_call": compiled}
-
-
-def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -> tuple[Any, Any]:
-    """Returns the last state and the stacked outputs of a loop over the first axis. Seen in torch 2.13.
-
-    torch.onnx.export translates it to the ONNX operator Scan.
-
-    Args:
-        step: Maps the state and one slice of the inputs to the next state and one slice of the outputs.
-        state: The first state, a nested value of tensors with the shapes and dtypes that the step returns.
-        inputs: A nested value of tensors whose first axis is the loop.
-    """
-    import torch._higher_order_ops as operators
-
-    return require(operators, "scan", "torch 2.13")(step, state, inputs)  # type: ignore[no-any-return]
 
 
 def trace_module() -> ModuleType:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.graph import export_with_gradients, trace_module, without_regions
+from exportkit._torch_compat.loop_operators import with_constants_outside
 from exportkit._torch_compat.traced_values import value_error
 from exportkit._torch_compat.tracing import (
     constraints_that_solve,
@@ -192,7 +193,7 @@ def trace(
             again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
             request = TraceRequest(model, method, plan, example.call, names, again)
             raise failure("torch.export could not trace the model.", error, request) from error
-        program = without_regions(program)
+        program = with_constants_outside(without_regions(program))
         _leave_buffers(program)
         _settle_views(program)
         output_paths, numbers = traced.returned(observation)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from exportkit._torch_compat.graph import scan
+from exportkit._torch_compat.loop_operators import scan
 
 
 def chunk_size_of(model: torch.nn.Module) -> int | None:

@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,11 +40,10 @@ def symbolic_lengths(model: torch.nn.Module) -> contextlib.AbstractContextManage
     methods = [value for value in members if inspect.isfunction(value) or inspect.ismethod(value)]
     names = {value.__module__ for value in (*classes, *methods)}  # a method may have been put there from elsewhere
     own = [sys.modules[n] for n in sorted(names & sys.modules.keys()) if n.partition(".")[0] not in _OTHERS]
-    shadows = {"len": _length, "int": Int, "float": _Float, "torch_int": Int, "range": _Range, "list": _List}
     replacements: list[tuple[Any, Any]] = [
         (Attribute(module, name), shadow)
         for module in own
-        for name, shadow in shadows.items()
+        for name, shadow in _SHADOWS.items()
         if name != "torch_int" or hasattr(module, name)
     ]
     for owner in (*own, *classes):
@@ -55,6 +55,17 @@ def symbolic_lengths(model: torch.nn.Module) -> contextlib.AbstractContextManage
     replacements += [(Attribute(torch, name), _joining(getattr(torch, name))) for name in ("stack", "cat")]
     replacements += [(Attribute(torch.SymInt, name), _repeating(name)) for name in ("__mul__", "__rmul__")]
     return replaced(replacements)
+
+
+def own_types() -> contextlib.AbstractContextManager[None]:
+    """Puts the types back that are shadowed: torch compiles the bodies of loop operators, and cannot compile shadows.
+
+    Compiled code leaves ``int(length)`` symbolic by itself.
+    """
+    names = (*_SHADOWS, *_CONSTRUCTORS)
+    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
+    found = [(module, name, vars(module).get(name)) for module in modules for name in names]
+    return replaced([(Attribute(m, name), value.types[0]) for m, name, value in found if isinstance(value, _StandIn)])
 
 
 class SymbolicList:
@@ -229,11 +240,16 @@ class _Range(metaclass=_StandIn):
     types, made = (builtins.range,), _range
 
 
+_SHADOWS = {"len": _length, "int": Int, "float": _Float, "torch_int": Int, "range": _Range, "list": _List}
+
+
 def _taking_lists(make: Callable[..., Any]) -> Callable[..., Any]:
     """A function that makes a tensor, also of nested lists of symbolic length."""
 
     def made(data: Any, **options: Any) -> Any:
         if not _holds_symbolic(data):
+            if torch.compiler.is_dynamo_compiling():  # in the body of a loop operator
+                return make(data, **options)
             with replaced_attributes(torch, {make.__name__: make}):  # torch.export compares the function with it
                 return make(data, **options)
         return _stacked(data).to(device=options.get("device"), dtype=options.get("dtype"))

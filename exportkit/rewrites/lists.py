@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from exportkit._torch_compat.graph import decomposition_attributes, loops_compiled_afresh, recurrent_loops
+from exportkit._torch_compat.graph import decomposition_attributes
+from exportkit._torch_compat.loop_operators import loops_compiled_afresh, recurrent_loops
 from exportkit._torch_compat.symbolic_shapes import decided_extreme, exact_rounding
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.tracing import traced_tensor_classes

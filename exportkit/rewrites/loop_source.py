@@ -157,7 +157,9 @@ class _Loops(ast.NodeTransformer):
             [],
         )
         loaded = [ast.Name(steps, ast.Load()), ast.Name(body, ast.Load())]
-        run = _call("run", *loaded, ast.Tuple(before, ast.Load()), _names(lists, ast.Load()))
+        in_front = [ast.Constant(not _is_append(statement)) for statement in appended.values()]
+        values = [ast.Tuple(before, ast.Load()), _names(lists, ast.Load()), ast.Tuple([*in_front], ast.Load())]
+        run = _call("run", *loaded, *values)
         after = ast.Tuple([_names(carried, ast.Store()), _names(lists, ast.Store())], ast.Store())
         new = [
             ast.Assign([ast.Name(steps, ast.Store())], _call("steps", _Iterated().visit(node.iter))),
@@ -176,7 +178,7 @@ class _Inside(ast.NodeTransformer):
     """Makes the statements of a loop's body ones that change no object.
 
     Args:
-        added: By the identity of the statement that appends to a list, the name that takes the element.
+        added: By the identity of the statement that adds to a list, the name that takes the element.
         targets: The names that the loop sets. Their numbers are tensors wherever they are not in an index.
     """
 
@@ -200,7 +202,7 @@ class _Inside(ast.NodeTransformer):
         self.generic_visit(node)
         if name is None or not isinstance(node.value, ast.Call):
             return node
-        return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], node.value.args[0]), node)
+        return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], node.value.args[-1]), node)
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         target = node.targets[0]
@@ -239,16 +241,23 @@ class _Iterated(ast.NodeTransformer):
 
 
 def _appended(loop: ast.For) -> dict[str, ast.Expr] | None:
-    """The statements that append to a list in every turn, by the list's name; None if a list is used otherwise."""
+    """The statements that add an element to a list in every turn, by the list's name; None if it is used otherwise."""
     found: dict[str, ast.Expr] = {}
     for statement in loop.body:
         match statement:
-            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"), [_], [])):
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append" | "appendleft"), [_], [])) | ast.Expr(
+                ast.Call(ast.Attribute(ast.Name(name), "insert"), [ast.Constant(0), _], [])
+            ):
                 if name in found:
                     return None
                 found[name] = statement
     uses = [node.id for node in _walk(loop.body) if isinstance(node, ast.Name) and node.id in found]
     return found if len(uses) == len(found) else None
+
+
+def _is_append(statement: ast.Expr) -> bool:
+    """Whether a statement adds an element at the end of a list, not in front."""
+    return isinstance(statement.value, ast.Call) and getattr(statement.value.func, "attr", "") == "append"
 
 
 def _is_simple(loop: ast.For, appended: dict[str, ast.Expr]) -> bool:

@@ -14,15 +14,16 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import scan
+from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 from exportkit.overrides import Attribute, namespaces, replaced
-from exportkit.rewrites.lengths import SymbolicList
+from exportkit.rewrites.lengths import SymbolicList, own_types
 from exportkit.rewrites.loop_source import HELPERS, with_loops_as_functions
 
 
@@ -209,8 +210,22 @@ class Stacked(SymbolicList):
         return self._parts
 
     def append(self, element: torch.Tensor) -> None:
-        """Adds an element, as a list does."""
+        """Adds an element at the end, as a list does."""
         self._parts.append(element.unsqueeze(0))
+
+    def appendleft(self, element: torch.Tensor) -> None:
+        """Adds an element in front, as a deque does."""
+        self._parts.insert(0, element.unsqueeze(0))
+
+    def insert(self, index: int, element: torch.Tensor) -> None:
+        """Adds an element in front."""
+        if index != 0:
+            raise TypeError("an element is put into the middle of a list of symbolic length")
+        self.appendleft(element)
+
+    def reverse(self) -> None:
+        """Reverses the order of the elements."""
+        self._parts = [part.flip(0) for part in reversed(self._parts)]
 
     def __getitem__(self, index: Any) -> Any:
         if index == slice(None, None, -1):
@@ -317,15 +332,29 @@ class Helpers:
         return torch.where(is_here, taken, value)
 
     @staticmethod
-    def run(steps: Steps, body: Callable[[Any, Any], Any], carried: tuple[Any, ...], lists: tuple[Any, ...]) -> Any:
-        """Returns what a loop leaves in the names that it changes, and in the lists to which it appends."""
-        if not all(isinstance(items, list | Stacked) for items in lists):
+    def run(
+        steps: Steps,
+        body: Callable[[Any, Any], Any],
+        carried: tuple[Any, ...],
+        lists: tuple[Any, ...],
+        in_front: tuple[bool, ...],
+    ) -> Any:
+        """Returns what a loop leaves in the names that it changes, and in the lists to which it adds elements.
+
+        Args:
+            steps: The turns.
+            body: Returns the new values of the names, and the new elements, given the values and what a turn gets.
+            carried: The values before the loop.
+            lists: The lists.
+            in_front: Whether elements are added in front, for each list.
+        """
+        if not all(isinstance(items, list | deque | Stacked) for items in lists):
             raise TypeError("a loop appends to something that is not a list")
         before = [items.parts if isinstance(items, Stacked) else [item[None] for item in items] for items in lists]
         elements = steps.elements
         if not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(carried)[0]):
             carried, added = body(carried, steps.first())  # what is None, or not there, becomes a tensor
-            before = [[*parts, part[None]] for parts, part in zip(before, added, strict=True)]
+            before = _extended(before, [part[None] for part in added], in_front)
             elements = tree_map(lambda tensor: tensor[1:], elements)
         leaves, form = tree_flatten(carried)
         places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -343,12 +372,19 @@ class Helpers:
         state = tuple([_own(leaves[place]) for place in places]) or (torch.zeros(1),)
         if not places:
             step = functools.partial(_without_state, step)
-        last, outputs = scan(step, state, tree_map(_own, elements))
+        with own_types():
+            last, outputs = scan(step, state, tree_map(_own, elements))
         for place, tensor in zip(places, last, strict=False):
             leaves[place] = tensor
-        return tree_unflatten(leaves, form), tuple(
-            Stacked([*parts, tensor]) for parts, tensor in zip(before, outputs, strict=True)
-        )
+        return tree_unflatten(leaves, form), tuple(map(Stacked, _extended(before, outputs, in_front)))
+
+
+def _extended(
+    lists: Sequence[list[torch.Tensor]], added: Sequence[torch.Tensor], in_front: Sequence[bool]
+) -> list[list[torch.Tensor]]:
+    """The parts of lists, with elements added one by one, which are in the order in which they are added."""
+    found = zip(lists, added, in_front, strict=True)
+    return [[new.flip(0), *parts] if is_in_front else [*parts, new] for parts, new, is_in_front in found]
 
 
 def _without_state(step: Callable[..., Any], state: Any, element: Any) -> Any:

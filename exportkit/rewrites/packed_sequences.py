@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import scan
+from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.modules import recurrent_functions
 from exportkit._torch_compat.traced_values import asserted, at_most
 from exportkit.overrides import Attribute, replaced

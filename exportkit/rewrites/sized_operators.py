@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import scan
+from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.symbolic_shapes import remainder, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
 

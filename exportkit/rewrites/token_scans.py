@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from exportkit._torch_compat.graph import scan
+from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.transformers import RECURRENT_SCAN, cache_class
 from exportkit.overrides import Attribute, replaced, replaced_attributes, replaced_functions
 

@@ -1,6 +1,7 @@
 """Loops over a length become one operator, or stay what they are: a size that the trace fixes."""
 
 import functools
+from collections import deque
 
 import pytest
 import torch
@@ -59,6 +60,33 @@ def best_path(self, x):
         best = found.values + scores[:, step]
     back.append(back[-1])
     return best.logsumexp(-1), torch.stack(back, 1)
+
+
+def decoded_from_behind(self, x):
+    best, back = x[:, 0], []
+    for step in range(1, x.shape[1]):
+        best, indices = (best.unsqueeze(2) + self.moves + x[:, step].unsqueeze(1)).max(1)
+        back.append(indices)
+    last = best.argmax(1)
+    path, states = [last], deque([last])
+    for indices in reversed(back):
+        last = indices.gather(1, last.unsqueeze(1)).squeeze(1)
+        path.insert(0, last)
+        states.appendleft(last + 1)
+    path.insert(0, last)
+    states.reverse()
+    return torch.stack(path, 1), torch.stack(list(states), 1)
+
+
+def without_repeats(self, x):
+    seen, order = torch.zeros(x.shape[:2], dtype=torch.bool), []
+    for step in x.unbind(1):
+        scores = (self.layer(x) @ step.unsqueeze(-1)).squeeze(-1) * torch.tensor(0.5)
+        scores[seen] = -float("inf")
+        best = scores.argmax(1) * int(2.0) // 2
+        seen = seen.scatter(1, best[:, None], True)
+        order.append(best)
+    return torch.stack(order, 1)
 
 
 def from_behind(self, x):
@@ -137,6 +165,8 @@ def by_a_function_that_calls_itself(self, x):
         in_comprehensions,
         over_slices,
         best_path,
+        decoded_from_behind,
+        without_repeats,
         from_behind,
         beside_its_number,
         of_two_lengths,
@@ -153,10 +183,14 @@ def test_a_loop_over_a_length_is_one_operator(function):
     assert vars(type(model))["run"] is function
 
 
-def test_a_loop_over_a_length_is_proven(tmp_path):
-    model, observer = looping(best_path, is_method=False)
-    report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
+@pytest.mark.parametrize("function", [best_path, without_repeats])
+def test_a_loop_over_a_length_is_proven(function, tmp_path):
+    model, observer = looping(function, is_method=False)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    report = graph.verify()
     assert report.ok, str(report)
+    x = torch.randn(4, 11, 4)
+    torch.testing.assert_close(graph(x), model(x), atol=1e-5, rtol=1e-4)
 
 
 def recurrent_over_frames(self, x):

@@ -1,0 +1,99 @@
+"""Loop operators of torch, and the graphs that they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat import require
+from exportkit._torch_compat.graph import with_graph_module
+
+
+def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -> tuple[Any, Any]:
+    """Returns the last state and the stacked outputs of a loop over the first axis. Seen in torch 2.13.
+
+    torch.onnx.export translates it to the ONNX operator Scan.
+
+    Args:
+        step: Maps the state and one slice of the inputs to the next state and one slice of the outputs.
+        state: The first state, a nested value of tensors with the shapes and dtypes that the step returns.
+        inputs: A nested value of tensors whose first axis is the loop.
+    """
+    import torch._higher_order_ops as operators
+
+    return require(operators, "scan", "torch 2.13")(step, state, inputs)  # type: ignore[no-any-return]
+
+
+def recurrent_loops() -> dict[Any, Callable[..., Any]]:
+    """Returns, by operator, torch's decompositions of recurrent layers into a loop operator. Seen in torch 2.13."""
+    import torch.export._patches as patches
+
+    aten = torch.ops.aten
+    return {
+        aten.lstm.input: require(patches, "lstm_while_loop_impl", "torch 2.13"),
+        aten.gru.input: require(patches, "gru_while_loop_impl", "torch 2.13"),
+    }
+
+
+def loops_compiled_afresh() -> tuple[Any, dict[str, Any]]:
+    """Returns the attribute to replace, with its owner, so that loop operators are not compiled for an earlier trace.
+
+    torch compiles the function around a loop operator, and keeps what it compiled with the function's code. What was
+    made for 300 steps would be looked at in the next trace, and the comparison would fix the length of the loop there.
+    Seen in torch 2.13.
+    """
+    from torch._dynamo import eval_frame
+    from torch._higher_order_ops import utils
+
+    original = require(utils, "_hop_compile_and_call", "torch 2.13")
+    reset_code = require(eval_frame, "reset_code", "torch 2.13")
+    seen: set[Any] = set()
+
+    def compiled(function: Any, *arguments: Any) -> Any:
+        if function.__code__ not in seen:
+            seen.add(function.__code__)
+            reset_code(function.__code__)
+        return original(function, *arguments)
+
+    return utils, {"_hop_compile_and_call": compiled}
+
+
+def with_constants_outside(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Returns the program with the constants in the graphs of loop operators as inputs of these operators.
+
+    torch.export lifts the constants of the program's own graph only. Others, such as the number in
+    ``scores[mask] = -1.0`` in a loop, stay buffers of the loop's graph. When torch decomposes operators, it puts
+    tensors in place of all buffers that only the outermost graph can use. Seen in torch 2.13.
+    """
+    constants = {node.name: tensor for node, tensor in _lifted(program.graph_module, is_outermost=True)}
+    return with_graph_module(program, program.graph_module, constants) if constants else program
+
+
+def _lifted(module: torch.fx.GraphModule, is_outermost: bool = False) -> list[tuple[torch.fx.Node, torch.Tensor]]:
+    """Makes constants inputs of a loop's graph, and of the loops in it; returns the placeholders with the values."""
+    graph, found, names = module.graph, list[tuple[torch.fx.Node, torch.Tensor]](), set[str]()
+
+    def placeholder(meta: dict[str, Any], tensor: torch.Tensor) -> torch.fx.Node:
+        first, *_, last = [next(iter(graph.nodes)), *graph.find_nodes(op="placeholder")]
+        with graph.inserting_before(first) if is_outermost else graph.inserting_after(last):
+            node = graph.placeholder(f"loop_constant_{len(found)}")
+        node.meta = dict(meta)
+        found.append((node, tensor))
+        return node
+
+    for node in list(graph.nodes):
+        if node.target is torch.ops.higher_order.scan:
+            step, state, inputs, others = node.args
+            inner = [placeholder(each.meta, tensor) for each, tensor in _lifted(getattr(module, step.target))]
+            node.args = (step, state, inputs, (*others, *inner))
+        elif node.op == "get_attr" and isinstance(tensor := getattr(module, str(node.target)), torch.Tensor):
+            node.replace_all_uses_with(placeholder(node.meta, tensor))
+            graph.erase_node(node)
+            names.add(str(node.target))
+    for name in names:
+        delattr(module, name)
+    if found:
+        module.recompile()
+    return found
