@@ -144,8 +144,9 @@ STRATEGIES = (
     ),
     Strategy(
         "loops as one operator",
-        "the trace fixed a size, or left out a recorded call; a loop over a length may be the reason",
-        lambda search: search.size_fixed or search.leaves_out_calls,
+        "the trace fixed a size, left out a recorded call, or needed the value of a tensor; a loop over a length may "
+        "be the reason",
+        lambda search: search.size_fixed or search.leaves_out_calls or search.needs_values,
         adds=(SYMBOLIC_LENGTHS, LOOPS),
         drops=(LISTS_OF_ONE,),
     ),

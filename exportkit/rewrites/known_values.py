@@ -50,6 +50,8 @@ class KnownValues(TorchFunctionMode):
         self._is_read = self._is_written = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # the body of a loop operator, which may not change buffers
+            return func(*args, **(kwargs or {}))
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         tensors = [item for value in (*args, *kwargs.values()) for item in _tensors_in(value)]
         for tensor in tensors:

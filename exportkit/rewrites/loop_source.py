@@ -220,6 +220,15 @@ class _Inside(ast.NodeTransformer):
         assigned = ast.Assign([target], ast.BinOp(read, node.op, node.value))
         return self.visit(ast.copy_location(assigned, node))
 
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(ast.Attribute(value, "item"), [], []):
+                return ast.copy_location(_call("number", value), node)
+            case ast.Call(ast.Name("int"), [ast.expr() as value], []):
+                return ast.copy_location(_call("int", value), node)
+        return node
+
     def visit_Subscript(self, node: ast.Subscript) -> Any:
         if not isinstance(node.ctx, ast.Load):
             return self.generic_visit(node)
@@ -237,6 +246,8 @@ class _Iterated(ast.NodeTransformer):
         elif isinstance(function, ast.Attribute) and function.attr == "unbind":
             is_method = not (isinstance(function.value, ast.Name) and function.value.id == "torch")
             node.func, node.args = _helper("unbind"), [function.value, *node.args] if is_method else node.args
+        elif isinstance(function, ast.Attribute) and function.attr == "tolist" and not node.args:
+            node.func, node.args = _helper("tolist"), [function.value]
         return node
 
 
@@ -346,7 +357,7 @@ def _index(node: ast.Subscript) -> ast.expr:
         if not isinstance(part, ast.Slice):
             return part
         limits = [limit or ast.Constant(None) for limit in (part.lower, part.upper, part.step)]
-        return ast.Call(ast.Name("slice", ast.Load()), limits, [])
+        return _call("part", *limits)
 
     return value(node.slice)
 

@@ -24,6 +24,7 @@ from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 from exportkit.overrides import Attribute, namespaces, replaced
 from exportkit.rewrites.lengths import SymbolicList, own_types
+from exportkit.rewrites.loop_indices import Position, is_int, item, part_between, plain, with_item
 from exportkit.rewrites.loop_source import HELPERS, with_loops_as_functions
 
 
@@ -97,84 +98,8 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-class Position:
-    """The number of a turn in the body of a loop, ``base * factor + offset``.
-
-    Args:
-        base: The number as a tensor without axes.
-        least: Its smallest value.
-        factor: A factor.
-        offset: A summand, which may be symbolic.
-    """
-
-    def __init__(self, base: torch.Tensor, least: Any, factor: int = 1, offset: Any = 0) -> None:
-        self.base, self.least, self.factor, self.offset = base, least, factor, offset
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The number."""
-        found: torch.Tensor = self.base * self.factor + self.offset
-        return found
-
-    def rows(self, axis_size: Any) -> torch.Tensor:
-        """Returns the number as an index of one element, from the end if it is negative."""
-        value = self.value.reshape(1)
-        return torch.where(value < 0, value + axis_size, value)
-
-    def until(self, stop: Any) -> torch.Tensor:
-        """Returns the indices of a slice that begins here."""
-        if not isinstance(stop, Position) or stop.base is not self.base or stop.factor != self.factor:
-            raise TypeError("the length of a slice depends on the turn of a loop")
-        if not (self.factor > 0 and self.least * self.factor + self.offset >= 0):
-            raise TypeError("a slice may begin before the first element")
-        rows: torch.Tensor = self.value + torch.arange(stop.offset - self.offset)
-        return rows
-
-    def _affine(self, factor: int, offset: Any) -> Position:
-        return Position(self.base, self.least, self.factor * factor, self.offset * factor + offset)
-
-    def __add__(self, other: Any) -> Any:
-        return self._affine(1, other) if _is_int(other) else self.value + _plain(other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._affine(1, -other) if _is_int(other) else self.value - _plain(other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._affine(-1, other) if _is_int(other) else other - self.value
-
-    def __mul__(self, other: Any) -> Any:
-        return self._affine(other, 0) if type(other) is int else self.value * _plain(other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __lt__(self, other: Any) -> Any:
-        return self.value < _plain(other)
-
-    def __le__(self, other: Any) -> Any:
-        return self.value <= _plain(other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self.value > _plain(other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self.value >= _plain(other)
-
-    def __eq__(self, other: object) -> Any:
-        return self.value == _plain(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int or isinstance(value, torch.SymInt)
-
-
 def _is_symbolic(value: Any) -> bool:
     return isinstance(value, torch.SymInt)
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Position) else value
 
 
 class Steps:
@@ -230,7 +155,7 @@ class Stacked(SymbolicList):
     def __getitem__(self, index: Any) -> Any:
         if index == slice(None, None, -1):
             return Stacked([part.flip(0) for part in reversed(self._parts)])
-        return Stacked([self.whole()[index]]) if isinstance(index, slice) else _item(self.whole(), index)
+        return Stacked([self.whole()[index]]) if isinstance(index, slice) else item(self.whole(), index)
 
 
 class Helpers:
@@ -256,7 +181,7 @@ class Helpers:
         start, stop, step = {1: (0, *limits, 1), 2: (*limits, 1)}.get(len(limits), limits)
         if not any(isinstance(limit, torch.SymInt) for limit in limits):
             return range(*limits)
-        if not all(map(_is_int, limits)) or (isinstance(step, torch.SymInt) and not start + step < stop):
+        if not all(map(is_int, limits)) or (isinstance(step, torch.SymInt) and not start + step < stop):
             return _one_by_one(start, stop, step)
         if isinstance(step, torch.SymInt):
             raise TypeError("the step of a loop is symbolic")
@@ -306,30 +231,38 @@ class Helpers:
     @staticmethod
     def plain(value: Any) -> Any:
         """Returns the number of a turn as a tensor, and anything else as it is."""
-        return _plain(value)
+        return plain(value)
+
+    @staticmethod
+    def tolist(value: Any) -> Any:
+        """Returns what a loop runs over in place of ``value.tolist()``: a tensor, if its length is symbolic."""
+        is_symbolic = isinstance(value, torch.Tensor) and value.ndim and _is_symbolic(value.shape[0])
+        return value if is_symbolic else value.tolist()
+
+    @staticmethod
+    def number(value: Any) -> Any:
+        """Returns a tensor without axes in place of ``value.item()``."""
+        return value.reshape(()) if isinstance(value, torch.Tensor) else value.item()
+
+    @staticmethod
+    def int(value: Any) -> Any:
+        """Returns a tensor without axes in place of ``int(tensor)``, and ``int(value)`` for anything else."""
+        return value.reshape(()).to(torch.int64) if isinstance(value, torch.Tensor) else int(value)
+
+    @staticmethod
+    def part(start: Any, stop: Any, step: Any) -> Any:
+        """Returns ``slice(start, stop, step)``."""
+        return part_between(start, stop, step)
 
     @staticmethod
     def item(value: Any, index: Any) -> Any:
         """Returns ``value[index]`` in the body of a loop."""
-        return _item(value, index)
+        return item(value.whole() if isinstance(value, Stacked) else value, index)
 
     @staticmethod
     def put(value: Any, index: Any, part: Any) -> Any:
         """Returns a copy of a tensor in which ``value[index] = part``."""
-        if not isinstance(value, torch.Tensor):
-            raise TypeError("a loop sets an item of something that is not a tensor")
-        axes, index = _axes(value, index)
-        taken = value.clone()
-        for axis, rows in axes:
-            taken = taken.index_select(axis, rows)
-        taken[index] = part
-        if not axes:
-            return taken
-        ((axis, rows),) = axes
-        if isinstance(index[axis] if isinstance(index, tuple) else index, slice):
-            raise TypeError("a loop sets a slice")
-        is_here = (torch.arange(value.shape[axis]) == rows).reshape(-1, *[1] * (value.ndim - axis - 1))
-        return torch.where(is_here, taken, value)
+        return with_item(value, index, part)
 
     @staticmethod
     def run(
@@ -404,47 +337,3 @@ def _one_by_one(start: Any, stop: Any, step: Any) -> Iterator[Any]:
     while start < stop:
         yield start
         start = start + step
-
-
-def _item(value: Any, index: Any) -> Any:
-    if isinstance(value, Stacked):
-        value = value.whole()
-    if not isinstance(value, torch.Tensor):
-        return value[index]
-    axes, index = _axes(value, index)
-    for axis, rows in axes:
-        value = value.index_select(axis, rows)
-    return value[index]
-
-
-def _axes(value: torch.Tensor, index: Any) -> tuple[list[tuple[int, torch.Tensor]], Any]:
-    """The axes along which an index has numbers of turns, with the rows there, and the index of what is left."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    parts = [Position(part, 0) if _is_number(part) else part for part in parts]
-    if not any(isinstance(part, Position) or _begins_at_turn(part) for part in parts):
-        return [], index
-    used = sum(1 for part in parts if part is not None and part is not Ellipsis)
-    found: list[tuple[int, torch.Tensor]] = []
-    rest: list[Any] = []
-    axis = 0
-    for part in parts:
-        if isinstance(part, torch.Tensor) and part.dtype is torch.bool:
-            raise TypeError("a mask beside the number of a turn")
-        if isinstance(part, Position):
-            found.append((axis, part.rows(value.shape[axis])))
-            rest.append(0)
-        elif _begins_at_turn(part):
-            found.append((axis, part.start.until(part.stop)))
-            rest.append(slice(None))
-        else:
-            rest.append(part)
-        axis += 0 if part is None else value.ndim - used if part is Ellipsis else 1
-    return found, tuple(rest)
-
-
-def _is_number(part: Any) -> bool:
-    return isinstance(part, torch.Tensor) and part.ndim == 0 and part.dtype is torch.int64
-
-
-def _begins_at_turn(part: Any) -> bool:
-    return isinstance(part, slice) and isinstance(part.start, Position)

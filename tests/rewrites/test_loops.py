@@ -20,8 +20,8 @@ class Looping(torch.nn.Module):
         self.cell, self.layer = torch.nn.LSTMCell(4, 4), torch.nn.Linear(4, 4)
         self.moves, self.last = torch.nn.Parameter(torch.randn(4, 4)), None
 
-    def forward(self, x):
-        return self.function(self, x)
+    def forward(self, *args):
+        return self.function(self, *args)
 
 
 class OfClass(Looping):
@@ -214,6 +214,45 @@ def test_a_recurrent_layer_forgets_the_length_of_traces_that_failed(tmp_path):
     torch.testing.assert_close(graph(x), model(x), atol=1e-5, rtol=1e-4)
 
 
+def up_to_the_length_of_each_row(self, x, lengths):
+    mask, scale = torch.zeros(x.shape[:2], dtype=torch.bool), torch.ones(x.shape)
+    for i, length in enumerate(lengths):
+        mask[i, :length] = True
+        scale[i, length.item() - 1 :, 1:3] = 2
+    return x.masked_fill(~mask.unsqueeze(-1), 0) * scale
+
+
+def from_the_length_of_each_row(self, x, lengths):
+    weight = x.new_ones(x.shape[0], x.shape[1])
+    for i, length in enumerate(lengths.tolist()):
+        weight[i, length:] = 0
+    return weight
+
+
+def before_the_length_of_each_row(self, x, lengths):
+    weight = x.new_ones(x.shape[0], x.shape[1])
+    for i in range(x.shape[0]):
+        weight[i, int(lengths[i]) - 3 : lengths[i]] = 0.5
+    return weight
+
+
+ROWS = [up_to_the_length_of_each_row, from_the_length_of_each_row, before_the_length_of_each_row]
+
+
+@pytest.mark.parametrize("function", ROWS)
+def test_rows_are_set_as_far_as_their_lengths(function, tmp_path):
+    model = Looping(function).eval()
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
+        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for lengths in ([2], [0, 9, 12, -2], [1, 1]):  # slices count from the end, and end where the row does
+        x = torch.randn(len(lengths), 9, 4)
+        torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)))
+
+
 def that_ends_early(self, x):
     for i in range(x.shape[1]):
         if i > 3:
@@ -243,6 +282,13 @@ def that_decides_by_its_number(self, x):
     return x
 
 
+def that_sets_a_slice_by_its_number(self, x):
+    for i in range(x.shape[1]):
+        x = x.clone()
+        x[:, :i] = self.layer(x[:, :1])
+    return x
+
+
 def that_picks_in_a_comprehension(self, x):
     return torch.stack([x[:, i] for i in range(x.shape[1]) if i % 2])
 
@@ -261,6 +307,7 @@ def that_collects_elsewhere(self, x):
         that_sets_an_attribute,
         that_grows_a_tensor,
         that_decides_by_its_number,
+        that_sets_a_slice_by_its_number,
         that_picks_in_a_comprehension,
         that_collects_elsewhere,
     ],

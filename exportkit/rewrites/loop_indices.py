@@ -1,0 +1,217 @@
+"""Indices in the body of a loop operator: numbers of turns, and rows and slices that depend on values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class Position:
+    """The number of a turn in the body of a loop, ``base * factor + offset``.
+
+    Args:
+        base: The number as a tensor without axes.
+        least: Its smallest value.
+        factor: A factor.
+        offset: A summand, which may be symbolic.
+    """
+
+    def __init__(self, base: torch.Tensor, least: Any, factor: int = 1, offset: Any = 0) -> None:
+        self.base, self.least, self.factor, self.offset = base, least, factor, offset
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The number."""
+        found: torch.Tensor = self.base * self.factor + self.offset
+        return found
+
+    def rows(self, axis_size: Any) -> torch.Tensor:
+        """Returns the number as an index of one element, from the end if it is negative."""
+        value = self.value.reshape(1)
+        return torch.where(value < 0, value + axis_size, value)
+
+    def until(self, stop: Any) -> torch.Tensor:
+        """Returns the indices of a slice that begins here."""
+        if not isinstance(stop, Position) or stop.base is not self.base or stop.factor != self.factor:
+            raise TypeError("the length of a slice depends on the turn of a loop")
+        if not (self.factor > 0 and self.least * self.factor + self.offset >= 0):
+            raise TypeError("a slice may begin before the first element")
+        rows: torch.Tensor = self.value + torch.arange(stop.offset - self.offset)
+        return rows
+
+    def _affine(self, factor: int, offset: Any) -> Position:
+        return Position(self.base, self.least, self.factor * factor, self.offset * factor + offset)
+
+    def __add__(self, other: Any) -> Any:
+        return self._affine(1, other) if is_int(other) else self.value + plain(other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._affine(1, -other) if is_int(other) else self.value - plain(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._affine(-1, other) if is_int(other) else other - self.value
+
+    def __mul__(self, other: Any) -> Any:
+        return self._affine(other, 0) if type(other) is int else self.value * plain(other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __lt__(self, other: Any) -> Any:
+        return self.value < plain(other)
+
+    def __le__(self, other: Any) -> Any:
+        return self.value <= plain(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.value > plain(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.value >= plain(other)
+
+    def __eq__(self, other: object) -> Any:
+        return self.value == plain(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Span:
+    """A slice from or to something that is not known before the loop runs.
+
+    Args:
+        start: Where it begins: a number, the number of a turn, a tensor without axes, or None.
+        stop: Where it ends.
+    """
+
+    def __init__(self, start: Any, stop: Any) -> None:
+        self.start, self.stop = start, stop
+
+    def rows(self) -> torch.Tensor:
+        """Returns the indices in a slice whose length is known."""
+        if not isinstance(self.start, Position):
+            raise TypeError("the length of a slice depends on values")
+        return self.start.until(self.stop)
+
+    def holds(self, size: Any) -> torch.Tensor:
+        """Returns for each index along an axis whether it is in the slice, as Python counts.
+
+        Negative limits count from the end, and limits may be beyond it.
+        """
+        places, found = torch.arange(size), torch.ones(size, dtype=torch.bool)
+        if self.start is not None:
+            found = found & (places >= _from_start(self.start, size))
+        if self.stop is not None:
+            found = found & (places < _from_start(self.stop, size))
+        return found
+
+
+def _from_start(limit: Any, size: Any) -> Any:
+    limit = plain(limit)
+    if isinstance(limit, torch.Tensor):
+        return torch.where(limit < 0, limit + size, limit)
+    return limit + size if limit < 0 else limit
+
+
+def part_between(start: Any, stop: Any, step: Any) -> Span | slice:
+    """Returns ``slice(start, stop, step)``."""
+    if not _is_value(start) and not _is_value(stop):
+        return slice(start, stop, step)
+    if step is not None:
+        raise TypeError("a slice that depends on values has a step")
+    return Span(start, stop)
+
+
+def is_int(value: Any) -> bool:
+    """Returns whether something is an int, which may be symbolic."""
+    return type(value) is int or isinstance(value, torch.SymInt)
+
+
+def plain(value: Any) -> Any:
+    """Returns the number of a turn as a tensor, and anything else as it is."""
+    return value.value if isinstance(value, Position) else value
+
+
+def item(value: Any, index: Any) -> Any:
+    """Returns ``value[index]``."""
+    if not isinstance(value, torch.Tensor):
+        return value[index]
+    axes, index = _axes(value, index)
+    for axis, rows in axes:
+        value = value.index_select(axis, rows)
+    return value[index]
+
+
+def with_item(value: Any, index: Any, part: Any) -> torch.Tensor:
+    """Returns a copy of a tensor in which ``value[index] = part``."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError("a loop sets an item of something that is not a tensor")
+    limits, index = _limits(value, index)
+    if limits and isinstance(part, torch.Tensor) and part.ndim:
+        raise TypeError("a loop sets a slice, whose length depends on values, to more than a number")
+    axes, index = _axes(value, index)
+    before = value
+    for axis, rows in axes:
+        before = before.index_select(axis, rows)
+    taken = before.clone()
+    taken[index] = part
+    for axis, is_inside in limits:
+        taken = torch.where(_along(axis, is_inside, value.ndim), taken, before)
+    if not axes:
+        return taken
+    ((axis, rows),) = axes
+    if isinstance(index[axis] if isinstance(index, tuple) else index, slice):
+        raise TypeError("a loop sets a slice")
+    return torch.where(_along(axis, torch.arange(value.shape[axis]) == rows, value.ndim), taken, value)
+
+
+def _along(axis: int, values: torch.Tensor, ndim: int) -> torch.Tensor:
+    """One value for each index of an axis, with as many axes as a tensor has."""
+    return values.reshape(-1, *[1] * (ndim - axis - 1))
+
+
+def _limits(value: torch.Tensor, index: Any) -> tuple[list[tuple[int, torch.Tensor]], Any]:
+    """The axes along which an index has slices that depend on values, with what they hold, and the other index."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    spans = [(axis, part.holds(value.shape[axis])) for axis, part in _with_axes(value, parts) if isinstance(part, Span)]
+    return spans, tuple([slice(None) if isinstance(part, Span) else part for part in parts]) if spans else index
+
+
+def _with_axes(value: torch.Tensor, parts: Sequence[Any]) -> list[tuple[int, Any]]:
+    """The parts of an index, each with the axis at which it begins."""
+    used, axis = sum(1 for part in parts if part is not None and part is not Ellipsis), 0
+    found = []
+    for part in parts:
+        found.append((axis, part))
+        axis += 0 if part is None else value.ndim - used if part is Ellipsis else 1
+    return found
+
+
+def _axes(value: torch.Tensor, index: Any) -> tuple[list[tuple[int, torch.Tensor]], Any]:
+    """The axes along which an index has numbers of turns, with the rows there, and the index of what is left."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = [Position(part, 0) if _is_number(part) else part for part in parts]
+    if not any(isinstance(part, Position | Span) for part in parts):
+        return [], index
+    found: list[tuple[int, torch.Tensor]] = []
+    rest: list[Any] = []
+    for axis, part in _with_axes(value, parts):
+        if isinstance(part, torch.Tensor) and part.dtype is torch.bool:
+            raise TypeError("a mask beside the number of a turn")
+        if isinstance(part, Position):
+            found.append((axis, part.rows(value.shape[axis])))
+            rest.append(0)
+        elif isinstance(part, Span):
+            found.append((axis, part.rows()))
+            rest.append(slice(None))
+        else:
+            rest.append(part)
+    return found, tuple(rest)
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.ndim == 0 and part.dtype in (torch.int64, torch.int32)
+
+
+def _is_value(limit: Any) -> bool:
+    return isinstance(limit, Position) or _is_number(limit)
