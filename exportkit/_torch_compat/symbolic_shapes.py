@@ -123,7 +123,7 @@ def _place(location: Any) -> tuple[str, int]:
 
 
 def exact_rounding(name: str) -> Callable[[Any], Any]:
-    """Returns ``__ceil__`` or ``__floor__`` for traced numbers, in integers where the number is a quotient of sizes.
+    """Returns ``__ceil__``, ``__floor__`` or ``__trunc__`` for traced numbers, in integers for a quotient of sizes.
 
     torch keeps ``ceil(a / b)`` as a float division, whose conditions cannot be simplified: every length computed from
     it becomes a number. For sizes below 2**31, the integers are the same. Seen in torch 2.13.
@@ -135,9 +135,28 @@ def exact_rounding(name: str) -> Callable[[Any], Any]:
         if parts is None:
             return original(number)
         above, below, rest = parts
-        return (above // below if name == "__floor__" else -(-above // below)) + rest
+        if name == "__trunc__" and not _is_positive(number, above, below, rest):
+            return original(number)
+        return (-(-above // below) if name == "__ceil__" else above // below) + rest
 
     return rounded
+
+
+def _is_positive(number: torch.SymFloat, above: Any, below: Any, rest: int) -> bool:
+    """Whether ``above / below + rest`` is 0 or more for all sizes in their ranges."""
+    from torch.utils._sympy import value_ranges
+
+    ranges = require(number.node.shape_env, "var_to_range", "torch 2.13")
+    least = []
+    for part in (above, below):
+        expression = part if isinstance(part, int) else part.node.expr
+        if isinstance(expression, int):
+            least.append(expression)
+        elif all(symbol in ranges for symbol in expression.free_symbols):
+            least.append(require(value_ranges, "bound_sympy", "torch 2.13")(expression, ranges).lower)
+        else:
+            return False
+    return bool(least[0] >= 0 and least[1] > 0 and rest >= 0)
 
 
 def decided_extreme(name: str) -> Callable[[Any, Any], Any]:
@@ -169,16 +188,44 @@ def quotient_parts(number: torch.SymFloat) -> tuple[Any, Any, int] | None:
     Seen in torch 2.13.
     """
     import sympy
+
+    terms = sympy.Add.make_args(number.node.expr)
+    parts = [term for term in terms if not term.is_number]
+    rest = [term for term in terms if term.is_number]
+    quotient = _quotient(parts[0]) if len(parts) == 1 else None
+    if quotient is None or not all(float(term).is_integer() for term in rest):
+        return None
+    above, below = (_number(part, number.node.shape_env) for part in quotient)
+    return above, below, sum(int(term) for term in rest)
+
+
+def _quotient(expression: Any) -> tuple[Any, Any] | None:
+    """Integers whose quotient a traced float is, such that it is rounded at most once: ``a / (b * 7 / 7)``."""
+    import sympy
     from torch.utils._sympy import functions
 
-    quotient = require(functions, "IntTrueDiv", "torch 2.13")
-    terms = sympy.Add.make_args(number.node.expr)
-    parts = [term for term in terms if isinstance(term, quotient)]
-    rest = [term for term in terms if not isinstance(term, quotient)]
-    if len(parts) != 1 or not all(term.is_number and float(term).is_integer() for term in rest):
+    to_float, of_ints, of_floats = (
+        require(functions, name, "torch 2.13") for name in ("ToFloat", "IntTrueDiv", "FloatTrueDiv")
+    )
+    one = sympy.Integer(1)
+    if expression.is_number:
+        return (sympy.Integer(int(expression)), one) if float(expression).is_integer() else None
+    if isinstance(expression, to_float):
+        return expression.args[0], one
+    if isinstance(expression, of_ints):
+        above, below = expression.args
+    elif isinstance(expression, of_floats | sympy.Mul):
+        parts = [_quotient(part) for part in expression.args]
+        whole = [part[0] for part in parts if part is not None and part[1] == one]
+        if len(whole) < len(parts):
+            return None
+        if isinstance(expression, sympy.Mul):
+            return sympy.Mul(*whole), one
+        above, below = whole
+    else:
         return None
-    above, below = (_number(part, number.node.shape_env) for part in parts[0].args)
-    return above, below, sum(int(term) for term in rest)
+    ratio = above / below
+    return (ratio, one) if ratio.is_integer else (above, below)
 
 
 def _number(expression: Any, environment: Any) -> Any:
@@ -353,6 +400,12 @@ def as_python(expression: Any, names: Mapping[Any, str]) -> str:
 
         def _print_ToFloat(self, value: Any) -> str:
             return f"float({self._print(value.args[0])})"
+
+        def _print_PowByNatural(self, value: Any) -> str:
+            base, exponent = value.args
+            if exponent.is_number:
+                return str(super()._print_PowByNatural(value))
+            return f"pow({self._print(base)}, {self._print(exponent)})"  # a power whose size is checked
 
         def _helper_sqrt(self, value: Any) -> str:
             return f"sqrt({self._print(value)})"

@@ -12,11 +12,22 @@ from typing import Any
 
 from exportkit.errors import PlanError
 
+# Bounds of powers, whether the exponent is a number or computed.
+_LARGEST_NUMBER, _LARGEST_POWER, _MOST_DOUBLINGS = 2**63, 16, 64
+
+
+def _power(base: float, exponent: int) -> Any:
+    """A power that takes no more than a moment."""
+    if abs(base) >= _LARGEST_NUMBER or not 0 <= exponent <= _MOST_DOUBLINGS:
+        raise ValueError(f"{base} ** {exponent} is too large")
+    return base**exponent
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "min": min, "max": max, "abs": abs, "round": round, "int": int, "float": float,
     "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc, "sqrt": math.sqrt, "log2": math.log2,
     "sin": math.sin, "cos": math.cos, "tan": math.tan, "sinh": math.sinh, "cosh": math.cosh, "tanh": math.tanh,
-    "asin": math.asin, "acos": math.acos, "atan": math.atan,
+    "asin": math.asin, "acos": math.acos, "atan": math.atan, "pow": _power,
 }  # fmt: skip
 _OPERATORS = (
     ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.UAdd, ast.IfExp,
@@ -25,7 +36,7 @@ _OPERATORS = (
 )  # fmt: skip
 # A text from a file is bounded before it is parsed, and so are the numbers that it can lead to. The longest condition
 # of the models that were tried has 900 characters.
-_LONGEST, _DEEPEST, _LARGEST_NUMBER, _LARGEST_POWER = 20_000, 100, 2**63, 16
+_LONGEST, _DEEPEST = 20_000, 100
 # Conditions of this form are bounds of a variable; the number is what makes the bound inclusive.
 _LOWER, _UPPER = {ast.GtE: 0, ast.Gt: 1}, {ast.LtE: 0, ast.Lt: -1}
 _MIRRORED = {ast.GtE: ast.LtE, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.Lt: ast.Gt}
@@ -251,9 +262,14 @@ def _reason_against(node: ast.AST) -> str:
         case ast.BinOp(op=ast.Pow()):
             return "a power that is not a number"
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-            return "" if (len(args) > 1) == (name in ("min", "max")) and args else f"{name} of {len(args)} numbers"
+            return "" if _takes(name, len(args)) else f"{name} of {len(args)} numbers"
         case ast.Name(id=name):
             return "" if not name.startswith("__") else f"the name {name}"
         case _ if isinstance(node, _OPERATORS):
             return ""
     return f"{type(node).__name__} is not allowed in it"
+
+
+def _takes(name: str, count: int) -> bool:
+    """Whether a function takes that many numbers."""
+    return count > 1 if name in ("min", "max") else count == (2 if name == "pow" else 1)

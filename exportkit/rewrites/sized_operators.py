@@ -7,7 +7,6 @@ what torch computes.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -207,25 +206,6 @@ def _same(sizes: Any, others: Any) -> bool:
     return len(sizes) == len(others) and all(one == other for one, other in pairs)
 
 
-def _function_of_size(name: str) -> Callable[..., Any]:
-    """A function of the module math, computed by torch in double precision where it is given a size."""
-    original = getattr(math, name)
-
-    def compute(number: Any, *base: float) -> Any:
-        if type(number) not in (torch.SymInt, torch.SymFloat):
-            return original(number, *base)
-        if name == "sqrt":
-            return torch.sym_sqrt(number)
-        value = getattr(torch, name)(torch.scalar_tensor(number, dtype=torch.float64))
-        return (value / original(*base) if base else value).item()
-
-    return compute
-
-
-# Also methods of sizes: numpy computes ``np.sqrt(size)`` as ``size.sqrt()``.
-_OF_SIZES = {name: _function_of_size(name) for name in ("sqrt", "log", "log2", "log10", "log1p", "exp", "sin", "cos")}
-
-
 def _divmod(number: Any, divisor: Any) -> Any:
     return number // divisor, number % divisor
 
@@ -312,8 +292,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
             **{name: _pool(name, torch.mean) for name in ("avg_pool1d", "avg_pool2d", "avg_pool3d")},
         },
     ),
-    (math, _OF_SIZES),
-    (torch.SymInt, {**_OF_SIZES, "__divmod__": _divmod, "__rdivmod__": lambda number, by: _divmod(by, number)}),
+    (torch.SymInt, {"__divmod__": _divmod, "__rdivmod__": lambda number, by: _divmod(by, number)}),
     (torch.SymInt, {"__mod__": remainder}),
     (torch.Tensor, {"__setitem__": _set_item, "fill_diagonal_": _fill_diagonal_}),
 ]

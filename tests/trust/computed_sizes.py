@@ -309,3 +309,43 @@ def _positions(length):
 @case(serves=USUAL, truth=SMALL)
 def remembered_by_a_cache(self, x):
     return x + _positions(x.shape[1])
+
+
+POWERS = at((2, 1), (2, 3), (2, 4), (1, 7), (2, 8), (1, 15), (2, 16), (2, 31), (2, 63), (2, 64), (1, 99), (1, 100))
+
+
+@case(serves=POWERS)
+def logarithms_as_sizes(self, x):
+    """A logarithm in double precision that is a bit too small loses one column at powers of two."""
+    size = x.shape[1]
+    return x.new_zeros(int(math.log2(size + 1))), x.new_zeros(math.ceil(math.log(size, 2))), size.bit_length() * x
+
+
+@case(truth=[*POWERS, *at((1, 124), (1, 125), (1, 126), (1, 999), (1, 1000))])
+def logarithms_to_other_bases(self, x):
+    size = x.shape[1]
+    return x.new_zeros(math.ceil(math.log(size, 5))), x.new_zeros(int(math.log10(size) + 1)), x * round(math.log(size))
+
+
+@case(truth=POWERS)
+def logarithms_of_quotients(self, x):
+    size = x.shape[1]
+    return x.new_zeros(int(math.log2(size / 8) + 4)), x.new_zeros(int(math.log2(size * 0.1) + 5))
+
+
+@case(serves=at((2, 3), (2, 4), (1, 8), (1, 9), (1, 17), (2, 64)))
+def padded_to_a_power_of_two(self, x):
+    size = x.shape[1]
+    padded = F.pad(x, (0, 2 ** math.ceil(math.log2(size)) - size))
+    return padded, F.pad(x, (0, (1 << (size - 1).bit_length()) - size))
+
+
+@case(serves=POWERS)
+def integer_square_roots(self, x):
+    return x * math.isqrt(x.shape[1]), x.new_zeros(int(math.sqrt(x.shape[1])))
+
+
+@case(at((2, 16), (3, 24)), serves=at((2, 5), (1, 8), (3, 15), (2, 17), (2, 64)))
+def padded_to_a_multiple_recorded_at_multiples(self, x):
+    padded = F.pad(x, (0, (8 - x.shape[1] % 8) % 8))
+    return padded.view(x.shape[0], -1, 8).cumsum(2).reshape(x.shape[0], -1)[:, : x.shape[1]]
