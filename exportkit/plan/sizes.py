@@ -31,7 +31,9 @@ class UnseenSizes:
     sizes: Mapping[str, int]
 
 
-def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = None) -> dict[str, int]:
+def choose_sizes(
+    plan: Plan, partly_cached: bool = False, chunk: int | None = None, between: bool = False
+) -> dict[str, int]:
     """Returns a size for each variable: distinct, greater than 1, near the recorded ones.
 
     The sizes of expressions (``past + sequence``) are distinct from all others too.
@@ -40,6 +42,7 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
         plan: The plan.
         partly_cached: Let caches that follow a length be shorter than it, instead of as long.
         chunk: Let the new tokens be more than a chunk of this size, and not a multiple of it.
+        between: Let sizes of which only multiples of a number were seen be no multiples of it.
 
     Raises:
         ArgumentError: if no such sizes are found.
@@ -62,7 +65,7 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
             if within_windows:
                 caps = [e.cap - 1 for e in expressions if e.cap is not None and e.uncapped().variable == variable.name]
                 most = min([*caps, *([] if most is None else [most])], default=None)
-            options.append(list(itertools.islice(_export_sizes(variable, most, taken, chunk), _OPTIONS)))
+            options.append(list(itertools.islice(_export_sizes(variable, most, taken, chunk, between), _OPTIONS)))
         for choice in itertools.islice(_by_cost(options), _SEARCH_LIMIT):
             sizes = dict(zip(free, choice, strict=True))
             for name, followed in followers.items():
@@ -81,12 +84,18 @@ def choose_sizes(plan: Plan, partly_cached: bool = False, chunk: int | None = No
     )
 
 
-def _export_sizes(variable: Variable, most: int | None, taken: frozenset[int], chunk: int | None) -> Iterator[int]:
+def _export_sizes(
+    variable: Variable, most: int | None, taken: frozenset[int], chunk: int | None, between: bool
+) -> Iterator[int]:
     """Yields sizes for a variable that equal no static size: those recorded, then those near the largest one."""
     if chunk is not None and variable.role == "sequence":
         yield from (size for size in itertools.count(chunk + 2) if size % chunk and size not in taken)
     seen, step = _seen_and_step(variable)
     least, top = max(variable.minimum, 2), math.inf if most is None else most
+    if between and step > 1:
+        near = range(max(seen) + 1, max(seen) + step * _OPTIONS)
+        yield from (size for size in near if size % step and least <= size <= top and size not in taken)
+        return
     for size in reversed(seen):
         if least <= size <= top and size not in taken:
             yield size
@@ -269,6 +278,22 @@ def unseen_sizes(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
         text = label if batch is None else f"{label}, batch {sizes[batch.name]}"
         if all(sizes != earlier.sizes for earlier in found):
             found.append(UnseenSizes(text, sizes))
+    return found
+
+
+def sizes_between(plan: Plan, exported: Mapping[str, int]) -> list[UnseenSizes]:
+    """Returns sizes next to those of an export, for each variable of which only multiples of a number were seen.
+
+    Args:
+        plan: The plan.
+        exported: Sizes that the export used.
+    """
+    found = []
+    for variable in plan.variables:
+        step = step_of(variable)
+        size = _within(variable, exported[variable.name] + (1 if exported[variable.name] % step == 0 else 0))
+        if step > 1 and size % step:
+            found.append(UnseenSizes(f"not a multiple of {step}", settled(plan, {**exported, variable.name: size})))
     return found
 
 

@@ -19,7 +19,7 @@ from exportkit.errors import ExportError, UnregisteredClassError
 from exportkit.overrides import replaced_classes
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.leaves import Finding
-from exportkit.plan.sizes import settled, solve_sizes, unseen_sizes
+from exportkit.plan.sizes import settled, sizes_between, solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, small
 from exportkit.probing.effects import changed_state
 from exportkit.probing.missing import absent_patterns
@@ -50,6 +50,7 @@ class Audit:
         findings: Sizes that it does not serve.
         refused: How many combinations of sizes the plan allows and the model accepts, but not the program.
         by_model: Whether a line of the model is the reason for some of them.
+        between: Whether only multiples of a number are served, where the model accepts other sizes.
         crossings: Sizes that break conditions which change nothing.
     """
 
@@ -57,6 +58,7 @@ class Audit:
     findings: tuple[Finding, ...]
     refused: int
     by_model: bool
+    between: bool
     crossings: tuple[Mapping[str, int], ...]
 
 
@@ -88,6 +90,12 @@ def audit_sizes(traced: TracedProgram) -> Audit:
             if condition.own or condition.bounds() is not None or len(broken) == 1:
                 more = f"; {why or 'the model accepts more'} ({label})"
                 limits.setdefault(condition.text, _limit(condition, more))
+    between = False
+    for item in sizes_between(traced.plan, traced.sizes):
+        broken = [condition for condition in domain.conditions if not condition.holds(item.sizes)]
+        if broken and not _why_refused(traced, item.sizes):
+            between, refused = True, refused + 1
+            limits.setdefault(broken[0].text, _limit(broken[0], f"; the model accepts more ({item.label})"))
     for condition in domain.conditions:
         if condition.own:
             limits.setdefault(condition.text, _limit(condition, ""))
@@ -96,7 +104,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
         text = f"a decision at {guard.file}:{guard.line} ({place.code}) depends on values; the graph keeps it."
         limits.setdefault(text, Finding("limit", f"{guard.file}:{guard.line}", text))
     _require_ranges(traced, domain)
-    return Audit(domain, tuple(limits.values()), refused, by_model, tuple(crossings))
+    return Audit(domain, tuple(limits.values()), refused, by_model, between, tuple(crossings))
 
 
 def _with_recorded(

@@ -38,7 +38,12 @@ from exportkit.trees import flatten
 
 
 def chosen_example(
-    model: torch.nn.Module, method: str, plan: BoundPlan, required: Sequence[Rewrite], larger: bool = False
+    model: torch.nn.Module,
+    method: str,
+    plan: BoundPlan,
+    required: Sequence[Rewrite],
+    larger: bool = False,
+    between: bool = False,
 ) -> tuple[Example, list[Rewrite]]:
     """Returns what to trace a model with, and the rewrites that its structure asks for.
 
@@ -48,6 +53,7 @@ def chosen_example(
         plan: The plan.
         required: Rewrites that are in force in any case.
         larger: Whether all sizes are larger than the recorded ones.
+        between: Whether sizes of which only multiples of a number were seen are no multiples of it.
 
     Raises:
         ArgumentError: if the model raises for the arguments that the plan leads to.
@@ -61,7 +67,7 @@ def chosen_example(
     # a model may have no more positions than the recorded calls needed
     for limited in (beyond_recorded(plan),) if larger else (plan, _within_recorded(plan)):
         try:
-            sizes = choose_sizes(limited, bool(adapting), chunk_size_of(model))
+            sizes = choose_sizes(limited, bool(adapting), chunk_size_of(model), between)
             call = build_call(plan, observation, sizes)
             with ListingNoted(sizes) as listing, gradients_noted() as gradients:
                 outputs = flatten(_eager_outputs(model, method, call, rules))

@@ -70,6 +70,7 @@ class Strategy:
         adds: Rewrites that are put in force, besides those that the structure of the model asks for.
         drops: Rewrites that are left out.
         enlarges: Whether the model is traced at sizes beyond the recorded ones.
+        between: Whether sizes of which only multiples of a number were recorded are no multiples of it in the trace.
         decides: Whether decisions by the values of tensors are looked into. What is found stays in force afterwards.
         replans: Returns another plan to begin again with.
         splits: Whether it makes a program for each kind of calls.
@@ -81,6 +82,7 @@ class Strategy:
     adds: tuple[Rewrite, ...] = ()
     drops: tuple[Rewrite, ...] = ()
     enlarges: bool = False
+    between: bool = False
     decides: bool = False
     replans: Callable[[BoundPlan], BoundPlan | None] | None = None
     splits: bool = False
@@ -130,6 +132,13 @@ STRATEGIES = (
         adds=(BUFFER_VALUES, NUMBER_CHECKS, MANY_VALUES),
     ),
     Strategy(
+        "sizes between the multiples",
+        "only multiples of a number were recorded, and the program leaves out other sizes that the model accepts; "
+        "padding to a multiple, which adds nothing in the trace, may be the reason",
+        lambda search: search.leaves_out_between,
+        between=True,
+    ),
+    Strategy(
         "larger sizes",
         "the trace fixed a size, left out a recorded call, or keeps a decision by size; a size that is 1 at the sizes "
         "of the trace, or was cached by an earlier call, may be the reason",
@@ -176,7 +185,7 @@ STRATEGIES = (
         splits=True,
     ),
 )
-_IMPROVING = next(number for number, strategy in enumerate(STRATEGIES) if strategy.enlarges)
+_IMPROVING = next(number for number, strategy in enumerate(STRATEGIES) if strategy.between)
 
 
 class Search:
@@ -255,6 +264,11 @@ class Search:
         return self._audit.by_model
 
     @property
+    def leaves_out_between(self) -> bool:
+        """Whether the program serves only multiples of a number, and the model accepts other sizes."""
+        return self.result is not None and self._audit is not None and self._audit.between
+
+    @property
     def refuses_sizes(self) -> bool:
         """Whether the program leaves out sizes because of the model's code, or of a size that is 1 in the trace."""
         if self._audit is None or not self._audit.refused:
@@ -304,7 +318,7 @@ class Search:
             else:
                 is_first = self.result is None
                 self._try(strategy, name, self._plan)
-                if is_first and (self.keeps_decision or self.refuses_sizes):
+                if is_first and (self.keeps_decision or self.refuses_sizes or self.leaves_out_between):
                     position = _IMPROVING
         if self._raised is not None and self.result is None and self.several is None:
             raise self._raised
@@ -333,6 +347,9 @@ class Search:
                     example, _ = chosen_example(self.model, self.method, plan, self.required, larger=True)
                 if example.outputs.paths != self._example.outputs.paths:
                     raise ExportError("The model returns something else at larger sizes.")
+            if strategy.between:
+                with stage("arguments", self._seconds):
+                    example, _ = chosen_example(self.model, self.method, plan, self.required, between=True)
             if strategy.decides:
                 with stage("arguments", self._seconds):
                     found_rules = rules_for_decisions(self.model, self.method, plan.observation.calls)
@@ -341,7 +358,7 @@ class Search:
             with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
                 traced = trace(self.model, self.method, plan.plan, plan.observation, example, rules)
                 audit = audit_sizes(traced)
-                is_guess = enlarges or LISTS_OF_ONE in rules
+                is_guess = enlarges or strategy.between or LISTS_OF_ONE in rules
                 if is_guess and (difference := ProgramProbe(traced).difference(traced.sizes)):
                     raise ExportError("The program does not return what the model returns.", got=difference)
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
