@@ -14,6 +14,7 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, PlanError
 from exportkit.json_data import Size, read
+from exportkit.plan.condition_bounds import bounds_of, leaves_out_sizes
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.notebook import html_lines, html_of, html_table
 from exportkit.plan.plan import Plan
@@ -22,6 +23,8 @@ from exportkit.probing.traits import PLAIN, require_traits
 from exportkit.programs.call_check import SMALLEST, CallCheck, DomainInput, SmallSizes, ranged
 from exportkit.programs.python_values import PythonValues
 from exportkit.trees.json_form import dump_constant, load_value
+
+_SHORT = 60  # characters of a condition that is stated in a line with others
 
 
 @dataclass(frozen=True)
@@ -189,29 +192,58 @@ class Domain:
         return replace(self, conditions=(*self.conditions, *required), waived=waived)
 
     def limits(self) -> list[str]:
-        """Returns where the graph may be used, in words: bounds of the variables, then the model's own conditions."""
+        """Returns where the graph may be used, in words: bounds of the variables, then conditions.
+
+        Of the conditions of torch's own code, short ones that leave out sizes are stated, and the others are counted.
+        """
         shown = [self._bounds(name) for name in self.ranges]
-        shown += [c.text for c in self.conditions if c.own and c.bounds() is None]
-        others = sum(not c.own and c.bounds() is None for c in self.conditions)
+        others = [c for c in self.conditions if c.bounds() is None and c.text not in self._equivalent_bounds]
+        allowed = {name: self._range(name) for name in self.ranges}
+        limiting = [c for c in others if not c.own and leaves_out_sizes(c, allowed)]
+        shown += [c.text for c in others if c.own or (c in limiting and len(c.text) <= _SHORT)]
+        counts = {
+            "longer condition{} on sizes": sum(len(c.text) > _SHORT for c in limiting),
+            "condition{} of torch's own code": sum(not c.own and c not in limiting for c in others),
+        }
         single = {item for pattern in self.patterns if len(pattern.sizes) == 1 for item in pattern.sizes.items()}
         together = {pair for p in self.patterns for pair in itertools.combinations(sorted(p.sizes.items()), 2)}
         for first, second in itertools.combinations(sorted(single), 2):
             if first[1] and second[1] and first[0] != second[0] and (first, second) not in together:
                 shown.append(f"not {first[0]} = {first[1]} with {second[0]} = {second[1]}")
         shown += [text for text in self._read_besides() if PLAIN not in text]  # hardly any tensor has such attributes
-        return shown + ([f"{others} condition{'s' if others > 1 else ''} of torch's own code"] if others else [])
+        return shown + [f"{count} {text.format('s' if count > 1 else '')}" for text, count in counts.items() if count]
 
     def _read_besides(self) -> list[str]:
         ordered = [f"keys of {path} in the order {', '.join(keys)}" for path, keys in self.values.orders.items()]
         return [*(f"every input {text}" for text in self.traits), *ordered]
 
-    def _bounds(self, name: str) -> str:
+    @cached_property
+    def _equivalent_bounds(self) -> dict[str, tuple[str, int, int | None]]:
+        """The conditions that amount to bounds of a variable without being written like that, by text."""
+        found = {}
+        for condition in self.conditions:
+            if condition.bounds() is None and len(condition.variables()) == 1:
+                (name,) = condition.variables()
+                bounds = bounds_of(condition, self._range(name, plain=True))
+                if bounds is not None:
+                    found[condition.text] = name, *bounds
+        return found
+
+    def _range(self, name: str, plain: bool = False) -> tuple[int, int | None]:
+        """The smallest size of a variable, apart from 0 and 1, and the largest; plain: by plain conditions alone."""
         least, most = self.ranges[name]
+        bounds = [found for c in self.conditions if (found := c.bounds()) and found[0] == name]
+        if not plain:
+            bounds += [found for found in self._equivalent_bounds.values() if found[0] == name]
+        smallest = max([SMALLEST, least, *(size for _, size, _ in bounds if size is not None)])
+        return smallest, min(
+            [size for size in (most, *(size for _, _, size in bounds)) if size is not None], default=None
+        )
+
+    def _bounds(self, name: str) -> str:
+        least, _ = self.ranges[name]
         small = {pattern.sizes[name] for pattern in self.patterns if name in pattern.sizes}
-        lower = [bounds[1] for c in self.conditions if (bounds := c.bounds()) and bounds[0] == name]
-        upper = [bounds[2] for c in self.conditions if (bounds := c.bounds()) and bounds[0] == name]
-        smallest = max([SMALLEST, least, *(size for size in lower if size is not None)])
-        largest = min([size for size in (most, *upper) if size is not None], default=None)
+        smallest, largest = self._range(name)
         for size in (1, 0):
             if size in small and least <= size == smallest - 1:
                 smallest = size

@@ -76,7 +76,27 @@ def test_its_limits_are_said_in_a_line():
         "1 <= rows <= 99",
         "0 <= columns <= 5000",
         "rows * columns <= 4096",
+        "columns % 2 == 0",
         "not columns = 1 with rows = 1",
+    ]
+
+
+def test_its_limits_name_what_conditions_of_torch_amount_to():
+    conditions = (
+        SizeCondition("(4095 + 8 * rows) // 4096 == 1"),
+        SizeCondition("rows // (columns + 4) < 50"),
+        SizeCondition("max(3, rows) * columns + rows * columns + rows + columns < 12345"),
+    )
+    domain = replace(DOMAIN, ranges={"rows": (0, None), "columns": (0, 512)}, conditions=conditions, patterns=())
+    assert domain.limits() == [
+        "2 <= rows <= 512",
+        "2 <= columns <= 512",
+        "rows // (columns + 4) < 50",
+        "1 longer condition on sizes",
+    ]
+    assert replace(domain, conditions=conditions[1:2], ranges={"rows": (0, 99), "columns": (0, 99)}).limits() == [
+        "2 <= rows <= 99",
+        "2 <= columns <= 99",
         "1 condition of torch's own code",
     ]
 
