@@ -224,7 +224,7 @@ def _quotient(expression: Any) -> tuple[Any, Any] | None:
         above, below = whole
     else:
         return None
-    ratio = above / below
+    ratio = sympy.cancel(above / below)
     return (ratio, one) if ratio.is_integer else (above, below)
 
 

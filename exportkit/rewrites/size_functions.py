@@ -98,7 +98,7 @@ def _counted(size: torch.SymInt, function: Callable[[int], int], least: int) -> 
         The number; None if the function takes too many steps.
     """
     first = function(least)
-    places = []
+    places: list[int] = []
     for level in range(first + 1, function(_LARGEST_SIZE - 1) + 1):
         if len(places) == _MOST_STEPS:
             return None

@@ -25,6 +25,7 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
         "lists as separate tensors",
         "decisions by values",
         "selections of several values",
+        "sizes between the multiples",
         "larger sizes",
         "lengths kept symbolic",
         "loops as one operator",

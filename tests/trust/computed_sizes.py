@@ -349,3 +349,13 @@ def integer_square_roots(self, x):
 def padded_to_a_multiple_recorded_at_multiples(self, x):
     padded = F.pad(x, (0, (8 - x.shape[1] % 8) % 8))
     return padded.view(x.shape[0], -1, 8).cumsum(2).reshape(x.shape[0], -1)[:, : x.shape[1]]
+
+
+@case(at((2, 16, 20, 3), (1, 24, 16, 3)), truth=at((3, 13, 18, 3), (1, 16, 12, 3)))
+def batch_by_division_of_windows(self, x):
+    height, width = x.shape[1:3]
+    x = F.pad(x, (0, 0, 0, (4 - width % 4) % 4, 0, (4 - height % 4) % 4))
+    _, height, width, channels = x.shape
+    windows = x.view(-1, height // 4, 4, width // 4, 4, channels).transpose(2, 3).reshape(-1, 4, 4, channels)
+    batch = int(windows.shape[0] / (height * width / 4 / 4))
+    return windows.view(batch, height // 4, width // 4, 4, 4, -1).transpose(2, 3).reshape(batch, height, width, -1)
