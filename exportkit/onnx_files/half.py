@@ -94,8 +94,17 @@ def in_float16(model: onnx.ModelProto, kept: Collection[str]) -> onnx.ModelProto
             disable_shape_infer=model.ByteSize() > _LARGEST_PROTO,
             node_block_list=[*kept],
         )
+    _drop_repeated_casts(converted.graph)
     _pass_on(converted.graph, kept)
     return converted
+
+
+def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
+    """Keeps one of several casts with the same output: the converter adds a cast for each input that needs it."""
+    nodes = {tuple(node.output): node for node in graph.node}
+    if len(nodes) < len(graph.node):
+        del graph.node[:]
+        graph.node.extend(nodes.values())
 
 
 def _pass_on(graph: onnx.GraphProto, kept: Collection[str]) -> None:

@@ -252,10 +252,20 @@ def _gets_smaller(tensor: onnx.TensorProto, operator: str, request: Quantisation
 
 
 def module_of(node: onnx.NodeProto) -> str:
-    """Returns the path of the module that a node belongs to; the name of the node if that is not known."""
+    """Returns the path of the submodule that a node belongs to; the name of the node if it belongs to none."""
+    return _scope_of(node) or str(node.name)
+
+
+def part_of(node: onnx.NodeProto) -> str:
+    """Returns the part of the model that a node belongs to, in words; the name of the node if that is not known."""
+    return "the model itself" if _scope_of(node) == "" else module_of(node)
+
+
+def _scope_of(node: onnx.NodeProto) -> str | None:
+    """The path of the module that a node belongs to, which is empty for the model itself; None if it is not known."""
     scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "")
     with contextlib.suppress(ValueError, SyntaxError):
         paths = ast.literal_eval(scopes)
-        if len(paths) > 1 and paths[-2]:
+        if len(paths) > 1:
             return str(paths[-2])
-    return str(node.name)
+    return None

@@ -19,7 +19,7 @@ from exportkit.onnx_files.quantised import (
     Quantisation,
     Quantised,
     left_of,
-    module_of,
+    part_of,
     read_layers,
 )
 from exportkit.onnx_files.quantisers import pack_products, quantise, write
@@ -170,7 +170,7 @@ def _lossy_graph(graph: OnnxGraph, lossy: Lossy, verify: bool) -> OnnxGraph:
     if lossy.dtype is not None:
         require_float32(model)
         nodes = overflowing_nodes(model, [case.feeds for case in cases])
-        kept = tuple(dict.fromkeys(module_of(node) for node in model.graph.node if node.name in nodes))
+        kept = tuple(dict.fromkeys(part_of(node) for node in model.graph.node if node.name in nodes))
         model = in_float16(model, nodes)
     layers = read_layers(model, outputs, lossy.weights) if lossy.weights is not None else ()
     quantised = Quantised(lossy.weights, layers, left_of(model, layers), logits, tuple(problems), lossy.budget)

@@ -51,6 +51,33 @@ def test_a_graph_in_float16_keeps_what_overflows_in_float32(exported, weights, t
         assert {tensor.data_type for tensor in matrices} == {onnx.TensorProto.FLOAT16}
 
 
+class Squared(torch.nn.Module):
+    """Two nodes take the same value, one of them twice, and both overflow in float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.first(x) * 2000.0
+        return self.last(y * y / 4e6 + y * 500.0 / 1e6)
+
+
+def test_a_value_that_several_nodes_take_in_float32_is_cast_once(tmp_path):
+    torch.manual_seed(0)
+    model, observer = Squared().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for size in (4, 6):
+            model(torch.randn(2, size, 16))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx", dtype="float16")
+    report = onnx_model.verify()
+    assert report.ok, str(report)
+    assert report.figures["recorded"][""].error < 2e-3
+    assert "kept as they were: parts of the model itself." in str(report)
+    outputs = [name for node in onnx.load(onnx_model.path).graph.node for name in node.output]
+    assert len(outputs) == len(set(outputs))
+
+
 def test_a_saved_graph_in_float16_is_measured_again(exported, tmp_path):
     exported.save(tmp_path / "out", dtype=torch.float16, accuracy={"error": 0.01})
     loaded = exportkit.load(tmp_path / "out")
