@@ -115,6 +115,7 @@ def with_whole_attention(program: torch.export.ExportedProgram, zeros: Sequence[
         return program
     module = copied_module(program)
     _drop_copies(module.graph)
+    _reshape_views(module.graph)
     masks: dict[Any, Any] = {}
     for node in list(module.graph.nodes):
         if _is_fusible(node, zeros):
@@ -141,6 +142,13 @@ def _drop_copies(graph: torch.fx.Graph) -> None:
             node.target, node.args, node.kwargs, node.meta = source.target, source.args, source.kwargs, source.meta
         other.replace_all_uses_with(kept, lambda user, kept=kept: user is not kept)
         erase_unused([other])
+
+
+def _reshape_views(graph: torch.fx.Graph) -> None:
+    """Lets views take a value in any layout: without copies, and after attention as one operator, layouts differ."""
+    for target in (aten.view.default, UNSAFE_VIEW):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.target = aten.reshape.default
 
 
 def _arguments(node: torch.fx.Node) -> dict[str, Any] | None:

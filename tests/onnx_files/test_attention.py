@@ -399,3 +399,30 @@ def test_a_scale_in_two_steps_is_their_product():
     nodes, run = fused(Model(None), args, ({0: "b", 2: "s"},) * 3)
     assert "Attention" in nodes
     assert_same(Model(None), run, args)
+
+
+class ViewedAfterwards(torch.nn.Module):
+    """Attention whose result is added to a contiguous tensor, copied in another order of axes, and viewed."""
+
+    def forward(self, query, mask):
+        turned = (query + functional.scaled_dot_product_attention(query, query, query, mask)).transpose(1, 2)
+        return turned.clone(memory_format=torch.contiguous_format).view(query.shape[0], -1, 32)
+
+
+class WrittenAndViewed(torch.nn.Module):
+    """Written attention, whose result is contiguous and viewed as it is."""
+
+    def forward(self, query, mask):
+        weights = (query @ query.transpose(-1, -2) * 0.5 + mask).softmax(-1)
+        return (weights @ query).view(query.shape[0], -1, 8)
+
+
+@pytest.mark.parametrize("model", [ViewedAfterwards(), WrittenAndViewed()], ids=lambda model: type(model).__name__)
+def test_results_of_attention_are_viewed_in_any_layout(model):
+    def call(batch, tokens):
+        return torch.randn(batch, 4, tokens, 8), torch.randn(batch, 1, tokens, tokens)
+
+    nodes, run = fused(model, call(2, 5), ({0: "b", 2: "s"}, {0: "b", 2: "s", 3: "s"}))
+    assert len(nodes["Attention"]) == 1
+    for batch, tokens in ((2, 5), (1, 1), (3, 7)):
+        assert_same(model, run, call(batch, tokens))
