@@ -71,6 +71,7 @@ class Exported(ExportedModel):
             ExportError: if an operator cannot be translated.
             InvalidRequestError: if the runtime is unknown, its graphs cannot have the opset, or the weights cannot be
                 quantised like this.
+            InvalidTypeError: if the opset is not an integer, or a limit of the accuracy is True or False.
             MissingPackageError: if the installed onnxruntime cannot run such a graph.
         """
         if runtime not in (None, "onnxruntime"):

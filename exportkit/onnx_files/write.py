@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from exportkit.errors import ExportError
+from exportkit.errors import ExportError, InvalidTypeError
 from exportkit.onnx_files.contract import Contract, Runtime
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
@@ -38,8 +38,11 @@ def write_graphs(
     Raises:
         ExportError: if an operator cannot be translated.
         InvalidRequestError: if a fused graph cannot have the opset.
+        InvalidTypeError: if the opset is not an integer.
         MissingPackageError: if the installed onnxruntime cannot run fused graphs.
     """
+    if opset is not None and type(opset) is not int:
+        raise InvalidTypeError("The opset must be an integer.", where="opset", expected="an int", got=repr(opset))
     if runtime is not None:
         opset = fused_opset(opset)
     programs, graphs, attempts = {}, {}, [*exported.attempts]

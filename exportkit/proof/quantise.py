@@ -9,7 +9,7 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
-from exportkit.errors import InvalidRequestError
+from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.half import in_float16, overflowing_nodes, require_float32
 from exportkit.onnx_files.matrices import heads_of, read_quantisable
@@ -119,8 +119,11 @@ def budget_of(accuracy: Accuracy | None) -> dict[str, float]:
 
     Raises:
         InvalidRequestError: if a figure is unknown, or its limit is out of range.
+        InvalidTypeError: if a limit is True or False.
     """
     budget = {} if accuracy is None else dict(accuracy) if isinstance(accuracy, Mapping) else {"top1": accuracy}
+    if any(isinstance(limit, bool) for limit in budget.values()):
+        raise InvalidTypeError("A limit must be a number.", where="accuracy", expected="a float", got=repr(accuracy))
     for name, limit in budget.items():
         is_number = isinstance(limit, int | float) and limit >= 0
         if name not in _FIGURES or not is_number or (name == "top1" and limit > 1):

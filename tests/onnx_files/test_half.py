@@ -110,6 +110,12 @@ def test_another_dtype_is_refused(exported, tmp_path):
         exported.to_onnx(tmp_path / "model.onnx", dtype="float16", data=[])
 
 
+@pytest.mark.parametrize("options", [{"opset": "18"}, {"opset": True}, {"accuracy": True}, {"accuracy": {"kl": False}}])
+def test_options_of_the_wrong_type_are_refused(exported, options, tmp_path):
+    with pytest.raises(InvalidTypeError, match=f"where: {next(iter(options))}"):
+        exported.to_onnx(tmp_path / "model.onnx", dtype="float16", **options)
+
+
 def test_values_that_hide_do_not_overflow():
     text = """<ir_version: 10, opset_import: ["" : 18]> g (float[N] x, bool[N] mask) => (float[N] y)
     <float low = {-3.4e38}> {
