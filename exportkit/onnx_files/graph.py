@@ -245,9 +245,21 @@ class OnnxGraph:
             ArgumentError: if the arguments do not fit the graph.
         """
         values, given, known = self._unpacked(args, kwargs, made)
+        self._require_tensors(values, given)
         self.contract.domain.require(given.tensors, known)
         self.contract.domain.values.require(values, {first_step(path) for path in made or ()})
         return given
+
+    def _require_tensors(self, values: Mapping[str, Any], given: Given) -> None:
+        """Raises ArgumentError if a required input is given, but not as a tensor."""
+        for item in self.contract.domain.inputs:
+            if item.optional or item.path in given.tensors:
+                continue
+            value = value_at(values, item.path)
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise ArgumentError(
+                    "An input is not a tensor.", where=item.path, expected="a tensor", got=type(value).__name__
+                )
 
     def explain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensors | None = None) -> str:
         """Returns why a call is inside or outside of the domain, condition by condition.

@@ -4,8 +4,9 @@ import onnx
 import pytest
 import torch
 
+import exportkit
 from exportkit.calls.call import Call, Signature
-from exportkit.errors import RuntimeFailure
+from exportkit.errors import ArgumentError, RuntimeFailure
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import compare_calls, recorded
@@ -106,3 +107,16 @@ def test_generators_of_random_numbers_are_as_they_were_after_a_run():
     assert torch.equal(first[""], again[""])
     assert torch.equal(given.get_state(), states[0])
     assert torch.equal(torch.get_rng_state(), states[1])
+
+
+@pytest.mark.parametrize(("given", "got"), [([[1.0] * 8], "list"), ("x", "str")])
+def test_an_input_that_is_not_a_tensor_is_refused_as_such(given, got, tmp_path):
+    model, observer = torch.nn.Linear(8, 4), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for size in (2, 3):
+            model(torch.randn(size, 8))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    with pytest.raises(ArgumentError, match=f"not a tensor.*\n.*where: input\n.*expected: a tensor\n.*got: {got}"):
+        graph(given)
+    with pytest.raises(ArgumentError, match="A required input is missing"):
+        graph()
