@@ -118,6 +118,8 @@ class PlannedLeaf(_RecordedShapes):
         shapes: Its shape in each recorded call; None where it is absent.
         growing: Length axis of a dynamic cache, or None.
         restored: Whether no call had it: an attention mask of ones that was added afterwards.
+        ones_if_missing: Whether all stored calls had it, and the model returns the same without it as with ones: an
+            attention mask.
         of_frames: Whether it is a mask over frames, which may end anywhere within the last of the states that an
             encoder made of them: its length is a multiple of theirs, and up to one step more or less.
     """
@@ -129,12 +131,13 @@ class PlannedLeaf(_RecordedShapes):
     shapes: tuple[tuple[Size, ...] | None, ...]
     growing: Size | None = None
     restored: bool = False
+    ones_if_missing: bool = False
     of_frames: bool = False
 
     @property
     def is_optional(self) -> bool:
-        """Whether it may be left out: some recorded calls lack it."""
-        return self.restored or None in self.shapes
+        """Whether it may be left out: some recorded calls lack it, or ones stand for it."""
+        return self.restored or self.ones_if_missing or None in self.shapes
 
     def variables(self) -> frozenset[str]:
         """Returns the names of the variables that its sizes depend on."""

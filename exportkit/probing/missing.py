@@ -23,6 +23,7 @@ from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.cached_tokens import hidden_past
 from exportkit.probing.simplify import as_simplified
+from exportkit.probing.unpadded import MASK, without_padding
 from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
 from exportkit.running.eager import EagerRunner, run_eager, sampled_answer
 from exportkit.running.runner import Compare, Runner, compare_calls, recorded
@@ -102,7 +103,7 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
     for leaf in plan.leaves:
         if leaf.is_optional:
             optional.append(leaf.path)
-        if leaf.restored:
+        if leaf.restored or leaf.ones_if_missing:
             ones[leaf.path] = 1
     calls, numbers = [], []
     for number, call in enumerate(observation.calls):
@@ -191,6 +192,8 @@ def absent_patterns(plan: Plan, observation: Observation) -> dict[frozenset[str]
 def call_without(plan: Plan, observation: Observation, sizes: Mapping[str, int], absent: frozenset[str]) -> Call:
     """Returns a call that leaves inputs out, in the form in which recorded calls left them out.
 
+    Without an attention mask, the positions are those of tokens without padding.
+
     Args:
         plan: The plan.
         observation: The calls.
@@ -206,6 +209,8 @@ def call_without(plan: Plan, observation: Observation, sizes: Mapping[str, int],
         (own if leaf.path in absent else shown).update(size.variable for size in leaf.sizes)
     sizes = plan.completed({name: 0 if name in own - shown else size for name, size in sizes.items()})
     call = build_call(plan, observation, sizes)
+    if MASK in absent:
+        call = without_padding(observation, call)
     arguments = {}
     for name, tree in call.with_tensors(dict.fromkeys(absent)).arguments.items():
         paths = {leaf.path for leaf in plan.leaves if leaf.argument == name}

@@ -25,11 +25,11 @@ from exportkit.probing.lengths import add_relations, extend_tokens, follow_encod
 from exportkit.probing.model_probe import ModelProbe
 from exportkit.probing.placeholders import ValueRelations, find_value_relations
 from exportkit.probing.simplify import simplify_calls
+from exportkit.probing.unpadded import MASK, with_optional_mask
 from exportkit.running.eager import replayed
 from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import flatten, is_cache_class, stored_length
 
-_MASK = "attention_mask"
 _SHOWN = 4  # inputs that one finding names
 
 
@@ -88,10 +88,12 @@ def plan_calls(
         if masked is not None:
             plan, observation = _confirmed(ModelProbe(model, method, masked), relations), masked
             text = (
-                f"{_MASK} was never given to forward, because generate drops a mask of ones; it is an input of the "
+                f"{MASK} was never given to forward, because generate drops a mask of ones; it is an input of the "
                 "graph all the same, so that padded batches can be served. If it is left out, it is all ones."
             )
-            plan = plan.with_findings([Finding("restored input", _MASK, text)])
+            plan = plan.with_findings([Finding("restored input", MASK, text)])
+        else:
+            plan = with_optional_mask(plan, probe)
         plan = replace(plan, joined=simple.joined, unused=simple.unused, passed_through=simple.passed_through)
     if observation.restored:
         leaves = [replace(leaf, restored=leaf.argument in observation.restored) for leaf in plan.leaves]
@@ -122,8 +124,8 @@ def restore_mask(plan: Plan, probe: ModelProbe, *, cached: bool = True) -> Obser
         cached: Whether the model has to have a cache.
     """
     observation = probe.observation
-    wanted = _MASK in observation.signature.plain() and _MASK not in observation.removed
-    if not wanted or any(call.has(_MASK) for call in observation.calls):
+    wanted = MASK in observation.signature.plain() and MASK not in observation.removed
+    if not wanted or any(call.has(MASK) for call in observation.calls):
         return None
     masked = _with_masks(plan, observation, cached)
     if masked is None:
@@ -135,11 +137,11 @@ def restore_mask(plan: Plan, probe: ModelProbe, *, cached: bool = True) -> Obser
     # the window of a model, what the mask hides may have left the window before.
     hiding = []
     for call in whole:
-        mask = flatten(padded(call.tensors()[_MASK].clone()))
-        hiding.append(replace(call, arguments={**call.arguments, _MASK: mask}))
+        mask = flatten(padded(call.tensors()[MASK].clone()))
+        hiding.append(replace(call, arguments={**call.arguments, MASK: mask}))
     if not any(outcome.wrong for outcome in compare_calls(recorded, probe.run, hiding)):
         return None
-    return replace(masked, restored=observation.restored | {_MASK})
+    return replace(masked, restored=observation.restored | {MASK})
 
 
 def _with_masks(plan: Plan, observation: Observation, cached: bool) -> Observation | None:
@@ -160,14 +162,14 @@ def _with_masks(plan: Plan, observation: Observation, cached: bool) -> Observati
         counted = max(map(stored_length, call.values().values()), default=0)
         shape = mask_shape(solve_sizes(plan, call.shapes()), counted)
         device = next(iter(call.tensors().values())).device
-        arguments = {**call.arguments, _MASK: flatten(torch.ones(shape, dtype=torch.int64, device=device))}
+        arguments = {**call.arguments, MASK: flatten(torch.ones(shape, dtype=torch.int64, device=device))}
         ordered = {name: arguments[name] for name in observation.signature.names if name in arguments}
-        calls.append(replace(call, arguments=ordered, named=call.named | {_MASK}))
+        calls.append(replace(call, arguments=ordered, named=call.named | {MASK}))
     further = []
     for seen in observation.further:
         sizes = solve_sizes(plan, seen.inputs)
         if past is None or past.maximum is None or sizes[past.name] < past.maximum:  # no full windows hide the past
-            further.append(replace(seen, inputs={**seen.inputs, _MASK: mask_shape(sizes)}))
+            further.append(replace(seen, inputs={**seen.inputs, MASK: mask_shape(sizes)}))
     return replace(observation, calls=tuple(calls), further=tuple(further))
 
 

@@ -47,7 +47,8 @@ def find_absences(traced: TracedProgram) -> Absences:
     recorded = absent_patterns(traced.plan, traced.observation)
     wrong = {*traced.defaults.unproven}
     allowed, refused = {Pattern()}, dict[Pattern, str]()
-    for pattern in [*recorded, *_further(recorded)]:
+    never_missing = [leaf.path for leaf in traced.plan.leaves if leaf.ones_if_missing]
+    for pattern in [*recorded, *_further(recorded, never_missing)]:
         if not pattern:
             continue
         if wrong & {*recorded.get(pattern, ())}:
@@ -64,10 +65,15 @@ def find_absences(traced: TracedProgram) -> Absences:
     return Absences(frozenset(allowed), refused)
 
 
-def _further(recorded: Collection[Pattern]) -> Iterator[Pattern]:
-    """Yields combinations of inputs that were left out, but never together; inputs of one group always were."""
+def _further(recorded: Collection[Pattern], never_missing: Collection[str]) -> Iterator[Pattern]:
+    """Yields combinations of inputs that were left out, but never together; inputs of one group always were.
+
+    Args:
+        recorded: What calls left out together.
+        never_missing: Inputs that may be left out, although no call did.
+    """
     groups: dict[tuple[bool, ...], set[str]] = {}
-    for path in sorted(frozenset().union(*recorded)):
+    for path in sorted(frozenset(never_missing).union(*recorded)):
         groups.setdefault(tuple(path in pattern for pattern in recorded), set()).add(path)
     members = [frozenset(group) for group in groups.values()]
     if len(members) <= _FEW_GROUPS:

@@ -10,6 +10,8 @@ import exportkit
 from exportkit.errors import ArgumentError
 from tests.models import random_ids, tiny_llama, tiny_mamba, tiny_mistral, tiny_t5
 
+GREEDY = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+
 
 @dataclasses.dataclass
 class WithMask(CausalLMOutputWithPast):
@@ -162,7 +164,45 @@ def test_a_mask_that_was_given_is_left_as_it_is():
         model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
     plan = observer.plan()
     assert "restored input" not in findings(plan)
-    assert not plan.by_path["attention_mask"].is_optional
+
+
+def padded_and_plain(model, plain_calls, **options):
+    observer = exportkit.InputObserver()
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [0, 0, 5, 6, 7, 9]])
+    with observer(model, **options):
+        model.generate(ids, attention_mask=(ids > 0).long(), **GREEDY)
+        for _ in range(plain_calls):
+            model.generate(torch.tensor([[5, 6, 7]]), **GREEDY)
+    return observer
+
+
+@pytest.mark.parametrize(("plain_calls", "stored"), [(0, 3), (1, 3), (1, 5)])
+def test_a_graph_recorded_with_padding_serves_calls_without_a_mask(plain_calls, stored, tmp_path):
+    model = tiny_llama()
+    exported = exportkit.export(model, padded_and_plain(model, plain_calls, store_n_calls=stored))
+    assert exported.split is None
+    graph = exported.to_onnx(tmp_path / "model.onnx")
+    report = graph.verify()
+    assert report.ok
+    without = "without attention_mask, past_key_values"
+    assert stored > 3 or [row.status for row in report.rows if row.label == without] == ["proven"]
+    ids = torch.tensor([[5, 6, 7, 8], [9, 4, 5, 6]])
+    expected = model.generate(ids, **GREEDY)
+    with graph.in_place_of(model) as calls:
+        assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert calls.inside == 3
+
+
+def test_a_mask_is_required_if_ones_do_not_stand_for_none():
+    class AddsOne(type(tiny_llama())):
+        def forward(self, attention_mask=None, **kwargs):
+            result = super().forward(attention_mask=attention_mask, **kwargs)
+            result.logits = result.logits + (attention_mask is None)
+            return result
+
+    model = tiny_llama()
+    model.__class__ = AddsOne
+    assert not padded_and_plain(model, 0).plan(model).by_path["attention_mask"].is_optional
 
 
 def test_what_recorded_calls_infer_has_no_restored_mask():
