@@ -113,9 +113,9 @@ def number_asserted(condition: torch.SymBool) -> None:
     torch._check(condition)
 
 
-def at_least_one(number: Any) -> Any:
-    """Returns a size that a trace read from a tensor, promising that it is not zero. Seen in torch 2.13."""
-    require(torch, "_check", "torch 2.13")(number >= 1)
+def at_least(number: Any, least: Any) -> Any:
+    """Returns a size of a trace, promising that it is not below another one. Seen in torch 2.13."""
+    require(torch, "_check", "torch 2.13")(number >= least)
     return number
 
 

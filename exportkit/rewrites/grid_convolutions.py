@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.traced_values import at_least_one
+from exportkit._torch_compat.traced_values import at_least
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit.overrides import Attribute, original_attribute, replaced
 from exportkit.rewrites.grids import has_encoder_of_grids, is_in_encoder, rows_of
@@ -100,8 +100,8 @@ def _on_a_canvas(forward: _Forward) -> _Forward:
             return forward(self, hidden_states, grid_thw, *args, **kwargs)
         merge = getattr(self, "spatial_merge_size", 1)
         grids = grid_thw.tensor
-        frames = at_least_one(grids[:, 0].sum().item())
-        down, across = (at_least_one((grids[:, axis] // merge).max().item()) for axis in (1, 2))  # blocks
+        frames = at_least(grids[:, 0].sum().item(), 1)
+        down, across = (at_least((grids[:, axis] // merge).max().item(), 1) for axis in (1, 2))  # blocks
         rows = rows_of(grids, multiple_of=merge, count=hidden_states.shape[0])
         row, column = rows.place(merge)
         frame = (grids[:, 0].cumsum(0) - grids[:, 0])[rows.image] + rows.frame

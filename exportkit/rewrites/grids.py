@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.traced_values import at_least_one
+from exportkit._torch_compat.traced_values import at_least
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit._torch_compat.transformers import VISION_MODULES, interpolation_taps
 from exportkit.overrides import Attribute, replaced
@@ -325,7 +325,7 @@ def get_vision_temporal_merge_index(
         return given[0]  # type: ignore[no-any-return]
     grids, kernel = grid_thw.to(torch.int64), kernel_height * kernel_width
     sizes = torch.tensor([kernel_height, kernel_width], device=grids.device)
-    patches, frames = rows_of(grids).index.shape[0], at_least_one(grids[:, 0].max().item())
+    patches, frames = rows_of(grids).index.shape[0], at_least(grids[:, 0].max().item(), 1)
     blocks = torch.cat([torch.ones_like(grids[:, :1]), grids[:, 1:] // sizes], dim=1)
     block = rows_of(blocks, count=patches // (frames * kernel))
     row, column = block.place(1)

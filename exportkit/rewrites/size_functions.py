@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.symbolic_shapes import exact_rounding
-from exportkit._torch_compat.traced_values import depends_on_values
+from exportkit._torch_compat.traced_values import at_least, depends_on_values
 
 _LOGARITHMS = {"log": math.e, "log2": 2, "log10": 10, "log1p": math.e}
 _POWERS = range(-31, 32)  # of the base; sizes, and quotients of sizes, are between 2**-31 and 2**31
@@ -107,7 +107,7 @@ def _counted(size: torch.SymInt, function: Callable[[int], int], least: int) -> 
             middle = (below + place) // 2
             below, place = (below, middle) if function(middle) >= level else (middle, place)
         places.append(place)
-    torch._check(size >= least)
+    at_least(size, least)
     return first + torch.sym_sum([torch.sym_min(1, size // place) for place in places])
 
 
