@@ -239,11 +239,11 @@ def _hint_for_values(code: str, origin: Place | None) -> str:
 
 
 def _origin(graph: str, unknown: set[str]) -> Place | None:
-    """Line of the model that made an unknown value, according to the comments in torch's partial graph."""
+    """Line of the model that made an unknown value, according to the comments in torch's partial graph, or None."""
     place = None
     for line in graph.splitlines():
         if match := _GRAPH_LINE.search(line):
-            place = Place(match["file"], int(match["line"]))
+            place = Place(match["file"], int(match["line"])) if is_model_code(match["file"]) else None
         elif unknown & set(_UNBACKED.findall(line.partition("=")[0])):
             return place
     return None
