@@ -68,7 +68,7 @@ def test_masks_are_applied_without_looking_for_causal_ones(diagonal, tmp_path):
         for batch, source, target in ((2, 5, 8), (3, 7, 11)):
             model(torch.randn(batch, source, 8), torch.randn(batch, target, 8))
     exported = exportkit.export(model, observer)
-    assert exported.rules == ("masks applied without looking for causal ones",)
+    assert "masks applied without looking for causal ones" in exported.rules
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
 
