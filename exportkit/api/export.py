@@ -176,7 +176,7 @@ def _part(model: torch.nn.Module, part: Part, probe: bool, padded: bool) -> Expo
     """What runs before the model and feeds it, exported for its own calls, with a mask if the model has one."""
     module, calls = exported_form(model.get_submodule(part.module), part.observation, {})
     calls = replace(calls, target=f"{part.module}.{calls.target}".lstrip("."))
-    plan = plan_calls(calls, module if probe else None, calls.method_name, cached=not padded)
+    plan = plan_calls(calls, module if probe else None, calls.method_name, needs_cache=not padded)
     traced, attempts = export_program(module, calls.method_name, plan)
     return ExportedModel({"": traced}, attempts=attempts)
 

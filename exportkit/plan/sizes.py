@@ -42,7 +42,7 @@ def choose_sizes(
         plan: The plan.
         partly_cached: Let caches that follow a length be shorter than it, instead of as long.
         chunk: Let the new tokens be more than a chunk of this size, and not a multiple of it.
-        between: Let sizes of which only multiples of a number were seen be no multiples of it.
+        between: Choose other sizes where only multiples of a number were seen.
 
     Raises:
         ArgumentError: if no such sizes are found.

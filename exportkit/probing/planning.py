@@ -67,7 +67,7 @@ def plan_calls(
     model: torch.nn.Module | None = None,
     method: str = "forward",
     *,
-    cached: bool = True,
+    needs_cache: bool = True,
 ) -> BoundPlan:
     """Returns the plan for the recorded calls.
 
@@ -75,7 +75,7 @@ def plan_calls(
         observation: The calls.
         model: The model, to confirm by running it what the sizes suggest; None to use the sizes alone.
         method: The observed method.
-        cached: Whether only a model with a cache has a mask restored; the encoder of such a model has it without one.
+        needs_cache: Whether a mask is restored only beside a cache; the encoder of a model with a cache has none.
     """
     if model is None:
         plan = infer_plan(call_table(observation), constants_of(observation))
@@ -84,7 +84,7 @@ def plan_calls(
         probe = ModelProbe(model, method, simple.observation)
         relations = find_value_relations(probe)
         plan, observation = _confirmed(probe, relations), simple.observation
-        masked = restore_mask(plan, probe, cached=cached)
+        masked = restore_mask(plan, probe, needs_cache=needs_cache)
         if masked is not None:
             plan, observation = _confirmed(ModelProbe(model, method, masked), relations), masked
             text = (
@@ -110,7 +110,7 @@ def _confirmed(probe: ModelProbe, relations: ValueRelations) -> Plan:
     return name_variables(pull_apart(plan, probe))
 
 
-def restore_mask(plan: Plan, probe: ModelProbe, *, cached: bool = True) -> Observation | None:
+def restore_mask(plan: Plan, probe: ModelProbe, *, needs_cache: bool = True) -> Observation | None:
     """Returns the calls with a mask of ones, or None if there is nothing to restore.
 
     ``generate`` drops a mask that is all ones (transformers 5.23), and a graph without a mask cannot serve a padded
@@ -121,13 +121,13 @@ def restore_mask(plan: Plan, probe: ModelProbe, *, cached: bool = True) -> Obser
     Args:
         plan: What the calls without a mask suggest.
         probe: The model and its calls.
-        cached: Whether the model has to have a cache.
+        needs_cache: Whether the model has to have a cache.
     """
     observation = probe.observation
     wanted = MASK in observation.signature.plain() and MASK not in observation.removed
     if not wanted or any(call.has(MASK) for call in observation.calls):
         return None
-    masked = _with_masks(plan, observation, cached)
+    masked = _with_masks(plan, observation, needs_cache)
     if masked is None:
         return None
     whole = [masked.calls[0], *masked.calls[1:][-1:]]
@@ -144,9 +144,9 @@ def restore_mask(plan: Plan, probe: ModelProbe, *, cached: bool = True) -> Obser
     return replace(masked, restored=observation.restored | {MASK})
 
 
-def _with_masks(plan: Plan, observation: Observation, cached: bool) -> Observation | None:
+def _with_masks(plan: Plan, observation: Observation, needs_cache: bool) -> Observation | None:
     past, new, batch = plan.with_role("past"), plan.new_tokens, plan.with_role("batch")
-    if new is None or batch is None or (cached and past is None and not _has_state(observation)):
+    if new is None or batch is None or (needs_cache and past is None and not _has_state(observation)):
         return None
 
     followed = {variable.follows for variable in plan.variables}

@@ -53,7 +53,7 @@ def chosen_example(
         plan: The plan.
         required: Rewrites that are in force in any case.
         larger: Whether all sizes are larger than the recorded ones.
-        between: Whether sizes of which only multiples of a number were seen are no multiples of it.
+        between: Whether to leave the multiples where only multiples of a number were recorded.
 
     Raises:
         ArgumentError: if the model raises for the arguments that the plan leads to.

@@ -70,7 +70,7 @@ class Strategy:
         adds: Rewrites that are put in force, besides those that the structure of the model asks for.
         drops: Rewrites that are left out.
         enlarges: Whether the model is traced at sizes beyond the recorded ones.
-        between: Whether sizes of which only multiples of a number were recorded are no multiples of it in the trace.
+        between: Whether the model is traced at other sizes where only multiples of a number were recorded.
         decides: Whether decisions by the values of tensors are looked into. What is found stays in force afterwards.
         replans: Returns another plan to begin again with.
         splits: Whether it makes a program for each kind of calls.
