@@ -22,6 +22,7 @@ from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced
+from exportkit.rewrites.flexible_attention import flexible_attention
 from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, SymbolicList
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.size_functions import SIZE_FUNCTIONS
@@ -160,7 +161,7 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     """
     kernels = {**recurrent_loops(), aten.max_pool1d.default: _max_pool1d, **KERNELS, **FAKE_QUANTISATION}
     attributes = decomposition_attributes(kernels)
-    attributes += [*REPLACED, *SIZE_FUNCTIONS, *([loops_compiled_afresh()] if tracing else [])]
+    attributes += [*REPLACED, *SIZE_FUNCTIONS, *([loops_compiled_afresh(), *flexible_attention()] if tracing else [])]
     attributes.append((torch.SymInt, {name: decided_extreme(name) for name in ("__sym_max__", "__sym_min__")}))
     return replaced([(Attribute(owner, name), value) for owner, values in attributes for name, value in values.items()])
 

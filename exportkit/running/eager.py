@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 from exportkit._torch_compat.cuda import as_on_cpu, uses_tf32
+from exportkit._torch_compat.flexible_attention import flexible_attention_attributes
 from exportkit._torch_compat.modules import inference_kernels
 from exportkit._torch_compat.sampled_products import sampled_products
 from exportkit._torch_compat.tracing import autocast_dtypes, autocast_off, run_backward
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
-from exportkit.overrides import original_attribute, replaced_attributes
+from exportkit.overrides import Attribute, original_attribute, replaced, replaced_attributes
 from exportkit.running.bounds import HALF, fixed_bound
 from exportkit.running.compare import compare_outputs
 from exportkit.running.module_state import modules_kept
@@ -90,6 +91,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
         with (
             torch.set_grad_enabled(records),
             kernels_of(call),
+            nothing_compiled(),
             autocast(call.autocast),
             recording_paused(),
             _random_states_kept(call),
@@ -146,6 +148,18 @@ def kernels_of(call: Call) -> contextlib.AbstractContextManager[None]:
     """
     owner, name = inference_kernels()
     return replaced_attributes(owner, {name: original_attribute(owner, name) and not call.gradients})
+
+
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Lets ``flex_attention`` be computed as it is defined, and not compiled for each size."""
+    found = flexible_attention_attributes()
+    if not found:
+        yield
+        return
+    slots = [(Attribute(owner, name), value) for owner, made in found for name, value in made.items()]
+    with replaced(slots), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextlib.contextmanager
