@@ -28,6 +28,7 @@ from exportkit.programs.traced_method import Example
 from exportkit.rewrites.lengths import SYMBOLIC_LENGTH
 from exportkit.rewrites.table import (
     BUFFER_VALUES,
+    COUNTS,
     LIBRARY_PATCHES,
     LISTS_OF_ONE,
     LOOPS,
@@ -122,14 +123,14 @@ STRATEGIES = (
         "decisions by values",
         "the trace needed the value of a tensor, which may follow from buffers alone, or make no difference",
         lambda search: search.needs_values,
-        adds=(BUFFER_VALUES, NUMBER_CHECKS),
+        adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS),
         decides=True,
     ),
     Strategy(
         "selections of several values",
         "the trace needed the value of a tensor, which may be how many values are selected, asked by torch itself",
         lambda search: search.needs_values,
-        adds=(BUFFER_VALUES, NUMBER_CHECKS, MANY_VALUES),
+        adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, MANY_VALUES),
     ),
     Strategy(
         "sizes between the multiples",
@@ -164,7 +165,7 @@ STRATEGIES = (
         "the trace fixed a size, or left out a recorded call",
         lambda search: search.size_fixed or search.leaves_out_calls,
         adds=(STRICT,),
-        drops=(BUFFER_VALUES, NUMBER_CHECKS, MANY_VALUES),  # which strict tracing would trace, too
+        drops=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, MANY_VALUES),  # which strict tracing would trace, too
     ),
     Strategy(
         "transformers' export patches",

@@ -28,6 +28,7 @@ import torch
 from exportkit._torch_compat.traced_values import (
     as_if_many,
     asserted,
+    is_counted,
     number_asserted,
     questions_about_sizes,
     value_error,
@@ -171,6 +172,28 @@ def checks_of_numbers(_model: torch.nn.Module) -> Iterator[None]:
 
     with replaced_attributes(torch.SymBool, {"__bool__": value}):
         yield
+
+
+def expected_counts(_model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Lets ``bincount`` count as many values as its caller expects, and asserts that there are no others.
+
+    Args:
+        _model: The model.
+    """
+
+    def counting(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(real)
+        def counts(values: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+            found = real(values, weights, minlength)
+            if not minlength or not is_counted(found.shape[0]):
+                return found
+            number_asserted(found.shape[0] == minlength)  # type: ignore[arg-type]
+            return found.narrow(0, 0, minlength)
+
+        return counts
+
+    owners = (torch, torch.Tensor)
+    return replaced([(Attribute(owner, "bincount"), counting(owner.bincount)) for owner in owners])
 
 
 @contextlib.contextmanager

@@ -26,8 +26,7 @@ def _is_symbolic(*sizes: Any) -> bool:
 _original: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices")},
     **{name: getattr(torch.nn.functional, name) for name in ("one_hot", "pad", "scaled_dot_product_attention")},
-    "__setitem__": torch.Tensor.__setitem__,
-    "fill_diagonal_": torch.Tensor.fill_diagonal_,
+    **{name: getattr(torch.Tensor, name) for name in ("__setitem__", "fill_diagonal_", "numpy")},
 }
 
 
@@ -235,6 +234,16 @@ def _fill_diagonal_(values: torch.Tensor, fill_value: Any, wrap: bool = False) -
     return values.masked_fill_(rows[:, None] == columns, fill_value)
 
 
+def _numpy(self: torch.Tensor, **options: Any) -> Any:
+    """Integers and booleans of a trace themselves: code that asks for their values takes tensors as well as arrays."""
+    try:
+        return _original["numpy"](self, **options)
+    except RuntimeError:
+        if self.is_floating_point() or self.is_complex():
+            raise
+        return self
+
+
 def _attend(*args: Any, **options: Any) -> Any:
     """Attention that is told by a comparison of sizes whether it is causal."""
     plain = [bool(value) if isinstance(value, torch.SymBool) else value for value in args]
@@ -294,7 +303,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
     ),
     (torch.SymInt, {"__divmod__": _divmod, "__rdivmod__": lambda number, by: _divmod(by, number)}),
     (torch.SymInt, {"__mod__": remainder}),
-    (torch.Tensor, {"__setitem__": _set_item, "fill_diagonal_": _fill_diagonal_}),
+    (torch.Tensor, {"__setitem__": _set_item, "fill_diagonal_": _fill_diagonal_, "numpy": _numpy}),
 ]
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten.chunk.default: _chunk,

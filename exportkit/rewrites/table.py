@@ -205,10 +205,11 @@ CHECKS = "checks of values as assertions"  # the name of a rewrite for lines tha
 ZEROS_AT_PADDING = Rewrite("zeros in place of padding behind the sequences", attention.zeros_at_padding)
 PACKED_SEQUENCES = Rewrite("packed sequences as padded ones with a mask", packed_sequences.masked_layers)
 
-# What is tried if a trace fails; the first two only if it fixed a size, the next three only if it needed a value.
+# What is tried if a trace fails; the first two only if it fixed a size, the next four only if it needed a value.
 SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lengths.symbolic_lengths)
 LOOPS = Rewrite("loops over a length as one operator", loops.loops_as_operators)
 NUMBER_CHECKS = Rewrite("checks of numbers read from tensors as assertions", branches.checks_of_numbers)
+COUNTS = Rewrite("counts of as many values as expected", branches.expected_counts)
 MANY_VALUES = Rewrite("selections of values that are neither empty nor single", branches.many_values)
 BUFFER_VALUES = Rewrite("buffers and sizes read as numbers", lambda _: contextlib.nullcontext())
 GRADIENTS = Rewrite("gradients computed in the graph", lambda _: contextlib.nullcontext())
@@ -227,6 +228,7 @@ _CHOSEN = (
     SYMBOLIC_LENGTHS,
     LOOPS,
     NUMBER_CHECKS,
+    COUNTS,
     MANY_VALUES,
     LIBRARY_PATCHES,
 )

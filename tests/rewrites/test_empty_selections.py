@@ -51,7 +51,42 @@ class Counts(Experts):
             out[rows] += expert(tokens[rows]) * weights[rows, places, None]
 
 
-@pytest.mark.parametrize("kind", [Rows, Sums, Counts])
+class Counted(Experts):
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2)
+        out = torch.zeros_like(tokens)
+        counts = torch.bincount(chosen.flatten(), minlength=4).tolist()
+        for number, expert in enumerate(self.experts):
+            if counts[number] == 0:
+                continue
+            rows, places = torch.where(chosen == number)
+            out[rows] += expert(tokens[rows]) * weights[rows, places, None]
+        return out.view_as(x)
+
+
+class Sorted(Experts):
+    """Tokens in the order of their experts, with the numbers of tokens as an array of NumPy."""
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2)
+        order = chosen.view(-1).argsort(stable=True)
+        counts = chosen.new_zeros(len(chosen), 4).scatter_(1, chosen, 1).sum(0).cpu().numpy()
+        outputs, start = [], 0
+        for number, count in enumerate(counts):
+            end = start + count
+            if count == 0:
+                continue
+            outputs.append(self.experts[number](tokens[order[start:end] // 2]))
+            start = end
+        outputs = torch.cat(outputs)
+        restored = torch.empty_like(outputs)
+        restored[order] = outputs
+        return (restored.view(*chosen.shape, -1) * weights[..., None]).sum(1).view_as(x)
+
+
+@pytest.mark.parametrize("kind", [Rows, Sums, Counts, Counted, Sorted])
 def test_experts_without_tokens_add_nothing(kind, tmp_path):
     model, observer, tracing = kind(), exportkit.InputObserver(), sys.gettrace()
     with observer(model):
