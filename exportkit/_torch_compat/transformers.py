@@ -11,9 +11,6 @@ import torch
 
 from exportkit._torch_compat import require
 
-# Tensors that a cache layer derives from another of its attributes: they are recomputed, and never inputs of a graph.
-DERIVED_CACHE_TENSORS = {"_sliding_window_tensor": "sliding_window"}
-
 # Where a model class declares the outputs of inner modules that can be recorded: specs by key.
 RECORDABLE_OUTPUTS = "_can_record_outputs"
 

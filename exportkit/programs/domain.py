@@ -58,21 +58,13 @@ class Domain:
     traits: tuple[str, ...] = ()
 
     @classmethod
-    def of_plan(
-        cls, plan: Plan, conditions: tuple[SizeCondition, ...] = (), patterns: tuple[SmallSizes, ...] = ()
-    ) -> Domain:
-        """Returns the domain of a graph that was exported for a plan.
-
-        Args:
-            plan: The plan.
-            conditions: Conditions on sizes that the trace recorded.
-            patterns: Which variables may be 0 or 1 together.
-        """
+    def of_plan(cls, plan: Plan) -> Domain:
+        """Returns the domain of a graph that was exported for a plan, with no conditions yet."""
         return cls(
             tuple([DomainInput(x.path, x.dtype, x.sizes, x.is_optional, x.of_frames) for x in plan.leaves]),
             {variable.name: (variable.minimum, variable.maximum) for variable in plan.variables},
-            conditions,
-            patterns,
+            (),
+            (),
             {constant.path: constant.value for constant in plan.constants},
         )
 
