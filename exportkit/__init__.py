@@ -32,7 +32,7 @@ _DEFINED_IN = {
     "Quantisation": "onnx_files.quantised",
     "compare_runs": "api.application",
     "Report": "proof.report",
-    "show_progress": "report.progress",
+    "show_progress": "programs.stages",
     # capture what modules return
     "capture": None,
     "capture_outputs": "module_outputs.decorate",

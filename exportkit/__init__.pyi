@@ -20,8 +20,8 @@ from exportkit.onnx_files.quantised import Quantisation as Quantisation
 from exportkit.peers.debugger import model_addition_debugger_context as model_addition_debugger_context
 from exportkit.plan.expression import Expression as Expression
 from exportkit.plan.plan import Plan as Plan
+from exportkit.programs.stages import show_progress as show_progress
 from exportkit.proof.report import Report as Report
-from exportkit.report.progress import show_progress as show_progress
 from exportkit.skipscan import scan_skipped_tests as scan_skipped_tests
 from exportkit.swapping.check import check_patch as check_patch
 from exportkit.swapping.mapping import clear_patch_mapping as clear_patch_mapping

@@ -2,8 +2,7 @@
 
 import json
 
-from exportkit.calls.json_file import write_json_file
-from exportkit.files import digest_of
+from exportkit.files import digest_of, write_json_file
 
 
 def change_json(file, change):

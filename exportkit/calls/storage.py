@@ -25,9 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from exportkit.calls.call import Call, NumberKind, Signature
-from exportkit.calls.json_file import read_json_file, versions, write_json_file
 from exportkit.errors import DestinationError, ExportkitError, ObservationError, TreeError
-from exportkit.files import as_path, check_folder, digest_of, replacing
+from exportkit.files import as_path, check_folder, digest_of, read_json_file, replacing, versions, write_json_file
 from exportkit.json_data import InvalidDataError, Size, read
 from exportkit.trees import Tree, check_opened, flatten, join
 from exportkit.trees.json_form import dump_constant, dump_tree, load_value

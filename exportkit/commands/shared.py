@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from exportkit.errors import DestinationError, ExportkitError
+from exportkit.programs.stages import show_progress
 
 NOT_PROVEN, BAD_INPUT = 1, 2
 
@@ -66,8 +67,6 @@ def exit_on_error(code: int, debug: bool = False, as_json: bool = False) -> Iter
 
 def progress(text: str) -> contextlib.AbstractContextManager[None]:
     """Shows a text and the stages of an export on stderr while the block runs."""
-    from exportkit.report.progress import show_progress
-
     return show_progress(text, stderr)
 
 

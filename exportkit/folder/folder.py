@@ -21,10 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from exportkit.calls.call import Call
-from exportkit.calls.json_file import read_json_file, versions, write_json_file
 from exportkit.calls.parts import Edge
 from exportkit.errors import ExportkitError
-from exportkit.files import abandoned_folders, as_path, check_file, check_folder, digest_of, replacing
+from exportkit.files import (
+    abandoned_folders,
+    as_path,
+    check_file,
+    check_folder,
+    digest_of,
+    read_json_file,
+    replacing,
+    versions,
+    write_json_file,
+)
 from exportkit.folder.checked import WEIGHTS, CheckedFiles, SavedFile, damaged, inside
 from exportkit.folder.clients import for_runtime, write_client_files
 from exportkit.folder.manifest import GraphData, dump_graph, load_graph

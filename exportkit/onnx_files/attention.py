@@ -16,20 +16,106 @@ import torch
 from onnxscript import opset23
 from onnxscript.function_libs.torch_lib.ops import nn
 
-from exportkit._torch_compat.graph import UNSAFE_VIEW, arguments_of, copied_module, schema_of, with_graph_module
+from exportkit._torch_compat.graph import (
+    TO_COPY,
+    UNSAFE_VIEW,
+    arguments_of,
+    copied_module,
+    is_inactive_dropout,
+    schema_of,
+    with_graph_module,
+)
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.onnx_files.decompositions import erase_unused
 from exportkit.onnx_files.exact import any_visible, call_node
-from exportkit.onnx_files.written_attention import written_attention
 
 aten = torch.ops.aten
 op: Any = opset23  # its annotations know values of one graph, not numbers
 
 _DTYPES = (torch.float32, torch.float16)  # for which onnxruntime has kernels on the CPU
+_LOWEST = torch.finfo(torch.float32).min
 
 # Symbols of a trace that are 0 together.
 Zeros = Mapping[Any, int]
+
+
+# Attention that a model writes out: a product, a scale, a soft cap, a mask, a softmax and another product.
+
+
+def _written_attention(node: torch.fx.Node) -> dict[str, Any] | None:
+    """Returns the arguments of the attention that a node is the last step of, by name; None if it is something else.
+
+    Each step must have one user. ``filled`` is a mask of what is hidden, with the number that hides it.
+    """
+    if node.target is not aten.matmul.default:
+        return None
+    weights, value = node.args
+    softmax = _step(weights, aten.softmax.int)
+    if softmax is None or softmax.args[1] not in (-1, 3) or softmax.meta["val"].dtype is not torch.float32:
+        return None
+    scores = softmax.args[0]
+    found = {"value": value, "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "filled": None}
+    if (sum_ := _step(scores, aten.add.Tensor)) is not None and not sum_.kwargs:
+        for inner, mask in (sum_.args, sum_.args[::-1]):
+            given = _scores(inner)
+            if given is not None and _is_bias(mask, inner, sum_):
+                return {**found, **given, "attn_mask": mask}
+        return None
+    if (fill := _step(scores, aten.masked_fill.Scalar)) is not None and fill.args[2] in (-math.inf, _LOWEST):
+        given = _scores(fill.args[0])
+        return None if given is None else {**found, **given, "attn_mask": fill.args[1], "filled": fill.args[2]}
+    given = _scores(scores)
+    return None if given is None else {**found, **given}
+
+
+def _scores(value: Any) -> dict[str, Any] | None:
+    """The arguments of a product of queries and keys, scaled, with a soft cap."""
+    scale, softcap = 1.0, 0.0
+    capped = _by_number(value, aten.mul.Tensor)
+    if capped is not None and (bent := _step(capped[0], aten.tanh.default)) is not None:
+        divided = _by_number(bent.args[0], aten.div.Tensor)
+        if divided is None or divided[1] != capped[1] or not capped[1] > 0:
+            return None
+        value, softcap = divided[0], float(capped[1])
+    for target, power in ((aten.mul.Tensor, 1), (aten.div.Tensor, -1)):
+        if (scaled := _by_number(value, target)) is not None and scaled[1]:
+            value, scale = scaled[0], scale * float(scaled[1]) ** power
+    product = _step(value, aten.matmul.default)
+    if product is None:
+        return None
+    query, turned = product.args
+    if turned.target is not aten.transpose.int or {axis % 4 for axis in turned.args[1:]} != {2, 3}:
+        return None
+    return {"query": query, "key": turned.args[0], "scale": scale, "softcap": softcap}
+
+
+def _step(value: Any, target: Any) -> Any:
+    """The node that computes a value by an operator, behind steps that change nothing; None if another one does."""
+    while isinstance(value, torch.fx.Node) and len(value.users) == 1 and _changes_nothing(value):
+        value = value.args[0]
+    is_step = isinstance(value, torch.fx.Node) and value.target is target and len(value.users) == 1
+    return value if is_step else None
+
+
+def _changes_nothing(value: Any) -> bool:
+    return is_inactive_dropout(value) or (
+        value.target in (aten.to.dtype, TO_COPY, aten.contiguous.default)
+        and value.meta["val"].dtype is value.args[0].meta["val"].dtype
+    )
+
+
+def _by_number(value: Any, target: Any) -> tuple[Any, Any] | None:
+    """A value and the number that it is multiplied or divided by."""
+    step = _step(value, target)
+    return (step.args[0], step.args[1]) if step is not None and isinstance(step.args[1], int | float) else None
+
+
+def _is_bias(mask: Any, scores: Any, result: Any) -> bool:
+    """Whether a value is added to scores, and not the scores to a larger value."""
+    if not isinstance(mask, torch.fx.Node) or not mask.meta["val"].is_floating_point():
+        return False
+    return bool(result.meta["val"].shape == scores.meta["val"].shape)
 
 
 # The operators. They are torch's own, under names that are neither decomposed nor translated in the usual way, and with
@@ -72,19 +158,17 @@ def _cached_attention(
     return torch.ops.exportkit.attention(query, keys, values, mask, **options), keys, values
 
 
+@_attention.register_fake
 def _fake_attention(query: Any, _key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
     shape = (*query.shape[:3], value.shape[3])  # in memory, tokens come before heads, as from torch's kernel for CPUs
     return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device)
 
 
+@_cached_attention.register_fake
 def _fake_cached_attention(
     query: Any, key: Any, value: Any, _mask: Any, past_key: Any, past_value: Any, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _fake_attention(query, key, value), torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
-
-
-_attention.register_fake(_fake_attention)
-_cached_attention.register_fake(_fake_cached_attention)
 
 
 def _form(query: Any, key: Any, value: Any, mask: Any, *past: Any, is_causal: bool = False, **options: Any) -> Any:
@@ -155,7 +239,7 @@ def _arguments(node: torch.fx.Node) -> dict[str, Any] | None:
     """The arguments of the attention that a node computes, by name."""
     if node.target is aten.scaled_dot_product_attention.default:
         return {**arguments_of(node), "softcap": 0.0}
-    return written_attention(node)
+    return _written_attention(node)
 
 
 def _is_fusible(node: torch.fx.Node, zeros: Sequence[Zeros]) -> bool:
@@ -249,15 +333,14 @@ _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 
 def _source(value: Any) -> Any:
     """The node whose values and axes a node only passes on."""
-    while value.target in _COPIES or (value.target is aten.slice.Tensor and _is_all(value)):
+    while value.target in _COPIES or (
+        value.target is aten.slice.Tensor
+        and all(map(_same, value.meta["val"].shape, value.args[0].meta["val"].shape))  # it takes all
+    ):
         if any(getattr(schema_of(user.target), "is_mutable", False) for user in value.args[0].users):
             break
         value = value.args[0]
     return value
-
-
-def _is_all(part: Any) -> bool:
-    return all(map(_same, part.meta["val"].shape, part.args[0].meta["val"].shape))
 
 
 def _unrepeated(value: Any) -> Any:

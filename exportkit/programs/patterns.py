@@ -24,11 +24,10 @@ from exportkit.probing.missing import beyond_rounding, completed_call
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.probing.sized_calls import run_sized, sized_call, stepwise_outputs
-from exportkit.programs.affordable import Affordable, fulfils
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.turns import Turn, Turns
+from exportkit.programs.turns import Affordable, Turn, Turns, fulfils
 from exportkit.running.compare import Difference, Tensors, compare_tensors
 from exportkit.running.eager import EagerRunner
 from exportkit.running.masks import find_mask, visible_by_shape

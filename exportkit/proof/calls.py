@@ -26,10 +26,10 @@ from exportkit.plan.small_sizes import at_pattern, covering, small
 from exportkit.probing.missing import absent_patterns, call_without
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import run_sized, sized_call
-from exportkit.programs.affordable import Affordable
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
+from exportkit.programs.turns import Affordable
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, flatten, join

@@ -28,9 +28,8 @@ from exportkit.rewrites import (
     lists,
     loops,
     packed_sequences,
-    position_tables,
+    positions,
     quantised,
-    token_positions,
     token_scans,
 )
 from exportkit.rewrites.chunk_scans import delta_rule, state_space_scan
@@ -139,16 +138,16 @@ REWRITES = (
     ),
     Rewrite(
         "tables of positions resized in the graph",
-        position_tables.table_in_graph,
-        parts=(position_tables.METHOD,),
-        matches=position_tables.has_position_table,
+        positions.table_in_graph,
+        parts=(positions.TABLE_METHOD,),
+        matches=positions.has_position_table,
     ),
     Rewrite(
         "positions of image tokens worked out in the graph",
-        token_positions.rope_index_in_graph,
-        parts=(token_positions.ROPE_INDEX_METHOD,),
+        positions.rope_index_in_graph,
+        parts=(positions.ROPE_INDEX_METHOD,),
         argument="image_grid_thw",
-        matches=token_positions.has_rope_index,
+        matches=positions.has_rope_index,
     ),
     Rewrite(
         "tiles of images packed by one selection",

@@ -11,9 +11,8 @@ from exportkit.rewrites import images as rewrites_of_images
 from exportkit.rewrites.attention import packed_attention
 from exportkit.rewrites.grids import grids_in_graph
 from exportkit.rewrites.lengths import symbolic_lengths
-from exportkit.rewrites.position_tables import padded_table
+from exportkit.rewrites.positions import get_rope_index, padded_table
 from exportkit.rewrites.table import library_patches, matching_rewrites
-from exportkit.rewrites.token_positions import get_rope_index
 from exportkit.trees import flatten
 from tests.arguments.generative import IMAGE_TOKEN, TEXT, qwen2_5_vl
 

@@ -1,4 +1,4 @@
-"""`show_progress`: the stages of an export while they run."""
+"""The stages of an export while they run, as `show_progress` shows them."""
 
 import io
 
