@@ -92,7 +92,7 @@ class Recorder:
         self._limit = 0
         self._memory = Memory(None, [])
         self._counts_shapes = True
-        paths_of = functools.partial(_input_paths, signature), _output_paths
+        paths_of = functools.partial(_input_paths, signature), lambda structure: structure.listed().tensors()
         self._counter = ShapeCounter(*paths_of, functools.partial(_constant_path, signature))
         self._seconds = 0.0
         self._first_seconds: float | None = None
@@ -333,10 +333,6 @@ def _constant_path(signature: Signature, place: int | str) -> str | None:
     rest = signature.var_positional
     names = signature.names if rest is None else signature.names[: signature.names.index(rest)]
     return names[place] if place < len(names) else None
-
-
-def _output_paths(structure: Structure) -> list[tuple[str, int]]:
-    return structure.listed().tensors()
 
 
 def _shaped(found: Flattened) -> tuple[Structure, tuple[tuple[int, ...], ...]]:

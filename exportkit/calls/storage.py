@@ -309,12 +309,9 @@ class KeptTensors:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """A dense copy on the CPU: safetensors refuses shared memory, and asking for addresses ends copy-on-write."""
-    plain = _as_real(tensor.detach().resolve_conj().resolve_neg())
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
     return plain.to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class StoredTensors:

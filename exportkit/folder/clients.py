@@ -232,17 +232,14 @@ def with_full_caches(traced: TracedProgram) -> tuple[TracedProgram, tuple[Attemp
     Raises:
         ExportError: if the model returns something else with such caches.
     """
-    calls = [_full_call(traced, index) for index in range(len(traced.observation.calls))]
+    calls = [
+        _rerun(traced, call, call.outputs, f"recorded call {i}") for i, call in enumerate(traced.observation.calls)
+    ]
     for sizes in _sizes_around_windows(traced):
         call = build_call(traced.plan, traced.observation, sizes)
         _rerun(traced, call, flatten(run_eager(traced.model, traced.method, call)), f"sizes {sizes}")
     observation = replace(traced.observation, calls=tuple(calls), further=())
     return export_program(traced.model, traced.method, plan_calls(observation, traced.model, traced.method))
-
-
-def _full_call(traced: TracedProgram, index: int) -> Call:
-    call = traced.observation.calls[index]
-    return _rerun(traced, call, call.outputs, f"recorded call {index}")
 
 
 def _rerun(traced: TracedProgram, call: Call, expected: Tree, where: str) -> Call:
@@ -263,12 +260,12 @@ def _full(value: Any) -> Any:
     """A cache whose layers hold every token; tokens before a window are never read, so they are zeros."""
     if not is_cache_class(type(value)):
         return value
-    pairs = [(_padded(layer, layer.keys), _padded(layer, layer.values)) for layer in value.layers if _is_filled(layer)]
+    pairs = [
+        (_padded(layer, layer.keys), _padded(layer, layer.values))
+        for layer in value.layers
+        if isinstance(layer.keys, torch.Tensor)
+    ]
     return make_dynamic_cache(pairs)
-
-
-def _is_filled(layer: Any) -> bool:
-    return isinstance(layer.keys, torch.Tensor)
 
 
 def _padded(layer: Any, states: torch.Tensor) -> torch.Tensor:

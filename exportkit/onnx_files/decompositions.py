@@ -42,7 +42,7 @@ from exportkit.onnx_files.exact import (
 from exportkit.onnx_files.ordering import ORDERING
 from exportkit.onnx_files.pools import POOLS, is_plain_pool
 from exportkit.onnx_files.refusals import with_checked_indices, with_refusals
-from exportkit.onnx_files.special_functions import LINEAR_ALGEBRA, SPECIAL_FUNCTIONS
+from exportkit.onnx_files.special_functions import SPECIAL_FUNCTIONS
 from exportkit.running.program import tensor_placeholders
 
 aten = torch.ops.aten
@@ -256,11 +256,9 @@ def _is_known(node: torch.fx.Node) -> bool:
     named = cast(dict[str, Any], node.kwargs)
     if node.target is aten.cross_entropy_loss.default:
         return is_plain_cross_entropy(first, *others)
-    if node.target is aten.layer_norm.default:
-        return not is_half(node)
     if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
         return is_plain_pool(first, *others)
-    if node.target is aten.cumsum.default:
+    if node.target in (aten.layer_norm.default, aten.cumsum.default):
         return not is_half(node)
     if node.target is aten.roll.default:
         return all(isinstance(shift, int) for shift in others[0])
@@ -389,7 +387,6 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.fft_ifftshift.default: _ifftshift,
     aten.scaled_dot_product_attention.default: _attention,
     **EXACT,
-    **LINEAR_ALGEBRA,
     **ORDERING,
     **POOLS,
     **SPECIAL_FUNCTIONS,

@@ -56,11 +56,7 @@ def _div_mode(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     quotient = op.Div(x, y)
     if not x.dtype.is_floating_point():
         return quotient
-    return quotient if rounding_mode is None else _trunc(quotient)
-
-
-def _trunc(x: Any) -> Any:
-    return op.Mul(op.Sign(x), op.Floor(op.Abs(x)))
+    return quotient if rounding_mode is None else op.Mul(op.Sign(quotient), op.Floor(op.Abs(quotient)))
 
 
 def _floor_divide(x: Any, y: Any) -> Any:
@@ -209,10 +205,6 @@ def _copy(x: Any, source: Any, _non_blocking: bool = False) -> Any:
     return op.Expand(found, op.Shape(x))
 
 
-def _repeat_interleave(repeats: Any, **_options: Any) -> Any:
-    return core.aten_repeat_interleave_Tensor(repeats)
-
-
 def _repeat_evenly(x: Any, repeats: Any, dim: int | None = None, **_options: Any) -> Any:
     """Along the first axis, torch's own form needs ``repeats`` as a number."""
     if isinstance(repeats, int):
@@ -263,7 +255,7 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.copy.default: _copy,
     aten.silu_backward.default: _silu_backward,
     aten.mish_backward.default: _mish_backward,
-    aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten.repeat_interleave.Tensor: lambda repeats, **_: core.aten_repeat_interleave_Tensor(repeats),
     aten.repeat_interleave.self_int: _repeat_evenly,
     **INTEGER_FORMS,
     **REDUCTION_FORMS,

@@ -27,14 +27,6 @@ def as_value(value: Any, like: Any) -> Any:
 # takes the largest finite number for one, and a limit that is not a number for none.
 
 
-def _maximum(x: Any, y: Any) -> Any:
-    return _limited(x, y, op.Max, op.Greater, op.Or)
-
-
-def _minimum(x: Any, y: Any) -> Any:
-    return _limited(x, y, op.Min, op.Less, op.And)
-
-
 def _limited(x: Any, y: Any, of_floats: Any, keeps: Any, of_booleans: Any) -> Any:
     y = as_value(y, x)
     if x.dtype == onnx_ir.DataType.BOOL:
@@ -56,24 +48,8 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     return x if high is None else op.Where(op.Less(x, high), x, high)
 
 
-def _clamp_min(x: Any, min: Any) -> Any:
-    return _clamp(x, min)
-
-
-def _clamp_max(x: Any, max: Any) -> Any:
-    return _clamp(x, None, max)
-
-
-def _relu(x: Any) -> Any:
-    return op.Relu(x) if x.dtype.is_floating_point() else _clamp(x, 0)
-
-
 def _hardtanh(x: Any, min_val: float = -1, max_val: float = 1) -> Any:
     return _clamp(x, min_val, max_val)
-
-
-def _relu6(x: Any) -> Any:
-    return _clamp(x, 0, 6)
 
 
 # Signs, whole numbers and NaN, which integers do not have.
@@ -108,10 +84,6 @@ def _of_floats(form: Callable[[Any], Any], otherwise: bool | None = None) -> Cal
         )
 
     return of_any
-
-
-def _isfinite(x: Any) -> Any:
-    return op.Not(op.Or(op.IsNaN(x), op.IsInf(x)))
 
 
 # Powers. onnxruntime computes those of integers in double precision.
@@ -210,36 +182,32 @@ def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
     return op.Where(mask, op.CastLike(as_value(value, x), x), x)
 
 
-def _int_mm(x: Any, y: Any) -> Any:
-    return op.MatMulInteger(x, y)
-
-
 INTEGER_FORMS: dict[Any, Callable[..., Any]] = {
-    aten._int_mm.default: _int_mm,
+    aten._int_mm.default: lambda x, y: op.MatMulInteger(x, y),  # noqa: PLW0108 (torch.onnx reads the signature)
     aten.add.Tensor: _add,
     aten.addmm.default: _addmm,
     aten.ceil.default: _of_floats(op.Ceil),
     aten.clamp.default: _clamp,
     aten.clamp.Tensor: _clamp,
-    aten.clamp_min.default: _clamp_min,
-    aten.clamp_min.Tensor: _clamp_min,
-    aten.clamp_max.default: _clamp_max,
-    aten.clamp_max.Tensor: _clamp_max,
+    aten.clamp_min.default: _clamp,
+    aten.clamp_min.Tensor: _clamp,
+    aten.clamp_max.default: lambda x, max: _clamp(x, None, max),
+    aten.clamp_max.Tensor: lambda x, max: _clamp(x, None, max),
     aten.floor.default: _of_floats(op.Floor),
     aten.hardtanh.default: _hardtanh,
-    aten.isfinite.default: _of_floats(_isfinite, True),
+    aten.isfinite.default: _of_floats(lambda x: op.Not(op.Or(op.IsNaN(x), op.IsInf(x))), True),
     aten.isinf.default: _of_floats(op.IsInf, False),
     aten.isnan.default: _of_floats(op.IsNaN, False),
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _masked_fill,
-    aten.maximum.default: _maximum,
-    aten.minimum.default: _minimum,
+    aten.maximum.default: lambda x, y: _limited(x, y, op.Max, op.Greater, op.Or),
+    aten.minimum.default: lambda x, y: _limited(x, y, op.Min, op.Less, op.And),
     aten.neg.default: _neg,
     aten.pow.Scalar: _number_to_pow,
     aten.pow.Tensor_Scalar: _pow_to_number,
     aten.pow.Tensor_Tensor: _pow,
-    aten.relu.default: _relu,
-    aten.relu6.default: _relu6,
+    aten.relu.default: lambda x: op.Relu(x) if x.dtype.is_floating_point() else _clamp(x, 0),
+    aten.relu6.default: lambda x: _clamp(x, 0, 6),
     aten.round.default: _of_floats(op.Round),
     aten.sign.default: _sign,
     aten.trunc.default: _of_floats(core.aten_trunc),

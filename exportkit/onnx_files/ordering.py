@@ -19,10 +19,6 @@ def _sort(values: torch.Tensor, dim: int = -1, descending: bool = False, **_opti
     return torch.sort(values, dim, descending)  # always stable in ONNX
 
 
-def _argsort(values: torch.Tensor, dim: int = -1, descending: bool = False, **_options: Any) -> torch.Tensor:
-    return torch.sort(values, dim, descending)[1]
-
-
 def _kthvalue(values: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Pair:
     if not values.ndim:
         return values.clone(), torch.zeros((), dtype=torch.int64)
@@ -41,10 +37,6 @@ def _median(values: torch.Tensor, dim: int, keepdim: bool = False) -> Pair:
     return torch.where(has_unknown, math.nan, median), torch.where(has_unknown, first, index)
 
 
-def _median_of_all(values: torch.Tensor) -> torch.Tensor:
-    return _median(values.flatten(), 0)[0]
-
-
 def _median_of_known(values: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
     """The median of the elements that are not NaN."""
     if not values.is_floating_point() or not values.ndim:
@@ -56,10 +48,6 @@ def _median_of_known(values: torch.Tensor, dim: int, keepdim: bool = False) -> A
     median = torch.where(count > 0, ordered.gather(dim, place), math.nan)
     index = torch.where(count > 0, index.gather(dim, place), 0)
     return (median, index) if keepdim else (median.squeeze(dim), index.squeeze(dim))
-
-
-def _median_of_all_known(values: torch.Tensor) -> Any:
-    return _median_of_known(values.flatten(), 0)[0]
 
 
 def _searchsorted(
@@ -77,10 +65,6 @@ def _searchsorted(
     # counted so that NaN, for which no comparison holds, is behind all limits
     before = ~(limits > places) if right or side == "right" else ~(limits >= places)
     return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
-
-
-def _bucketize(values: torch.Tensor, limits: torch.Tensor, *, out_int32: bool = False, right: bool = False) -> Any:
-    return _searchsorted(limits, values, out_int32=out_int32, right=right)
 
 
 def _isin(elements: torch.Tensor, others: torch.Tensor, invert: bool = False, **_options: Any) -> Any:
@@ -115,14 +99,6 @@ def _earlier(length: int) -> torch.Tensor:
     return position <= position[:, None]
 
 
-def _cummax(values: torch.Tensor, dim: int) -> Pair:
-    return _extreme_so_far(values, dim, torch.amax, -1)
-
-
-def _cummin(values: torch.Tensor, dim: int) -> Pair:
-    return _extreme_so_far(values, dim, torch.amin, 1)
-
-
 def _extreme_so_far(values: torch.Tensor, dim: int, reduce: Any, sign: int) -> Pair:
     if values.dtype is torch.bool:
         found, index = _extreme_so_far(values.to(torch.uint8), dim, reduce, sign)
@@ -145,18 +121,18 @@ def _extreme_so_far(values: torch.Tensor, dim: int, reduce: Any, sign: int) -> P
 
 
 ORDERING: dict[Any, Callable[..., Any]] = {
-    aten.argsort.stable: _argsort,
-    aten.bucketize.Tensor: _bucketize,
-    aten.cummax.default: _cummax,
-    aten.cummin.default: _cummin,
+    aten.argsort.stable: lambda *args, **options: _sort(*args, **options)[1],
+    aten.bucketize.Tensor: lambda values, limits, **options: _searchsorted(limits, values, **options),
+    aten.cummax.default: lambda values, dim: _extreme_so_far(values, dim, torch.amax, -1),
+    aten.cummin.default: lambda values, dim: _extreme_so_far(values, dim, torch.amin, 1),
     aten.cumprod.default: _cumprod,
     aten.cumsum.default: _cumsum,
     aten.isin.Tensor_Tensor: _isin,
     aten.kthvalue.default: _kthvalue,
     aten.median.dim: _median,
-    aten.median.default: _median_of_all,
+    aten.median.default: lambda values: _median(values.flatten(), 0)[0],
     aten.nanmedian.dim: _median_of_known,
-    aten.nanmedian.default: _median_of_all_known,
+    aten.nanmedian.default: lambda values: _median_of_known(values.flatten(), 0)[0],
     aten.searchsorted.Tensor: _searchsorted,
     aten.sort.stable: _sort,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,15 +59,7 @@ def _largest(values: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, 
 # Averages that are divided by a number of the model's choice, which torch.onnx forgets.
 
 
-def _avg_pool2d(values: torch.Tensor, kernel: Sequence[int], *options: Any) -> Any:
-    return _divided(aten.avg_pool2d.default, 2, values, kernel, options)
-
-
-def _avg_pool3d(values: torch.Tensor, kernel: Sequence[int], *options: Any) -> Any:
-    return _divided(aten.avg_pool3d.default, 3, values, kernel, options)
-
-
-def _divided(pool: Any, rank: int, values: torch.Tensor, kernel: Sequence[int], options: Sequence[Any]) -> Any:
+def _divided(pool: Any, rank: int, values: torch.Tensor, kernel: Sequence[int], *options: Any) -> Any:
     if len(options) < 5 or options[4] is None or options[2]:  # at the end of a padded axis, windows are smaller
         return NotImplemented
     count = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** rank
@@ -85,6 +78,6 @@ POOLS: dict[Any, Callable[..., Any]] = {
     aten.adaptive_max_pool1d.default: _largest,
     aten.adaptive_max_pool2d.default: _largest,
     aten.adaptive_max_pool3d.default: _largest,
-    aten.avg_pool2d.default: _avg_pool2d,
-    aten.avg_pool3d.default: _avg_pool3d,
+    aten.avg_pool2d.default: functools.partial(_divided, aten.avg_pool2d.default, 2),
+    aten.avg_pool3d.default: functools.partial(_divided, aten.avg_pool3d.default, 3),
 }

@@ -74,22 +74,10 @@ def _to_int(write: Callable[[Any], Any]) -> Callable[..., Any]:
     return form
 
 
-def _truediv(x: Any, y: Any) -> Any:
-    return _float(op.Div(_exact(x), _exact(y)))
-
-
-def _sqrt(x: Any) -> Any:
-    return _float(op.Sqrt(_exact(x)))
-
-
 def _floordiv(x: Any, y: Any) -> Any:
     if _is_float(x) or _is_float(y):
         return _float(op.Floor(op.Div(_exact(x), _exact(y))))
     return op.Div(op.Sub(x, op.Mod(x, y)), y)  # Mod has the sign of the divisor, as in Python
-
-
-def _sym_float(x: Any) -> Any:
-    return _float(_exact(x))
 
 
 def exact_like(value: Any, dtype: Any) -> Any:
@@ -164,10 +152,10 @@ SIZE_FORMS: dict[Any, Callable[..., Any]] = {
     operator.mul: _binary(op.Mul),
     operator.pow: _binary(op.Pow),
     operator.neg: _unary(op.Neg),
-    operator.truediv: _truediv,
+    operator.truediv: lambda x, y: _float(op.Div(_exact(x), _exact(y))),
     operator.floordiv: _floordiv,
-    torch.sym_float: _sym_float,
-    symbolic_square_root(): _sqrt,
+    torch.sym_float: lambda x: _float(_exact(x)),
+    symbolic_square_root(): lambda x: _float(op.Sqrt(_exact(x))),
     math.floor: _to_int(op.Floor),
     math.ceil: _to_int(op.Ceil),
     builtins.round: _to_int(op.Round),

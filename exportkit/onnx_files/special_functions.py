@@ -17,14 +17,6 @@ aten = torch.ops.aten
 # Two numbers.
 
 
-def _fmax(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return _unless_nan(x, y, torch.maximum(x, y))
-
-
-def _fmin(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return _unless_nan(x, y, torch.minimum(x, y))
-
-
 def _unless_nan(x: torch.Tensor, y: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), y, torch.where(y.isnan(), x, found)) if found.is_floating_point() else found
 
@@ -124,10 +116,6 @@ def _erfinv(x: torch.Tensor) -> torch.Tensor:
     return _quantile(x / 2, (1 - x.abs()) / 2) * math.sqrt(0.5)
 
 
-def _ndtri(x: torch.Tensor) -> torch.Tensor:
-    return _quantile(x - 0.5, torch.minimum(x, 1 - x))
-
-
 # An approximation of log(erfc(x) * exp(x * x)) + log(1 + x / 2), to 1.2e-7: Press and others, "Numerical Recipes".
 _TAILS = (
     0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196, 1.00002368,
@@ -182,31 +170,6 @@ def _logarithm(base: float) -> Callable[..., Any]:
         return torch.where(base**whole == x, whole, value)
 
     return logarithm
-
-
-SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    aten.copysign.Scalar: _copysign,
-    aten.copysign.Tensor: _copysign,
-    aten.digamma.default: _in_double(_digamma),
-    aten.special_digamma.default: _in_double(_digamma),
-    aten.erfinv.default: _in_double(_erfinv, 4),
-    aten.special_erfinv.default: _in_double(_erfinv, 4),
-    aten.fmax.default: _fmax,
-    aten.fmin.default: _fmin,
-    aten.hypot.default: _hypot,
-    aten.histc.default: _histc,
-    aten.lgamma.default: _in_double(_lgamma),
-    aten.special_gammaln.default: _in_double(_lgamma),
-    aten.log10.default: _in_double(_logarithm(10.0)),
-    aten.log2.default: _in_double(_logarithm(2.0)),
-    aten.logit.default: _logit,
-    aten.special_logit.default: _logit,
-    aten.xlogy.Tensor: _xlogy,
-    aten.special_xlogy.default: _xlogy,
-    aten.special_erfcx.default: _in_double(_erfcx, 4),
-    aten.special_log_ndtr.default: _in_double(_log_ndtr, 4),
-    aten.special_ndtri.default: _in_double(_ndtri, 4),
-}
 
 
 # Systems of linear equations with few unknowns, whose elimination is written out step by step. Where torch raises, for
@@ -302,7 +265,28 @@ def _cholesky_solve(right: torch.Tensor, factor: torch.Tensor, upper: bool = Fal
     return _solve_triangular(lower.mT, _solve_triangular(lower, right, upper=False), upper=True)
 
 
-LINEAR_ALGEBRA: dict[Any, Callable[..., Any]] = {
+SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.copysign.Scalar: _copysign,
+    aten.copysign.Tensor: _copysign,
+    aten.digamma.default: _in_double(_digamma),
+    aten.special_digamma.default: _in_double(_digamma),
+    aten.erfinv.default: _in_double(_erfinv, 4),
+    aten.special_erfinv.default: _in_double(_erfinv, 4),
+    aten.fmax.default: lambda x, y: _unless_nan(x, y, torch.maximum(x, y)),
+    aten.fmin.default: lambda x, y: _unless_nan(x, y, torch.minimum(x, y)),
+    aten.hypot.default: _hypot,
+    aten.histc.default: _histc,
+    aten.lgamma.default: _in_double(_lgamma),
+    aten.special_gammaln.default: _in_double(_lgamma),
+    aten.log10.default: _in_double(_logarithm(10.0)),
+    aten.log2.default: _in_double(_logarithm(2.0)),
+    aten.logit.default: _logit,
+    aten.special_logit.default: _logit,
+    aten.xlogy.Tensor: _xlogy,
+    aten.special_xlogy.default: _xlogy,
+    aten.special_erfcx.default: _in_double(_erfcx, 4),
+    aten.special_log_ndtr.default: _in_double(_log_ndtr, 4),
+    aten.special_ndtri.default: _in_double(lambda x: _quantile(x - 0.5, torch.minimum(x, 1 - x)), 4),
     aten.cholesky_solve.default: _cholesky_solve,
     aten.inverse.default: _inverse,
     aten.linalg_cholesky.default: _cholesky,

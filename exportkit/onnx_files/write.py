@@ -52,16 +52,14 @@ def write_graphs(
         graphs[name] = OnnxGraph(contract, programs[name].observation, programs[name])
     runners, parts = {}, {}
     for name, part in exported.parts.items():
-        runners[name] = write_graphs(part, functools.partial(_file_of_part, file_of, name), opset, runtime)
+        runners[name] = write_graphs(
+            part, functools.partial(lambda part, program, _: file_of(program, part), name), opset, runtime
+        )
         parts[name] = runners[name].exported or part
     written = replace(exported, programs=programs, parts=parts, attempts=tuple(attempts))
     return OnnxRunner(
         graphs, runners, exported.edges, split=exported.split, attempts=written.attempts, exported=written
     )
-
-
-def _file_of_part(file_of: Callable[[str, str], Path], part: str, program: str, _: str) -> Path:
-    return file_of(program, part)
 
 
 def _written(

@@ -110,11 +110,6 @@ def zeros_at_padding(_model: torch.nn.Module) -> _Context:
 # see no key, where they return numbers otherwise. The kernel of a layer also takes a mask of numbers for a boolean one.
 
 
-def has_torch_attention(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
-    """Returns whether the model has torch's own attention."""
-    return any(isinstance(module, torch.nn.MultiheadAttention) for module in model.modules())
-
-
 def nan_for_hidden_rows(_model: torch.nn.Module) -> _Context:
     """Makes torch's own attention return NaN for queries without a key where its kernels for inference do."""
     layer, attention = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention

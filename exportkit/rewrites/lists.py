@@ -197,11 +197,6 @@ class ImplementationOfExperts:
         self.model.set_experts_implementation(implementation)
 
 
-def has_experts(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
-    """Returns whether the implementation of experts can be chosen somewhere in the model."""
-    return any(map(can_choose_experts, model.modules()))
-
-
 def batched_experts(model: torch.nn.Module) -> _Context:
     """Chooses the implementation that can be exported."""
     return replaced([(ImplementationOfExperts(m), "batched_mm") for m in model.modules() if can_choose_experts(m)])

@@ -111,17 +111,14 @@ def get_rope_index(
 TABLE_METHOD = "resize_positional_embeddings"
 
 
-def has_position_table(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
-    """Returns whether a function below gives the same as the model's method."""
-    return bool(_resizing(model))
-
-
 def table_in_graph(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Replaces the method by the function below that takes the same arguments."""
-    return replaced([(Attribute(cls, TABLE_METHOD), staticmethod(function)) for cls, function in _resizing(model)])
+    return replaced(
+        [(Attribute(cls, TABLE_METHOD), staticmethod(function)) for cls, function in resizing_classes(model)]
+    )
 
 
-def _resizing(model: torch.nn.Module) -> list[tuple[type, Callable[..., torch.Tensor]]]:
+def resizing_classes(model: torch.nn.Module) -> list[tuple[type, Callable[..., torch.Tensor]]]:
     """The classes with the method, and the function that gives the same."""
     classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
     methods = {cls: vars(cls).get(TABLE_METHOD) for cls in classes}

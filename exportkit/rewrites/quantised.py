@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,22 +43,18 @@ class _DynamicLinear(torch.nn.Module):
         return torch.nn.functional.linear(rounded * step, weight, self.bias)
 
 
-def _layers(model: torch.nn.Module) -> list[tuple[str, Any]]:
+def layers_of(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Returns the parts of a model that are quantised dynamically, with their paths."""
     module = sys.modules.get("torch.ao.nn.quantized.dynamic")  # imported if there is such a layer
     kinds = () if module is None else (module.Linear,)
     found = [(name, part) for name, part in model.named_modules() if name and type(part) in kinds]
     return [(name, part) for name, part in found if part.weight().is_quantized]
 
 
-def has_dynamic_layers(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
-    """Returns whether a part of the model is quantised dynamically."""
-    return bool(_layers(model))
-
-
 def dynamic_layers(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Replaces dynamically quantised layers by layers that can be traced."""
     replacements = []
-    for path, layer in _layers(model):
+    for path, layer in layers_of(model):
         parent, _, name = path.rpartition(".")
         replacements.append((ChildOf(model.get_submodule(parent), name), _DynamicLinear(layer)))
     return replaced(replacements)

@@ -6,7 +6,6 @@ size. Values are therefore those of Python at powers of the base, and a rounded 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -47,14 +46,10 @@ def _function_of_size(name: str) -> Callable[..., Any]:
             value = _exact_at_powers(value, exact, base[0] if base else _LOGARITHMS[name], original, base)
         found = value.item()
         if name in _LOGARITHMS and isinstance(number, torch.SymInt) and not depends_on_values(number):
-            setattr(found, _ORIGIN, (number, functools.partial(_with_base, original, base)))
+            setattr(found, _ORIGIN, (number, lambda size: original(size, *base)))
         return found
 
     return compute
-
-
-def _with_base(function: Callable[..., float], base: tuple[float, ...], number: int) -> float:
-    return function(number, *base)
 
 
 def _exact_at_powers(
@@ -111,10 +106,6 @@ def _counted(size: torch.SymInt, function: Callable[[int], int], least: int) -> 
     return first + torch.sym_sum([torch.sym_min(1, size // place) for place in places])
 
 
-def _bit_length(size: torch.SymInt) -> Any:
-    return _counted(size, int.bit_length, 0)
-
-
 def _isqrt(number: Any) -> Any:
     """The integer below a square root, which double precision has exactly for sizes below 2**52."""
     return math.floor(torch.sym_sqrt(number)) if isinstance(number, torch.SymInt) else _original_isqrt(number)
@@ -129,7 +120,7 @@ _OF_SIZES = {name: _function_of_size(name) for name in ("sqrt", "log", "log2", "
 # What takes the place of attributes, by their owner.
 SIZE_FUNCTIONS: list[tuple[Any, dict[str, Any]]] = [
     (math, {**_OF_SIZES, "isqrt": _isqrt}),
-    (torch.SymInt, {**_OF_SIZES, "bit_length": _bit_length}),
+    (torch.SymInt, {**_OF_SIZES, "bit_length": lambda size: _counted(size, int.bit_length, 0)}),
     (
         torch.SymInt,
         {

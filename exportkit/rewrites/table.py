@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.transformers import exporter_patches
+from exportkit._torch_compat.transformers import can_choose_experts, exporter_patches
 from exportkit.overrides import namespaces, replaced_attributes, replaced_functions
 from exportkit.rewrites import (
     attention,
@@ -48,7 +48,7 @@ class Rewrite:
         functions: Names of functions, one of which is in a Python module that defines a class of the model.
         parts: Names of attributes, all of which a module of the model has.
         argument: End of the name of an argument.
-        matches: Whether it is needed, given the model and the arguments by name.
+        matches: Returns something true if it is needed, given the model and the arguments by name.
         adapt: Changes the arguments of the traced call, by name, given the model and the names that the method takes;
             returns them with a function that completes the result. Such a rewrite works inside `exportkit.export` only.
     """
@@ -58,7 +58,7 @@ class Rewrite:
     functions: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     argument: str | None = None
-    matches: Callable[[torch.nn.Module, Mapping[str, Any]], bool] | None = None
+    matches: Callable[[torch.nn.Module, Mapping[str, Any]], object] | None = None
     adapt: Callable[[torch.nn.Module, dict[str, Any], Collection[str]], caches.Adapted] | None = None
 
 
@@ -79,10 +79,16 @@ def library_patches(_model: torch.nn.Module) -> Iterator[None]:
 
 REWRITES = (
     Rewrite(
-        "quantised layers as arithmetic on integers", quantised.dynamic_layers, matches=quantised.has_dynamic_layers
+        "quantised layers as arithmetic on integers",
+        quantised.dynamic_layers,
+        matches=lambda model, _: quantised.layers_of(model),
     ),
     Rewrite("sliding windows of symbolic length", caches.symbolic_windows, matches=caches.has_sliding_window),
-    Rewrite("experts as batched matrix products", lists.batched_experts, matches=lists.has_experts),
+    Rewrite(
+        "experts as batched matrix products",
+        lists.batched_experts,
+        matches=lambda model, _: any(map(can_choose_experts, model.modules())),
+    ),
     Rewrite(
         "encoder states projected as far as uncached",
         caches.masks_over_states,
@@ -114,7 +120,7 @@ REWRITES = (
         "gated recurrence as one loop operator",
         token_scans.traced_gated_recurrence,
         parts=("conv1d_state", "rg_lru"),
-        matches=token_scans.has_gated_recurrence,
+        matches=lambda model, _: token_scans.recurrent_blocks(model),
     ),
     Rewrite(
         "lightning attention as one loop operator",
@@ -140,7 +146,7 @@ REWRITES = (
         "tables of positions resized in the graph",
         positions.table_in_graph,
         parts=(positions.TABLE_METHOD,),
-        matches=positions.has_position_table,
+        matches=lambda model, _: positions.resizing_classes(model),
     ),
     Rewrite(
         "positions of image tokens worked out in the graph",
@@ -172,7 +178,7 @@ REWRITES = (
     Rewrite(
         "attention of tokens that see nothing as in torch's kernels for inference",
         attention.nan_for_hidden_rows,
-        matches=attention.has_torch_attention,
+        matches=lambda model, _: any(isinstance(part, torch.nn.MultiheadAttention) for part in model.modules()),
     ),
     Rewrite(
         "attention of tokens that see nothing is zero",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -142,14 +142,9 @@ def _with_token(
 # and new tokens; for a prompt, the cached ones are zeros.
 
 
-def has_gated_recurrence(model: torch.nn.Module, _arguments: Mapping[str, Any]) -> bool:
-    """Returns whether blocks keep the last inputs of a convolution and a recurrent unit on their modules."""
-    return bool(_recurrent_blocks(model))
-
-
 def traced_gated_recurrence(model: torch.nn.Module) -> _Context:
     """Replaces the loop by an operator, and both forms of the convolution by one."""
-    blocks = _recurrent_blocks(model)
+    blocks = recurrent_blocks(model)
     return replaced(
         [
             *((Attribute(cls, "forward"), _recurrent_block) for cls in {type(block) for block in blocks}),
@@ -158,7 +153,8 @@ def traced_gated_recurrence(model: torch.nn.Module) -> _Context:
     )
 
 
-def _recurrent_blocks(model: torch.nn.Module) -> list[Any]:
+def recurrent_blocks(model: torch.nn.Module) -> list[Any]:
+    """Returns the blocks that keep the last inputs of a convolution and a recurrent unit on their modules."""
     return [
         module
         for module in model.modules()

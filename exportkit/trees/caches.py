@@ -46,16 +46,15 @@ def _is_cache_class(cls: Any) -> bool:
     return issubclass(cls, cache_bases())
 
 
-def _has_own_state(cls: Any) -> bool:
-    return is_cache_class(cls) and cls.__module__.partition(".")[0] != "transformers"
-
-
 # These are asked for every leaf of every call, hence the memory.
 
 is_cache_class: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(_is_cache_class)
 """Returns whether a class is a cache of transformers or a layer of one. Other classes are objects like any other."""
 
-_keeps_state: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(_has_own_state)
+
+_keeps_state: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(
+    lambda cls: is_cache_class(cls) and cls.__module__.partition(".")[0] != "transformers"
+)
 
 
 def own_state(cache: Any) -> dict[str, Any]:

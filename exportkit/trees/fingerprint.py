@@ -309,24 +309,13 @@ _numbers = itertools.count()
 
 def _identity(value: Any) -> Fingerprint:
     """The class of an object, and a number that no other object of this process has or will have."""
-    number, exists = _identities.get(id(value), (0, _gone))
+    key = id(value)
+    number, exists = _identities.get(key, (0, lambda: _identities))
     if exists() is not value:
         try:
-            exists = weakref.ref(value, functools.partial(_forget, id(value)))
+            exists = weakref.ref(value, lambda _: _identities.pop(key, None))
         except TypeError:  # kept, so that no other object takes its place
-            exists = functools.partial(_itself, value)
+            exists = functools.partial(lambda kept: kept, value)
         number = next(_numbers)
-        _identities[id(value)] = number, exists
+        _identities[key] = number, exists
     return ("same", f"{type(value).__module__}:{type(value).__qualname__}", f"{_PROCESS}/{number}")
-
-
-def _gone() -> Any:
-    return _identities
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _forget(key: int, _: Any) -> None:
-    _identities.pop(key, None)
