@@ -66,7 +66,6 @@ class Strategy:
 
     Attributes:
         name: Its name, for reports.
-        when: When it applies, in words.
         applies: Whether it applies, given how far the search has come.
         adds: Rewrites that are put in force, besides those that the structure of the model asks for.
         drops: Rewrites that are left out.
@@ -78,7 +77,6 @@ class Strategy:
     """
 
     name: str
-    when: str
     applies: Callable[[Search], bool]
     adds: tuple[Rewrite, ...] = ()
     drops: tuple[Rewrite, ...] = ()
@@ -87,10 +85,6 @@ class Strategy:
     decides: bool = False
     replans: Callable[[BoundPlan], BoundPlan | None] | None = None
     splits: bool = False
-
-
-def _may_be_static(search: Search) -> bool:
-    return search.result is None and isinstance(search.error, ExportError) and not search.required
 
 
 def _with_static_lengths(plan: BoundPlan) -> BoundPlan | None:
@@ -108,83 +102,64 @@ def _with_static_lengths(plan: BoundPlan) -> BoundPlan | None:
 
 
 STRATEGIES = (
-    Strategy(
-        "plain trace",
-        "always; with the rewrites that the structure of the model asks for",
-        lambda _: True,
-    ),
+    Strategy("plain trace", lambda _: True),
+    # Lists as one tensor are guessed from how the model reads them.
     Strategy(
         "lists as separate tensors",
-        "lists as one tensor, a rewrite that is guessed from how the model reads them, gave no right program",
-        lambda search: search.result is None and isinstance(search.error, ExportError) and LISTS_OF_ONE in search.rules,
+        lambda search: search.has_failed and LISTS_OF_ONE in search.rules,
         drops=(LISTS_OF_ONE,),
     ),
+    # The value of a tensor that the trace needed may follow from buffers alone, or make no difference.
     Strategy(
         "decisions by values",
-        "the trace needed the value of a tensor, which may follow from buffers alone, or make no difference",
         lambda search: search.needs_values,
         adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS),
         decides=True,
     ),
+    # It may be how many values are selected, asked by torch itself.
     Strategy(
         "selections of several values",
-        "the trace needed the value of a tensor, which may be how many values are selected, asked by torch itself",
         lambda search: search.needs_values,
         adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, MANY_VALUES),
     ),
-    Strategy(
-        "sizes between the multiples",
-        "only multiples of a number were recorded, and the program leaves out other sizes that the model accepts; "
-        "padding to a multiple, which adds nothing in the trace, may be the reason",
-        lambda search: search.leaves_out_between,
-        between=True,
-    ),
+    # Padding to a multiple, which adds nothing in the trace, may be the reason.
+    Strategy("sizes between the multiples", lambda search: search.leaves_out_between, between=True),
+    # A size that is 1 at the sizes of the trace, or was cached by an earlier call, may be the reason.
     Strategy(
         "larger sizes",
-        "the trace fixed a size, left out a recorded call, or keeps a decision by size; a size that is 1 at the sizes "
-        "of the trace, or was cached by an earlier call, may be the reason",
         lambda search: search.size_fixed or search.leaves_out_calls or search.refuses_sizes,
         enlarges=True,
     ),
     Strategy(
         "lengths kept symbolic",
-        "the trace fixed a size, left out a recorded call, keeps a decision by size, or needed the value of a tensor",
         lambda search: search.size_fixed or search.leaves_out_calls or search.keeps_decision or search.needs_values,
         adds=(SYMBOLIC_LENGTHS,),
     ),
     Strategy(
         "loops as one operator",
-        "the trace fixed a size, left out a recorded call, or needed the value of a tensor; a loop over a length may "
-        "be the reason",
         lambda search: search.size_fixed or search.leaves_out_calls or search.needs_values,
         adds=(SYMBOLIC_LENGTHS, LOOPS),
         drops=(LISTS_OF_ONE,),
     ),
     Strategy(
         "strict tracing",
-        "the trace fixed a size, or left out a recorded call",
         lambda search: search.size_fixed or search.leaves_out_calls,
         adds=(STRICT,),
         drops=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, MANY_VALUES),  # which strict tracing would trace, too
     ),
+    # For any model, they are also tried if the translation to ONNX fails.
     Strategy(
         "transformers' export patches",
-        "the trace of a transformers model failed; also, for any model, the translation to ONNX failed",
         lambda search: search.trace_failed and search.is_of_library,
         adds=(LIBRARY_PATCHES,),
     ),
     Strategy(
         "static lengths",
-        "the export failed, and some lengths have the same size in every recorded call",
-        _may_be_static,
+        lambda search: search.has_failed and not search.required,
         replans=_with_static_lengths,
     ),
-    Strategy(
-        "several programs",
-        "no single program serves all recorded calls, and there are several kinds of calls",
-        lambda search: search.can_split,
-        splits=True,
-    ),
+    # If there is a program, only one that some recorded call fails with gives way.
+    Strategy("several programs", lambda _: True, splits=True),
 )
 _IMPROVING = next(number for number, strategy in enumerate(STRATEGIES) if strategy.between)
 
@@ -237,6 +212,11 @@ class Search:
         self._enlarged = False  # whether a trace at larger sizes got further
 
     @property
+    def has_failed(self) -> bool:
+        """Whether there is no program yet, because of a trace that failed or of one that serves less than the plan."""
+        return self.result is None and isinstance(self.error, ExportError)
+
+    @property
     def trace_failed(self) -> bool:
         """Whether torch could not trace the model; other errors say that its program serves less than the plan."""
         return isinstance(self.error, ExportError) and self.error.__cause__ is not None
@@ -255,7 +235,7 @@ class Search:
     @property
     def leaves_out_calls(self) -> bool:
         """Whether there is a program, and it does not serve every recorded call."""
-        return self.result is None and isinstance(self.error, ExportError) and self.error.__cause__ is None
+        return self.has_failed and not self.trace_failed
 
     @property
     def keeps_decision(self) -> bool:
@@ -280,11 +260,6 @@ class Search:
     def is_of_library(self) -> bool:
         """Whether some module of the model is one of transformers."""
         return any(type(module).__module__.startswith("transformers.") for module in self.model.modules())
-
-    @property
-    def can_split(self) -> bool:
-        """Whether the calls may be served by several programs."""
-        return self._split is not None
 
     def walk(self) -> None:
         """Tries the strategies in order; afterwards `result` or `several` holds what serves the plan.
@@ -391,10 +366,12 @@ class Search:
 
     def _make_several(self, name: str) -> None:
         """Replaces a program that fails for some recorded call, or none at all, by one for each kind of calls."""
+        if self._split is None:
+            return
         why: str | ExportkitError | None = self._raised
         if self.result is not None:
             why = self._check(self.result) if self._check is not None else None
-        if not why or self._split is None:
+        if not why:
             return
         self.several = self._split(why)
         if self.several is None:
