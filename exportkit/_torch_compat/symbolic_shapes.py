@@ -99,6 +99,13 @@ def _environment(program: torch.export.ExportedProgram) -> Any:
     return None
 
 
+def _functions(*names: str) -> tuple[Any, ...]:
+    """The functions of torch in expressions of sympy."""
+    from torch.utils._sympy import functions
+
+    return tuple(require(functions, name, "torch 2.13") for name in names)
+
+
 def traced_expression(value: Any) -> Any:
     """Returns the sympy expression of a number that was traced symbolically; None for any other value.
 
@@ -202,11 +209,8 @@ def quotient_parts(number: torch.SymFloat) -> tuple[Any, Any, int] | None:
 def _quotient(expression: Any) -> tuple[Any, Any] | None:
     """Integers whose quotient a traced float is, such that it is rounded at most once: ``a / (b * 7 / 7)``."""
     import sympy
-    from torch.utils._sympy import functions
 
-    to_float, of_ints, of_floats = (
-        require(functions, name, "torch 2.13") for name in ("ToFloat", "IntTrueDiv", "FloatTrueDiv")
-    )
+    to_float, of_ints, of_floats = _functions("ToFloat", "IntTrueDiv", "FloatTrueDiv")
     one = sympy.Integer(1)
     if expression.is_number:
         return (sympy.Integer(int(expression)), one) if float(expression).is_integer() else None
@@ -231,10 +235,8 @@ def _quotient(expression: Any) -> tuple[Any, Any] | None:
 def _number(expression: Any, environment: Any) -> Any:
     """A number of a trace, computed step by step: torch itself traces no product or sum of more than two numbers."""
     import sympy
-    from torch.utils._sympy import functions
 
-    joins = {sympy.Add: operator.add, sympy.Mul: operator.mul}
-    joins[require(functions, "FloorDiv", "torch 2.13")] = operator.floordiv
+    joins = {sympy.Add: operator.add, sympy.Mul: operator.mul, _functions("FloorDiv")[0]: operator.floordiv}
     if expression.is_Integer:
         return int(expression)
     if expression.func not in joins:
@@ -262,9 +264,8 @@ _modulo = torch.SymInt.__mod__
 def _without_remainders(expression: Any, divisor: int) -> Any:
     """A sum that leaves the same remainder, without remainders for the same divisor and multiples of it."""
     import sympy
-    from torch.utils._sympy import functions
 
-    kinds = tuple(require(functions, name, "torch 2.13") for name in ("Mod", "PythonMod"))
+    kinds = _functions("Mod", "PythonMod")
     if not expression.has(*kinds):
         return expression
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(expression)]
@@ -282,9 +283,7 @@ def without_remainder(number: Any) -> Any:
 
     As ``n % 2`` equals ``-n % 2``, the padded size ``n + n % 2`` becomes ``-2 * (-n // 2)``.
     """
-    from torch.utils._sympy import functions
-
-    kinds = tuple(require(functions, name, "torch 2.13") for name in ("Mod", "PythonMod"))
+    kinds = _functions("Mod", "PythonMod")
     expression = traced_expression(number)
     if not isinstance(expression, kinds) or not expression.args[1].is_Integer:
         return number
@@ -318,11 +317,11 @@ def always_holds(relation: Any, values: Mapping[Any, Any]) -> bool:
         values: For each symbol, an expression in symbols that are 0 or more.
     """
     import sympy
-    from torch.utils._sympy import functions, numbers, value_ranges
+    from torch.utils._sympy import numbers, value_ranges
 
     plain = relation
-    for name in ("Min", "Max"):
-        plain = plain.replace(require(functions, name, "torch 2.13"), getattr(sympy, name))
+    for torch_own, general in zip(_functions("Min", "Max"), (sympy.Min, sympy.Max), strict=True):
+        plain = plain.replace(torch_own, general)
     plain = plain.xreplace(values)
     if plain.is_Relational:
         difference = plain.lhs - plain.rhs
@@ -356,9 +355,8 @@ def _sums_inside(expression: Any) -> Any:
 def _with_remainders(expression: Any) -> Any:
     """A sum of multiples of quotients in terms of remainders, which have limits: ``n - 2 * (n // 2)`` is ``n % 2``."""
     import sympy
-    from torch.utils._sympy import functions
 
-    divide, modulo = (require(functions, name, "torch 2.13") for name in ("FloorDiv", "PythonMod"))
+    divide, modulo = _functions("FloorDiv", "PythonMod")
 
     def without_quotient(term: Any) -> Any:
         factor, quotient = term.as_coeff_Mul()

@@ -220,16 +220,12 @@ class Watch:
         except Exception:  # the application goes on; outputs are kept up to the first that cannot be
             self._bytes = _MOST_BYTES + 1
 
-    def is_spent(self) -> bool:
-        """Returns False: every call counts."""
-        return False
-
 
 @contextlib.contextmanager
 def _attached(replaced: InPlace, listener: Watch) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, method in replaced.places:
-            stack.callback(attach(module, method, listener).leave)
+            stack.callback(attach(module, method, listener.call).leave)
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -76,7 +77,7 @@ class InPlace:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             for runner, module, method in self._places:
-                stack.callback(attach(module, method, _Graphs(self, runner)).leave)
+                stack.callback(attach(module, method, functools.partial(self.run, runner)).leave)
             self._entered.append(stack.pop_all())
         return self
 
@@ -91,6 +92,8 @@ class InPlace:
         Raises:
             ArgumentError: if the call is outside of the domain, and the model is not to be run.
         """
+        if is_tracing():
+            return method(*args, **kwargs)
         try:
             _require_autocast(runner)
             result = runner(*args, **kwargs)
@@ -105,21 +108,6 @@ class InPlace:
                 self.inside += 1
             return result
         return method(*args, **kwargs)
-
-
-class _Graphs:
-    """Takes the calls of one method of a model."""
-
-    def __init__(self, owner: InPlace, runner: OnnxRunner) -> None:
-        self._owner, self._runner = owner, runner
-
-    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_tracing():
-            return method(*args, **kwargs)
-        return self._owner.run(self._runner, method, args, kwargs)
-
-    def is_spent(self) -> bool:
-        return False
 
 
 def _require_autocast(runner: OnnxRunner) -> None:

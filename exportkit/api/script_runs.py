@@ -62,7 +62,7 @@ def observe_script(script: Script) -> ObservedScript:
             places = {target.path: (module, target.method) for target, module in named.items()}
         with contextlib.ExitStack() as stack:
             for path, place in places.items():
-                stack.callback(attach(*place, watches.setdefault(path, Watch())).leave)
+                stack.callback(attach(*place, watches.setdefault(path, Watch()).call).leave)
             stack.enter_context(observers[-1]({name: model} if script.observed is None else model, method_name=method))
             return stack.pop_all()
 
@@ -125,7 +125,7 @@ def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> GraphRun:
                 if place[1] == observations[part].method_name:  # not with the hooks of the module around it
                     recorded = [call.outputs.tensors() for call in observations[part].calls]
                     watch.compared_with = first.watches[part].outputs if part in first.watches else recorded
-                stack.callback(attach(*place, watch).leave)
+                stack.callback(attach(*place, watch.call).leave)
             return stack.pop_all()
 
     onnx_model.open()

@@ -8,7 +8,6 @@ and positions in lists, joined by dots.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ import torch
 
 from exportkit._torch_compat.tracing import is_tracing
 from exportkit.calls.call import Signature
-from exportkit.calls.method_wrapper import Attachment, attach
+from exportkit.calls.method_wrapper import CalledInstead, attach, methods_of
 from exportkit.calls.parts import DEPTH, Part, part_name
 from exportkit.calls.recorder import Recorder
 from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError, UnknownMethodError
@@ -169,75 +168,6 @@ def require_parameters(module: torch.nn.Module, method: str, names: Iterable[str
         )
 
 
-def methods_of(module: torch.nn.Module) -> list[str]:
-    """Returns the public methods of a module besides ``forward`` that may compute something, such as ``decode``.
-
-    Those of the classes that define ``forward``, and of classes derived from them: what other base classes define,
-    such as the ``generate`` of transformers, calls ``forward``.
-    """
-    bases = [cls for cls in type(module).__mro__ if not issubclass(torch.nn.Module, cls) and cls is not torch.nn.Module]
-    last = max((number for number, cls in enumerate(bases) if "forward" in vars(cls)), default=len(bases))
-    return [
-        name
-        for name in dict.fromkeys(name for cls in bases[: last + 1] for name in vars(cls))
-        if not name.startswith("_") and not hasattr(torch.nn.Module, name) and _is_method(type(module), name)
-    ]
-
-
-def _is_method(cls: type, name: str) -> bool:
-    found = inspect.getattr_static(cls, name, None)
-    return isinstance(found, FunctionType) and len(inspect.signature(found).parameters) > 1
-
-
-class CalledInstead:
-    """Notes by which of its other methods a model is called, until the observed one is called.
-
-    Args:
-        model: The model.
-        method_name: The observed method.
-        num_calls: Returns how many of its calls were noticed so far.
-    """
-
-    def __init__(self, model: torch.nn.Module, method_name: str, num_calls: Callable[[], int]) -> None:
-        self.names: dict[str, None] = {}
-        self.is_inside = False
-        self._num_calls = num_calls
-        self._attachments: list[Attachment] = []
-        for name in ("forward", *methods_of(model)):
-            if name != method_name:
-                self._attachments.append(attach(model, name, _Noted(self, name), leaves_when_spent=True))
-
-    def leave(self) -> None:
-        """Ends this; afterwards the model is as it was."""
-        for attachment in self._attachments:
-            attachment.leave()
-        self._attachments.clear()  # so that the model is freed with its last reference
-
-    def is_spent(self) -> bool:
-        """Returns whether the observed method was called, so that nothing else matters."""
-        return bool(self._num_calls())
-
-
-class _Noted:
-    """Listens to a method; what it calls itself does not count."""
-
-    def __init__(self, owner: CalledInstead, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._owner.is_inside or is_tracing():
-            return method(*args, **kwargs)
-        self._owner.names[self._name] = None
-        self._owner.is_inside = True
-        try:
-            return method(*args, **kwargs)
-        finally:
-            self._owner.is_inside = False
-
-    def is_spent(self) -> bool:
-        return self._owner.is_spent()
-
-
 class _Frames(threading.local):
     """The methods inside of which this thread is; None inside a ``forward``, where nothing more is recorded."""
 
@@ -261,9 +191,6 @@ class _Heard:
             return self.recorder.call(method, args, kwargs)
         finally:
             self._frames.open = frames
-
-    def is_spent(self) -> bool:
-        return False
 
 
 class ApplicationRecorder:
@@ -315,7 +242,7 @@ class ApplicationRecorder:
             for target, module in targets.items():
                 heard = self._heard[target]
                 heard.recorder.allow(store_n_calls, **limits)
-                stack.callback(attach(module, target.method, heard.recorder if self.is_named else heard).leave)
+                stack.callback(attach(module, target.method, (heard.recorder if self.is_named else heard).call).leave)
                 if self.is_named:
                     instead = CalledInstead(module, target.method, heard.recorder.num_calls)
                     self._instead[target.path] = instead
@@ -339,22 +266,13 @@ class ApplicationRecorder:
                 targets |= {Target(path, name): module for name in methods_of(module)}
         return targets
 
-    def num_calls(self) -> int:
-        """Returns how many calls are stored of the methods that make up the application."""
-        return sum(self._heard[target].recorder.num_calls() for target in self._targets())
-
-    def seconds(self) -> float:
-        """Returns how long all their calls took together."""
-        return sum(self._heard[target].recorder.seconds for target in self._targets())
-
-    def first_seconds(self) -> float:
-        """Returns how long the first call of each of them took, together."""
-        return sum(self._heard[target].recorder.first_seconds for target in self._targets())
+    def recorders(self) -> dict[str, Recorder]:
+        """Returns the recorders of the methods that make up the application, by method."""
+        return {str(target): self._heard[target].recorder for target in self._targets()}
 
     def problems(self) -> tuple[str, ...]:
         """Returns what could not be recorded, and which limits were reached."""
-        heard = {str(target): self._heard[target].recorder for target in self._targets()}
-        return tuple(f"{name}: {text}" for name, r in heard.items() for text in (*r.problems, *r.limits))
+        return tuple(f"{name}: {text}" for name, r in self.recorders().items() for text in (*r.problems, *r.limits))
 
     def parts(self) -> dict[str, Part]:
         """Returns the methods that make up the application, by name.

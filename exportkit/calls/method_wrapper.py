@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from types import FunctionType
+from typing import Any
 
 import torch
+
+from exportkit._torch_compat.tracing import is_tracing
 
 _lock = threading.RLock()
 _ABSENT = object()
 
 
-class Listener(Protocol):
-    """Takes part in each call of a method."""
-
-    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs ``method(*args, **kwargs)`` and returns what it returned."""
-
-    def is_spent(self) -> bool:
-        """Returns whether the listener needs no further calls."""
+# Takes part in each call of a method: it is called with the method and the arguments, runs ``method(*args, **kwargs)``
+# and returns what it returned.
+Listener = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Attachment:
@@ -35,19 +34,19 @@ class Attachment:
     Args:
         wrapper: The wrapper of the method.
         listener: The listener.
-        leaves_when_spent: Whether the listener is detached as soon as it needs no further calls.
+        is_spent: Returns whether the listener needs no further calls, so that it is detached; None if it never is.
     """
 
-    def __init__(self, wrapper: MethodWrapper, listener: Listener, leaves_when_spent: bool) -> None:
-        self._wrapper, self.listener, self.leaves_when_spent = wrapper, listener, leaves_when_spent
+    def __init__(self, wrapper: MethodWrapper, listener: Listener, is_spent: Callable[[], bool] | None) -> None:
+        self._wrapper, self.listener, self.is_spent = wrapper, listener, is_spent
 
     def leave(self) -> None:
         """Detaches the listener, and with the last one the wrapper; a second time does nothing."""
         self._wrapper.remove(self)
 
     def leave_when_spent(self) -> None:
-        """Detaches the listener if it was to be detached once spent, and is."""
-        if self.leaves_when_spent and self.listener.is_spent():
+        """Detaches the listener if it needs no further calls."""
+        if self.is_spent is not None and self.is_spent():
             self.leave()
 
 
@@ -80,7 +79,7 @@ class MethodWrapper:
         *others, last = self._listeners
         for listener in others:
             call = functools.partial(_heard, listener, call)
-        result = last.call(call, args, kwargs)
+        result = last(call, args, kwargs)
         for attachment in self._leaving:
             attachment.leave_when_spent()
         return result
@@ -119,7 +118,7 @@ class MethodWrapper:
     def _set(self, attachments: tuple[Attachment, ...]) -> None:
         self._attachments: tuple[Attachment, ...] = attachments
         self._listeners = tuple(dict.fromkeys(attachment.listener for attachment in attachments))
-        self._leaving = tuple(attachment for attachment in attachments if attachment.leaves_when_spent)
+        self._leaving = tuple(attachment for attachment in attachments if attachment.is_spent is not None)
 
     def _leave(self) -> None:
         with _lock:
@@ -131,25 +130,84 @@ class MethodWrapper:
                 setattr(self._model, self._name, self._before)
 
 
-def attach(model: torch.nn.Module, name: str, listener: Listener, leaves_when_spent: bool = False) -> Attachment:
+def attach(
+    model: torch.nn.Module, name: str, listener: Listener, is_spent: Callable[[], bool] | None = None
+) -> Attachment:
     """Attaches a listener to ``model.<name>`` until the returned attachment's `leave` is called.
 
     Args:
         model: The model.
         name: The method.
         listener: The listener.
-        leaves_when_spent: Detach the listener as soon as it needs no further calls.
+        is_spent: Returns whether the listener needs no further calls, so that it is detached at once.
     """
     with _lock:
         wrapper = vars(model).get(name)
         if not isinstance(wrapper, MethodWrapper):
             wrapper = MethodWrapper(model, name, vars(model).get(name, _ABSENT))
             setattr(model, name, wrapper)
-        attachment = Attachment(wrapper, listener, leaves_when_spent)
+        attachment = Attachment(wrapper, listener, is_spent)
         wrapper.add(attachment)
         attachment.leave_when_spent()
         return attachment
 
 
 def _heard(listener: Listener, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return listener.call(call, args, kwargs)
+    return listener(call, args, kwargs)
+
+
+def methods_of(module: torch.nn.Module) -> list[str]:
+    """Returns the public methods of a module besides ``forward`` that may compute something, such as ``decode``.
+
+    Those of the classes that define ``forward``, and of classes derived from them: what other base classes define,
+    such as the ``generate`` of transformers, calls ``forward``.
+    """
+    bases = [cls for cls in type(module).__mro__ if not issubclass(torch.nn.Module, cls) and cls is not torch.nn.Module]
+    last = max((number for number, cls in enumerate(bases) if "forward" in vars(cls)), default=len(bases))
+
+    def computes(name: str) -> bool:
+        found = inspect.getattr_static(type(module), name, None)
+        return isinstance(found, FunctionType) and len(inspect.signature(found).parameters) > 1
+
+    names = dict.fromkeys(name for cls in bases[: last + 1] for name in vars(cls) if not name.startswith("_"))
+    return [name for name in names if not hasattr(torch.nn.Module, name) and computes(name)]
+
+
+class CalledInstead:
+    """Notes by which of its other methods a model is called, until the observed one is called.
+
+    Args:
+        model: The model.
+        method_name: The observed method.
+        num_calls: Returns how many of its calls were noticed so far.
+    """
+
+    def __init__(self, model: torch.nn.Module, method_name: str, num_calls: Callable[[], int]) -> None:
+        self.names: dict[str, None] = {}
+        self._is_inside = False
+        self._num_calls = num_calls
+        self._attachments: list[Attachment] = []
+        for name in ("forward", *methods_of(model)):
+            if name != method_name:
+                self._attachments.append(attach(model, name, functools.partial(self._note, name), self._is_spent))
+
+    def leave(self) -> None:
+        """Ends this; afterwards the model is as it was."""
+        for attachment in self._attachments:
+            attachment.leave()
+        self._attachments.clear()  # so that the model is freed with its last reference
+
+    def _is_spent(self) -> bool:
+        """Whether the observed method was called, so that nothing else matters."""
+        return bool(self._num_calls())
+
+    def _note(self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a method; what it calls itself does not count."""
+        if self._is_inside or is_tracing():
+            return method(*args, **kwargs)
+        self.names[name] = None
+        self._is_inside = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._is_inside = False

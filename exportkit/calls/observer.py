@@ -14,9 +14,9 @@ from typing import Any, Literal, Self
 
 import torch
 
-from exportkit.calls.application import ApplicationRecorder, CalledInstead, modules_in, named_targets
+from exportkit.calls.application import ApplicationRecorder, modules_in, named_targets
 from exportkit.calls.call import Signature
-from exportkit.calls.method_wrapper import attach
+from exportkit.calls.method_wrapper import CalledInstead, attach
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Part, PartRecorder, Wanted
 from exportkit.calls.recorder import Recorder
@@ -115,7 +115,7 @@ class Observer:
         self._parts = PartRecorder(model, method_name, parts) if parts is not None else None
         recorder.allow(store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes)
         known = len(recorder.problems), len(recorder.limits)
-        attachment = attach(model, method_name, recorder, leaves_when_spent=shapes == "stored")
+        attachment = attach(model, method_name, recorder.call, recorder.is_spent if shapes == "stored" else None)
         part_recorder = self._parts
         instead = CalledInstead(model, method_name, recorder.num_calls)
         try:
@@ -264,22 +264,21 @@ class Observer:
     @property
     def seconds(self) -> float:
         """How long all observed calls took together, stored or not."""
-        if self._application is not None:
-            return self._application.seconds()
-        return 0.0 if self._recorder is None else self._recorder.seconds
+        return sum(recorder.seconds for recorder in self._recorders())
 
     @property
     def first_seconds(self) -> float:
         """How long the first call of each observed method took; they are often slower than those that follow."""
-        if self._application is not None:
-            return self._application.first_seconds()
-        return 0.0 if self._recorder is None else self._recorder.first_seconds
+        return sum(recorder.first_seconds for recorder in self._recorders())
 
     def num_obs(self) -> int:
         """Returns how many calls are stored; of an application, those of all modules."""
+        return sum(recorder.num_calls() for recorder in self._recorders())
+
+    def _recorders(self) -> list[Recorder]:
         if self._application is not None:
-            return self._application.num_calls()
-        return 0 if self._recorder is None else self._recorder.num_calls()
+            return [*self._application.recorders().values()]
+        return [] if self._recorder is None else [self._recorder]
 
     def is_empty(self) -> bool:
         """Returns whether no call is stored."""

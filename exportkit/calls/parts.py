@@ -71,12 +71,15 @@ class PartRecorder:
         method_name: Its observed method.
         wanted: Paths of submodules (``encoder``) or methods (``get_image_features``), also where the observed method
             calls them; "auto" for all that may be parts, while the observed method does not run.
+
+    Attributes:
+        is_auto: Whether parts are those that feed the model, and not named.
     """
 
     def __init__(self, model: torch.nn.Module, method_name: str, wanted: Wanted) -> None:
         self._inside = threading.local()
         self._root = model, method_name
-        self._is_auto = wanted == "auto"
+        self.is_auto = wanted == "auto"
         targets = _candidates(model, method_name) if wanted == "auto" else _named(model, wanted)
         self._listeners = {
             target: _Outermost(_recorder(*target), self._inside) for target in targets if target != (model, method_name)
@@ -85,11 +88,11 @@ class PartRecorder:
 
     def enter(self, store_n_calls: int, max_bytes: int | None) -> None:
         """Begins to record."""
-        if self._is_auto:
-            self._attachments.append(attach(*self._root, _Outermost(None, self._inside)))
+        if self.is_auto:
+            self._attachments.append(attach(*self._root, _Outermost(None, self._inside).call))
         for (module, method), listener in self._listeners.items():
             listener.recorder.allow(store_n_calls, max_bytes=max_bytes)
-            self._attachments.append(attach(module, method, listener))
+            self._attachments.append(attach(module, method, listener.call))
 
     def leave(self) -> None:
         """Ends recording; afterwards the model is as it was."""
@@ -102,16 +105,11 @@ class PartRecorder:
         """What could not be recorded."""
         return tuple(text for listener in self._listeners.values() for text in listener.recorder.problems)
 
-    @property
-    def is_auto(self) -> bool:
-        """Whether parts are those that feed the model, and not named."""
-        return self._is_auto
-
     def not_called(self) -> list[str]:
         """Returns the parts that were named and never called, not even by other parts."""
         paths = {id(module): path for path, module in self._root[0].named_modules()}
         unheard = [target for target, listener in self._listeners.items() if not listener.was_called]
-        return [] if self._is_auto else [f"{paths[id(module)]}.{method}".lstrip(".") for module, method in unheard]
+        return [] if self.is_auto else [f"{paths[id(module)]}.{method}".lstrip(".") for module, method in unheard]
 
     def parts(self, observation: Observation) -> dict[str, Part]:
         """Returns the parts that ran, by name; with "auto", only those that fed the model.
@@ -126,7 +124,7 @@ class PartRecorder:
                 continue
             own = listener.recorder.observation()
             edges = find_edges(own, observation)
-            if edges or not self._is_auto:
+            if edges or not self.is_auto:
                 name = part_name(paths[id(module)], method, found)
                 found[name] = Part(name, paths[id(module)], own, edges)
         return found
@@ -148,9 +146,6 @@ class _Outermost:
             return method(*args, **kwargs) if self.recorder is None else self.recorder.call(method, args, kwargs)
         finally:
             self._inside.on = False
-
-    def is_spent(self) -> bool:
-        return False
 
 
 def find_edges(part: Observation, whole: Observation) -> tuple[Edge, ...]:

@@ -78,10 +78,16 @@ def recording_paused() -> Iterator[None]:
 
 
 class Recorder:
-    """Collects the calls of one method, from any number of threads and models with the same signature."""
+    """Collects the calls of one method, from any number of threads and models with the same signature.
+
+    Attributes:
+        signature: Parameters of the observed method.
+        seconds: How long all calls took together that returned, stored or not.
+        first_seconds: How long the first of them took, which is often slower than the others; 0 if there was none.
+    """
 
     def __init__(self, signature: Signature, method_name: str, model_name: str) -> None:
-        self._signature, self._method_name, self._model_name = signature, method_name, model_name
+        self.signature, self._method_name, self._model_name = signature, method_name, model_name
         self._lock = threading.Lock()
         self._stored: dict[int, _Stored] = {}
         self._failures: list[Failure] = []
@@ -94,31 +100,16 @@ class Recorder:
         self._counts_shapes = True
         paths_of = functools.partial(_input_paths, signature), lambda structure: structure.listed().tensors()
         self._counter = ShapeCounter(*paths_of, functools.partial(_constant_path, signature))
-        self._seconds = 0.0
-        self._first_seconds: float | None = None
+        self.seconds = 0.0
+        self.first_seconds = 0.0
         self._calls: dict[int, Call] = {}
         self._known: tuple[tuple[int, ...], Observation] | None = None
         self._reading = threading.Lock()
 
     @property
-    def signature(self) -> Signature:
-        """Parameters of the observed method."""
-        return self._signature
-
-    @property
     def problems(self) -> tuple[str, ...]:
         """What could not be recorded."""
         return tuple(self._problems)
-
-    @property
-    def seconds(self) -> float:
-        """How long all calls took together that returned, stored or not."""
-        return self._seconds
-
-    @property
-    def first_seconds(self) -> float:
-        """How long the first of them took, which is often slower than the others; 0 if there was none."""
-        return self._first_seconds or 0.0
 
     @property
     def limits(self) -> tuple[str, ...]:
@@ -161,7 +152,7 @@ class Recorder:
             indices = sorted(self._stored)
         made = [call for index in indices if (call := self._guarded(functools.partial(self._call, index))) is not None]
         return Observation(
-            self._signature,
+            self.signature,
             tuple([c if c.index == number else replace(c, index=number) for number, c in enumerate(made)]),
             tuple(self._failures),
             (*self._problems, *self.limits),
@@ -175,13 +166,13 @@ class Recorder:
         if index not in self._calls:
             stored = self._stored[index]
             args, kwargs = stored.inputs.structure.arguments()
-            given = self._signature.bind(args, kwargs)
+            given = self.signature.bind(args, kwargs)
             arguments = {name: lazy_tree(value, stored.inputs) for name, value in given.items()}
-            named = frozenset(n for n in given if n in kwargs or n == self._signature.var_keyword)
+            named = frozenset(n for n in given if n in kwargs or n == self.signature.var_keyword)
             outputs = stored.outputs.tree()
             self._calls[index] = Call(
                 arguments,
-                self._signature,
+                self.signature,
                 named,
                 outputs,
                 index,
@@ -209,7 +200,8 @@ class Recorder:
             return None
         begun: _Begun | None = self._guarded(lambda: self._begun(index, args, kwargs))
         if begun is None:
-            self._give_place()
+            with self._lock:
+                self._running -= 1
         return begun
 
     def _take_place(self) -> int | None:
@@ -221,10 +213,6 @@ class Recorder:
             self._running += 1
             self._next_index += 1
             return self._next_index - 1
-
-    def _give_place(self) -> None:
-        with self._lock:
-            self._running -= 1
 
     def _is_full(self) -> bool:
         return len(self._stored) + self._running >= self._limit
@@ -261,9 +249,8 @@ class Recorder:
         return result
 
     def _took(self, seconds: float) -> None:
-        self._seconds += seconds
-        if self._first_seconds is None:
-            self._first_seconds = seconds
+        self.first_seconds = self.first_seconds or seconds
+        self.seconds += seconds
 
     def _stored_call(self, begun: _Begun, result: Any, latency: float) -> _Stored | None:
         copying = Copying(flattened(result), begun.large)
@@ -286,7 +273,7 @@ class Recorder:
             begun.share.give_back()
 
     def _fail(self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        text = self._guarded(lambda: string_type(self._signature.bind(args, kwargs), with_shape=True))
+        text = self._guarded(lambda: string_type(self.signature.bind(args, kwargs), with_shape=True))
         with self._lock:
             self._failures.append(Failure(f"{type(error).__name__}: {error}", text or "?"))
 

@@ -20,8 +20,7 @@ import torch
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError, InvalidRequestError
-from exportkit.onnx_files.contract import Contract, Runtime
-from exportkit.onnx_files.translate import input_names, output_names
+from exportkit.onnx_files.contract import Contract, Runtime, input_names, output_names
 from exportkit.plan.leaves import Finding, PlannedLeaf
 from exportkit.probing.planning import plan_calls
 from exportkit.programs.exported import ExportedModel

@@ -38,10 +38,10 @@ from exportkit.folder.checked import WEIGHTS, CheckedFiles, SavedFile, damaged, 
 from exportkit.folder.clients import for_runtime, write_client_files
 from exportkit.folder.manifest import GraphData, dump_graph, load_graph
 from exportkit.json_data import InvalidDataError, parse_json, read
-from exportkit.onnx_files.contract import Contract, Runtime
+from exportkit.onnx_files.contract import Contract, Runtime, input_names
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import ApplicationRun, OnnxRunner
-from exportkit.onnx_files.translate import input_names, write_domain
+from exportkit.onnx_files.translate import write_domain
 from exportkit.onnx_files.write import write_graphs
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.kinds import Split

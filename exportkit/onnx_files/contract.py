@@ -1,12 +1,18 @@
 """The contract of an ONNX graph: all that is needed to call it without the model.
 
 A translation makes it, a saved folder stores and loads it, and `exportkit.onnx_files.graph` runs from it.
+
+Inputs and outputs are named as onnxruntime-genai and optimum expect. ``past_key_values.layers[0].keys`` is
+``past_key_values.0.key`` as an input and ``present.0.key`` as an output; in an encoder-decoder cache,
+``past_key_values.0.decoder.key`` and ``past_key_values.0.encoder.key``. Any other path keeps its parts, joined by dots:
+``data.inner.scale``, ``extras.0``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,6 +27,11 @@ from exportkit.programs.program import TracedProgram
 from exportkit.trees import Tree
 
 Runtime = Literal["genai", "onnxruntime"]  # what graphs are made for; both run fused operators
+_HALVES = {"self_attention_cache": "decoder", "cross_attention_cache": "encoder"}
+_STATES = {"keys": "key", "values": "value"}
+_CACHE = re.compile(
+    r"^(?:(?P<root>.*?)\.)?(?:(?P<half>self_attention_cache|cross_attention_cache)\.)?layers\[(?P<layer>\d+)\]\.(?P<state>.+)$"
+)
 
 
 @dataclass(frozen=True)
@@ -138,3 +149,45 @@ class Contract:
             seconds=traced.seconds,
             runtime=runtime,
         )
+
+
+def input_names(paths: Sequence[str]) -> list[str]:
+    """Returns the graph's name for each input leaf."""
+    return _unique([_name(path, None) for path in paths], taken=())
+
+
+def output_names(paths: Sequence[str], inputs: Iterable[str]) -> list[str]:
+    """Returns the graph's name for each output leaf; a name that an input has too gets the prefix ``output.``."""
+    taken = set(inputs)
+    names = []
+    for path in paths:
+        name = _name(path, "present")
+        name = f"output.{name.removeprefix('[')}" if name in taken or name[:1].isdigit() else name
+        names.append(name or "output")
+    return _unique(names, taken)
+
+
+def _name(path: str, cache_root: str | None) -> str:
+    """A name without brackets; the caches of outputs are called ``cache_root``."""
+    match = _CACHE.match(path)
+    if match is None:
+        return _dotted(path)
+    root = cache_root or _dotted(match["root"] or "past_key_values")
+    half = f".{_HALVES[match['half']]}" if match["half"] else ""
+    return f"{root}.{match['layer']}{half}.{_STATES.get(match['state'], _dotted(match['state']))}"
+
+
+def _dotted(path: str) -> str:
+    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
+
+
+def _unique(names: Sequence[str], taken: Iterable[str]) -> list[str]:
+    seen = set(taken)
+    found = []
+    for name in names:
+        unique, number = name, 2
+        while unique in seen:
+            unique, number = f"{name}_{number}", number + 1
+        seen.add(unique)
+        found.append(unique)
+    return found

@@ -1,10 +1,4 @@
-"""Translates a traced program to an ONNX file whose inputs, outputs and axes carry the names of the plan.
-
-Inputs and outputs are named as onnxruntime-genai and optimum expect. ``past_key_values.layers[0].keys`` is
-``past_key_values.0.key`` as an input and ``present.0.key`` as an output; in an encoder-decoder cache,
-``past_key_values.0.decoder.key`` and ``past_key_values.0.encoder.key``. Any other path keeps its parts, joined by dots:
-``data.inner.scale``, ``extras.0``.
-"""
+"""Translates a traced program to an ONNX file whose inputs, outputs and axes carry the names of the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +6,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +23,7 @@ from exportkit._torch_compat.onnx import exact_no_ops, quick_matches, quiet_onnx
 from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
-from exportkit.onnx_files.contract import Contract, Runtime
+from exportkit.onnx_files.contract import Contract, Runtime, input_names, output_names
 from exportkit.onnx_files.decompositions import prepared, translatable, without_assertions
 from exportkit.onnx_files.findings import operator_findings
 from exportkit.overrides import replaced_attributes
@@ -48,11 +42,6 @@ if TYPE_CHECKING:
 
 DOMAIN_KEY = "exportkit.domain"  # where the metadata of a file says for which calls it may be used
 _SYMBOL = re.compile(r"\b[su]\d+\b")
-_HALVES = {"self_attention_cache": "decoder", "cross_attention_cache": "encoder"}
-_STATES = {"keys": "key", "values": "value"}
-_CACHE = re.compile(
-    r"^(?:(?P<root>.*?)\.)?(?:(?P<half>self_attention_cache|cross_attention_cache)\.)?layers\[(?P<layer>\d+)\]\.(?P<state>.+)$"
-)
 
 
 def translate(traced: TracedProgram, path: Path, opset: int | None = None, runtime: Runtime | None = None) -> Contract:
@@ -362,45 +351,3 @@ def _name_axes(model: onnx_ir.Model, traced: TracedProgram) -> None:
                 dims.append(_SYMBOL.sub(lambda m: f"({n})" if " " in (n := names.get(m[0], m[0])) else n, text))
         if dims != list(value.shape):
             value.shape = onnx_ir.Shape(dims)
-
-
-def input_names(paths: Sequence[str]) -> list[str]:
-    """Returns the graph's name for each input leaf."""
-    return _unique([_name(path, None) for path in paths], taken=())
-
-
-def output_names(paths: Sequence[str], inputs: Iterable[str]) -> list[str]:
-    """Returns the graph's name for each output leaf; a name that an input has too gets the prefix ``output.``."""
-    taken = set(inputs)
-    names = []
-    for path in paths:
-        name = _name(path, "present")
-        name = f"output.{name.removeprefix('[')}" if name in taken or name[:1].isdigit() else name
-        names.append(name or "output")
-    return _unique(names, taken)
-
-
-def _name(path: str, cache_root: str | None) -> str:
-    """A name without brackets; the caches of outputs are called ``cache_root``."""
-    match = _CACHE.match(path)
-    if match is None:
-        return _dotted(path)
-    root = cache_root or _dotted(match["root"] or "past_key_values")
-    half = f".{_HALVES[match['half']]}" if match["half"] else ""
-    return f"{root}.{match['layer']}{half}.{_STATES.get(match['state'], _dotted(match['state']))}"
-
-
-def _dotted(path: str) -> str:
-    return re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", path).strip(".")
-
-
-def _unique(names: Sequence[str], taken: Iterable[str]) -> list[str]:
-    seen = set(taken)
-    found = []
-    for name in names:
-        unique, number = name, 2
-        while unique in seen:
-            unique, number = f"{name}_{number}", number + 1
-        seen.add(unique)
-        found.append(unique)
-    return found

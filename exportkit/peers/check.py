@@ -19,8 +19,8 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError, ExportkitError, InvalidTypeError
+from exportkit.onnx_files.contract import input_names
 from exportkit.onnx_files.runner import OnnxRunner
-from exportkit.onnx_files.translate import input_names
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import fill_missing
 from exportkit.probing.planning import plan_calls

@@ -2,7 +2,7 @@
 
 import pytest
 
-from exportkit.onnx_files.translate import input_names, output_names
+from exportkit.onnx_files.contract import input_names, output_names
 
 
 @pytest.mark.parametrize(
