@@ -17,7 +17,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, _interrupt)
     from exportkit import cli
 
-    cli.main()
+    cli.app()
 
 
 def _interrupt(*_: Any) -> None:

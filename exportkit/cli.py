@@ -19,11 +19,6 @@ app = typer.Typer(
 )
 
 
-def main() -> None:
-    """Runs the ``exportkit`` command."""
-    app()
-
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"exportkit {exportkit.__version__}")

@@ -225,11 +225,11 @@ def test_nothing_slow_is_imported_before_it_is_needed():
 def test_version_and_help_need_no_torch():
     code = """
 import contextlib, sys
-from exportkit.cli import main
+from exportkit.cli import app
 for option in ("--version", "--help"):
     sys.argv = ["exportkit", option]
     with contextlib.suppress(SystemExit):
-        main()
+        app()
 print(*sys.modules)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,8 +12,15 @@ import torch
 
 from exportkit.examples.run import ExampleRun
 
-_VOCABULARY = 99
 _FIRST_WORD = 3  # ids below are the padding, begin and end tokens
+_SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
 
 
 def demo_runs() -> list[ExampleRun]:
@@ -26,18 +33,7 @@ def demo_runs() -> list[ExampleRun]:
 def _llama() -> ExampleRun:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = LlamaConfig(**_SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = LlamaForCausalLM(config).eval()
     # generate() drops a mask of ones, so the prompt starts with a padding token: the graph then has a mask too.
     prompt, mask = _tokens(1, 7), torch.ones(1, 7, dtype=torch.int64)
@@ -52,15 +48,7 @@ def _llama() -> ExampleRun:
 def _bert() -> ExampleRun:
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-    )
-    model = BertForMaskedLM(config).eval()
+    model = BertForMaskedLM(BertConfig(**_SIZES)).eval()
     batches = [_padded(2, 7), _padded(3, 9), _padded(1, 5)]
 
     def run() -> None:
@@ -112,7 +100,7 @@ def _ranker() -> ExampleRun:
 
 
 def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(_FIRST_WORD, _VOCABULARY, (batch, length))
+    return torch.randint(_FIRST_WORD, _SIZES["vocab_size"], (batch, length))
 
 
 def _padded(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

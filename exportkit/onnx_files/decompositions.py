@@ -39,8 +39,7 @@ from exportkit.onnx_files.exact import (
     with_half_outputs,
     with_zeros_for_masked_rows,
 )
-from exportkit.onnx_files.ordering import ORDERING
-from exportkit.onnx_files.pools import POOLS, is_plain_pool
+from exportkit.onnx_files.ordering import ORDERING, POOLS, is_plain_pool
 from exportkit.onnx_files.refusals import with_checked_indices, with_refusals
 from exportkit.onnx_files.special_functions import SPECIAL_FUNCTIONS
 from exportkit.running.program import tensor_placeholders

@@ -16,8 +16,7 @@ from exportkit.plan.leaves import Finding
 from exportkit.probing.planning import BoundPlan
 from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import Audit, audit_effects, audit_sizes, findings_of, rule_findings
-from exportkit.programs.decisions import rules_for_decisions
-from exportkit.programs.example import chosen_example
+from exportkit.programs.example import chosen_example, rules_for_decisions
 from exportkit.programs.failure import is_data_dependent
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_harmless_constants, with_traits
