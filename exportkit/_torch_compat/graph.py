@@ -33,6 +33,11 @@ def schema_of(target: Any) -> Any:
     return getattr(target, "_schema", None)
 
 
+def graphs_in(module: torch.nn.Module) -> list[torch.fx.GraphModule]:
+    """Returns the graph of a traced module, and those of the loops and branches inside of it."""
+    return [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+
+
 class Written(NamedTuple):
     """What a graph does with a tensor that it writes to.
 
@@ -218,7 +223,7 @@ def without_regions(program: torch.export.ExportedProgram) -> torch.export.Expor
     operator runs. The program is returned as it is if it has no such graph, or changes its buffers or inputs. Seen in
     torch 2.13.
     """
-    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    parts = graphs_in(program.graph_module)
     regions = [
         getattr(part, str(value.target))
         for part in parts

@@ -355,3 +355,8 @@ class Call:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def shapes_text(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Returns the shapes of tensors as text for a message, such as ``x (2, 3), y (2,)``."""
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())

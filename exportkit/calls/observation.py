@@ -227,6 +227,11 @@ class Observation:
         return best
 
     @property
+    def always_named(self) -> frozenset[str]:
+        """The parameters that no call gave by position."""
+        return frozenset(self.signature.names).difference(*(call.arguments.keys() - call.named for call in self.calls))
+
+    @property
     def merged_call(self) -> Call:
         """The call, not made, with `merged_arguments`."""
         gradients = any(call.gradients for call in self.calls)

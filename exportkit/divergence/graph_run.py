@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch.export.graph_signature import InputKind
 from exportkit._torch_compat.graph import schema_of
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.errors import InvalidRequestError, InvalidTypeError
+from exportkit.rewrites.branches import is_model_code
 from exportkit.running.placement import Placement
 from exportkit.running.program import run_nodes, state_of
 from exportkit.running.session import Session
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     import onnx
 
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+(?:\n(?P<code>[^\n]*))?')
-_TORCH, _EXPORTKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
-_STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _LONGEST_LINE = 100
 _PREFIX = "pkg.torch.onnx."
 # Operators whose outputs are sequences and optional values, which onnxruntime cannot return.
@@ -83,7 +81,7 @@ class GraphNode:
     @property
     def line(self) -> str:
         """The line of the model's code that it comes from, such as ``model.py:12  x = self.linear(x)``, if known."""
-        lines = [match for match in _STACK_LINE.finditer(self.stack) if _is_own(match["file"])]
+        lines = [match for match in _STACK_LINE.finditer(self.stack) if is_model_code(match["file"])]
         if not lines:
             return ""
         last = lines[-1]
@@ -195,15 +193,6 @@ def _told_apart(nodes: list[GraphNode], path: str, count: int) -> list[list[Grap
         turn = max(turn, turns.get(id(node), turn))
         parts[turn].append(node)
     return parts
-
-
-def _is_own(file: str) -> bool:
-    if not file or (file.startswith("<") and not file.startswith(("<stdin>", "<ipython", "<python-input", "<doctest"))):
-        return False
-    path = Path(file)
-    if path.parts[:1] == ("torch",) or path.is_relative_to(_TORCH) or path.is_relative_to(_EXPORTKIT):
-        return False
-    return not path.is_relative_to(_STANDARD_LIBRARY) or "site-packages" in file or "dist-packages" in file
 
 
 def run_program(program: torch.export.ExportedProgram, inputs: Mapping[str, Any]) -> GraphRun:

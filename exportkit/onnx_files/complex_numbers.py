@@ -5,6 +5,7 @@ Fourier transforms come down to one operator, the transform of real numbers, whi
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from exportkit._torch_compat.graph import (
     FFT_R2C,
     arguments_of,
     copied_module,
+    graphs_in,
     with_graph_module,
 )
 
@@ -89,10 +91,6 @@ def _sum(one: Any, other: Any, *, alpha: Any = 1, sign: int = 1) -> Any:
     (a, b), (c, d) = _parts(one), _parts(other)
     zero = torch.zeros((), dtype=(b if isinstance(b, torch.Tensor) else c if b is None else a).dtype)
     return _joined(a + c, (zero if b is None else b) + (zero if d is None else d))
-
-
-def _difference(one: Any, other: Any, *, alpha: Any = 1) -> Any:
-    return _sum(one, other, alpha=alpha, sign=-1)
 
 
 def _quotient(one: Any, other: Any) -> Any:
@@ -176,10 +174,6 @@ def _apart(apply: Callable[..., Any]) -> Callable[..., Any]:
 def _conjugate(value: torch.Tensor) -> Any:
     real, imaginary = _parts(value)
     return NotImplemented if imaginary is None else _joined(real, -imaginary)
-
-
-def _masked_fill(value: torch.Tensor, mask: torch.Tensor, other: Any) -> Any:
-    return _where(mask, other, value)
 
 
 def _equal(one: Any, other: Any) -> Any:
@@ -269,7 +263,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.matmul.default: _product_of(torch.matmul),
     aten.einsum.default: _einsum,
     aten.add.Tensor: _sum,
-    aten.sub.Tensor: _difference,
+    aten.sub.Tensor: functools.partial(_sum, sign=-1),
     aten.div.Tensor: _quotient,
     aten.exp.default: _exp,
     aten.log.default: _log,
@@ -290,8 +284,8 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.pad.default: _apart(aten.pad.default),
     aten.cumsum.default: _apart(aten.cumsum.default),
     CONJUGATE.default: _conjugate,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
+    aten.masked_fill.Scalar: lambda value, mask, other: _where(mask, other, value),
+    aten.masked_fill.Tensor: lambda value, mask, other: _where(mask, other, value),
     aten.eq.Tensor: _equal,
     aten.eq.Scalar: _equal,
     aten.slice_scatter.default: _scattered(torch.slice_scatter),
@@ -333,14 +327,13 @@ def with_complex_as_pairs(program: torch.export.ExportedProgram) -> torch.export
     module = copied_module(program)
     for node in filter(_moves_complex, _nodes(module)):
         _move_pairs(node)
-    for part in module.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            part.recompile()
+    for part in graphs_in(module):
+        part.recompile()
     return with_graph_module(program, module)
 
 
 def _nodes(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    return [node for part in module.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes]
+    return [node for part in graphs_in(module) for node in part.graph.nodes]
 
 
 def _moves_complex(node: torch.fx.Node) -> bool:

@@ -19,6 +19,7 @@ from exportkit._torch_compat.graph import (
     arguments_of,
     asserts_values,
     copied_module,
+    graphs_in,
     is_assertion,
     is_inactive_dropout,
     not_in_place,
@@ -81,9 +82,8 @@ def without_assertions(
     if not any(is_assertion(node) for node in program.graph.nodes):
         return program
     module = copied_module(program)
-    for part in module.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            _erase_assertions(part, about_values)
+    for part in graphs_in(module):
+        _erase_assertions(part, about_values)
     return with_graph_module(program, module)
 
 

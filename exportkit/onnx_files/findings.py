@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import arguments_of, operator_name
+from exportkit._torch_compat.graph import arguments_of, graphs_in, operator_name
 from exportkit.plan.leaves import Finding
 
 
@@ -32,8 +32,8 @@ def operator_findings(program: torch.export.ExportedProgram, translated: torch.o
 
 
 def _operators(program: torch.export.ExportedProgram | None) -> Iterator[tuple[str, torch.fx.Node]]:
-    for module in program.graph_module.modules() if program is not None else ():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+    for module in graphs_in(program.graph_module) if program is not None else ():
+        for node in module.graph.nodes:
             if name := operator_name(node.target):
                 yield name, node
 

@@ -16,6 +16,7 @@ import torch
 from exportkit._torch_compat.graph import (
     asserts_values,
     copied_module,
+    graphs_in,
     with_graph_module,
     without_guards,
 )
@@ -128,9 +129,8 @@ def _copy_views_when_written(graph: onnx_ir.Graph) -> None:
 
 def _assertions(program: torch.export.ExportedProgram, *, inside: bool = False) -> list[torch.fx.Node]:
     """The assertions about values of a program itself, or of the loops and branches inside of it."""
-    modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
-    chosen = modules[1:] if inside else modules[:1]
-    return [node for module in chosen for node in module.graph.nodes if asserts_values(node)]
+    whole, *parts = graphs_in(program.graph_module)
+    return [node for module in (parts if inside else [whole]) for node in module.graph.nodes if asserts_values(node)]
 
 
 def _line_of(node: torch.fx.Node) -> str:

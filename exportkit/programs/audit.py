@@ -131,7 +131,7 @@ def _with_recorded(
 
 def _broken(traced: TracedProgram, domain: Domain, sizes: Mapping[str, int]) -> list[SizeCondition]:
     """The conditions that sizes break, apart from those that they break only because some of them are 0 or 1."""
-    broken = [condition for condition in domain.conditions if not condition.holds(sizes)]
+    broken = domain.broken(sizes)
     pattern = small(sizes)
     if broken and pattern:
         at = at_pattern(traced.plan, traced.sizes, pattern)
@@ -172,7 +172,7 @@ def _require_ranges(traced: TracedProgram, domain: Domain) -> None:
         step = max((most - least) // _TRIED_IN_RANGE, 1)
         for size in (*range(least, most, step), most):
             sizes = settled(traced.plan, {**traced.sizes, variable.name: size})
-            broken = [condition for condition in domain.conditions if not condition.holds(sizes)]
+            broken = domain.broken(sizes)
             if broken and not _why_refused(traced, sizes):
                 raise _narrower(traced, broken[0], sizes, f"the range of {variable.name}", "")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from exportkit.calls.call import shapes_text
 from exportkit.errors import ArgumentError
 from exportkit.json_data import Size
 from exportkit.plan.conditions import SizeCondition, first_broken
@@ -271,8 +272,8 @@ class CallCheck:
                     expected=f"{size} = {size.evaluate(solved)}{shown}",
                     got=f"{value}" if size.variable is not None else f"{value}, where {numbers}",
                 )
-        shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in given.items())
-        return ArgumentError("The inputs do not fit the graph.", expected=", ".join(self.ranges), got=shapes)
+        expected, got = ", ".join(self.ranges), shapes_text(given)
+        return ArgumentError("The inputs do not fit the graph.", expected=expected, got=got)
 
     def _out_of_range(self, sizes: Mapping[str, int]) -> ArgumentError:
         for name, (least, most) in self.ranges.items():

@@ -167,6 +167,10 @@ class Domain:
             raise PlanError("This domain is damaged.", got=f"{type(error).__name__}: {error}") from error
         return found
 
+    def broken(self, sizes: Mapping[str, int]) -> list[SizeCondition]:
+        """Returns the conditions that sizes break."""
+        return [condition for condition in self.conditions if not condition.holds(sizes)]
+
     def requiring(self, sizes: Mapping[str, int], recorded: Sequence[Mapping[str, int]]) -> Domain:
         """Returns the domain with the waived conditions required that sizes break.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from exportkit.arguments.build import build_call
-from exportkit.calls.call import Call
+from exportkit.calls.call import Call, shapes_text
 from exportkit.errors import ArgumentError
 from exportkit.plan.leaves import known
 from exportkit.plan.sizes import beyond_recorded, choose_sizes
@@ -119,10 +119,9 @@ def _eager_outputs(model: torch.nn.Module, method: str, call: Call, rules: Seque
     try:
         return run_eager(model, method, call, around)
     except Exception as error:
-        shapes = ", ".join(f"{path} {tuple(tensor.shape)}" for path, tensor in call.tensors().items())
         raise ArgumentError(
             "The model raises for the sizes chosen from the plan: they are related in a way that was not found.",
-            where=shapes,
+            where=shapes_text(call.tensors()),
             expected="sizes like those recorded",
             got=f"{type(error).__name__}: {str(error)[:300]}",
             hint="observe more sizes, so that the relation shows; print(observer.plan()) shows what was found.",

@@ -38,8 +38,7 @@ class WithNumbers(torch.nn.Module):
         super().__init__()
         self.model, self._method, self._signature = model, observation.method_name, observation.signature
         self._numbers = replace(observation.signature, numbers=numbers).numbers_by_name()
-        by_position = {name for call in observation.calls for name in call.arguments if name not in call.named}
-        self._named = frozenset(observation.signature.names) - by_position
+        self._named = observation.always_named
         self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

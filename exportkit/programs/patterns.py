@@ -295,4 +295,4 @@ def _left_out(pattern: SmallSizes, reason: str) -> Finding:
 
 
 def _broken(domain: Domain, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple([condition.text for condition in domain.conditions if not condition.holds(sizes)])
+    return tuple([condition.text for condition in domain.broken(sizes)])

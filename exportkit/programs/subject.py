@@ -154,8 +154,7 @@ class WithEffects(torch.nn.Module):
         super().__init__()
         self.model, self._method, self._places = model, observation.method_name, dict(places or {})
         self._written, self._signature = tuple(written), observation.signature
-        by_position = {name for call in observation.calls for name in call.arguments if name not in call.named}
-        self._named = frozenset(observation.signature.names) - by_position
+        self._named = observation.always_named
         self.training = model.training
 
     @property

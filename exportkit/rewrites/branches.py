@@ -289,7 +289,7 @@ def is_model_code(file: str) -> bool:
     if file.startswith("<"):
         return file.startswith(_TYPED)
     path = Path(file)
-    if not file or any(path.is_relative_to(folder) for folder in (_TORCH, _EXPORTKIT)):
+    if not file or path.parts[:1] == ("torch",) or any(path.is_relative_to(each) for each in (_TORCH, _EXPORTKIT)):
         return False
     return not path.is_relative_to(_PYTHON) or "site-packages" in file or "dist-packages" in file
 

@@ -52,7 +52,7 @@ def opened_with_float32(
         if found is None:
             raise error
         if not names:
-            loaded = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, None, False)
+            loaded = without_weights(source)
             model = onnx.shape_inference.infer_shapes(loaded)
             functions = _with_bodies(model)
         left = [name for name in (found[1] or found[2], *functions) if name not in names]
@@ -66,6 +66,13 @@ def opened_with_float32(
             return open_model(converted.SerializeToString()), tuple(sorted(in_float32))
         except Exception as another:
             error = another
+
+
+def without_weights(source: str | bytes) -> onnx.ModelProto:
+    """Returns a model, given as a path or serialised; weights in files of their own are not read."""
+    import onnx
+
+    return onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, load_external_data=False)
 
 
 def _with_bodies(model: onnx.ModelProto) -> list[str]:
@@ -129,7 +136,7 @@ def without_cpu_branches(source: str | bytes) -> bytes | None:
     """
     import onnx
 
-    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, None, False)
+    model = without_weights(source)
     nodes, changed = [*model.graph.node], False
     for place, node in enumerate(nodes):
         parts = {attribute.name: attribute.g for attribute in node.attribute if node.op_type == "If"}
@@ -159,9 +166,7 @@ def late_nodes(source: str | bytes, on_cpu: Collection[str], on_device: Collecti
         on_cpu: Names of the nodes that the CPU computes.
         on_device: Names of the nodes that another device computes.
     """
-    import onnx
-
-    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, None, False)
+    model = without_weights(source)
 
     def late(graph: onnx.GraphProto, outside: Collection[str]) -> list[str]:
         found, made = [], {name for node in graph.node if node.name in on_device for name in node.output}

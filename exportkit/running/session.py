@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.calls.call import Call
+from exportkit.calls.call import Call, shapes_text
 from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
-from exportkit.running.kernels import late_nodes, opened_with_float32, without_cpu_branches
+from exportkit.running.kernels import late_nodes, opened_with_float32, without_cpu_branches, without_weights
 from exportkit.running.placement import CPU, Placement, require_onnxruntime
 from exportkit.trees.tree import ONNX_DTYPES
 
@@ -144,7 +144,7 @@ class GraphSession:
         except Exception as error:
             raise RuntimeFailure(
                 f"{self.runtime} refused the call.",
-                where=_shapes_of(given),
+                where=shapes_text(given),
                 got=first_line(error),
                 hint=_REFUSES if "idx=" in str(error) else None,
             ) from error
@@ -306,7 +306,7 @@ class Session(GraphSession):
         if is_empty and self._dangers and not self._dangers[0]:
             raise RuntimeFailure(
                 "onnxruntime would end the process: its operators GRU and LSTM do not take empty inputs.",
-                where=_shapes_of(given),
+                where=shapes_text(given),
                 hint="call the model itself for empty inputs.",
             )
         if self._is_bound:
@@ -328,10 +328,6 @@ class Session(GraphSession):
         self._session.run_with_iobinding(binding)
         values = dict(zip(self.outputs, map(torch.utils.dlpack.from_dlpack, binding.get_outputs()), strict=True))
         return {name: value.view(torch.bool) if name in self._booleans else value for name, value in values.items()}
-
-
-def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
 @dataclass(frozen=True)
@@ -373,9 +369,7 @@ class SessionRunner:
 
 def _dangers(source: str | bytes) -> tuple[bool, bool]:
     """Whether all operators of a model take empty inputs, and whether a fusion may make one that does not."""
-    import onnx
-
-    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source, load_external_data=False)
+    model = without_weights(source)
     takes_empty, moves_first_axis = True, False
     for graph in (model.graph, *model.functions):
         for node in graph.node:
