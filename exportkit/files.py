@@ -69,7 +69,7 @@ def check_folder(target: Path, noun: str, is_ours: Callable[[Path], bool]) -> Pa
 
     Args:
         target: The folder.
-        noun: What is to be written there, such as "an observation".
+        noun: What will be written there, such as "an observation".
         is_ours: Whether a folder with files in it holds such a thing. It is also asked about the temporary folder of a
             process that was killed after it had moved some of its files.
 

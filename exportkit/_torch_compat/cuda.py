@@ -61,7 +61,7 @@ class _IndicesChecked:
 
 @functools.cache
 def _checked_name(func: Any) -> str:
-    """The name of an operator whose values are checked; of others "", as each operator is asked about."""
+    """The name of an operator whose values are checked, otherwise ""; cached, as it is asked for every operator."""
     name = str(schema_of(func).name).removeprefix("aten::").removesuffix("_")
     return name if name in _ALONG or name in _BY_LIST or name in _OTHERS else ""
 

@@ -55,7 +55,7 @@ class _SampledProducts:
 
 
 class _Sampled:
-    """A matrix that has a few diagonals of another one, and zeros elsewhere.
+    """A matrix with a few diagonals of a given matrix, and zeros elsewhere.
 
     Every row has entries. They are scaled so that products are about as large as those of the whole matrix.
     """

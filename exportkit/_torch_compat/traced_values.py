@@ -23,7 +23,7 @@ def depends_on_values(condition: Any) -> bool:
 
 
 def is_counted(size: Any) -> bool:
-    """Returns whether a size comes from values, even if a trace takes it for another one since. Seen in torch 2.13."""
+    """Returns whether a size comes from values, even if the trace has since replaced it. Seen in torch 2.13."""
     first = require(size.node, "_expr", "torch 2.13") if isinstance(size, torch.SymInt) else None
     return any(str(symbol).startswith("u") for symbol in getattr(first, "free_symbols", ()))
 
@@ -114,7 +114,7 @@ def number_asserted(condition: torch.SymBool) -> None:
 
 
 def at_least(number: Any, least: Any) -> Any:
-    """Returns a size of a trace, promising that it is not below another one. Seen in torch 2.13."""
+    """Returns a size of a trace, promising that it is at least a given size. Seen in torch 2.13."""
     require(torch, "_check", "torch 2.13")(number >= least)
     return number
 

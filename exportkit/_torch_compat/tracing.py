@@ -235,7 +235,7 @@ def tensor_of(node: torch.fx.Node, tracer: Any) -> torch.Tensor:
 
 
 def in_module(node: torch.fx.Node, before: str, path: str) -> None:
-    """Moves a copied node from the module of the original to another one. Seen in torch 2.13."""
+    """Moves a copied node from the module of the original to a different module. Seen in torch 2.13."""
 
     def named(name: str) -> str:
         return path + name[len(before) :] if name.startswith(before) else name

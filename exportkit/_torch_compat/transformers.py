@@ -65,7 +65,7 @@ def recordable_outputs(module: Any) -> Mapping[str, Any]:
 
 
 def attention_implementation(config: Any) -> str | None:
-    """Returns which attention the modules with this config compute, or None if it does not say.
+    """Returns which attention the modules with this config compute, or None if the config does not say.
 
     Seen in transformers 5.23.
     """

@@ -105,7 +105,7 @@ class Script:
             )
 
     def run(self, enter: Enter, quiet: bool = False) -> ScriptRun:
-        """Runs the script, and returns what came of it.
+        """Runs the script, and returns the result.
 
         Args:
             enter: Is entered when a model is found, right before its first call.
@@ -166,7 +166,7 @@ class ProcessState:
         return cls(os.getcwd(), dict(os.environ), torch.get_default_dtype(), torch.is_grad_enabled())
 
     def restore(self) -> None:
-        """Makes everything what it was, so that another run begins like the first one."""
+        """Restores the state, so that a second run begins like the first."""
         os.chdir(self.home)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -199,7 +199,7 @@ class _Finder:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Looks at each call of a module that no other module makes, until nothing more is to be found."""
+        """Looks at each call of a module that no other module makes, until there is nothing left to find."""
         original, finder = torch.nn.Module.__call__, self
 
         def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ class _Finder:
             self._run.problems.append("".join(traceback.format_exception_only(error)).strip())
 
     def _look_for(self, path: str, is_called: bool) -> None:
-        """Takes what has the name now, until a module is called: it may be bound anew, and get more modules."""
+        """Takes what has the name now, until a module is called: it may be rebound, and get more modules."""
         found = _stored_at(vars(sys.modules[_MAIN]), path)
         if isinstance(found, MethodWrapper):
             found = found.original()

@@ -50,7 +50,7 @@ def observe_script(script: Script) -> ObservedScript:
 
     def enter(name: str, found: Any) -> contextlib.AbstractContextManager[Any]:
         model = owner_of(found)
-        if script.observed is not None and all(model is not one for one in latest):  # the variable was bound anew
+        if script.observed is not None and all(model is not one for one in latest):  # the variable was rebound
             observers.append(InputObserver())
             watches.clear()
             latest[:] = [model]

@@ -129,7 +129,7 @@ def _rolled(tensor: torch.Tensor, turns: torch.Tensor, axis: int) -> torch.Tenso
 
 
 def _repeated(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    """The values along an axis, again and again.
+    """The values along an axis, repeated.
 
     In floating-point tensors, each copy is a little larger than the one before, whole numbers excepted: equal values
     would leave open which of them top-k takes, and hide a graph that reads only the sizes that it was traced with.

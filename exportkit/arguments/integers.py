@@ -71,7 +71,7 @@ def is_integer(tensor: torch.Tensor) -> bool:
 
 
 def _in_order(made: torch.Tensor, recorded: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Numbers that rise or fall if the recorded ones do: their steps from one to the next, again and again."""
+    """Numbers that rise or fall if the recorded ones do: the recorded steps from one to the next, repeated."""
     steps = torch.cat([values.diff() for values in recorded])
     if not steps.any() or ((steps < 0).any() and (steps > 0).any()):
         return made

@@ -68,7 +68,7 @@ class MethodWrapper:
             if self._name in cls.__dict__:
                 found = cls.__dict__[self._name]
                 return found.__get__(self._model, type(self._model)) if hasattr(found, "__get__") else found
-        return self._model.__getattr__(self._name)  # a module that wraps another one, and passes attributes on to it
+        return self._model.__getattr__(self._name)  # a module that wraps a module, and passes attributes on to it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the original through all listeners."""
@@ -157,7 +157,7 @@ def _heard(listener: Listener, call: Callable[..., Any], /, *args: Any, **kwargs
 
 
 def methods_of(module: torch.nn.Module) -> list[str]:
-    """Returns the public methods of a module besides ``forward`` that may compute something, such as ``decode``.
+    """Returns the public methods of a module other than ``forward`` that may compute something, such as ``decode``.
 
     Those of the classes that define ``forward``, and of classes derived from them: what other base classes define,
     such as the ``generate`` of transformers, calls ``forward``.

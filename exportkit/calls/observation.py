@@ -276,7 +276,7 @@ class Observation:
 
         Raises:
             DestinationError: if there is no observation, or a file of it is missing.
-            ObservationError: if a file is damaged, or of another version.
+            ObservationError: if a file is damaged, or has a different version.
             TreeError: if a class is missing, because it was not imported or not registered with torch's pytree.
         """
         from exportkit.calls.storage import load_calls, reading

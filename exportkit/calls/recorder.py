@@ -2,7 +2,7 @@
 
 The observed run must not be disturbed: whatever fails here is kept as a problem and reported when observing ends, and
 the method returns or raises what it would without a recorder. During a call only snapshots are taken; the trees and
-their paths are made when the observation is asked for.
+their paths are made when the observation is requested.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Recorder:
         self._failures: list[Failure] = []
         self._problems: list[str] = []
         self._limits: list[str] = []
-        self._running = 0  # calls that are to be stored and have not ended yet
+        self._running = 0  # calls to be stored that have not ended yet
         self._next_index = 0
         self._limit = 0
         self._memory = Memory(None, [])
@@ -132,7 +132,7 @@ class Recorder:
             self._memory = Memory(max_bytes, [part for snapshot in snapshots for part in snapshot.memory()])
 
     def is_spent(self) -> bool:
-        """Returns whether all calls that are to be stored have ended."""
+        """Returns whether all calls to be stored have ended."""
         return len(self._stored) >= self._limit
 
     def num_calls(self) -> int:
@@ -183,7 +183,7 @@ class Recorder:
         return self._calls[index]
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs ``method(*args, **kwargs)``, records what there is room for, and returns what it returned."""
+        """Runs ``method(*args, **kwargs)``, records the call if there is room, and returns the result."""
         if (self._is_full() and not self._counts_shapes) or _paused.on or is_tracing():
             return method(*args, **kwargs)
         begun = self._begin(args, kwargs)
@@ -304,7 +304,7 @@ def _input_paths(signature: Signature, structure: Structure) -> list[tuple[str, 
 
 
 def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Constants:
-    """The numbers, flags and texts among the arguments. NaN, which is not equal to itself, and infinities are none."""
+    """The numbers, flags and texts among the arguments, without infinities and NaN, which is not equal to itself."""
     found = []
     given: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items()) if args else kwargs.items()
     for place, value in given:

@@ -121,7 +121,7 @@ def _part_shapes(piece: _Piece) -> Sequence[tuple[int, ...]]:
 
 
 class Copying:
-    """The copies that are to be made of a value.
+    """The copies to be made of a value.
 
     Args:
         found: The structure of any nested value, and the tensors in it.

@@ -182,7 +182,7 @@ def _require_possible(calls: Sequence[_CallData], has_values: bool) -> None:
 
 
 def _memory() -> int:
-    """Bytes of memory of this machine; of a machine that does not say, as many as can be addressed."""
+    """Bytes of memory of this machine; if unknown, as many as can be addressed."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # Windows

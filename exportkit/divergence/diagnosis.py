@@ -59,7 +59,7 @@ class Diagnosis:
     reference: GraphRun | None = None
 
     def divergence(self, stage: Stage, stages: tuple[Stage, ...]) -> Divergence:
-        """Returns what there is to say.
+        """Returns the result.
 
         Args:
             stage: The stage that the graph stands for.

@@ -174,7 +174,7 @@ class ModuleNodes:
 
 
 def _told_apart(nodes: list[GraphNode], path: str, count: int) -> list[list[GraphNode]]:
-    """The nodes of a module by its calls, where the graph does not tell: a module inside it begins anew in each."""
+    """The nodes of a module by its calls, where the graph does not tell: modules inside start over in each call."""
     runs: dict[str, list[GraphNode]] = defaultdict(list)  # the nodes with which runs of an innermost module begin
     before = ""
     for node in nodes:
@@ -288,7 +288,7 @@ def read_onnx(source: Any) -> tuple[onnx.ModelProto, Path | None]:
         source: Path, serialised model, ModelProto, or ONNXProgram.
 
     Raises:
-        InvalidTypeError: if it is none of these.
+        InvalidTypeError: for any other type.
         InvalidRequestError: if the file is missing, or not an ONNX model.
     """
     import onnx

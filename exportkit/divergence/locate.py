@@ -227,7 +227,7 @@ class _Search:
         return Stage(BEFORE, "diverges" if diverges else "agrees", error, f"{name} by itself")
 
     def _check_paths(self, matched: MatchedCalls) -> None:
-        """Raises InvalidRequestError if the graph is of another model, or of one around this one."""
+        """Raises InvalidRequestError if the graph belongs to a different model, or to a model around this one."""
         known = {call.path for call in self._trace.calls}
         compared = {call.path for call in matched.calls if call.outputs}
         if not compared or (compared == {""} and len(known) > 1):

@@ -24,7 +24,7 @@ from exportkit.module_traces.trace_data import ModuleCall, TensorRecord
 from exportkit.running.compare import Distance, distance, is_reordered, unit_of
 
 # A value whose relative distance to a tensor of the model is less than this is that tensor, whatever the rounding:
-# float16 and bfloat16 round to 5e-4 and 4e-3, so that in bfloat16 a tensor is matched anew in each module.
+# float16 and bfloat16 round to 5e-4 and 4e-3, so that in bfloat16 a tensor is matched again in each module.
 _CLOSE = 1e-3
 # With more candidates than this, only the closest by a sample of so many elements are compared as a whole.
 _FEW, _SAMPLE = 2, 64
@@ -96,7 +96,7 @@ class _Matching:
             if nodes:
                 calls.append(self._compared(call, parent, nodes[call.number]))
                 parent = call.index
-            else:  # a module that was fused into another one
+            else:  # a module that was fused into a different module
                 self._fused.update(map(_identity, call.outputs))
             nearest[call.index] = parent
         missing = {
@@ -153,7 +153,7 @@ class _Matching:
     def _candidates(self, record: TensorRecord, names: Sequence[str]) -> Sequence[str]:
         """The values that can be a tensor; for one that was matched before, that value, if the graph needs it here.
 
-        What a module returned that was fused into another one is not a value of the graph.
+        The outputs of a module that was fused into a different module are not values of the graph.
         """
         if _identity(record) in self._fused:
             return []

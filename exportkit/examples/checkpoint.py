@@ -42,7 +42,7 @@ def load_checkpoint(
             the checkpoint was saved from.
         data: Files that the model runs on; see `exportkit.examples.data`. By default, the run is the usual one for the
             kind of model.
-        outputs: What the model returns besides, such as ``hidden_states``.
+        outputs: Further outputs of the model, such as ``hidden_states``.
 
     Raises:
         DestinationError: if the folder, its configuration, its weights or the data cannot be read.

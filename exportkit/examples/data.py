@@ -47,7 +47,7 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
 
     Raises:
         DestinationError: if a file cannot be read.
-        InvalidRequestError: if a file is of another kind, or if the processor does not take what it holds.
+        InvalidRequestError: if a file is of a different kind, or if the processor does not take what it holds.
     """
     for file in files:
         if not file.is_file():

@@ -278,7 +278,7 @@ def _load_runner(
 
 
 def _peak_bytes() -> int | None:
-    """The most memory that this process has used so far; None if the system does not say."""
+    """The most memory that this process has used so far; None if unknown."""
     try:
         import resource
     except ImportError:  # Windows

@@ -207,7 +207,7 @@ def _shapes(call: ModuleCall) -> _Shapes:
 def match_records(
     first: Sequence[TensorRecord], second: Sequence[TensorRecord]
 ) -> list[tuple[TensorRecord, TensorRecord]]:
-    """Returns which tensor of a call is which tensor of another: by path, else by content, else by shape and order.
+    """Returns which tensor of one call is which tensor of the other: by path, else by content, else by shape and order.
 
     Args:
         first: Tensors of one call.

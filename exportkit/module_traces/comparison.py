@@ -315,7 +315,7 @@ class _Comparing:
         return ComparedCall(one.index, one.path, one.class_name, one.number, parent, sides[0], sides[1], two.path)
 
     def _distance(self, call: ModuleCall, a: TensorRecord, b: TensorRecord) -> Distance:
-        if a.key is None or b.key is None:  # statistics of stored values are computed when they are asked for
+        if a.key is None or b.key is None:  # statistics of stored values are computed on request
             return distance_of_statistics(a, b)
         key = (a.key, b.key, a.shape, b.shape)
         if key not in self._seen:

@@ -309,7 +309,7 @@ class _CallReader:
         )
         self._stored = stored | {line["tensor"]: line for line in by_kind.get("tensor", ()) if "key" in line}
         if self._stored:
-            with contextlib.suppress(DestinationError):  # raised when a value is asked for
+            with contextlib.suppress(DestinationError):  # raised when a value is read
                 index.data  # noqa: B018  # opened now, so that values can be read even if the folder is removed
         self._tensors: dict[int, dict[str, Any]] = {}  # what is known of each, except its path
         for line in by_kind.get("tensor", ()):

@@ -91,7 +91,7 @@ def _scores(value: Any) -> dict[str, Any] | None:
 
 
 def _step(value: Any, target: Any) -> Any:
-    """The node that computes a value by an operator, behind steps that change nothing; None if another one does."""
+    """The node that computes a value by this operator, behind steps that change nothing; None if none does."""
     while isinstance(value, torch.fx.Node) and len(value.users) == 1 and _changes_nothing(value):
         value = value.args[0]
     is_step = isinstance(value, torch.fx.Node) and value.target is target and len(value.users) == 1
@@ -360,9 +360,9 @@ def _unrepeated(value: Any) -> Any:
 
 
 def _is_cached(node: torch.fx.Node, query: Any, key: Any, value: Any) -> bool:
-    """Whether keys and values are those of a cache with those of the query's own tokens appended.
+    """Whether keys and values are a cache with the keys and values of the query's own tokens appended.
 
-    Not in a cross attention, whose new keys may be none: the kernel refuses these. And not where something reads the
+    Not in cross attention, which may have no new keys: the kernel rejects that. And not where something reads the
     whole keys before, such as a window that cuts them.
     """
     if key is value or node.kwargs.get("is_causal"):  # causal is counted from the end, if there is a cache

@@ -150,7 +150,7 @@ def _filled(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _like(make: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that makes a tensor with the size of another one, or with the dtype of another one."""
+    """An operator that makes a tensor with the size or the dtype of a given tensor."""
 
     def form(other: torch.Tensor, *value: Any, dtype: torch.dtype | None = None, **_options: Any) -> Any:
         dtype = dtype or other.dtype
@@ -184,7 +184,7 @@ def _equal(one: Any, other: Any) -> Any:
 
 
 def _scattered(scatter: Any) -> Callable[..., Any]:
-    """An operator that puts a tensor into another one along an axis that is counted from the front."""
+    """An operator that inserts a tensor into another along an axis that is counted from the front."""
 
     def form(into: torch.Tensor, source: torch.Tensor, *places: Any, **named: Any) -> Any:
         if not into.is_complex():

@@ -57,7 +57,7 @@ class Contract:
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
         dependent: Outputs that are only returned if an input is given, with that input, both by path.
         stateful: Whether the graph takes and returns a state that the model keeps on its modules.
-        wraps: Whether the graph returns the result of the model together with what else a call changes.
+        wraps: Whether the graph returns the result of the model together with everything else that a call changes.
         half_dtypes: The dtypes in half precision in which the model computes something.
         written: Arguments that the model changes in place, by name.
         rules: Names of the rewrites that were in force during the trace.

@@ -152,7 +152,7 @@ def _overwritten(program: torch.export.ExportedProgram, graph: torch.fx.Graph) -
 
 
 def _later(nodes: Iterable[torch.fx.Node], writer: torch.fx.Node) -> list[torch.fx.Node]:
-    """Those of the nodes that come after another one."""
+    """The nodes that come after a given node."""
     return [node for node in nodes if node > writer]
 
 

@@ -294,7 +294,7 @@ class OnnxGraph:
             found |= zip(joined(name, tree.tensor_paths), tree.tensors().values(), strict=True)
         given = as_simplified({**found, **(made or {})}, plan.joined, plan.unused)
         unknown_empty = {path for path, tensor in given.items() if path not in plan.by_path and not tensor.numel()}
-        if unknown_empty:  # an empty cache is none; of another tensor without elements nothing is known
+        if unknown_empty:  # an empty cache means no cache; for other tensors without elements, nothing is known
             trees = {name: flatten(value) for name, value in values.items()}
             of_caches = {join(name, path) for name, tree in trees.items() for path in tree.growing}
             given = {path: tensor for path, tensor in given.items() if path not in unknown_empty & of_caches}

@@ -67,7 +67,7 @@ class Kind:
 
     @cached_property
     def own_symbols(self) -> set[Any]:
-        """Symbols of the first layer that have other names in another one."""
+        """Symbols of the first layer that have different names in another layer."""
         rows = zip(*(layer.symbols for layer in self.layers), strict=True)
         return {row[0] for row in rows if any(symbol != row[0] for symbol in row)}
 

@@ -48,7 +48,7 @@ class Quantisation:
             the recorded calls and in further data. The weights then have one scale for each channel, and no blocks.
 
     Raises:
-        InvalidRequestError: if an option is unknown, or does not go with another one.
+        InvalidRequestError: if an option is unknown, or conflicts with another option.
 
     Example:
         >>> import exportkit

@@ -82,7 +82,7 @@ def with_checked_indices(program: torch.export.ExportedProgram) -> torch.export.
 
 
 def _index_of(node: torch.fx.Node) -> str:
-    """The name of the argument that is an index which may not be negative; empty if there is none."""
+    """The name of the argument that is an index which may not be negative, or an empty string."""
     return _INDEXED.get(operator_name(node.target).rstrip("_"), "")
 
 

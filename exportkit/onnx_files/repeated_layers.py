@@ -143,7 +143,7 @@ class _Reduction:
         return read
 
     def _size(self, node: Node, kind: Kind) -> Node:
-        """A size that a layer reads: computed from its own inputs if it may be another one in another layer."""
+        """A size that a layer reads: computed from its own inputs if it may differ between layers."""
         expression = traced_expression(node.meta["val"])
         if not kind.own_symbols & getattr(expression, "free_symbols", set()):
             return self._copies[node]

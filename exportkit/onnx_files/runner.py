@@ -50,7 +50,7 @@ class OnnxRunner:
     """Graphs and parts with the calling convention of the model; parts alone for several modules.
 
     With several graphs, each call goes to the graph that it fits. A graph of a model that keeps a state on its modules
-    remembers it from call to call, as the model does: a call with an empty cache starts anew, and so does one with a
+    remembers it from call to call, as the model does: a call with an empty cache starts over, and so does one with a
     batch size that differs from the call before.
 
     Args:

@@ -186,7 +186,7 @@ def _is_small(matrix: torch.Tensor) -> bool:
 
 
 def _eliminated(matrix: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The solution by Gauss and Jordan, the pivots, and for each of them -1 if its row was another one, otherwise 1."""
+    """The solution by Gauss and Jordan, the pivots, and for each of them -1 if rows were swapped, otherwise 1."""
     size, rows = matrix.shape[-1], torch.cat([matrix, right], -1)
     order, pivots, signs = torch.arange(size), [], []
     for k in range(size):

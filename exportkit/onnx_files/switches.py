@@ -24,7 +24,7 @@ class SwitchedGraph:
         model: The graph, as `read_quantisable` returns it; it is left as it is.
         layers: Its matrices.
         request: How they are quantised.
-        ways: For each layer, by the name of its node, what it can be stored in besides its own dtype.
+        ways: For each layer, by the name of its node, what it can be stored in, apart from its own dtype.
         folder: An empty folder, which has to stay as long as the graph.
     """
 
@@ -91,7 +91,7 @@ class SwitchedGraph:
 
 
 class RewrittenGraph:
-    """A graph whose layers can be switched between precisions, and which is written anew for each choice.
+    """A graph whose layers can be switched between precisions, and which is written again for each choice.
 
     Args:
         model: The graph, as `read_quantisable` returns it; it is left as it is.

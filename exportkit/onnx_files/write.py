@@ -65,7 +65,7 @@ def write_graphs(
 def _written(
     traced: TracedProgram, path: Path, opset: int | None, runtime: Runtime | None
 ) -> tuple[TracedProgram, Contract, tuple[Attempt, ...]]:
-    """The program that could be translated, its contract, and what was tried besides."""
+    """The program that could be translated, its contract, and what else was tried."""
     about = TRANSLATION_PER_TRACE * traced.seconds.get("export", 0.0) or None
     with explained(lambda: traced.request(onnx=True)), stage("onnx", traced.seconds, about), autocast(()):
         try:

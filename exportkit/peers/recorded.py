@@ -245,7 +245,7 @@ def _without_caught_flags(trees: Mapping[str, Tree], observation: Observation) -
 
     ``generate`` passes such flags to every model, and torch.export accepts no Python value there, in whatever form its
     dynamic shapes are written (seen in torch 2.13). Other values are kept, so that torch.export raises an error:
-    without them, it would take the model's own defaults, and nobody would notice. `exportkit.export` needs none of
+    without them, it would take the model's own defaults, unnoticed. `exportkit.export` needs none of
     this, as it makes all of them part of the graph.
     """
     kept = dict(trees)

@@ -65,9 +65,6 @@ class Audit:
 def audit_sizes(traced: TracedProgram) -> Audit:
     """Returns the domain of a program, and what it leaves out of what the plan promises.
 
-    Args:
-        traced: The program.
-
     Raises:
         ExportError: if a recorded call is outside, or sizes that a user asked for.
     """
@@ -285,9 +282,6 @@ def rule_findings(traced: TracedProgram) -> list[Finding]:
 
 def audit_effects(traced: TracedProgram) -> list[Finding]:
     """Returns the findings on random numbers, inputs without effect, outputs that are inputs or are out of reach.
-
-    Args:
-        traced: The program.
 
     Raises:
         ExportError: if the model computes its result from buffers that it changes.

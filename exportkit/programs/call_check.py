@@ -58,7 +58,7 @@ class SmallSizes:
 
 
 class CallCheck:
-    """What is asked of each call.
+    """The requirements that each call has to meet.
 
     Args:
         inputs: The inputs.
@@ -170,11 +170,7 @@ class CallCheck:
             raise ValueError(f"{', '.join(wrong)[:200]} is not a dtype, a limit, a variable or a small size")
 
     def contains(self, sizes: Mapping[str, int]) -> bool:
-        """Returns whether sizes of the variables are inside.
-
-        Args:
-            sizes: The size of each variable.
-        """
+        """Returns whether sizes of the variables are inside."""
         try:
             self.require_sizes(sizes)
         except ArgumentError:
@@ -190,11 +186,7 @@ class CallCheck:
         return solve_equations([(size, value) for _, _, size, value in self._sizes(given)], self.ranges)
 
     def explain(self, sizes: Mapping[str, int]) -> Iterator[tuple[bool, str]]:
-        """Yields each condition with the sizes put in, and whether it holds.
-
-        Args:
-            sizes: The size of each variable.
-        """
+        """Yields each condition with the sizes put in, and whether it holds."""
         for name, (least, most) in self.ranges.items():
             inside = least <= sizes[name] and (most is None or sizes[name] <= most)
             yield inside, f"{ranged(name, least, most)}: {sizes[name]}"
@@ -296,12 +288,7 @@ class CallCheck:
 
 
 def broken_condition(condition: SizeCondition, sizes: Mapping[str, int]) -> ArgumentError:
-    """Returns the error about sizes that break a condition.
-
-    Args:
-        condition: The condition.
-        sizes: The size of each variable.
-    """
+    """Returns the error about sizes that break a condition."""
     return ArgumentError(
         f"The graph does not serve these sizes: {condition.text}, got {condition.got(sizes)}.",
         where=condition.place or None,

@@ -43,7 +43,7 @@ from exportkit.trees.caches import ATOMS
 Node = torch.fx.Node
 SIZE = torch.ops.aten.sym_size.int
 _MEMBER = re.compile(r"((?:.*\.)?)(\d+)")
-_MOST_RUNS = 8  # in Gemma3, every sixth layer is of another kind
+_MOST_RUNS = 8  # in Gemma3, every sixth layer is of a different kind
 
 
 class CopiedLayers:
@@ -249,7 +249,7 @@ def _places_of(node: Node, places: Mapping[Node, set[Steps]]) -> set[Steps]:
 
 
 def _read_after(last: Node) -> list[Node]:
-    """The nodes after another one, without sizes that nothing reads: torch's caches decide whether they are there."""
+    """The nodes after a given node, without sizes that nothing reads: torch's caches decide whether they are there."""
     found: list[Node] = []
     while (last := last.next).op != "root":
         found.append(last)

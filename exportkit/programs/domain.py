@@ -38,12 +38,12 @@ class Domain:
         patterns: Which variables may be 0 or 1 together: tracing assumes sizes of 2 and more, so smaller ones are
             inside only if they were recorded, or shown to give the same result.
         constants: Python values that are part of the graph, by path.
-        values: What is asked of the Python values of a call.
+        values: What is required of the Python values of a call.
         absent: The sets of inputs that may be left out together, by path: those that recorded calls left out, and
             those for which the model was seen to return what the graph returns.
         returned: Numbers among the outputs that follow from sizes: expressions over the variables of the plan, by path.
         waived: Conditions that the trace recorded and that change nothing, so that they are not required.
-        traits: What every input has to be besides, such as contiguous, because the model decides by it.
+        traits: Further requirements on every input, such as being contiguous, because the model decides by them.
     """
 
     inputs: tuple[DomainInput, ...]
@@ -70,7 +70,7 @@ class Domain:
 
     @cached_property
     def check(self) -> CallCheck:
-        """What is asked of the tensors of each call."""
+        """What is required of the tensors of each call."""
         return CallCheck(self.inputs, self.ranges, self.conditions, self.patterns)
 
     def require(self, given: Mapping[str, torch.Tensor], known: Mapping[str, int] | None = None) -> None:

@@ -147,13 +147,7 @@ _SCALES = ((1e3, 1), (1e6, 1), (1e38, 1), (-1.0, 1), (1.0, -1), (1.0, 1000))
 
 
 def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Call]) -> list[Rewrite]:
-    """Returns the rewrites for code that decides by the values of tensors; none if recorded calls come out differently.
-
-    Args:
-        model: The model.
-        method: The method.
-        calls: The recorded calls.
-    """
+    """Returns the rewrites for code that decides by values of tensors; none if a recorded result changes."""
     eager = EagerRunner(model, method)
     tried = [*calls, *(_scaled(call, *scales) for call in calls[:1] for scales in _SCALES)]
     made: dict[Place, bool] = {}

@@ -165,7 +165,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class CopiedLayer:
-    """A layer that got copies of the nodes of another one.
+    """A layer that got copies of the nodes of another layer.
 
     Attributes:
         path: The path of its module in the model.

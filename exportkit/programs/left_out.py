@@ -1,6 +1,6 @@
 """Asks the model what a trace does not show of its arguments: which constants change nothing, and what else it reads.
 
-A call may leave out a constant although the model's default is another one: ``generate`` passes ``use_cache=True``
+A call may leave out a constant although the model's default differs: ``generate`` passes ``use_cache=True``
 where the default is None, and means the same. What a call leaves out has its default, so a graph serves such calls if
 the model runs the same operators on the same arguments with it, makes the same decisions by sizes, and returns the
 same. The same holds for a constant that calls gave with several values. A number or a string in ``**kwargs`` that the

@@ -239,11 +239,7 @@ def without_harmless(
 
 
 def add_patterns(traced: TracedProgram) -> TracedProgram:
-    """Returns the program with the patterns of 0 and 1 in its domain for which it returns what the model returns.
-
-    Args:
-        traced: The program.
-    """
+    """Returns the program with the patterns of 0 and 1 in its domain for which it returns what the model returns."""
     probe, plan, domain = ProgramProbe(traced), traced.plan, traced.domain
     found, limits = list[SmallSizes](), probe.limits(traced.sizes, domain)
     samples: list[Mapping[str, int]] = []

@@ -52,7 +52,7 @@ from exportkit.trees import Tree, caches_opened
 
 @dataclass(frozen=True, repr=False)
 class TracedProgram:
-    """One traced program: its inputs and outputs in terms of the model, and what it was traced from.
+    """One traced program: its inputs and outputs in terms of the model, and its origin.
 
     Attributes:
         program: The program; its ``module()`` is called with the model's own arguments, without the constants.
@@ -68,7 +68,7 @@ class TracedProgram:
         outputs: Structure of what the model returns.
         numbers: Python numbers among the outputs that follow from sizes, by path: sympy expressions in torch's symbols.
         domain: Where the program may be used.
-        joined_outputs: Paths of lists with a tensor for each image or the like, which the graph returns as one tensor.
+        joined_outputs: Paths of lists, such as one tensor for each image, that the graph returns as one tensor.
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
         absences: The sets of inputs that may be left out together.
         crossings: Sizes that break conditions of the trace which change nothing.
@@ -116,7 +116,7 @@ class TracedProgram:
 
     @property
     def wraps(self) -> bool:
-        """Whether the graph returns the result of the model together with what else a call changes."""
+        """Whether the graph returns the result of the model together with everything else that a call changes."""
         return isinstance(self.model, WithEffects) and self.model.wraps
 
     def sampled_answer(

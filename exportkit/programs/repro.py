@@ -29,7 +29,7 @@ from exportkit.trees import join
 from exportkit.trees.json_form import dump_tree
 
 _SEED = 0
-# Settings that name a folder on somebody's disk, not an architecture.
+# Settings that name a folder on a disk, not an architecture.
 _PRIVATE_SETTINGS = ("_name_or_path", "name_or_path")
 
 

@@ -40,7 +40,7 @@ class ReusedLayers:
 
     @classmethod
     def of(cls, program: torch.export.ExportedProgram, copies: Sequence[CopiedLayer]) -> ReusedLayers | None:
-        """Returns those of a program; None if there are none.
+        """Returns the reused layers of a program; None if it has none.
 
         Args:
             program: The program.

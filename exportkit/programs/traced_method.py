@@ -160,9 +160,6 @@ class TracedMethod:
     def returned(self, observation: Observation) -> tuple[tuple[str, ...], dict[str, Any]]:
         """Returns the paths of the tensors that a program returns, and expressions for numbers that follow from sizes.
 
-        Args:
-            observation: The recorded calls.
-
         Raises:
             ExportError: if a Python value among the outputs depends on the inputs in a way that a program cannot
                 follow.

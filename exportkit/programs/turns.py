@@ -33,7 +33,7 @@ _LARGEST_TENSOR = 2**27
 UNTRIED = "it decides by sizes that take too long to be tried"
 _MOST_COMPARISONS = 8  # that are turned; a path beside the trace rarely has more than one of its own
 _STEPS = (16, 64)  # at which sides are looked at that do not follow a variable in steps of one
-_MOST_COMPARED = 2**24  # a limit beyond this is none for the size of a tensor
+_MOST_COMPARED = 2**24  # a limit beyond this does not limit the size of a tensor
 # Sizes at which code is tried whose decisions are not seen: beyond 1024, and beyond 64. The first one that fulfils the
 # conditions is taken, which may ask for a multiple.
 _FAR = ((1088, 1120, 1033), (128, 105, 73))
@@ -116,7 +116,7 @@ class Turns:
     Args:
         traced: The program; all sizes that are tried are in its domain, apart from those of 0 and 1.
         reads: Runs the model at given sizes; None if it raises.
-        of_trace: The run on the traced path; None if there is none.
+        of_trace: The run on the traced path, if there is one.
         settled: Other runs whose decisions are known.
         at_small_sizes: Whether sizes of 0 and 1 are tried that the run did not have.
     """
@@ -157,7 +157,7 @@ class Turns:
         sizes: Mapping[str, int],
         decisions: frozenset[tuple[Comparison, bool]],
     ) -> Iterator[Turn]:
-        """The turns of comparisons, given what came of them."""
+        """The turns of comparisons, given their results."""
         seen = {tuple(sizes.items()): decisions}
         for name, size in sizes.items():
             largest, smallest = size, size  # without a turn
@@ -197,7 +197,7 @@ class Turns:
     def _wanted(
         self, own: Mapping[Comparison, tuple[int, float]], sizes: Mapping[str, int], name: str
     ) -> list[tuple[Comparison, int]]:
-        """The sizes of a variable at which comparisons may come out otherwise, the nearest first.
+        """The sizes of a variable at which comparisons may have a different result, the nearest first.
 
         How both sides follow the variable is seen at a size beside, or at larger ones, as for ``length // 32``.
         """
@@ -224,7 +224,7 @@ class Turns:
         return [(found[size], size) for size in by_distance if size >= 0 and size != sizes[name]]
 
     def _beside(self, sizes: Mapping[str, int], name: str, size: int) -> dict[str, int] | None:
-        """The sizes with another one for a variable; None if they are not in the domain."""
+        """The sizes with a different size for one variable; None if they are not in the domain."""
         other = settled(self._traced.plan, {**sizes, name: size})
         return other if self._is_beside(sizes, other, name) else None
 

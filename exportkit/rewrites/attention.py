@@ -62,7 +62,7 @@ def has_torch_transformer(model: torch.nn.Module, _arguments: Mapping[str, Any])
 
 
 def skipped_causal_check(_model: torch.nn.Module) -> _Context:
-    """Takes a mask for causal only if the caller says so."""
+    """Treats a mask as causal only if the caller declares it."""
     owner, name = causal_mask_detection()
 
     def detect(_mask: Any, is_causal: bool | None = None, _size: Any = None) -> bool:

@@ -153,9 +153,6 @@ def checks_of_numbers(_model: torch.nn.Module) -> Iterator[None]:
     """Lets checks pass that test numbers read from tensors, and asserts what they test.
 
     In eager mode, these numbers are Python's, so that only a trace shows where they are tested.
-
-    Args:
-        _model: The model.
     """
     decide: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
@@ -201,9 +198,6 @@ def many_values(_model: torch.nn.Module) -> Iterator[None]:
     """Lets the code of torch assume that numbers of selected values are neither 0 nor 1, and asserts that.
 
     Some operators ask for that on the way to the same result, and others to raise, which a trace cannot decide.
-
-    Args:
-        _model: The model.
     """
     owner, name = questions_about_sizes()
     decide = getattr(owner, name)

@@ -205,7 +205,7 @@ def batched_experts(model: torch.nn.Module) -> _Context:
 # Loops over experts
 #
 # Models without a choice iterate over `mask.nonzero()`, the numbers of the chosen experts. A trace cannot do that: how
-# many there are is data. Under this rewrite, such a loop takes all experts, and skips none for want of tokens. That is
+# many there are is data. Under this rewrite, such a loop takes all experts, and skips none that lacks tokens. That is
 # right if an expert without tokens adds nothing, which the proof shows. Routers of such models cast their classifier on
 # the way, which a trace does not allow; a cast that changes nothing is left out.
 
@@ -256,7 +256,7 @@ def _counted(nonzero: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numel(self: torch.Tensor) -> Any:
-    """The number of elements; at least 1 for a list of places, so that no expert is skipped for want of tokens."""
+    """The number of elements; at least 1 for a list of places, so that no expert without tokens is skipped."""
     count = original_attribute(torch.Tensor, "numel")(self)
     return torch.sym_max(count, 1) if self.ndim == 1 and depends_on_values(count) else count
 

@@ -180,7 +180,7 @@ def _resized(table: torch.Tensor, rows: _Along, columns: _Along) -> torch.Tensor
 
 
 def _antialiased(place: torch.Tensor, size: torch.Tensor, side: int) -> torch.Tensor:
-    """The share of each entry of an axis of the table in each place of an axis of another size."""
+    """The share of each entry of an axis of the table in each place of an axis of a different size."""
     scale = side / size[..., None]
     centers = torch.arange(side, device=place.device) + 0.5
     apart = (centers - scale * (place[..., None] + 0.5)).abs()

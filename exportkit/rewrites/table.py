@@ -69,7 +69,7 @@ def _of_functions(name: str, functions: Mapping[str, Callable[..., Any]]) -> Rew
 
 @contextlib.contextmanager
 def library_patches(_model: torch.nn.Module) -> Iterator[None]:
-    """Applies all export patches of transformers, and undoes them; nothing where it has none."""
+    """Applies all export patches of transformers, if it has any, and undoes them."""
     with contextlib.ExitStack() as stack:
         for backend in ("dynamo", "onnx"):
             for target, name, make in exporter_patches(backend):

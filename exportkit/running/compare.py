@@ -233,7 +233,7 @@ def position_of_largest(
 
 
 def is_reordered(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | None = None) -> bool:
-    """Returns whether a tensor has the elements of another one in another order, up to rounding.
+    """Returns whether two tensors have the same elements in different orders, up to rounding.
 
     Args:
         first: What is taken for right.

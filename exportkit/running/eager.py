@@ -241,11 +241,6 @@ def replaced_buffer(model: torch.nn.Module, method: str, call: Call) -> str | No
     An example is a table of positions that is made longer when it is needed. A graph has the one that it was traced
     with.
 
-    Args:
-        model: The model.
-        method: The method.
-        call: The call.
-
     Raises:
         Exception: whatever the model raises.
     """

@@ -19,7 +19,7 @@ _EITHER = ([["GroupQueryAttention"], ["Attention"]], [["Attention"], ["GroupQuer
 _FLOAT32 = 1  # TensorProto.FLOAT
 _FLOATS = {1, 10, 11, 16}  # the above, TensorProto.FLOAT16, DOUBLE and BFLOAT16
 _WITHOUT_KERNELS = {11, 16}  # TensorProto.DOUBLE and BFLOAT16, which few operators have kernels for
-# What onnxruntime says of the first operator without a kernel, or that has none by its definition. It can list its
+# How onnxruntime names the first operator without a kernel, or without one by its definition. It can list its
 # kernels, too, but ends the process by SIGSEGV on the way if it was built for TensorRT, and the libraries of TensorRT
 # are missing (seen in 1.31.1).
 _MISSING = re.compile(r"Could not find an implementation for (\w+)\(|of operator \((\w+)\) in node .* is invalid")

@@ -37,9 +37,6 @@ def kept_positions(mask: torch.Tensor) -> torch.Tensor | None:
 
     Booleans and integers keep where they are not 0. Floating-point masks are added to scores, and hide where they are
     very low; those that consist of zeros and ones keep the ones.
-
-    Args:
-        mask: The mask.
     """
     kept = mask != 0
     if mask.is_floating_point() and bool((mask <= _HIDES).any()):

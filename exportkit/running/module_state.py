@@ -120,11 +120,7 @@ def _restore_tensors(tensors: Iterable[_Tensor]) -> None:
 
 @contextlib.contextmanager
 def modules_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Restores what the modules of a model hold, whatever is run in between.
-
-    Args:
-        model: The model.
-    """
+    """Restores what the modules of a model hold, whatever is run in between."""
     state = ModuleState(model)
     try:
         yield

@@ -1,6 +1,6 @@
 """Runs ONNX models: the only place that opens onnxruntime sessions, and moves tensors between them and torch.
 
-`GraphSession` is what runtimes have in common; `exportkit.running.openvino` has another one.
+`GraphSession` is what runtimes have in common; `exportkit.running.openvino` has a second one.
 
 On the CPU, tensors go in and out as numpy arrays, which share their memory and are the fastest way there. On other
 devices, and for bfloat16, which numpy lacks, tensors are bound where they are, and outputs come back by DLPack.

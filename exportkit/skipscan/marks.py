@@ -1,4 +1,4 @@
-"""Interprets the marks of a test: which of them skip it, and the variants that ``parametrize`` makes of it."""
+"""Interprets the marks of a test: which of them skip it, and its variants from ``parametrize``."""
 
 from __future__ import annotations
 

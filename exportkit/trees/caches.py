@@ -46,7 +46,7 @@ def _is_cache_class(cls: Any) -> bool:
     return issubclass(cls, cache_bases())
 
 
-# These are asked for every leaf of every call, hence the memory.
+# These are called for every leaf of every call, hence the cache.
 
 is_cache_class: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(_is_cache_class)
 """Returns whether a class is a cache of transformers or a layer of one. Other classes are objects like any other."""
@@ -61,9 +61,6 @@ def own_state(cache: Any) -> dict[str, Any]:
     """Returns the attributes of a cache, or of a layer, that classes from elsewhere add to those of transformers.
 
     What transformers itself keeps besides tensors follows from these: see `set_stored_length`.
-
-    Args:
-        cache: A cache.
     """
     state = vars(cache)
     if _keeps_state(type(cache)):

@@ -233,7 +233,7 @@ def _name(name: str) -> str:
 
 
 def _only_tensors(value: Fingerprint) -> bool:
-    """Whether a value holds tensors, and besides them None at most."""
+    """Whether a value holds tensors, and nothing else but None."""
     return has_tensors(value) and not constants_in(value, "")
 
 

@@ -63,7 +63,7 @@ class Flattened(NamedTuple):
 
 
 def flatten(value: Any) -> Tree:
-    """Returns the `Tree` of a nested value; what is opened is said in `flattened`.
+    """Returns the `Tree` of a nested value; `flattened` says what is opened.
 
     Raises:
         UnregisteredClassError: if an object was opened before, and its class is not registered any more.
@@ -143,7 +143,7 @@ def _hold_containers(leaves: Sequence[Any]) -> bool:
     return any(map(isinstance, leaves, itertools.repeat(_CONTAINERS)))
 
 
-@functools.lru_cache(maxsize=256)  # a model is given and returns the same structures again and again
+@functools.lru_cache(maxsize=256)  # a model takes and returns the same structures in every call
 def _spec_of(kind: Any, contents: Any) -> optree.PyTreeSpec:
     """The containers of a list or tuple of some length, of a dict with some names, or of a call with both."""
     if kind is None:

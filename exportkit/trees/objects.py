@@ -1,8 +1,8 @@
 """Objects of unregistered classes: which of them are opened by their attributes, and what they hold.
 
-An object is opened if it holds tensors, and if another object can be built around other tensors that nobody can tell
-from it: of the same class, with the same attributes, and with the same references between its parts. Its ``__init__``
-does not run, and no method of its class does. Every other object stays closed.
+An object is opened if it holds tensors, and if an indistinguishable object can be built around other tensors: of the
+same class, with the same attributes, and with the same references between its parts. Neither its ``__init__`` nor any
+other method of its class runs. Every other object stays closed.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _is_plain(cls: Any) -> bool:
 
 
 def _in_standard_library(cls: type) -> bool:
-    """Whether the standard library defines a class; what ``abc`` makes on behalf of others says so too, wrongly."""
+    """Whether the standard library defines a class; classes that ``abc`` makes for other packages claim so, too."""
     home = (name_of(cls) or "").partition(":")[0]
     return home == cls.__module__ and home.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
 
@@ -236,7 +236,7 @@ def _is_tied(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What torch's pytree keeps of an object besides its tensors; the other leaves by their positions."""
+    """What torch's pytree keeps of an object, apart from its tensors; the other leaves by their positions."""
 
     skeleton: Skeleton
     constants: tuple[tuple[int, Any], ...] = field(compare=False)

@@ -150,7 +150,7 @@ class HeldTensors:
 
 
 def lazy_tree(parts: Any, source: Tensors) -> Tree:
-    """Returns the tree of a part of a recorded call; its tensors are asked for when its leaves are.
+    """Returns the tree of a part of a recorded call; its tensors are read when its leaves are.
 
     Args:
         parts: A `Part`, or a tuple or dict of parts.
