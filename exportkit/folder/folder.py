@@ -103,7 +103,9 @@ def save_folder(
             if not report.ok:
                 warnings.warn(f"{target} was saved, and is {report.verdict()}", RuntimeWarning, stacklevel=3)
         elif values:
-            _measure(saved)
+            for graph in saved.all_graphs():  # what a later proof without the model may need
+                if graph.observation.has_values:
+                    measure(graph)
         write_json_file(folder / MANIFEST, _FORM, _manifest(saved, folder, values))
     runner.move(target)
     return runner
@@ -202,15 +204,6 @@ def _take_domains(runner: OnnxRunner, proven: OnnxRunner) -> None:
             write_domain(contract)
     for name, part in runner.parts.items():
         _take_domains(part, proven.parts[name])
-
-
-def _measure(runner: OnnxRunner) -> None:
-    """Measures with the model what a later proof without it may need."""
-    for graph in runner.graphs.values():
-        if graph.observation.has_values:
-            measure(graph)
-    for part in runner.parts.values():
-        _measure(part)
 
 
 def _manifest(runner: OnnxRunner, folder: Path, values: bool) -> dict[str, Any]:

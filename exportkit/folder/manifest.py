@@ -32,6 +32,11 @@ from exportkit.trees.json_form import dump_tree, load_value
 
 _CALLS, _UNSEEN, _PLAN, _MEASURED = "calls", "unseen", "plan.json", "measured.safetensors"
 _MOST_BYTES = 2**28  # of the calls at unseen sizes that are kept
+# What a contract and the manifest have under the same names.
+_SHARED = (
+    "opset", "method", "target", "joined_outputs", "member_rows", "stateful", "wraps", "half_dtypes", "written",
+    "rules", "sizes", "seconds", "runtime", "quantised",
+)  # fmt: skip
 _TOO_LARGE = "its tensors are too large to keep"
 
 
@@ -179,27 +184,14 @@ def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph
         inputs={item.name: item.path for item in graph.inputs},
         outputs={item.name: item.path for item in graph.outputs},
         output_axes={item.path: item.axes for item in graph.outputs},
-        opset=graph.opset,
         model_name=graph.model,
-        method=graph.method,
-        target=graph.target,
         signature=observation.signature,
         plan=plan,
         domain=Domain.from_json(graph.domain),
         defaults=MissingDefaults(graph.fills, graph.unproven),
         structure=flatten(load_value(structure.layout, [returned[path] for path in structure.paths])),
-        joined_outputs=graph.joined_outputs,
-        member_rows=graph.member_rows,
         dependent=dependent_outputs(observation, list(returned), graph.joined_outputs),
-        stateful=graph.stateful,
-        wraps=graph.wraps,
-        half_dtypes=graph.half_dtypes,
-        written=graph.written,
-        rules=graph.rules,
-        sizes=graph.sizes,
-        seconds=graph.seconds,
-        runtime=graph.runtime,
-        quantised=graph.quantised,
+        **{name: getattr(graph, name) for name in _SHARED},
     )
     _require_consistent(contract)
     unseen = _load_unseen(graph.unseen, place / _UNSEEN, contract)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -105,11 +105,17 @@ class OnnxRunner:
         require_own(self.graphs, self.parts)
         return next(iter(self.graphs.values()))
 
+    def all_graphs(self) -> Iterator[OnnxGraph]:
+        """Yields the graphs, then those of the parts."""
+        yield from self.graphs.values()
+        for part in self.parts.values():
+            yield from part.all_graphs()
+
     @property
     def path(self) -> Path:
         """The ONNX file; of several graphs or modules, the folder with their files."""
         if not self.graphs:
-            return next(graph.path.parent for part in self.parts.values() for graph in part.graphs.values())
+            return next(self.all_graphs()).path.parent
         return self.graph.path if self.split is None else self.graph.path.parent
 
     @property
@@ -252,17 +258,13 @@ class OnnxRunner:
 
     def move(self, folder: Path) -> None:
         """Notes that the files of all graphs were moved to a folder."""
-        for graph in self.graphs.values():
+        for graph in self.all_graphs():
             graph.contract = replace(graph.contract, path=folder / graph.path.name)
-        for part in self.parts.values():
-            part.move(folder)
 
     def open(self) -> None:
         """Opens the sessions of all graphs, which are opened by the first call otherwise."""
-        for graph in self.graphs.values():
+        for graph in self.all_graphs():
             _ = graph.session
-        for part in self.parts.values():
-            part.open()
 
     def to(
         self,
@@ -320,10 +322,8 @@ class OnnxRunner:
 
     def reopen_changed(self) -> None:
         """Closes the sessions whose files were written or replaced since they were opened, so that they open again."""
-        for graph in self.graphs.values():
+        for graph in self.all_graphs():
             graph.close_if_changed()
-        for part in self.parts.values():
-            part.reopen_changed()
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """Returns why a call is inside or outside of the domain, condition by condition; of each of several graphs.
