@@ -27,6 +27,7 @@ from exportkit.files import as_path
 from exportkit.plan.plan import Plan
 from exportkit.trees import join
 from exportkit.trees.json_form import dump_tree
+from exportkit.trees.object_parts import named
 
 _SEED = 0
 # Settings that name a folder on a disk, not an architecture.
@@ -204,7 +205,4 @@ def _constructor_arguments(model: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def _is_importable(cls: type) -> bool:
-    found: Any = sys.modules.get(cls.__module__) if cls.__module__ != "__main__" else None
-    for step in cls.__qualname__.split("."):
-        found = getattr(found, step, None)
-    return found is cls
+    return cls.__module__ != "__main__" and named(f"{cls.__module__}:{cls.__qualname__}") is cls

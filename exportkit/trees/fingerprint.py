@@ -26,7 +26,7 @@ import torch
 from exportkit._torch_compat.memory import version_of
 from exportkit.trees.caches import ATOMS, is_cache_class, own_state
 from exportkit.trees.flatten import open_registered
-from exportkit.trees.object_parts import Part, Skeleton, Unread, is_in_c, name_of
+from exportkit.trees.object_parts import Part, Skeleton, Unread, is_in_c, name_of, named
 
 Fingerprint = tuple[Any, ...]
 
@@ -207,7 +207,7 @@ class _Describer:
 
     def _function(self, value: types.FunctionType) -> Fingerprint:
         name = f"{value.__module__}:{value.__qualname__}"
-        if name.partition(".")[0].partition(":")[0] in _KNOWN_BY_NAME and _named(name) is value:
+        if name.partition(".")[0].partition(":")[0] in _KNOWN_BY_NAME and named(name) is value:
             return ("function", name)
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         known = value.__globals__
@@ -275,15 +275,6 @@ def _atom(value: Any) -> Fingerprint:
     if kind is complex:
         return ("complex", repr(value.real), repr(value.imag))
     return (kind.__name__, value.hex() if kind is bytes else str(value) if kind is torch.device else repr(value))
-
-
-def _named(name: str) -> Any:
-    """What a name of the form ``module:qualified.name`` stands for, or None."""
-    module, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for step in qualified.split("."):
-        found = getattr(found, step, None)
-    return found
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

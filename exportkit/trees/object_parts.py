@@ -167,13 +167,17 @@ def name_of(cls: type) -> str | None:
 
     A metaclass can make a class in another module than the class says: in that of one of its bases.
     """
-    for base in cls.__mro__:
-        found: Any = sys.modules.get(base.__module__)
-        for step in cls.__qualname__.split("."):
-            found = getattr(found, step, None)
-        if found is cls:
-            return f"{base.__module__}:{cls.__qualname__}"
-    return None
+    names = (f"{base.__module__}:{cls.__qualname__}" for base in cls.__mro__)
+    return next((name for name in names if named(name) is cls), None)
+
+
+def named(name: str) -> Any:
+    """Returns what a name of the form ``module:qualified.name`` stands for in a loaded module, or None."""
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for step in qualified.split("."):
+        found = getattr(found, step, None)
+    return found
 
 
 def new_object(cls: Any) -> Any:
