@@ -7,6 +7,7 @@ takes effect.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -186,16 +187,15 @@ class CalledInstead:
         self.names: dict[str, None] = {}
         self._is_inside = False
         self._num_calls = num_calls
-        self._attachments: list[Attachment] = []
+        self._attached = contextlib.ExitStack()
         for name in ("forward", *methods_of(model)):
             if name != method_name:
-                self._attachments.append(attach(model, name, functools.partial(self._note, name), self._is_spent))
+                note = functools.partial(self._note, name)
+                self._attached.callback(attach(model, name, note, self._is_spent).leave)
 
     def leave(self) -> None:
-        """Ends this; afterwards the model is as it was."""
-        for attachment in self._attachments:
-            attachment.leave()
-        self._attachments.clear()  # so that the model is freed with its last reference
+        """Ends this; afterwards the model is as it was, and nothing here refers to it."""
+        self._attached.close()
 
     def _is_spent(self) -> bool:
         """Whether the observed method was called, so that nothing else matters."""

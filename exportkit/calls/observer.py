@@ -112,23 +112,20 @@ class Observer:
             return
         recorder = self._recorder_of(model, method_name)
         self._model, self._method_name = weakref.ref(model), method_name
-        self._parts = PartRecorder(model, method_name, parts) if parts is not None else None
+        part_recorder = self._parts = PartRecorder(model, method_name, parts) if parts is not None else None
         recorder.allow(store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes)
         known = len(recorder.problems), len(recorder.limits)
         attachment = attach(model, method_name, recorder.call, recorder.is_spent if shapes == "stored" else None)
-        part_recorder = self._parts
         instead = CalledInstead(model, method_name, recorder.num_calls)
         try:
-            if part_recorder is not None:
-                part_recorder.enter(store_n_calls, max_bytes)
-            yield self
+            with part_recorder.recording(store_n_calls, max_bytes) if part_recorder else contextlib.nullcontext():
+                yield self
         finally:
             attachment.leave()
             instead.leave()
             self._called_instead = tuple(instead.names)
             limits = recorder.limits[known[1] :]
             if part_recorder is not None:
-                part_recorder.leave()
                 limits += tuple(f"The part {name!r} was not called." for name in part_recorder.not_called())
             _report(recorder.problems[known[0] :], limits)
 

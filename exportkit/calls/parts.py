@@ -6,6 +6,7 @@ into which inputs of the model.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from exportkit.calls.call import Call, Signature
-from exportkit.calls.method_wrapper import Attachment, attach
+from exportkit.calls.method_wrapper import attach
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import Recorder
 from exportkit.errors import InvalidRequestError, InvalidTypeError, UnknownMethodError
@@ -84,21 +85,17 @@ class PartRecorder:
         self._listeners = {
             target: _Outermost(_recorder(*target), self._inside) for target in targets if target != (model, method_name)
         }
-        self._attachments: list[Attachment] = []
 
-    def enter(self, store_n_calls: int, max_bytes: int | None) -> None:
-        """Begins to record."""
-        if self.is_auto:
-            self._attachments.append(attach(*self._root, _Outermost(None, self._inside).call))
-        for (module, method), listener in self._listeners.items():
-            listener.recorder.allow(store_n_calls, max_bytes=max_bytes)
-            self._attachments.append(attach(module, method, listener.call))
-
-    def leave(self) -> None:
-        """Ends recording; afterwards the model is as it was."""
-        for place in self._attachments:
-            place.leave()
-        self._attachments.clear()
+    @contextlib.contextmanager
+    def recording(self, store_n_calls: int, max_bytes: int | None) -> Iterator[None]:
+        """Records for the time of a ``with`` block; afterwards the model is as it was."""
+        with contextlib.ExitStack() as stack:
+            if self.is_auto:
+                stack.callback(attach(*self._root, _Outermost(None, self._inside).call).leave)
+            for (module, method), listener in self._listeners.items():
+                listener.recorder.allow(store_n_calls, max_bytes=max_bytes)
+                stack.callback(attach(module, method, listener.call).leave)
+            yield
 
     @property
     def problems(self) -> tuple[str, ...]:
