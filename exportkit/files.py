@@ -64,6 +64,26 @@ def check_file(path: str | os.PathLike[str], name: str = "model.onnx") -> Path:
     return target
 
 
+def write_text(path: str | os.PathLike[str], text: str, noun: str) -> Path:
+    """Writes a text file, in a folder that is created if it does not exist, and returns its path.
+
+    Args:
+        path: The file.
+        text: Its content.
+        noun: What it is, such as "The page", for messages.
+
+    Raises:
+        DestinationError: if it cannot be written.
+    """
+    target = as_path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DestinationError(f"{noun} cannot be written.", where=str(target), got=error.strerror) from error
+    return target
+
+
 def check_folder(target: Path, noun: str, is_ours: Callable[[Path], bool]) -> Path:
     """Returns the path of a folder if it is new or empty, or holds a thing of the same kind.
 

@@ -15,7 +15,7 @@ from exportkit.api.onnx_model import OnnxModel, recorded
 from exportkit.calls.observation import Observation
 from exportkit.calls.observer import Observer
 from exportkit.errors import InvalidRequestError, InvalidTypeError
-from exportkit.files import as_path, check_file, replacing
+from exportkit.files import as_path, check_file, replacing, write_text
 from exportkit.onnx_files.contract import Runtime
 from exportkit.onnx_files.quantised import Bits, Dtype, Quantisation
 from exportkit.onnx_files.write import write_graphs
@@ -224,13 +224,12 @@ class Exported(ExportedModel):
         """
         from exportkit.folder.folder import save_folder
         from exportkit.report.export import export_page  # jinja2 is slow to import
-        from exportkit.report.render import write_page
 
         check_file(path)
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / (self.observation.model_name if self.programs else "_".join(self.parts))
             save_folder(self, folder, values=False)
-            return write_page(path, export_page(folder))
+            return write_text(path, export_page(folder), "The page")
 
 
 def _all_programs(exported: ExportedModel, name: str = "") -> Iterator[tuple[str, TracedProgram]]:

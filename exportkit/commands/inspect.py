@@ -99,11 +99,11 @@ def report(
 
     Exits with 0, or with 2 for invalid usage.
     """
+    from exportkit.files import write_text
     from exportkit.folder.folder import PAGE
-    from exportkit.report.render import write_page
 
     with exit_on_error(BAD_INPUT, debug):
-        page = write_page(folder / PAGE if out is None else out, _page_of(folder))
+        page = write_text(folder / PAGE if out is None else out, _page_of(folder), "The page")
     if as_json:
         print_json({"page": str(page)})
     else:
@@ -192,8 +192,8 @@ def compare(
 
     Exits with 0 if nothing differs, 1 if something does, 2 for invalid usage.
     """
+    from exportkit.files import write_text
     from exportkit.module_traces.trace import Trace
-    from exportkit.report.render import write_page
     from exportkit.report.traces import comparison_page
 
     with quiet_libraries(), exit_on_error(BAD_INPUT):
@@ -203,7 +203,7 @@ def compare(
         pairs = {name.partition("=")[0]: name.partition("=")[2] for name in names or ()}
         found = Trace.load(first).compare(Trace.load(second), pairs)
         if html is not None:
-            write_page(html, comparison_page(found, f"{first} and {second}"))
+            write_text(html, comparison_page(found, f"{first} and {second}"), "The page")
     if as_json:
         typer.echo(found.as_json())
     else:

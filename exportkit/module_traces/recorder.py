@@ -8,10 +8,7 @@ when it is first seen.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
 import itertools
-import platform
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +21,7 @@ import torch
 from exportkit._torch_compat.memory import StorageRef, memory_state
 from exportkit._torch_compat.modules import paths_of_modules
 from exportkit._torch_compat.tracing import in_backward, is_capturing, is_tracing
+from exportkit.files import versions
 from exportkit.module_outputs import scope
 from exportkit.module_traces.files import FORMAT, VERSION, TraceFiles, encode, quoted
 from exportkit.module_traces.leaves import LeafReader
@@ -104,13 +102,12 @@ class TraceRecorder:
         self.problems: dict[str, None] = {}
         self._is_over = False
         self._waiting: list[str] = []
-        packages = {name: _version(name) for name in _PACKAGES}
         metadata = {
             "format": FORMAT,
             "version": VERSION,
             "model": self._model_name,
             "values": values,
-            "written_by": {"python": platform.python_version(), **packages},
+            "written_by": versions(*_PACKAGES),
         }
         self._write([encode(metadata)])
 
@@ -286,14 +283,6 @@ class TraceRecorder:
     def _write(self, lines: list[str]) -> None:
         self._files.write_lines([*self._waiting, *lines])
         self._waiting.clear()
-
-
-@functools.cache  # a lookup takes a millisecond
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @dataclass(slots=True)

@@ -22,8 +22,7 @@ import torch
 
 from exportkit._torch_compat.transformers import attention_implementation
 from exportkit.calls.call import Call
-from exportkit.errors import DestinationError
-from exportkit.files import as_path
+from exportkit.files import as_path, write_text
 from exportkit.plan.plan import Plan
 from exportkit.trees import join
 from exportkit.trees.json_form import dump_tree
@@ -66,14 +65,7 @@ class TraceRequest:
             DestinationError: if it cannot be written.
             TreeError: if an input is of a class that cannot be found by its name.
         """
-        text = _script(self)
-        path = as_path(directory) / "repro.py"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise DestinationError("The script cannot be written.", where=str(path), got=str(error)) from error
-        return path
+        return write_text(as_path(directory) / "repro.py", _script(self), "The script")
 
 
 def _script(request: TraceRequest) -> str:

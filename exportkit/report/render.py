@@ -6,13 +6,9 @@ A page needs no other files and no network. Templates extend ``base.html.j2`` an
 from __future__ import annotations
 
 import math
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from exportkit.errors import DestinationError
-from exportkit.files import as_path
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -27,25 +23,6 @@ def render(template: str, **values: Any) -> str:
     """
     text: str = _environment().get_template(template).render(values)
     return text
-
-
-def write_page(path: str | os.PathLike[str], text: str) -> Path:
-    """Writes a page and returns its path.
-
-    Args:
-        path: The file. Its folder is created if it does not exist.
-        text: The page.
-
-    Raises:
-        DestinationError: if it cannot be written.
-    """
-    target = as_path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DestinationError("The page cannot be written.", where=str(target), got=error.strerror) from error
-    return target
 
 
 @cache

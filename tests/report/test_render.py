@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from exportkit.errors import DestinationError
-from exportkit.report.render import count, difference, render, seconds, size, write_page
+from exportkit.files import write_text
+from exportkit.report.render import count, difference, render, seconds, size
 
 
 @pytest.mark.parametrize(
@@ -44,13 +45,13 @@ def test_a_missing_template_value_is_an_error():
 
 
 def test_a_page_is_written_to_a_new_folder(tmp_path):
-    path = write_page(tmp_path / "new" / "page.html", "<p>é</p>")
+    path = write_text(tmp_path / "new" / "page.html", "<p>é</p>", "The page")
     assert path.read_text(encoding="utf-8") == "<p>é</p>"
 
 
 def test_a_page_that_cannot_be_written(tmp_path):
     with pytest.raises(DestinationError) as error:
-        write_page(tmp_path, "")
+        write_text(tmp_path, "", "The page")
     assert str(error.value) == f"The page cannot be written.\n  where: {tmp_path}\n  got: Is a directory"
 
 
