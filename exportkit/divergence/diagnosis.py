@@ -1,4 +1,4 @@
-"""Says what is wrong where a graph diverges: the module, node, weight or choice behind the first difference.
+"""Where a graph diverges: the stage, module, line and node, the error that is added there, and what is wrong.
 
 The node is the one that computes the tensor that differs first. If the program that the graph was translated from is
 known and agrees, it is the first node of the module whose value no node of the program with its operator has.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -19,9 +20,16 @@ import torch
 from exportkit._torch_compat.onnx import quiet_onnx_export
 from exportkit.divergence.graph_run import GraphNode, GraphRun, ModuleNodes, read_onnx
 from exportkit.divergence.match_values import MatchedCalls
-from exportkit.divergence.result import Divergence, Stage, Suspect
 from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import JUMP, PEAK, ROUNDING
+from exportkit.module_traces.comparison import (
+    PrintedResult,
+    call_text,
+    error_text,
+    headline,
+    labelled,
+    printed_table,
+)
 from exportkit.module_traces.error_steps import ErrorStep, added_error, worst_steps
 from exportkit.module_traces.trace import Trace
 from exportkit.module_traces.trace_data import ModuleCall
@@ -31,6 +39,138 @@ from exportkit.running.session import Session
 
 if TYPE_CHECKING:
     import onnx
+    from rich.console import RenderableType
+
+Outcome = Literal["agrees", "diverges", "not checked"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A form of the model on its way to onnxruntime.
+
+    Attributes:
+        name: ``torch.export``, ``ONNX before optimisation``, ``ONNX after optimisation``, or ``onnxruntime``.
+        outcome: Whether it agrees with the model.
+        error: The largest relative error of an output; NaN where none was compared.
+        note: More about it, such as why it was not checked.
+    """
+
+    name: str
+    outcome: Outcome
+    error: float = math.nan
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A module that adds error.
+
+    Attributes:
+        module: Its path; "" for the model itself.
+        class_name: Its class.
+        number: Which of its calls it is.
+        base: The relative error of what it computes from.
+        error: The relative error of what it computes.
+        wrong: Whether that is more than rounding.
+    """
+
+    module: str
+    class_name: str
+    number: int
+    base: float
+    error: float
+    wrong: bool
+
+    @property
+    def added(self) -> float:
+        """The error that it adds."""
+        return added_error(self.base, self.error)
+
+
+@dataclass(frozen=True)
+class Divergence(PrintedResult):
+    """Where a graph begins to differ from its model. Prints as a short report.
+
+    Attributes:
+        stage: The first stage that diverges, or None if all agree.
+        module: Path of the module where it begins; "" for the model itself, None if no module can be named.
+        class_name: Its class.
+        number: Which of its calls.
+        tensor: What differs first, such as ``outputs[0]`` or ``inputs args[0]`` of a module.
+        node: The node of the graph that computes it, if known.
+        operator: What that node computes.
+        line: The line of the model's code that the node comes from.
+        error: The relative error there, as a root mean square.
+        base: The relative error of what it is computed from.
+        largest: The largest absolute difference.
+        index: Position of the largest difference.
+        reason: What is wrong, in words.
+        stages: What was checked.
+        suspects: The modules that add most.
+        unmatched: Paths of outputs of the model whose shape no value of the graph has.
+    """
+
+    stage: str | None
+    module: str | None = None
+    class_name: str = ""
+    number: int = 0
+    tensor: str = ""
+    node: str = ""
+    operator: str = ""
+    line: str = ""
+    error: float = math.nan
+    base: float = math.nan
+    largest: float = math.nan
+    index: tuple[int, ...] | None = None
+    reason: str = ""
+    stages: tuple[Stage, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
+    unmatched: tuple[str, ...] = ()
+
+    @property
+    def diverges(self) -> bool:
+        """Whether any stage does."""
+        return self.stage is not None
+
+    def headline(self) -> str:
+        """Returns the result in one line."""
+        if self.stage is None:
+            names = ", ".join(path.removeprefix("outputs").lstrip(".") or "the output" for path in self.unmatched)
+            return f"No stage diverges{f', but there is nothing to compare {names} with' if names else ''}."
+        if self.module is None:
+            return f"{self.stage} diverges."
+        class_name = f" ({self.class_name})" if self.class_name else ""
+        return f"{self.stage} diverges in {self.module or 'the model itself'}{class_name}"
+
+    def _parts(self) -> Iterator[RenderableType]:
+        yield headline(self.headline(), not self.diverges)
+        details = {
+            "tensor": self.tensor and self.tensor + (f", call {self.number}" if self.number else ""),
+            "error": "" if math.isnan(self.error) else error_text(self.error, self.base, self.largest, self.index),
+            "reason": self.reason,
+            "node": self.node and f"{self.node} ({self.operator})",
+            "line": self.line,
+        }
+        yield from (labelled(label, text) for label, text in details.items() if text and self.diverges)
+        yield printed_table(
+            ("stage", "outcome", "error", ""),
+            [(s.name, s.outcome, "" if math.isnan(s.error) else f"{s.error:.1e}", s.note) for s in self.stages],
+        )
+        if self.suspects and self.diverges:
+            yield printed_table(
+                ("module", "class", "error of its inputs", "of its outputs", "verdict"),
+                [
+                    (
+                        call_text(suspect.module, suspect.number),
+                        suspect.class_name,
+                        f"{suspect.base:.1e}",
+                        f"{suspect.error:.1e}",
+                        "differs" if suspect.wrong else "",
+                    )
+                    for suspect in self.suspects
+                ],
+            )
+
 
 _SUSPECTS = 5  # modules that are named
 # Which of equal elements ``torch.topk`` takes is left open by its documentation, and differs between devices. ONNX TopK

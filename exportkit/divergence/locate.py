@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from exportkit.calls.call import Call, Signature
-from exportkit.divergence.diagnosis import Diagnosis, changed_weight, error_of_translation
+from exportkit.divergence.diagnosis import Diagnosis, Divergence, Stage, changed_weight, error_of_translation
 from exportkit.divergence.graph_run import (
     GraphNode,
     GraphRun,
@@ -28,7 +28,6 @@ from exportkit.divergence.graph_run import (
     run_program,
 )
 from exportkit.divergence.match_values import MatchedCalls, match_values
-from exportkit.divergence.result import Divergence, Stage
 from exportkit.errors import InvalidRequestError, InvalidTypeError, RuntimeFailure
 from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import JUMP

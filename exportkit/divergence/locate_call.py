@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from exportkit.calls.call import Call
+from exportkit.divergence.diagnosis import Divergence, Stage
 from exportkit.divergence.graph_run import GraphNode, nodes_of, read_onnx
 from exportkit.divergence.locate import locate_divergence
-from exportkit.divergence.result import Divergence, Stage
 from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import JUMP, ROUNDING
 from exportkit.onnx_files.runner import OnnxRunner
