@@ -188,7 +188,7 @@ def operators_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[Any, ...]]]:
         return run(), log
 
 
-def module_calls(around: Callable[..., Any] | None = None) -> tuple[type, dict[str, Any]]:
+def module_calls(around: Callable[..., Any] | None) -> tuple[type, dict[str, Any]]:
     """Returns a class and a replacement of its method that runs the modules of a model in a trace.
 
     torch stays in a module that raises, also where the model catches the error; the replacement leaves it.

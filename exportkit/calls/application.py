@@ -98,7 +98,7 @@ def value_at(application: Any, path: str) -> Any:
     return value
 
 
-def module_at(application: Any, path: str, method: str, model_name: str = "") -> torch.nn.Module:
+def module_at(application: Any, path: str, method: str, model_name: str) -> torch.nn.Module:
     """Returns a module of an application, or of a module.
 
     Args:

@@ -320,7 +320,7 @@ def run_onnx(
     model: onnx.ModelProto,
     folder: Path | None,
     inputs: Mapping[str, torch.Tensor],
-    placement: Placement | None = None,
+    placement: Placement | None,
 ) -> GraphRun:
     """Returns the values of one run, without optimisation, in one session that returns all of them.
 

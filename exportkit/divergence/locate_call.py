@@ -38,7 +38,7 @@ def locate_call(
     expected: Tensors,
     wrong: Sequence[str],
     where: str,
-    model: torch.nn.Module | None = None,
+    model: torch.nn.Module | None,
 ) -> Divergence:
     """Returns where a call that is not proven begins to differ from the model. There is always a result.
 

@@ -65,7 +65,7 @@ class MatchedCalls:
         return first_step(self.steps, self.calls, self.wrong) or next(missing, None)
 
 
-def match_values(trace: Trace, run: GraphRun, padding: Padding, wrong: frozenset[str] = frozenset()) -> MatchedCalls:
+def match_values(trace: Trace, run: GraphRun, padding: Padding, wrong: frozenset[str]) -> MatchedCalls:
     """Returns the calls of a trace compared with the values of a graph.
 
     Args:

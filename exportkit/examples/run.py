@@ -64,7 +64,7 @@ class ExampleRun:
         return observer
 
 
-def default_run(model: Any, tokenizer: Any = None) -> ExampleRun:
+def default_run(model: Any, tokenizer: Any) -> ExampleRun:
     """Returns a model with a run that is usual for its task.
 
     Decoders and encoder-decoders generate from one prompt. Encoders read padded batches of different lengths. Image

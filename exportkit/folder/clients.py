@@ -54,7 +54,7 @@ def foreign_inputs(inputs: Iterable[str]) -> list[str]:
     return [name for name in inputs if name not in _PLAIN and not _PAST.fullmatch(name)]
 
 
-def genai_obstacle(traced: TracedProgram, inputs: Mapping[str, str], parts: Collection[str] = ()) -> str | None:
+def genai_obstacle(traced: TracedProgram, inputs: Mapping[str, str], parts: Collection[str]) -> str | None:
     """Returns why onnxruntime-genai cannot run the graph, or None if it can.
 
     Args:

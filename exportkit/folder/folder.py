@@ -73,7 +73,7 @@ def save_folder(
     opset: int | None = None,
     lossy: Lossy | None = None,
     given: Sequence[Call] = (),
-    values: bool = True,
+    values: bool,
     verify: bool = True,
     compared: ApplicationRun | None = None,
 ) -> OnnxRunner:
@@ -111,7 +111,7 @@ def save_folder(
     return runner
 
 
-def load_folder(directory: str | os.PathLike[str], check_weights: bool = True) -> OnnxRunner:
+def load_folder(directory: str | os.PathLike[str], check_weights: bool) -> OnnxRunner:
     """Returns the graphs of a folder that `save_folder` wrote; see `exportkit.load`."""
     folder = as_path(directory)
     data = read_manifest(folder)

@@ -110,7 +110,7 @@ class GraphData:
     quantised: Quantised | None = None
 
 
-def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str = "") -> dict[str, Any]:
+def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str) -> dict[str, Any]:
     """Writes the plan and the calls of a graph, and returns its contract as JSON data.
 
     Args:

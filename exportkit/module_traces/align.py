@@ -30,7 +30,7 @@ _SAME_SUM = 1e-7
 
 
 def align_calls(
-    first: Sequence[ModuleCall], second: Sequence[ModuleCall], names: Mapping[str, str] | None = None
+    first: Sequence[ModuleCall], second: Sequence[ModuleCall], names: Mapping[str, str] | None
 ) -> list[Pair]:
     """Returns the pairs of calls, in the order of the first run.
 

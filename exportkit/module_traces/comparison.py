@@ -254,7 +254,7 @@ class Comparison(PrintedResult):
         yield from (Text(f"note: {note}") for note in self.notes)
 
 
-def compare_traces(first: TraceData, second: TraceData, names: Mapping[str, str] | None = None) -> Comparison:
+def compare_traces(first: TraceData, second: TraceData, names: Mapping[str, str] | None) -> Comparison:
     """Returns how the second run differs from the first; see `Trace.compare`."""
     pairs = align_calls(first.calls, second.calls, names)
     if not pairs:

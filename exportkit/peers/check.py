@@ -132,8 +132,8 @@ def check_recorded_calls(
     observation: Observation,
     onnx_model: Any,
     tolerance: Tolerance,
-    progress_bar: bool = False,
-    include_io: bool = False,
+    progress_bar: bool,
+    include_io: bool,
 ) -> list[dict[str, Any]]:
     """Returns one row for each recorded call, as `InputObserver.check_discrepancies` describes them."""
     observation.require_calls()

@@ -45,7 +45,7 @@ DimNames = bool | Mapping[str | int, Mapping[int, str]] | None
 
 
 def recorded_dynamic_shapes(
-    observation: Observation, batch_hints: BatchHints = None, dim_names: DimNames = None
+    observation: Observation, batch_hints: BatchHints, dim_names: DimNames
 ) -> tuple[Any, ...] | dict[str, Any]:
     """Returns dynamic shapes: axes whose size varied, and the batch axis of the hinted inputs.
 
@@ -88,9 +88,7 @@ def _marked(value: Any, spec_of: Callable[[str], dict[int, Any]]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def recorded_arguments(
-    observation: Observation, which: Any = None, flat: bool = False, as_args_kwargs: bool = False
-) -> Any:
+def recorded_arguments(observation: Observation, which: Any, flat: bool, as_args_kwargs: bool) -> Any:
     """Returns a recorded call, or given values, completed with empty tensors for what is missing.
 
     The arguments are those of `InputObserver.infer_arguments`.
@@ -137,7 +135,7 @@ def _own(leaf: Any) -> Any:
     return leaf.clone() if shared is None else shared
 
 
-def exportable_arguments(plan: Plan, observation: Observation, flat: bool = False, as_args_kwargs: bool = False) -> Any:
+def exportable_arguments(plan: Plan, observation: Observation, flat: bool, as_args_kwargs: bool) -> Any:
     """Returns arguments whose variable sizes are distinct and greater than 1, in the form of `recorded_arguments`."""
     observation.require_calls()
     call = build_call(plan, observation, choose_sizes(plan))

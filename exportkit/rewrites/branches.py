@@ -59,7 +59,7 @@ class Decisions:
 
 
 @contextlib.contextmanager
-def decisions_noted(forced: Mapping[Place, bool] | None = None, emptied: Collection[Place] = ()) -> Iterator[Decisions]:
+def decisions_noted(forced: Mapping[Place, bool] | None, emptied: Collection[Place] = ()) -> Iterator[Decisions]:
     """Notes where code decides by the value of a tensor.
 
     Args:

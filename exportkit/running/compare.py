@@ -232,7 +232,7 @@ def position_of_largest(
     return position if largest > 0 else None
 
 
-def is_reordered(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | None = None) -> bool:
+def is_reordered(first: torch.Tensor, second: torch.Tensor, visible: torch.Tensor | None) -> bool:
     """Returns whether two tensors have the same elements in different orders, up to rounding.
 
     Args:
