@@ -19,6 +19,8 @@ from exportkit.commands.shared import (
     NOT_PROVEN,
     AsJson,
     Debug,
+    ModelDir,
+    Opset,
     exit_on_error,
     make_folder,
     print_json,
@@ -116,12 +118,12 @@ class Pipeline:
 
 
 def export(
-    model_dir: Annotated[Path, typer.Argument(help="Folder with config.json and *.safetensors.", metavar="MODEL_DIR")],
+    model_dir: ModelDir,
     out: Annotated[
         Path,
         typer.Option(help="A new or empty folder, or a file that ends in .onnx.", metavar="OUT", show_default=False),
     ],
-    opset: Annotated[int | None, typer.Option(min=18, help="ONNX opset; the default is torch's choice.")] = None,
+    opset: Opset = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Export without a proof.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -16,6 +16,7 @@ from exportkit.commands.shared import (
     NOT_PROVEN,
     AsJson,
     Debug,
+    ModelDir,
     exit_on_error,
     print_json,
     progress,
@@ -137,7 +138,7 @@ def _page_of(folder: Path) -> str:
 
 
 def trace(
-    model_dir: Annotated[Path, typer.Argument(help="Folder with config.json and *.safetensors.", metavar="MODEL_DIR")],
+    model_dir: ModelDir,
     out: Annotated[Path, typer.Option(help="Folder for the trace; an existing trace is replaced.", metavar="DIR")],
     values: Annotated[
         list[str] | None,

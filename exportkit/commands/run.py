@@ -17,6 +17,7 @@ from exportkit.commands.shared import (
     BAD_INPUT,
     NOT_PROVEN,
     Debug,
+    Opset,
     exit_on_error,
     progress,
     quiet_libraries,
@@ -51,7 +52,7 @@ def run(
         ),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
-    opset: Annotated[int | None, typer.Option(min=18, help="ONNX opset; the default is torch's choice.")] = None,
+    opset: Opset = None,
     debug: Debug = False,
 ) -> None:
     """Run a script, export the models that it calls, prove them, and run it again on the graphs.

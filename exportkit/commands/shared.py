@@ -20,6 +20,8 @@ from exportkit.programs.stages import show_progress
 NOT_PROVEN, BAD_INPUT = 1, 2
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+ModelDir = Annotated[Path, typer.Argument(help="Folder with config.json and *.safetensors.", metavar="MODEL_DIR")]
+Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset; the default is torch's choice.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 stdout, stderr = Console(highlight=False), Console(stderr=True, highlight=False)
