@@ -105,10 +105,12 @@ class ExportError(ExportkitError, RuntimeError):
     Attributes:
         details: The full message of torch; empty if there is none.
         request: What was traced; None if unknown.
+        loops: What torch raised when loops over a length were to become operators; None if that was not tried.
     """
 
     details: str = ""
     request: Any = None
+    loops: BaseException | None = None
 
     def repro(self, directory: str | os.PathLike[str]) -> Path:
         """Writes a script that fails in the same way with torch alone, and returns its path.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,34 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -
     import torch._higher_order_ops as operators
 
     return require(operators, "scan", "torch 2.13")(step, state, inputs)  # type: ignore[no-any-return]
+
+
+_RAISED = re.compile(r"raised exception \w+\(['\"](?P<text>.+)['\"]")
+_DIFFERENT = re.compile(r"differ in '(?P<what>shape|dtype)")
+_USER_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in')
+
+
+def why_no_operator(error: BaseException) -> tuple[str, list[tuple[str, int]]] | None:
+    """Returns why torch could not make an operator of a loop, and the lines of its body; None for other errors.
+
+    Seen in torch 2.13, which compiles the body and puts the reason in the text of the error.
+    """
+    message = str(error)
+    if "higher order operator" not in message.lower():
+        return None
+    _, _, code = message.partition("from user code:")
+    if raised := _RAISED.search(message):
+        text = raised["text"]
+    elif different := _DIFFERENT.search(message):
+        text = f"a turn changes the {different['what']} of a tensor that the next turn gets"
+    elif "ata-dependent" in message:
+        text = "the body decides by the value of a tensor, or by the number of the turn"
+    elif "side effect" in message:
+        text = "the body changes an object that is not its own"
+    else:
+        lines = [line.strip() for line in message.partition("Higher Order Operator")[0].splitlines() if line.strip()]
+        text = lines[-1]
+    return text, [(found["file"], int(found["line"])) for found in _USER_LINE.finditer(code)]
 
 
 def recurrent_loops() -> dict[Any, Callable[..., Any]]:

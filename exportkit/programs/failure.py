@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +26,7 @@ from exportkit._torch_compat.tracing import watched_symbols
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.plan import Plan
+from exportkit.programs.loop_failures import why_unrolled
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.traced_method import FlatSignature
 from exportkit.rewrites.branches import is_model_code
@@ -146,6 +147,7 @@ def explained(request: Callable[[], TraceRequest] | None = None) -> Iterator[Non
             raise
         details = "".join(traceback.format_exception(cause))
         found = _root_cause(cause, error.request) or Cause(str(error).partition("\n")[0], got=str(cause)[:500])
+        found = _with_loop(found, error.loops)
         file = _written(details)
         better = ExportError(
             found.what,
@@ -156,6 +158,13 @@ def explained(request: Callable[[], TraceRequest] | None = None) -> Iterator[Non
         )
         better.request, better.details = error.request, details
         raise better from cause
+
+
+def _with_loop(cause: Cause, error: BaseException | None) -> Cause:
+    """The cause with the reason why a loop was unrolled, if it is at the line of one."""
+    if cause.place is None or (loop := why_unrolled(cause.place.file, cause.place.line, error)) is None:
+        return cause
+    return replace(cause, got=f"{cause.got};\n       {loop.text}", hint=loop.hint)
 
 
 def in_one_line(error: ExportkitError) -> str:

@@ -205,6 +205,7 @@ class Search:
         self.rules: list[Rewrite] = []
         self.error: ExportkitError | None = None
         self._raised: ExportkitError | None = None  # what is raised if nothing helps
+        self._loops: BaseException | None = None  # what torch raised when loops were to become operators
         self._plan: BoundPlan | None = None
         self._example: Example | None = None
         self._audit: Audit | None = None  # of the result
@@ -296,6 +297,8 @@ class Search:
                 if is_first and (self.keeps_decision or self.refuses_sizes or self.leaves_out_between):
                     position = _IMPROVING
         if self._raised is not None and self.result is None and self.several is None:
+            if isinstance(self._raised, ExportError):
+                self._raised.loops = self._loops
             raise self._raised
 
     def found(self) -> TracedProgram:
@@ -339,6 +342,8 @@ class Search:
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
             self.attempts.append(Attempt(name, "failed", _reason(error)))
+            if LOOPS in strategy.adds:
+                self._loops = error.__cause__
             if enlarges:  # the model may have no more positions, which says nothing about its trace
                 self._enlarged |= error.__cause__ is None and self.size_fixed
                 return

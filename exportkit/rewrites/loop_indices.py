@@ -14,12 +14,24 @@ class Position:
     Args:
         base: The number as a tensor without axes.
         least: Its smallest value.
+        most: A value that it does not exceed; None if that is not known.
         factor: A factor.
         offset: A summand, which may be symbolic.
+        is_idle: Whether the turn is one that changes nothing, whose number may not be an index.
     """
 
-    def __init__(self, base: torch.Tensor, least: Any, factor: int = 1, offset: Any = 0) -> None:
-        self.base, self.least, self.factor, self.offset = base, least, factor, offset
+    def __init__(
+        self,
+        base: torch.Tensor,
+        least: Any,
+        most: Any = None,
+        *,
+        factor: int = 1,
+        offset: Any = 0,
+        is_idle: torch.Tensor | None = None,
+    ) -> None:
+        self.base, self.least, self.most, self.is_idle = base, least, most, is_idle
+        self.factor, self.offset = factor, offset
 
     @property
     def value(self) -> torch.Tensor:
@@ -30,19 +42,35 @@ class Position:
     def rows(self, axis_size: Any) -> torch.Tensor:
         """Returns the number as an index of one element, from the end if it is negative."""
         value = self.value.reshape(1)
-        return torch.where(value < 0, value + axis_size, value)
+        return self._or_zero(torch.where(value < 0, value + axis_size, value))
 
-    def until(self, stop: Any) -> torch.Tensor:
+    def until(self, stop: Any, axis_size: Any) -> torch.Tensor:
         """Returns the indices of a slice that begins here."""
         if not isinstance(stop, Position) or stop.base is not self.base or stop.factor != self.factor:
             raise TypeError("the length of a slice depends on the turn of a loop")
         if not (self.factor > 0 and self.least * self.factor + self.offset >= 0):
             raise TypeError("a slice may begin before the first element")
-        rows: torch.Tensor = self.value + torch.arange(stop.offset - self.offset)
-        return rows
+        if self.most is not None and self.most * self.factor + stop.offset > axis_size:
+            raise TypeError("a slice may end behind the last element, and have another length there")
+        return self._or_zero(self.value + torch.arange(stop.offset - self.offset))
+
+    def _or_zero(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.is_idle is None else torch.where(self.is_idle, 0, rows)
+
+    def _is_above(self, other: Any) -> bool:
+        """Whether the number is known to be above another one in every turn."""
+        is_known = type(other) is int and type(self.least) is int and type(self.offset) is int and self.factor > 0
+        return is_known and self.least * self.factor + self.offset > other
 
     def _affine(self, factor: int, offset: Any) -> Position:
-        return Position(self.base, self.least, self.factor * factor, self.offset * factor + offset)
+        return Position(
+            self.base,
+            self.least,
+            self.most,
+            factor=self.factor * factor,
+            offset=self.offset * factor + offset,
+            is_idle=self.is_idle,
+        )
 
     def __add__(self, other: Any) -> Any:
         return self._affine(1, other) if is_int(other) else self.value + plain(other)
@@ -59,19 +87,22 @@ class Position:
     __radd__, __rmul__ = __add__, __mul__
 
     def __lt__(self, other: Any) -> Any:
-        return self.value < plain(other)
+        return False if self._is_above(other) else self.value < plain(other)
 
     def __le__(self, other: Any) -> Any:
-        return self.value <= plain(other)
+        return False if self._is_above(other) else self.value <= plain(other)
 
     def __gt__(self, other: Any) -> Any:
-        return self.value > plain(other)
+        return True if self._is_above(other) else self.value > plain(other)
 
     def __ge__(self, other: Any) -> Any:
-        return self.value >= plain(other)
+        return True if self._is_above(other) else self.value >= plain(other)
 
     def __eq__(self, other: object) -> Any:
-        return self.value == plain(other)
+        return False if self._is_above(other) else self.value == plain(other)
+
+    def __ne__(self, other: object) -> Any:
+        return True if self._is_above(other) else self.value != plain(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -87,11 +118,11 @@ class Span:
     def __init__(self, start: Any, stop: Any) -> None:
         self.start, self.stop = start, stop
 
-    def rows(self) -> torch.Tensor:
+    def rows(self, axis_size: Any) -> torch.Tensor:
         """Returns the indices in a slice whose length is known."""
         if not isinstance(self.start, Position):
             raise TypeError("the length of a slice depends on values")
-        return self.start.until(self.stop)
+        return self.start.until(self.stop, axis_size)
 
     def holds(self, size: Any) -> torch.Tensor:
         """Returns for each index along an axis whether it is in the slice, as Python counts.
@@ -104,6 +135,57 @@ class Span:
         if self.stop is not None:
             found = found & (places < _from_start(self.stop, size))
         return found
+
+
+class SliceOfUnknownLength:
+    """A slice ``x[i, :n]`` whose length depends on values, for functions of all of its elements.
+
+    Args:
+        whole: The tensor before the slice is taken.
+        is_inside: For each index along the axis whether it is in the slice.
+        axis: The axis.
+    """
+
+    def __init__(self, whole: torch.Tensor, is_inside: torch.Tensor, axis: int) -> None:
+        self._whole, self._axis = whole, axis
+        self._count = is_inside.sum()
+        self._is_inside = _along(axis, is_inside, whole.ndim)
+
+    def sum(self, dim: int, keepdim: bool = False) -> torch.Tensor:
+        """Returns the sum along the axis."""
+        return self._filled(0, dim).sum(self._axis, keepdim=keepdim)
+
+    def mean(self, dim: int, keepdim: bool = False) -> torch.Tensor:
+        """Returns the mean along the axis."""
+        return self.sum(dim, keepdim) / self._count
+
+    def amax(self, dim: int, keepdim: bool = False) -> torch.Tensor:
+        """Returns the largest elements along the axis."""
+        return self._filled(-float("inf"), dim).amax(self._axis, keepdim=keepdim)
+
+    def amin(self, dim: int, keepdim: bool = False) -> torch.Tensor:
+        """Returns the smallest elements along the axis."""
+        return self._filled(float("inf"), dim).amin(self._axis, keepdim=keepdim)
+
+    def max(self, dim: int, keepdim: bool = False) -> Any:
+        """Returns the largest elements along the axis, and their places."""
+        return self._filled(-float("inf"), dim).max(self._axis, keepdim=keepdim)
+
+    def _filled(self, number: float, dim: int) -> torch.Tensor:
+        if dim % self._whole.ndim != self._axis or (number and not self._whole.is_floating_point()):
+            raise TypeError("a slice has a length that depends on values")
+        return torch.where(self._is_inside, self._whole, number)
+
+
+class Slots:
+    """A list of symbolic length, ``[None] * n``, before a loop has put a tensor into it.
+
+    Args:
+        count: Its length.
+    """
+
+    def __init__(self, count: Any) -> None:
+        self.count = count
 
 
 def _from_start(limit: Any, size: Any) -> Any:
@@ -136,16 +218,33 @@ def item(value: Any, index: Any) -> Any:
     """Returns ``value[index]``."""
     if not isinstance(value, torch.Tensor):
         return value[index]
+    parts = index if isinstance(index, tuple) else (index,)
+    spans = [part for part in parts if isinstance(part, Span) and not isinstance(part.start, Position)]
+    limits, index = _limits(value, index) if spans else ([], index)
     axes, index = _axes(value, index)
     for axis, rows in axes:
         value = value.index_select(axis, rows)
-    return value[index]
+    if not spans:
+        return value[index]
+    if len(limits) > 1 or any(isinstance(part, torch.Tensor) and part.ndim for part in parts):
+        raise TypeError("several slices have lengths that depend on values")
+    ((axis, is_inside),) = limits
+    left = parts[: parts.index(spans[0])]
+    if any(part is None or part is Ellipsis for part in left):
+        raise TypeError("a slice has a length that depends on values")
+    return SliceOfUnknownLength(value[index], is_inside, sum(isinstance(part, slice) for part in left))
 
 
-def with_item(value: Any, index: Any, part: Any) -> torch.Tensor:
-    """Returns a copy of a tensor in which ``value[index] = part``."""
+def with_item(value: Any, index: Any, part: Any) -> Any:
+    """Returns a copy of a tensor, list or dict in which ``value[index] = part``."""
+    if type(value) in (list, dict) and type(index) in (int, str):
+        again = value.copy()
+        again[index] = part
+        return again
+    if isinstance(value, Slots) and isinstance(part, torch.Tensor):
+        value = part.new_zeros((value.count, *part.shape))
     if not isinstance(value, torch.Tensor):
-        raise TypeError("a loop sets an item of something that is not a tensor")
+        raise TypeError("a loop sets an item of something that is not a tensor, or whose index depends on the turn")
     limits, index = _limits(value, index)
     if limits and isinstance(part, torch.Tensor) and part.ndim:
         raise TypeError("a loop sets a slice, whose length depends on values, to more than a number")
@@ -202,7 +301,7 @@ def _axes(value: torch.Tensor, index: Any) -> tuple[list[tuple[int, torch.Tensor
             found.append((axis, part.rows(value.shape[axis])))
             rest.append(0)
         elif isinstance(part, Span):
-            found.append((axis, part.rows()))
+            found.append((axis, part.rows(value.shape[axis])))
             rest.append(slice(None))
         else:
             rest.append(part)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from exportkit.rewrites.loop_bodies import appended, carried, obstacle, rebound, walk
+from exportkit.rewrites.loop_forms import PlainLoop, plain_loop
 
 HELPERS = "_exportkit_loops"  # the name under which the source finds `loops.Helpers`
 _BODY, _STEPS = "_exportkit_body", "_exportkit_steps"
 _ITERATIONS = {"range", "enumerate", "zip", "reversed"}
-_LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.Delete, ast.NamedExpr)
-_CHANGES = {"append", "extend", "insert", "add", "update", "pop", "setdefault", "remove", "clear", "appendleft"}
+_OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
+_LISTING = {"unbind", "chunk", "split"}
 
 
 def with_loops_as_functions(definition: ast.FunctionDef, names: Sequence[str]) -> ast.FunctionDef | None:
@@ -21,7 +24,7 @@ def with_loops_as_functions(definition: ast.FunctionDef, names: Sequence[str]) -
         definition: The source of the function.
         names: What it takes from the functions around it.
     """
-    definition = _Comprehensions().visit(definition)
+    definition = ast.fix_missing_locations(_ListsOfSlices().visit(_Comprehensions().visit(definition)))
     loops = _Loops(definition)
     changed = loops.visit(definition)
     if not loops.found:
@@ -114,64 +117,142 @@ class _Loops(ast.NodeTransformer):
 
     def __init__(self, definition: ast.FunctionDef) -> None:
         self._definition = definition
-        self._around: list[ast.For] = []
-        self.found = 0
+        self._around: list[ast.For | ast.While] = []
+        self._count = self.found = 0
 
-    def visit_For(self, node: ast.For) -> Any:
-        appended = _appended(node)
-        is_simple = appended is not None and not node.orelse and _is_simple(node, appended)
-        carried = _carried(self._definition, node, self._around)
+    def visit_For(self, node: ast.For | ast.While) -> Any:
+        self._count += 1
+        number = self._count
+        plain = plain_loop(node, number)
+        lists = {} if plain is None else appended(plain.loop)
+        is_simple = plain is not None and obstacle(plain.loop, lists) is None
+        names = []
+        if plain is not None and is_simple:
+            needed = {*plain.places, *([plain.counter] if plain.counter else [])}
+            names = carried(self._definition, node, plain.loop, self._around, needed)
         self._around.append(node)
         self.generic_visit(node)
+        if plain is not None and is_simple:
+            self.generic_visit(plain.loop)
         self._around.pop()
-        if not is_simple or appended is None:
+        if plain is None or not is_simple:
             return node
         self.found += 1
-        number = self.found
-        steps, body = f"{_STEPS}_{number}", f"{_BODY}_{number}"
-        again = ast.For(copy.deepcopy(node.target), ast.Name(steps, ast.Load()), copy.deepcopy(node.body), [], None)
-        lists = [*appended]
-        names = ast.Call(ast.Name("locals", ast.Load()), [], [])
-        found = ast.Attribute(names, "get", ast.Load())  # a name may stand for nothing before the loop
-        before: list[ast.expr] = [ast.Call(found, [ast.Constant(name)], []) for name in carried]
-        added = {id(statement): f"_exportkit_added_{lists.index(name)}" for name, statement in appended.items()}
-        inside = _Inside(added, {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)})
-        statements = [inside.visit(statement) for statement in node.body]
-        function = ast.FunctionDef(
-            body,
-            _arguments([ast.arg("_exportkit_carried"), ast.arg("_exportkit_element")]),
-            [
-                ast.Assign([_names(carried, ast.Store())], ast.Name("_exportkit_carried", ast.Load())),
-                ast.Assign([node.target], ast.Name("_exportkit_element", ast.Load())),
-                *statements,
-                ast.Return(
-                    ast.Tuple(
-                        [
-                            _names(carried, ast.Load()),
-                            _names([f"_exportkit_added_{index}" for index in range(len(lists))], ast.Load()),
-                        ],
-                        ast.Load(),
-                    )
-                ),
-            ],
-            [],
-        )
-        loaded = [ast.Name(steps, ast.Load()), ast.Name(body, ast.Load())]
-        in_front = [ast.Constant(not _is_append(statement)) for statement in appended.values()]
-        values = [ast.Tuple(before, ast.Load()), _names(lists, ast.Load()), ast.Tuple([*in_front], ast.Load())]
-        run = _call("run", *loaded, *values)
-        after = ast.Tuple([_names(carried, ast.Store()), _names(lists, ast.Store())], ast.Store())
-        new = [
-            ast.Assign([ast.Name(steps, ast.Store())], _call("steps", _Iterated().visit(node.iter))),
-            ast.If(_call("is_symbolic", ast.Name(steps, ast.Load())), [function, ast.Assign([after], run)], [again]),
-        ]
+        new = _with_body(node, plain, number, names, lists)
         return [ast.fix_missing_locations(ast.copy_location(statement, node)) for statement in new]
+
+    visit_While = visit_For
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         return self.generic_visit(node) if node is self._definition else node  # a function inside is left alone
 
     def visit_Lambda(self, node: ast.Lambda) -> Any:
         return node
+
+
+def _with_body(
+    node: ast.For | ast.While, plain: PlainLoop, number: int, names: list[str], appended: dict[str, ast.Expr]
+) -> list[ast.stmt]:
+    """The statements in place of a loop: a function with its body and a call, and the loop for other lengths.
+
+    Args:
+        node: The loop.
+        plain: Its plain form.
+        number: Makes the new names unique.
+        names: The names that a turn leaves to the next one, or to the code after the loop.
+        appended: The statements that add an element to a list in every turn, by the list's name.
+    """
+    loop, lists = plain.loop, [*appended]
+    steps, body = f"{_STEPS}_{number}", f"{_BODY}_{number}"
+    again: ast.stmt = node
+    if isinstance(node, ast.For):
+        again = ast.For(node.target, ast.Name(steps, ast.Load()), node.body, node.orelse, None)
+    local = ast.Call(ast.Name("locals", ast.Load()), [], [])
+    found = ast.Attribute(local, "get", ast.Load())  # a name may stand for nothing before the loop
+    before: list[ast.expr] = [ast.Call(found, [ast.Constant(name)], []) for name in names]
+    added = {id(statement): f"_exportkit_added_{lists.index(name)}" for name, statement in appended.items()}
+    targets = {name.id for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
+    inside = _Inside(added, targets)
+    is_first_apart = _decides_by(targets, loop)
+    kept = {*names} - rebound(node) - (rebound(loop) & plain.places.keys())
+    statements = [inside.visit(statement) for statement in loop.body]
+    function = ast.FunctionDef(
+        body,
+        _arguments([ast.arg("_exportkit_carried"), ast.arg("_exportkit_element")]),
+        [
+            ast.Assign([_names(names, ast.Store())], ast.Name("_exportkit_carried", ast.Load())),
+            ast.Assign([loop.target], ast.Name("_exportkit_element", ast.Load())),
+            *statements,
+            ast.Return(
+                ast.Tuple(
+                    [
+                        _names(names, ast.Load()),
+                        _names([f"_exportkit_added_{index}" for index in range(len(lists))], ast.Load()),
+                    ],
+                    ast.Load(),
+                )
+            ),
+        ],
+        [],
+    )
+    loaded = [ast.Name(steps, ast.Load()), ast.Name(body, ast.Load())]
+    in_front = [ast.Constant(not _is_append(statement)) for statement in appended.values()]
+    changes: list[ast.expr] = [ast.Constant(name in kept) for name in names]
+    facts = _tuple([_tuple(in_front), _tuple(changes), ast.Constant(is_first_apart)])
+    run = _call("run", *loaded, _tuple(before), _names(lists, ast.Load()), facts)
+    after = ast.Tuple([_names(names, ast.Store()), _names(lists, ast.Store())], ast.Store())
+    symbolic = [*_before(plain), function, ast.Assign([after], run), *_after(plain, loop)]
+    return [
+        ast.Assign([ast.Name(steps, ast.Store())], _call("steps", _Iterated().visit(loop.iter))),
+        ast.If(_call("is_symbolic", ast.Name(steps, ast.Load())), symbolic, [again]),
+    ]
+
+
+def _decides_by(targets: set[str], loop: ast.For) -> bool:
+    """Whether a loop's body decides by what the loop sets, as in ``if i == 0``: its first turn may be another one."""
+    tests = [node.test for node in walk(loop.body) if isinstance(node, ast.If | ast.IfExp)]
+    return any(isinstance(node, ast.Name) and node.id in targets for test in tests for node in ast.walk(test))
+
+
+def _before(plain: PlainLoop) -> list[ast.stmt]:
+    """Gives local names to the attributes and items that a loop changes, and lists to tensors that grow."""
+    found: list[ast.stmt] = []
+    for name, place in plain.places.items():
+        value: ast.expr = place
+        if isinstance(place, ast.Attribute):
+            root: ast.expr = place
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            read = {
+                node.attr
+                for node in walk(plain.loop.body)
+                if isinstance(node, ast.Attribute) and ast.dump(node.value) == ast.dump(root)
+            }
+            names = _tuple([ast.Constant(each) for each in sorted(read)])
+            value = _call("attribute", place.value, ast.Constant(place.attr), root, names)
+        found.append(ast.Assign([ast.Name(name, ast.Store())], value))
+    for grown in plain.grown:
+        found.append(ast.Assign([ast.Name(grown.elements, ast.Store())], ast.List([], ast.Load())))
+    return found
+
+
+def _after(plain: PlainLoop, loop: ast.For) -> list[ast.stmt]:
+    """Sets what a loop has changed besides local names and lists."""
+    found: list[ast.stmt] = []
+    for grown in plain.grown:
+        start = ast.Call(ast.Attribute(ast.Call(ast.Name("locals", ast.Load()), [], []), "get", ast.Load()), [], [])
+        start.args = [ast.Constant(None if grown.begins else grown.name)]
+        elements = ast.Name(grown.elements, ast.Load())
+        joined = _call("joined", start, elements, grown.dim, ast.Constant(grown.in_front))
+        found.append(ast.Assign([ast.Name(grown.name, ast.Store())], joined))
+    for name, place in plain.places.items():
+        target = copy.deepcopy(place)
+        target.ctx = ast.Store()  # type: ignore[attr-defined]
+        found.append(ast.Assign([target], ast.Name(name, ast.Load())))
+    if plain.counter is not None and isinstance(loop.iter, ast.Call):
+        limits = [*loop.iter.args]
+        found.append(ast.Assign([ast.Name(plain.counter, ast.Store())], _call("counted", *limits)))
+    return found
 
 
 class _Inside(ast.NodeTransformer):
@@ -206,10 +287,26 @@ class _Inside(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         target = node.targets[0]
-        if len(node.targets) == 1 and isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
-            value = self.visit(node.value)
-            put = _call("put", ast.Name(target.value.id, ast.Load()), self._index(target), value)
-            return ast.copy_location(ast.Assign([ast.Name(target.value.id, ast.Store())], put), node)
+        if len(node.targets) > 1 or not isinstance(target, ast.Subscript):
+            return self.generic_visit(node)
+        value, whole = self.visit(node.value), target
+        while True:  # a[i][j] = b sets a to a copy in which a[i] is a copy in which the item j is b
+            inner = whole.value
+            read = self.visit(copy.deepcopy(inner))
+            read.ctx = ast.Load()
+            value = _call("put", read, self._index(whole), value)
+            if not isinstance(inner, ast.Subscript):
+                break
+            whole = inner
+        if not isinstance(inner, ast.Name):
+            return self.generic_visit(node)
+        return ast.copy_location(ast.Assign([ast.Name(inner.id, ast.Store())], value), node)
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        """Leaves the number of a turn as it is where it is compared with a constant, which may be decided."""
+        match node:
+            case ast.Compare(ast.Name(name), [_], [ast.Constant()]) if name in self._targets:
+                return node
         return self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
@@ -225,6 +322,11 @@ class _Inside(ast.NodeTransformer):
         match node:
             case ast.Call(ast.Attribute(value, "item"), [], []):
                 return ast.copy_location(_call("number", value), node)
+            case ast.Call(ast.Attribute(ast.Name("torch"), name), [ast.Call() as value, *_]) if (
+                name in _OF_SLICES and _is_item(value)
+            ):  # torch.mean(x[i, :n], 0)
+                method = ast.Call(ast.Attribute(value, name, ast.Load()), node.args[1:], node.keywords)
+                return ast.copy_location(method, node)
             case ast.Call(ast.Name("int"), [ast.expr() as value], []):
                 return ast.copy_location(_call("int", value), node)
         return node
@@ -235,6 +337,27 @@ class _Inside(ast.NodeTransformer):
         return ast.copy_location(_call("item", self.visit(node.value), self._index(node)), node)
 
 
+def _is_item(value: ast.Call) -> bool:
+    return isinstance(value.func, ast.Attribute) and ast.dump(value.func) == ast.dump(_helper("item"))
+
+
+class _ListsOfSlices(ast.NodeTransformer):
+    """Makes ``steps = x.unbind(1)`` a list that may have a symbolic length."""
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        match node:
+            case ast.Assign([ast.Name()], value):
+                node.value = self._listed(value)
+            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
+                values[:] = map(self._listed, values)
+        return node
+
+    @staticmethod
+    def _listed(value: ast.expr) -> Any:
+        is_listing = isinstance(value, ast.Call) and getattr(value.func, "attr", "") in _LISTING
+        return _Iterated().visit(value) if is_listing else value
+
+
 class _Iterated(ast.NodeTransformer):
     """Makes what a loop runs over something that may have a symbolic length."""
 
@@ -243,109 +366,13 @@ class _Iterated(ast.NodeTransformer):
         function = node.func
         if isinstance(function, ast.Name) and function.id in _ITERATIONS:
             node.func = _helper(function.id)
-        elif isinstance(function, ast.Attribute) and function.attr == "unbind":
+        elif isinstance(function, ast.Attribute) and function.attr in _LISTING:
             is_method = not (isinstance(function.value, ast.Name) and function.value.id == "torch")
-            node.func, node.args = _helper("unbind"), [function.value, *node.args] if is_method else node.args
+            name, tensor = function.attr, [function.value] if is_method else []
+            node.func, node.args = _helper(name), [*tensor, *node.args]
         elif isinstance(function, ast.Attribute) and function.attr == "tolist" and not node.args:
             node.func, node.args = _helper("tolist"), [function.value]
         return node
-
-
-def _appended(loop: ast.For) -> dict[str, ast.Expr] | None:
-    """The statements that add an element to a list in every turn, by the list's name; None if it is used otherwise."""
-    found: dict[str, ast.Expr] = {}
-    for statement in loop.body:
-        match statement:
-            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append" | "appendleft"), [_], [])) | ast.Expr(
-                ast.Call(ast.Attribute(ast.Name(name), "insert"), [ast.Constant(0), _], [])
-            ):
-                if name in found:
-                    return None
-                found[name] = statement
-    uses = [node.id for node in _walk(loop.body) if isinstance(node, ast.Name) and node.id in found]
-    return found if len(uses) == len(found) else None
-
-
-def _is_append(statement: ast.Expr) -> bool:
-    """Whether a statement adds an element at the end of a list, not in front."""
-    return isinstance(statement.value, ast.Call) and getattr(statement.value.func, "attr", "") == "append"
-
-
-def _is_simple(loop: ast.For, appended: dict[str, ast.Expr]) -> bool:
-    """Whether a loop's body ends each turn at its end, and changes nothing but local names and the lists."""
-    calls = {id(statement.value) for statement in appended.values()}
-    for node in _walk(loop.body):
-        if isinstance(node, _LEAVES) or (isinstance(node, ast.Break | ast.Continue) and _belongs(node, loop)):
-            return False
-        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            return False
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and not isinstance(node.value, ast.Name):
-            return False
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and id(node) not in calls:
-            name = node.func.attr
-            if name in _CHANGES or (name.endswith("_") and not name.endswith("__")):
-                return False
-    return True
-
-
-def _belongs(node: ast.AST, loop: ast.For) -> bool:
-    inner = [each for each in _walk(loop.body) if isinstance(each, ast.For | ast.While)]
-    return not any(node in ast.walk(each) for each in inner)
-
-
-def _carried(definition: ast.FunctionDef, loop: ast.For, around: Sequence[ast.For]) -> list[str]:
-    """The names that a turn of a loop leaves to the next one, or to the code after it."""
-    stored, first = dict[str, None](), dict[str, bool]()
-    targets = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-    for node in _in_order(loop.body):
-        if isinstance(node, ast.Name):
-            first.setdefault(node.id, isinstance(node.ctx, ast.Store))
-            if isinstance(node.ctx, ast.Store) and node.id not in targets:
-                stored[node.id] = None
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
-            stored[node.value.id] = None
-            first.setdefault(node.value.id, False)
-    direct = {node.id for statement in loop.body for node in _targets(statement)}
-    inside = {id(node) for node in ast.walk(loop)}
-    outer = around[0] if around else None
-    after = set()
-    for node in ast.walk(definition):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside:
-            is_later = node.lineno > (loop.end_lineno or 0)
-            if is_later or (outer is not None and outer.lineno <= node.lineno):
-                after.add(node.id)
-    # a name that a turn sets before it reads it is its own, unless the turn may also leave it as it was
-    return [name for name in stored if name in after or not first[name] or name not in direct]
-
-
-def _targets(statement: ast.stmt) -> Iterator[ast.Name]:
-    """The names that a statement sets in any case."""
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
-        for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
-            yield from (node for node in ast.walk(target) if isinstance(node, ast.Name))
-
-
-def _in_order(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """The nodes in the order in which they are evaluated, as far as names are concerned: values before targets."""
-    for node in nodes:
-        if isinstance(node, ast.Assign):
-            yield from _in_order([node.value, *node.targets])
-        elif isinstance(node, ast.AugAssign):
-            target = node.target
-            yield from _in_order([node.value])
-            if isinstance(target, ast.Name):
-                yield ast.Name(target.id, ast.Load())
-            yield from _in_order([target])
-        elif isinstance(node, ast.For):
-            yield from _in_order([node.iter, node.target, *node.body, *node.orelse])
-        else:
-            yield node
-            yield from _in_order(ast.iter_child_nodes(node))
-
-
-def _walk(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    for statement in statements:
-        yield from ast.walk(statement)
 
 
 def _index(node: ast.Subscript) -> ast.expr:
@@ -364,6 +391,15 @@ def _index(node: ast.Subscript) -> ast.expr:
 
 def _arguments(arguments: list[ast.arg]) -> ast.arguments:
     return ast.arguments(posonlyargs=[], args=arguments, kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def _is_append(statement: ast.Expr) -> bool:
+    """Whether a statement adds an element at the end of a list, not in front."""
+    return isinstance(statement.value, ast.Call) and getattr(statement.value.func, "attr", "") == "append"
+
+
+def _tuple(values: Sequence[ast.expr]) -> ast.Tuple:
+    return ast.Tuple([*values], ast.Load())
 
 
 def _helper(name: str) -> ast.Attribute:

@@ -1,6 +1,7 @@
 """Loops over a length become one operator, or stay what they are: a size that the trace fixes."""
 
 import functools
+import inspect
 from collections import deque
 
 import pytest
@@ -29,6 +30,9 @@ class OfClass(Looping):
 
     def forward(self, x):
         return self.run(x)
+
+    def of_a_method(self, x):
+        return self.layer(x) + self.last
 
 
 def looping(function, is_method=True):
@@ -253,6 +257,81 @@ def test_rows_are_set_as_far_as_their_lengths(function, tmp_path):
         torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)))
 
 
+def into_everything_that_grows(self, x):
+    self.last, found, slots = x.new_zeros(x.shape[0], 4), {"states": [], "halves": []}, [None] * x.shape[1]
+    joined, begun, both, others = x[:, :0], None, None, []
+    for i in range(x.shape[1]):
+        self.last = self.layer(x[:, i]) + 0.5 * self.last
+        joined = torch.cat([joined, self.last.unsqueeze(1)], dim=1)
+        begun = self.last[:, None] if begun is None else torch.cat((begun, self.last[:, None]), 1)
+        if i == 0:  # noqa: SIM108
+            both = x[:, i : i + 1]
+        else:
+            both = torch.cat((x[:, i : i + 1], both), -2)
+        found["states"].append(self.last)
+        found["halves"] += [self.last / 2]
+        others += [self.last * i]
+        slots[i] = self.last
+    states = [torch.stack(parts, 1) for parts in (found["states"], found["halves"], others, slots)]
+    return joined, begun, both, *states, self.last
+
+
+def through_layers(self, x):
+    states, seen = [x.new_zeros(x.shape[0], 4) for _ in range(2)], torch.zeros(x.shape[0], 4, dtype=torch.bool)
+    total, tops = x.new_zeros(x.shape[0], 4), []
+    for token in x.chunk(x.shape[1], 1):
+        value, means = token.squeeze(1), []
+        for number in range(2):
+            states[number] = torch.tanh(self.layer(value) + states[number])
+            value = states[number]
+            means.append(value.mean())
+        total.mul_(0.9).add_(value.masked_fill(seen, 0) + sum(means))
+        seen.scatter_(1, value.argmax(1, keepdim=True), True)
+        fresh = value * 2
+        fresh.add_(1)
+        tops.append(fresh)
+    return torch.stack(tops, 1), states[0], total, seen
+
+
+def with_the_first_turn_apart(self, x):
+    tokens, outputs, differences, i = x.unbind(1), [], [], 0
+    for number in range(len(tokens)):
+        if number == 0:  # noqa: SIM108
+            state = self.layer(tokens[number])
+        else:
+            state = torch.tanh(state + tokens[number] - tokens[number - 1])
+        outputs += [state]
+    while i < x.size(1):
+        if i:
+            state = state + x[:, i - 1]
+        differences.append(state)
+        i += 1
+    return torch.stack(outputs, 1), torch.stack(differences, 1), state * i
+
+
+def from_the_second_on(self, x):
+    best = x[:, 0]
+    for i in range(1, x.shape[1]):
+        best = torch.logsumexp(best.unsqueeze(2) + self.moves, 1) + x[:, i]
+    return best
+
+
+@pytest.mark.parametrize(
+    "function", [into_everything_that_grows, through_layers, with_the_first_turn_apart, from_the_second_on]
+)
+def test_state_in_other_places_is_carried_at_any_length(function, tmp_path):
+    model, observer = looping(function)
+    last = model.last
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert model.last is last
+    report = graph.verify()
+    assert report.ok, str(report)
+    for batch, length in ((4, 11), (2, 1), (1, 1)):
+        x = torch.randn(batch, length, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(graph(x), model(x), atol=1e-5, rtol=1e-4)
+
+
 def that_ends_early(self, x):
     for i in range(x.shape[1]):
         if i > 3:
@@ -261,18 +340,41 @@ def that_ends_early(self, x):
     return x
 
 
-def that_sets_an_attribute(self, x):
+def that_reads_a_tensor_that_grows(self, x):
+    found = x[:, :1]
     for i in range(x.shape[1]):
-        self.last = x[:, i]
-        x = x + self.last.unsqueeze(1)
+        found = torch.cat([found, self.layer(found.mean(1, keepdim=True) + x[:, i : i + 1])], 1)
+    return found
+
+
+def that_sets_an_attribute_that_a_method_uses(self, x):
+    self.last = x[:, 0]
+    for i in range(x.shape[1]):
+        self.last = torch.tanh(self.of_a_method(x[:, i])) + self.last
+    return self.last
+
+
+def that_changes_a_view(self, x):
+    x = x.clone()
+    for i in range(x.shape[1]):
+        row = x[:, i]
+        row.mul_(2)
     return x
 
 
-def that_grows_a_tensor(self, x):
-    found = x[:, :1]
-    for i in range(x.shape[1]):
-        found = torch.cat([found, self.layer(x[:, i : i + 1])], 1)
-    return found
+def that_goes_on_while(self, x):
+    i, states = 0, []
+    while len(states) < x.shape[1]:
+        states.append(x[:, i])
+        i += 1
+    return torch.stack(states, 1)
+
+
+def that_changes_a_shape(self, x):
+    total = torch.zeros(1, 4)
+    for step in x.unbind(1):
+        total = total + step
+    return total
 
 
 def that_decides_by_its_number(self, x):
@@ -300,19 +402,36 @@ def that_collects_elsewhere(self, x):
     return torch.stack([*found.values()])
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        that_ends_early,
-        that_sets_an_attribute,
-        that_grows_a_tensor,
-        that_decides_by_its_number,
-        that_sets_a_slice_by_its_number,
-        that_picks_in_a_comprehension,
-        that_collects_elsewhere,
-    ],
-)
-def test_other_loops_fix_the_length(function):
+# What the error says, and the text of the line that it names.
+REFUSED = {
+    that_ends_early: ("it ends the loop early", "break"),
+    that_reads_a_tensor_that_grows: ("`found` grows with each turn, and the loop also reads it", "found = torch.cat"),
+    that_sets_an_attribute_that_a_method_uses: (
+        "the attribute last, which of_a_method() also uses",
+        "self.last = torch.tanh",
+    ),
+    that_changes_a_view: ("it changes `row` in place (`mul_`)", "row.mul_(2)"),
+    that_goes_on_while: ("it goes on while something holds", "while len(states) < x.shape[1]:"),
+    that_changes_a_shape: ("a turn changes the shape of a tensor", "total = total + step"),
+    that_decides_by_its_number: (
+        "the body decides by the value of a tensor, or by the number of the turn",
+        "if i % 2:",
+    ),
+    that_sets_a_slice_by_its_number: ("a loop sets a slice", "x[:, :i] = "),
+    that_picks_in_a_comprehension: ("it picks elements by a condition", "for i in range(x.shape[1]) if i % 2"),
+    that_collects_elsewhere: ("whose index depends on the turn", "found[i] = x[:, i]"),
+}
+
+
+@pytest.mark.parametrize("function", REFUSED)
+def test_other_loops_fix_the_length_and_the_error_names_the_line(function):
     model, observer = looping(function)
-    with pytest.raises(ExportError, match=r"could not trace|serves less"):
+    with pytest.raises(ExportError, match="became static") as caught:
         exportkit.export(model, observer)
+    reason, code = REFUSED[function]
+    message = str(caught.value)
+    lines, first = inspect.getsourcelines(function)
+    number = first + next(number for number, line in enumerate(lines) if code in line)
+    assert reason in message
+    assert code in message
+    assert f"{__file__}:{number}" in message

@@ -1,0 +1,375 @@
+"""Plain forms of loops: attributes, tensors that grow, in-place methods and counters as local names and lists."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from exportkit.rewrites.loop_bodies import is_in_place, set_first, walk
+
+_CATS = {"cat", "concat", "concatenate"}
+
+
+@dataclass
+class Grown:
+    """A tensor to which every turn adds a slice, ``out = torch.cat([out, part], dim)``.
+
+    Attributes:
+        name: Its name.
+        elements: The name of the list of the slices.
+        dim: The axis.
+        in_front: Whether slices are added in front.
+        begins: Whether the first turn begins it, whatever it was before.
+    """
+
+    name: str
+    elements: str
+    dim: ast.expr
+    in_front: bool
+    begins: bool
+
+
+@dataclass
+class PlainLoop:
+    """A loop in its plain form.
+
+    Attributes:
+        loop: The loop.
+        places: Attributes and items that the body sets, by the local names that stand for them in the loop.
+        grown: Tensors that grow.
+        counter: The loop's counter, if it was a ``while``; it has a value after the loop.
+    """
+
+    loop: ast.For
+    places: dict[str, ast.expr] = field(default_factory=dict)
+    grown: list[Grown] = field(default_factory=list)
+    counter: str | None = None
+
+
+def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
+    """Returns the plain form of a loop; None for a ``while`` that does not count up to a limit.
+
+    Args:
+        loop: The loop, which stays as it is.
+        number: Makes the new names unique.
+    """
+    loop = copy.deepcopy(loop)
+    found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(loop)
+    if found is None:
+        return None
+    targets = {node.id for node in ast.walk(found.loop.target) if isinstance(node, ast.Name)}
+    own = {name for name, is_set in set_first(found.loop.body).items() if is_set}
+    rewriter = _Statements(targets, targets | own)
+    found.loop.body = [each for statement in found.loop.body for each in rewriter.statements(statement)]
+    _name_places(found, number)
+    _find_grown(found, number)
+    ast.fix_missing_locations(found.loop)
+    return found
+
+
+def _counted(loop: ast.While) -> PlainLoop | None:
+    """``while i < n: ...; i += 1`` as ``for i in range(i, n)``."""
+    match loop.test, loop.body[-1]:
+        case (
+            ast.Compare(ast.Name(name), [ast.Lt() | ast.NotEq() | ast.LtE() as relation], [limit]),
+            ast.AugAssign(ast.Name(counter), ast.Add(), ast.Constant(1)),
+        ) if name == counter:
+            pass
+        case _:
+            return None
+    rest = loop.body[:-1]
+    stored = {node.id for node in walk(rest) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    used = {node.id for node in ast.walk(limit) if isinstance(node, ast.Name)}
+    calls = [node for node in ast.walk(limit) if isinstance(node, ast.Call)]
+    if not rest or loop.orelse or name in stored or used & {*stored, name} or not all(map(_is_size, calls)):
+        return None
+    if isinstance(relation, ast.LtE):
+        limit = ast.BinOp(limit, ast.Add(), ast.Constant(1))
+    turns = ast.Call(ast.Name("range", ast.Load()), [ast.Name(name, ast.Load()), limit], [])
+    made = ast.For(ast.Name(name, ast.Store()), turns, rest, [], None)
+    return PlainLoop(ast.fix_missing_locations(ast.copy_location(made, loop)), counter=name)
+
+
+def _is_size(call: ast.Call) -> bool:
+    """Whether a call reads a size, which no turn changes."""
+    match call.func:
+        case ast.Name("len") | ast.Attribute(_, "size" | "dim"):
+            return True
+    return False
+
+
+class _Statements(ast.NodeTransformer):
+    """Writes statements that change an object as ones that append to a list, or assign a new tensor.
+
+    Args:
+        targets: The names that the loop sets.
+        own: These, and the names that a turn sets before it reads them.
+    """
+
+    def __init__(self, targets: set[str], own: set[str]) -> None:
+        self._targets, self._own = targets, own
+
+    def statements(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Returns what stands for a statement."""
+        found = self.visit(statement)
+        return found if isinstance(found, list) else [found]
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
+        match node:
+            case ast.AugAssign(target, ast.Add(), ast.List([element])):
+                return _appending(target, element, node)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        match node.value:
+            case ast.Call(ast.Attribute(target, "extend"), [ast.List([element])], []):
+                return _appending(target, element, node)
+        base = self._changed_in_place(node.value)
+        return node if base is None else _assigned(base, node.value, node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt | list[ast.stmt]:
+        match node:
+            case ast.Assign([target], ast.BinOp(left, ast.Add(), ast.List([element]))) if _same(target, left):
+                return _appending(target, element, node)
+        base = self._changed_in_place(node.value)
+        if base is None:
+            return node
+        changed = _assigned(base, node.value, node)
+        if len(node.targets) == 1 and _same(node.targets[0], base):
+            return changed
+        return [changed, ast.copy_location(ast.Assign(node.targets, _loaded(base)), node)]
+
+    def _changed_in_place(self, value: ast.expr) -> ast.expr | None:
+        """The tensor that ``tensor.mul_(x).add_(y)`` changes, if it is older than the turn."""
+        found = False
+        while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and is_in_place(value.func.attr):
+            value, found = value.func.value, True
+        is_older = isinstance(value, ast.Attribute) or (
+            isinstance(value, ast.Name) and value.id not in self._own and value.id != "self"
+        )
+        return value if found and is_older else None
+
+    def visit_If(self, node: ast.If) -> ast.stmt:
+        self.generic_visit(node)
+        node.test = self._test(node.test)
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        self.generic_visit(node)
+        node.test = self._test(node.test)
+        return node
+
+    def _test(self, test: ast.expr) -> ast.expr:
+        """``if i`` as ``if i != 0``, and ``if 0 < i`` as ``if i > 0``."""
+        swapped = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE, ast.Eq: ast.Eq}
+        match test:
+            case ast.Name(name) if name in self._targets:
+                test = ast.Compare(test, [ast.NotEq()], [ast.Constant(0)])
+            case ast.UnaryOp(ast.Not(), ast.Name(name) as value) if name in self._targets:
+                test = ast.Compare(value, [ast.Eq()], [ast.Constant(0)])
+            case ast.Compare(ast.Constant() as left, [relation], [ast.Name(name) as right]) if (
+                name in self._targets and type(relation) in swapped
+            ):
+                test = ast.Compare(right, [swapped[type(relation)]()], [left])
+            case ast.BoolOp(_, values):
+                test.values = [self._test(value) for value in values]
+        return test
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
+        return node  # a function inside is left alone
+
+
+def _appending(target: ast.expr, element: ast.expr, place: ast.stmt, method: str = "append") -> ast.stmt:
+    return ast.copy_location(
+        ast.Expr(ast.Call(ast.Attribute(_loaded(target), method, ast.Load()), [element], [])), place
+    )
+
+
+def _assigned(base: ast.expr, value: ast.expr, place: ast.stmt) -> ast.stmt:
+    """``tensor = tensor.clone().mul_(x)`` in place of ``tensor.mul_(x)``."""
+    target, inner = _loaded(base), value
+    while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.value is not base:
+        inner = inner.func.value
+    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+        inner.func.value = ast.Call(ast.Attribute(base, "clone", ast.Load()), [], [])
+    return ast.copy_location(ast.Assign([_stored(target)], value), place)
+
+
+def _same(one: ast.expr, other: ast.expr) -> bool:
+    return ast.dump(_loaded(one)) == ast.dump(_loaded(other))
+
+
+def _loaded(node: ast.expr) -> ast.expr:
+    again = copy.deepcopy(node)
+    if isinstance(again, ast.Name | ast.Attribute | ast.Subscript):
+        again.ctx = ast.Load()
+    return again
+
+
+def _stored(node: ast.expr) -> ast.expr:
+    again = copy.deepcopy(node)
+    if isinstance(again, ast.Name | ast.Attribute | ast.Subscript):
+        again.ctx = ast.Store()
+    return again
+
+
+# Attributes, and items with constant keys
+
+
+def _name_places(found: PlainLoop, number: int) -> None:
+    """Puts local names in place of attributes and items that the body changes, where that is the same."""
+    body = found.loop.body
+    stored = {
+        node.id for node in ast.walk(found.loop) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    stores = [node for node in walk(body) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)]
+    items = {node.value.id for node in stores if isinstance(node.value, ast.Name)}
+    for node in [each for statement in body for each in ast.walk(statement)]:
+        place = _changed_place(node)
+        if place is None or ast.dump(_loaded(place)) in [ast.dump(each) for each in found.places.values()]:
+            continue
+        root: ast.expr = place
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            root = root.value
+        if (
+            not isinstance(root, ast.Name)
+            or root.id in stored
+            or (isinstance(place, ast.Subscript) and root.id in items)
+        ):
+            continue
+        found.places[f"_exportkit_place_{number}_{len(found.places)}"] = _loaded(place)
+    for name, place in [*found.places.items()]:
+        again = _Places(name, ast.dump(place))
+        changed: list[Any] = [again.visit(copy.deepcopy(statement)) for statement in body]
+        if isinstance(place, ast.Subscript) and _is_used_otherwise(place, changed):
+            del found.places[name]
+        else:
+            body = changed
+    found.loop.body = body
+
+
+def _changed_place(node: ast.AST) -> ast.expr | None:
+    """The attribute, or the item with a constant key, that a part of the body sets or changes."""
+    match node:
+        case ast.Attribute(ctx=ast.Store()):
+            return node
+        case ast.Subscript(ast.Attribute() as value, ctx=ast.Store()):
+            return value
+        case ast.Call(ast.Attribute((ast.Attribute() | ast.Subscript(ast.Name(), ast.Constant())) as value, "append")):
+            return value
+    return None
+
+
+def _is_used_otherwise(place: ast.Subscript, body: list[ast.stmt]) -> bool:
+    """Whether a body uses a dict or list as a whole, one of whose items has a local name."""
+    whole = ast.dump(place.value)
+    keyed = {id(n.value) for n in walk(body) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Constant)}
+    return any(isinstance(node, ast.Name) and ast.dump(node) == whole and id(node) not in keyed for node in walk(body))
+
+
+class _Places(ast.NodeTransformer):
+    """Puts a name in place of an attribute or item.
+
+    Args:
+        name: The name.
+        place: What it stands for, as ``ast.dump`` writes it.
+    """
+
+    def __init__(self, name: str, place: str) -> None:
+        self._name, self._place = name, place
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.Attribute | ast.Subscript) and ast.dump(_loaded(node)) == self._place:
+            return ast.copy_location(ast.Name(self._name, node.ctx), node)
+        changed: ast.AST = self.generic_visit(node)
+        return changed
+
+
+# Tensors that grow
+
+
+def _find_grown(found: PlainLoop, number: int) -> None:
+    body, counter = found.loop.body, _counter_from_zero(found.loop)
+    for index, statement in enumerate(body):
+        growth = _growth(statement, counter)
+        if growth is None:
+            continue
+        name, element, dim, in_front, begins = growth
+        uses = [node for node in walk([*body[:index], *body[index + 1 :]]) if isinstance(node, ast.Name)]
+        inside = [node for node in ast.walk(element) if isinstance(node, ast.Name)]
+        if any(node.id == name for node in (*uses, *inside)):
+            continue
+        elements = f"_exportkit_grown_{number}_{len(found.grown)}"
+        found.grown.append(Grown(name, elements, dim, in_front, begins))
+        method = "appendleft" if in_front else "append"
+        body[index] = _appending(ast.Name(elements, ast.Load()), element, statement, method)
+
+
+_Growth = tuple[str, ast.expr, ast.expr, bool, bool]
+
+
+def _growth(statement: ast.stmt, counter: str | None) -> _Growth | None:
+    """The name of a tensor that a statement adds a slice to, the slice, the axis, and where it begins."""
+    match statement:
+        case ast.Assign([ast.Name(name)], ast.IfExp(test, first, other)):
+            return _begun(name, test, first, other, counter)
+        case ast.If(test, [ast.Assign([ast.Name(name)], first)], [ast.Assign([ast.Name(again)], other)]) if (
+            name == again
+        ):
+            return _begun(name, test, first, other, counter)
+        case ast.Assign([ast.Name(name)], value):
+            grown = _grown(name, value)
+            return None if grown is None else (name, *grown, False)
+    return None
+
+
+def _begun(name: str, test: ast.expr, first: ast.expr, other: ast.expr, counter: str | None) -> _Growth | None:
+    """``out = part if out is None else torch.cat([out, part])``, or the same ``if i == 0``."""
+    match test:
+        case ast.Compare(ast.Name(value), [ast.Is()], [ast.Constant(None)]) if value == name:
+            is_first_turn = False
+        case ast.Compare(ast.Name(value), [ast.Eq()], [ast.Constant(0)]) if value == counter:
+            is_first_turn = True
+        case ast.Compare(ast.Name(value), [ast.IsNot()], [ast.Constant(None)]) if value == name:
+            first, other, is_first_turn = other, first, False
+        case ast.Compare(ast.Name(value), [ast.NotEq() | ast.Gt()], [ast.Constant(0)]) if value == counter:
+            first, other, is_first_turn = other, first, True
+        case _:
+            return None
+    grown = _grown(name, other)
+    return (name, *grown, is_first_turn) if grown is not None and _same(grown[0], first) else None
+
+
+def _grown(name: str, value: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None:
+    match value:
+        case ast.Call(ast.Attribute(ast.Name("torch"), cat), [ast.List(parts) | ast.Tuple(parts), *dims], options) if (
+            cat in _CATS and len(parts) > 1
+        ):
+            dims = [*dims, *[option.value for option in options if option.arg in ("dim", "axis")]]
+        case _:
+            return None
+    is_part = [isinstance(part, ast.Name) and part.id == name for part in parts]
+    if is_part.count(True) != 1 or not (is_part[0] or is_part[-1]) or len(dims) > 1:
+        return None
+    dim = dims[0] if dims else ast.Constant(0)
+    if not isinstance(dim, ast.Constant | ast.UnaryOp):
+        return None
+    rest = [part for part, is_grown in zip(parts, is_part, strict=True) if not is_grown]
+    if len(rest) == 1:
+        return rest[0], dim, is_part[-1]
+    joined = ast.Call(
+        ast.Attribute(ast.Name("torch", ast.Load()), "cat", ast.Load()), [ast.List(rest, ast.Load()), dim], []
+    )
+    return joined, dim, is_part[-1]
+
+
+def _counter_from_zero(loop: ast.For) -> str | None:
+    """The name that counts the turns from 0."""
+    match loop.target, loop.iter:
+        case ast.Name(name), ast.Call(ast.Name("range"), [_] | [ast.Constant(0), _], []):
+            return name
+        case ast.Tuple([ast.Name(name), *_]), ast.Call(ast.Name("enumerate"), [_], []):
+            return name
+    return None

@@ -1,0 +1,407 @@
+"""The turns of a loop of symbolic length as one loop operator: what the source of such a loop refers to."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from exportkit._torch_compat.loop_operators import scan
+from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
+from exportkit._torch_compat.symbolic_shapes import traced_expression
+from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, Repeated, SymbolicList, own_types
+from exportkit.rewrites.loop_indices import Position, Slots, is_int, item, part_between, plain, with_item
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, torch.SymInt)
+
+
+class Turn(NamedTuple):
+    """How a turn is run.
+
+    Attributes:
+        is_later: Whether the first turn is run apart.
+        is_idle: Whether the turn is one that changes nothing; None if there is no such turn.
+    """
+
+    is_later: bool = False
+    is_idle: torch.Tensor | None = None
+
+
+class Steps:
+    """The turns of a loop of symbolic length.
+
+    Args:
+        elements: Nested tensors whose first axis is the loop.
+        given: Makes what the body gets from an element, and from how the turn is run.
+        first: Returns what it gets in the first turn.
+    """
+
+    def __init__(self, elements: Any, given: Callable[[Any, Turn], Any], first: Callable[[], Any]) -> None:
+        self.elements, self.given, self.first = elements, given, first
+
+    @property
+    def count(self) -> Any:
+        """How many turns there are."""
+        return tree_flatten(self.elements)[0][0].shape[0]
+
+
+class Stacked(SymbolicList):
+    """A list to which every turn of a loop adds a tensor.
+
+    Args:
+        parts: Tensors whose first axis goes over elements of the list.
+    """
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self._parts = parts
+
+    def whole(self) -> torch.Tensor:
+        """Returns all elements along the first axis."""
+        return torch.cat(self._parts) if len(self._parts) > 1 else self._parts[0]
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """Tensors whose first axis goes over elements of the list."""
+        return self._parts
+
+    def append(self, element: torch.Tensor) -> None:
+        """Adds an element at the end, as a list does."""
+        self._parts.append(element.unsqueeze(0))
+
+    def appendleft(self, element: torch.Tensor) -> None:
+        """Adds an element in front, as a deque does."""
+        self._parts.insert(0, element.unsqueeze(0))
+
+    def insert(self, index: int, element: torch.Tensor) -> None:
+        """Adds an element in front."""
+        if index != 0:
+            raise TypeError("an element is put into the middle of a list of symbolic length")
+        self.appendleft(element)
+
+    def reverse(self) -> None:
+        """Reverses the order of the elements."""
+        self._parts = [part.flip(0) for part in reversed(self._parts)]
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(SYMBOLIC_LENGTH)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == slice(None, None, -1):
+            return Stacked([part.flip(0) for part in reversed(self._parts)])
+        return Stacked([self.whole()[index]]) if isinstance(index, slice) else item(self.whole(), index)
+
+
+class Helpers:
+    """What the source of a loop refers to."""
+
+    @staticmethod
+    def steps(iterated: Any) -> Any:
+        """Returns the turns of a loop over something; the thing itself if its length is a number."""
+        if isinstance(iterated, SymbolicList):
+            iterated = iterated.whole()
+        if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic(iterated.shape[0]):
+            return Steps(iterated, lambda element, _: element, lambda: iterated[0])
+        return iterated
+
+    @staticmethod
+    def is_symbolic(iterated: Any) -> bool:
+        """Returns whether a loop has a symbolic length."""
+        return isinstance(iterated, Steps)
+
+    @staticmethod
+    def range(*limits: Any) -> Any:
+        """Returns the turns of ``range``."""
+        start, stop, step = {1: (0, *limits, 1), 2: (*limits, 1)}.get(len(limits), limits)
+        if not any(isinstance(limit, torch.SymInt) for limit in limits):
+            return range(*limits)
+        if not all(map(is_int, limits)) or (isinstance(step, torch.SymInt) and not start + step < stop):
+            return _one_by_one(start, stop, step)
+        if isinstance(step, torch.SymInt):
+            raise TypeError("the step of a loop is symbolic")
+        least, most = (start, stop - 1) if step > 0 else (stop - start % -step, start)  # not below the last one
+
+        def given(element: torch.Tensor, turn: Turn) -> Position:
+            first = least + step if turn.is_later and step > 0 else least
+            return Position(element, first, most, is_idle=turn.is_idle)
+
+        return Steps(torch.arange(start, stop, step), given, lambda: start)
+
+    @staticmethod
+    def enumerate(iterated: Any, start: int = 0) -> Any:
+        """Returns the turns of ``enumerate``."""
+        steps = Helpers.steps(iterated)
+        if not isinstance(steps, Steps):
+            return enumerate(steps, start)
+        return Helpers.zip(Helpers.range(start, steps.count + start), steps)
+
+    @staticmethod
+    def zip(*iterated: Any, **options: Any) -> Any:
+        """Returns the turns of ``zip`` over things of the same length."""
+        all_steps = [Helpers.steps(each) for each in iterated]
+        if not any(isinstance(steps, Steps) for steps in all_steps):
+            return zip(*all_steps, **options)  # noqa: B905 (the options of the caller)
+        if not all(isinstance(steps, Steps) and steps.count == all_steps[0].count for steps in all_steps):
+            raise TypeError("a loop runs over things of different lengths")
+        givens, firsts = [steps.given for steps in all_steps], [steps.first for steps in all_steps]
+        return Steps(
+            tuple(steps.elements for steps in all_steps),
+            lambda elements, turn: tuple([given(each, turn) for given, each in zip(givens, elements, strict=True)]),
+            lambda: tuple([first() for first in firsts]),
+        )
+
+    @staticmethod
+    def reversed(iterated: Any) -> Any:
+        """Returns the turns of ``reversed``."""
+        steps = Helpers.steps(iterated)
+        if not isinstance(steps, Steps):
+            return reversed(steps)
+        flipped = tree_map(lambda tensor: tensor.flip(0), steps.elements)
+
+        def given(element: Any, turn: Turn) -> Any:
+            return steps.given(element, Turn(is_idle=turn.is_idle))
+
+        return Steps(flipped, given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped), Turn()))
+
+    @staticmethod
+    def unbind(tensor: Any, dim: int = 0) -> Any:
+        """Returns the slices of a tensor."""
+        return Helpers._slices(tensor, dim, keeps_axis=False) or tensor.unbind(dim)
+
+    @staticmethod
+    def chunk(tensor: Any, chunks: Any, dim: int = 0) -> Any:
+        """Returns the chunks of a tensor, which may be its slices."""
+        is_each = isinstance(tensor, torch.Tensor) and _is_symbolic(chunks) and tensor.shape[dim] == chunks
+        return (Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None) or tensor.chunk(chunks, dim)
+
+    @staticmethod
+    def split(tensor: Any, *args: Any, **options: Any) -> Any:
+        """Returns the parts of a tensor, or of a string."""
+        size, dim = {1: (*args, 0), 2: args}.get(len(args), (None, 0))
+        found = Helpers._slices(tensor, options.get("dim", dim), keeps_axis=True) if size == 1 else None
+        return found or tensor.split(*args, **options)
+
+    @staticmethod
+    def _slices(tensor: Any, dim: Any, keeps_axis: bool) -> Stacked | None:
+        if not isinstance(tensor, torch.Tensor) or not _is_symbolic(tensor.shape[dim]):
+            return None
+        slices = tensor.movedim(dim, 0)
+        return Stacked([slices.unsqueeze(dim % tensor.ndim + 1) if keeps_axis else slices])
+
+    @staticmethod
+    def plain(value: Any) -> Any:
+        """Returns the number of a turn as a tensor, and anything else as it is."""
+        return plain(value)
+
+    @staticmethod
+    def tolist(value: Any) -> Any:
+        """Returns what a loop runs over in place of ``value.tolist()``: a tensor, if its length is symbolic."""
+        is_symbolic = isinstance(value, torch.Tensor) and value.ndim and _is_symbolic(value.shape[0])
+        return value if is_symbolic else value.tolist()
+
+    @staticmethod
+    def number(value: Any) -> Any:
+        """Returns a tensor without axes in place of ``value.item()``."""
+        return value.reshape(()) if isinstance(value, torch.Tensor) else value.item()
+
+    @staticmethod
+    def int(value: Any) -> Any:
+        """Returns a tensor without axes in place of ``int(tensor)``, and ``int(value)`` for anything else."""
+        return value.reshape(()).to(torch.int64) if isinstance(value, torch.Tensor) else int(value)
+
+    @staticmethod
+    def part(start: Any, stop: Any, step: Any) -> Any:
+        """Returns ``slice(start, stop, step)``."""
+        return part_between(start, stop, step)
+
+    @staticmethod
+    def item(value: Any, index: Any) -> Any:
+        """Returns ``value[index]`` in the body of a loop."""
+        return item(value.whole() if isinstance(value, Stacked) else value, index)
+
+    @staticmethod
+    def put(value: Any, index: Any, part: Any) -> Any:
+        """Returns a copy of a tensor in which ``value[index] = part``."""
+        return with_item(value, index, part)
+
+    @staticmethod
+    def attribute(owner: Any, name: str, root: Any, read: tuple[str, ...]) -> Any:
+        """Returns an attribute for which a loop has a local name; None if it is not set.
+
+        Args:
+            owner: What has the attribute.
+            name: The attribute.
+            root: The object that the body knows by name, such as ``self``.
+            read: The attributes of this object that the body reads.
+        """
+        for method in [getattr(root, each, None) for each in read]:
+            if isinstance(method, types.MethodType) and method.__self__ is root and _mentions(method, name, set()):
+                raise TypeError(f"the loop sets the attribute {name}, which {method.__name__}() also uses")
+        return getattr(owner, name, None)
+
+    @staticmethod
+    def joined(tensor: Any, elements: Stacked, dim: Any, in_front: bool) -> torch.Tensor:
+        """Returns what a tensor becomes to which every turn adds a slice; None for a tensor that the loop begins."""
+        parts = elements.parts
+        axis = dim % (parts[0].ndim - 1)
+        new = [part.movedim(0, axis).flatten(axis, axis + 1) for part in parts]
+        if tensor is None:
+            return torch.cat(new, axis)
+        return torch.cat([*new, tensor] if in_front else [tensor, *new], axis)
+
+    @staticmethod
+    def counted(start: Any, stop: Any) -> Any:
+        """Returns what the counter of a loop is after it."""
+        return torch.sym_max(start, stop)
+
+    @staticmethod
+    def run(
+        steps: Steps,
+        body: Callable[[Any, Any], Any],
+        carried: tuple[Any, ...],
+        lists: tuple[Any, ...],
+        facts: tuple[tuple[bool, ...], tuple[bool, ...], bool],
+    ) -> Any:
+        """Returns what a loop leaves in the names that it changes, and in the lists to which it adds elements.
+
+        Args:
+            steps: The turns.
+            body: Returns the new values of the names, and the new elements, given the values and what a turn gets.
+            carried: The values before the loop.
+            lists: The lists.
+            facts: Whether elements are added in front, for each list; whether the body sets items of a value, never the
+                name, for each name; whether it decides by the number of the turn.
+        """
+        in_front, changed, is_first_apart = facts
+        if not all(isinstance(items, list | deque | Stacked) for items in lists):
+            raise TypeError("a loop appends to something that is not a list")
+        before = [items.parts if isinstance(items, Stacked) else [item[None] for item in items] for items in lists]
+        values = [_opened(value) for value in carried]
+        elements = steps.elements
+        # what is None, or not there, becomes a tensor in the first turn
+        begun: list[torch.Tensor] | None = None
+        is_first_apart |= not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(values)[0])
+        if is_first_apart:
+            first, added = body(tuple(values), steps.first())
+            values, begun = [*first], [_own(part) for part in added]
+        # onnxruntime runs no loop without turns: one that changes nothing is put before them, or is the first one
+        has_idle = is_first_apart or _may_be_zero(steps.count)
+        if has_idle and not is_first_apart:
+            elements = tree_map(_after_zeros, elements)
+        leaves, form = tree_flatten(tuple(values))
+        places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+        def step(state: tuple[torch.Tensor, ...], given: Any) -> Any:
+            element, is_idle = given if has_idle else (given, None)
+            old = list(leaves)
+            for place, tensor in zip(places, state, strict=True):
+                old[place] = tensor
+            new, added = body(tree_unflatten(old, form), steps.given(element, Turn(is_first_apart, is_idle)))
+            after, form_after = tree_flatten(new)
+            if form_after != form or any(after[n] is not leaves[n] for n in range(len(leaves)) if n not in places):
+                raise TypeError("a loop changes something other than tensors")
+            found = [_unless(is_idle, old[place], after[place]) for place in places]
+            if begun is not None:
+                added = [_unless(is_idle, one, part) for one, part in zip(begun, added, strict=True)]
+            return tuple([_own(tensor) for tensor in found]), tuple([_own(part) for part in added])
+
+        state = tuple([_own(leaves[place]) for place in places]) or (torch.zeros(1),)
+        if not places:
+            step = functools.partial(_without_state, step)
+        elements = tree_map(_own, elements)
+        with own_types():
+            if has_idle:
+                is_idle = torch.arange(tree_flatten(elements)[0][0].shape[0]) == 0
+                last, outputs = scan(step, state, (elements, is_idle))
+                outputs = outputs if is_first_apart else [output[1:] for output in outputs]
+            else:
+                last, outputs = scan(step, state, elements)
+        for place, tensor in zip(places, last, strict=False):
+            leaves[place] = tensor
+        results = [
+            _closed(old, new, is_changed)
+            for old, new, is_changed in zip(carried, tree_unflatten(leaves, form), changed, strict=True)
+        ]
+        return tuple(results), tuple(map(Stacked, _extended(before, outputs, in_front)))
+
+
+def _opened(value: Any) -> Any:
+    """A value before the loop; a list of symbolic length as a tensor, or as slots to fill."""
+    if isinstance(value, Repeated) and value.items in ([None], [0]):
+        return Slots(value.times)
+    return value.whole() if isinstance(value, SymbolicList) else value
+
+
+def _closed(old: Any, new: Any, is_changed: bool) -> Any:
+    """A value after the loop. Where the body only changes a tensor, list or dict, it is the same object as before."""
+    if isinstance(old, SymbolicList) and isinstance(new, torch.Tensor):
+        return Stacked([new])
+    if is_changed and type(old) is list and isinstance(new, list):
+        old[:] = new
+        return old
+    if is_changed and isinstance(old, torch.Tensor) and not torch.compiler.is_dynamo_compiling():
+        return old.copy_(new)
+    if is_changed and type(old) is dict and isinstance(new, dict):
+        old.update(new)
+        return old
+    return new
+
+
+def _may_be_zero(count: Any) -> bool:
+    """Whether a loop has no turns if all sizes are 1."""
+    expression = traced_expression(count)
+    if expression is None:
+        return not count
+    return not bool(expression.subs(dict.fromkeys(expression.free_symbols, 1)) > 0)
+
+
+def _after_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor.new_zeros(1, *tensor.shape[1:]), tensor])
+
+
+def _unless(is_idle: torch.Tensor | None, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    if is_idle is None:
+        return new
+    if old.dtype != new.dtype or old.ndim != new.ndim or any(old.shape[n] != new.shape[n] for n in range(old.ndim)):
+        raise TypeError("a turn changes the shape or dtype of a tensor")
+    return torch.where(is_idle, old, new)
+
+
+def _mentions(method: Any, name: str, seen: set[str]) -> bool:
+    """Whether a method, or a method that it calls, uses an attribute."""
+    names = {*method.__code__.co_names} - seen
+    seen |= names
+    others = [getattr(method.__self__, each, None) for each in names]
+    return name in names or any(
+        _mentions(each, name, seen)
+        for each in others
+        if isinstance(each, types.MethodType) and each.__self__ is method.__self__ and hasattr(each, "__code__")
+    )
+
+
+def _extended(
+    lists: Sequence[list[torch.Tensor]], added: Sequence[torch.Tensor], in_front: Sequence[bool]
+) -> list[list[torch.Tensor]]:
+    """The parts of lists, with elements added one by one, which are in the order in which they are added."""
+    found = zip(lists, added, in_front, strict=True)
+    return [[new.flip(0), *parts] if is_in_front else [*parts, new] for parts, new, is_in_front in found]
+
+
+def _without_state(step: Callable[..., Any], state: Any, element: Any) -> Any:
+    return (state[0].clone(),), step((), element)[1]
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().clone()  # the loop operator takes no views
+
+
+def _one_by_one(start: Any, stop: Any, step: Any) -> Iterator[Any]:
+    """``range`` that keeps its numbers symbolic, for few turns."""
+    while start < stop:
+        yield start
+        start = start + step
