@@ -40,6 +40,9 @@ class ExportkitError(Exception):
         expected: What was expected.
         got: What was found instead.
         hint: What to do about it.
+
+    Attributes:
+        where: Where it happened; None if that is not known.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class ExportkitError(Exception):
         got: object = None,
         hint: str | None = None,
     ) -> None:
+        self.where = where
         parts = (("where", where), ("expected", expected), ("got", got), ("hint", hint))
         super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in parts if text is not None)]))
 

@@ -28,6 +28,7 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -
 
 
 _RAISED = re.compile(r"raised exception \w+\(['\"](?P<text>.+)['\"]")
+_CONSTANT = re.compile(r"ConstantVariable\(str: (['\"])(?P<text>.+)\1\)")
 _DIFFERENT = re.compile(r"differ in '(?P<what>shape|dtype)")
 _USER_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in')
 
@@ -41,7 +42,7 @@ def why_no_operator(error: BaseException) -> tuple[str, list[tuple[str, int]]] |
     if "higher order operator" not in message.lower():
         return None
     _, _, code = message.partition("from user code:")
-    if raised := _RAISED.search(message):
+    if raised := _RAISED.search(message) or _CONSTANT.search(message):
         text = raised["text"]
     elif different := _DIFFERENT.search(message):
         text = f"a turn changes the {different['what']} of a tensor that the next turn gets"

@@ -189,9 +189,9 @@ def _narrower(
 
 
 def _located(condition: SizeCondition) -> str:
-    """The line that asked for a condition, with its code."""
+    """The line of the model that asked for a condition, with its code."""
     file, _, line = condition.place.rpartition(":")
-    return str(Place(file, int(line))) if file else ""
+    return str(Place(file, int(line))) if file and condition.own else ""
 
 
 def _limit(condition: SizeCondition, more: str) -> Finding:

@@ -354,7 +354,11 @@ class Search:
                 self.error = error
             if improving:
                 self.rules = [*strategy.adds, *self.rules] if SYMBOLIC_LENGTHS in strategy.adds else self.rules
-            elif self._raised is None or is_plainer or (is_refused and self._raised.__cause__ is not None):
+            elif (
+                self._raised is None
+                or is_plainer
+                or (is_refused and self._raised.__cause__ is not None and error.where is not None)
+            ):
                 self._raised = error
             return
         self.error = None

@@ -243,7 +243,7 @@ def _name_places(found: PlainLoop, number: int) -> None:
     for name, place in [*found.places.items()]:
         again = _Places(name, ast.dump(place))
         changed: list[Any] = [again.visit(copy.deepcopy(statement)) for statement in body]
-        if isinstance(place, ast.Subscript) and _is_used_otherwise(place, changed):
+        if _is_used_otherwise(place, changed):
             del found.places[name]
         else:
             body = changed
@@ -262,11 +262,15 @@ def _changed_place(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def _is_used_otherwise(place: ast.Subscript, body: list[ast.stmt]) -> bool:
-    """Whether a body uses a dict or list as a whole, one of whose items has a local name."""
-    whole = ast.dump(place.value)
-    keyed = {id(n.value) for n in walk(body) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Constant)}
-    return any(isinstance(node, ast.Name) and ast.dump(node) == whole and id(node) not in keyed for node in walk(body))
+def _is_used_otherwise(place: ast.expr, body: list[ast.stmt]) -> bool:
+    """Whether a body uses an object as a whole, an attribute or item of which has a local name."""
+    root = place
+    while isinstance(root, ast.Attribute | ast.Subscript):
+        root = root.value
+    parts = [node for node in walk(body) if isinstance(node, ast.Attribute | ast.Subscript)]
+    named = [n for n in parts if isinstance(n, ast.Attribute) or isinstance(n.slice, ast.Constant)]
+    known = {id(node.value) for node in named}
+    return any(ast.dump(node) == ast.dump(root) and id(node) not in known for node in walk(body))
 
 
 class _Places(ast.NodeTransformer):

@@ -14,7 +14,16 @@ from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, Repeated, SymbolicList, own_types
-from exportkit.rewrites.loop_indices import Position, Slots, is_int, item, part_between, plain, with_item
+from exportkit.rewrites.loop_indices import (
+    Position,
+    SliceOfUnknownLength,
+    Slots,
+    is_int,
+    item,
+    part_between,
+    plain,
+    with_item,
+)
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -49,6 +58,10 @@ class Steps:
     def count(self) -> Any:
         """How many turns there are."""
         return tree_flatten(self.elements)[0][0].shape[0]
+
+    def until(self, count: Any) -> Steps:
+        """Returns the first turns."""
+        return Steps(tree_map(lambda tensor: tensor[:count], self.elements), self.given, self.first)
 
 
 class Stacked(SymbolicList):
@@ -142,12 +155,17 @@ class Helpers:
 
     @staticmethod
     def zip(*iterated: Any, **options: Any) -> Any:
-        """Returns the turns of ``zip`` over things of the same length."""
+        """Returns the turns of ``zip``."""
         all_steps = [Helpers.steps(each) for each in iterated]
         if not any(isinstance(steps, Steps) for steps in all_steps):
             return zip(*all_steps, **options)  # noqa: B905 (the options of the caller)
-        if not all(isinstance(steps, Steps) and steps.count == all_steps[0].count for steps in all_steps):
+        if not all(isinstance(steps, Steps) for steps in all_steps):
             raise TypeError("a loop runs over things of different lengths")
+        if not all(steps.count == all_steps[0].count for steps in all_steps):
+            if options.get("strict"):
+                raise TypeError("a loop runs over things of different lengths")
+            count = functools.reduce(torch.sym_min, [steps.count for steps in all_steps])
+            all_steps = [steps.until(count) for steps in all_steps]
         givens, firsts = [steps.given for steps in all_steps], [steps.first for steps in all_steps]
         return Steps(
             tuple(steps.elements for steps in all_steps),
@@ -239,9 +257,13 @@ class Helpers:
             root: The object that the body knows by name, such as ``self``.
             read: The attributes of this object that the body reads.
         """
-        for method in [getattr(root, each, None) for each in read]:
-            if isinstance(method, types.MethodType) and method.__self__ is root and _mentions(method, name, set()):
-                raise TypeError(f"the loop sets the attribute {name}, which {method.__name__}() also uses")
+        if owner is root:
+            users = [function for each in read for function in _functions(type(root), each)]
+        else:
+            users = [function for each in dir(type(owner)) for function in _functions(type(owner), each)]
+        for user in users:
+            if _mentions(user, type(owner), name, set()):
+                raise TypeError(f"the loop sets the attribute {name}, which {user.__name__}() also uses")
         return getattr(owner, name, None)
 
     @staticmethod
@@ -372,15 +394,19 @@ def _unless(is_idle: torch.Tensor | None, old: torch.Tensor, new: torch.Tensor) 
     return torch.where(is_idle, old, new)
 
 
-def _mentions(method: Any, name: str, seen: set[str]) -> bool:
-    """Whether a method, or a method that it calls, uses an attribute."""
-    names = {*method.__code__.co_names} - seen
+def _functions(cls: type, name: str) -> list[types.FunctionType]:
+    """The method of this name, or what a property calls."""
+    found = getattr(cls, name, None)
+    found = found.fget if isinstance(found, property) else found
+    return [found] if isinstance(found, types.FunctionType) else []
+
+
+def _mentions(function: types.FunctionType, cls: type, name: str, seen: set[str]) -> bool:
+    """Whether a method, or one that it calls, uses an attribute."""
+    names = {*function.__code__.co_names} - seen
     seen |= names
-    others = [getattr(method.__self__, each, None) for each in names]
     return name in names or any(
-        _mentions(each, name, seen)
-        for each in others
-        if isinstance(each, types.MethodType) and each.__self__ is method.__self__ and hasattr(each, "__code__")
+        _mentions(each, cls, name, seen) for called in names for each in _functions(cls, called)
     )
 
 
@@ -396,7 +422,10 @@ def _without_state(step: Callable[..., Any], state: Any, element: Any) -> Any:
     return (state[0].clone(),), step((), element)[1]
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor:
+def _own(tensor: Any) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        is_slice = isinstance(tensor, SliceOfUnknownLength)
+        raise TypeError("the length of a slice depends on values" if is_slice else "a turn adds no tensor to a list")
     return tensor.contiguous().clone()  # the loop operator takes no views
 
 

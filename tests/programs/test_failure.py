@@ -69,8 +69,10 @@ torch.export could not trace the model: axis 0 of lengths (lengths_axis_0) becam
   where: the model itself (Items), failing.py:N
          return torch.cat([x[:length] for length in lengths.tolist()])
   expected: any size; recorded: 2, 3
-  got: only 3, which is the size it was traced with
-  hint: unpacking a tensor fixes its size: use operations on the whole tensor, such as cat, flatten, repeat.
+  got: only 3, which is the size it was traced with;
+       the loop is unrolled: the length of a slice depends on values, in failing.py:N
+         return torch.cat([x[:length] for length in lengths.tolist()])
+  hint: keep all rows, and use a mask in place of the slice.
         all that torch says: FILE"""
 
 FIXED = """\
@@ -87,8 +89,10 @@ torch.export could not trace the model: axis 1 of x (x_axis_1) became static.
   where: the model itself (Loop), failing.py:N
          for step in range(x.shape[1]):
   expected: any size; recorded: 5, 7
-  got: only 7, which is the size it was traced with
-  hint: a Python loop is traced once for each element: use operations on the whole tensor, or torch.scan.
+  got: only 7, which is the size it was traced with;
+       the loop is unrolled: it ends the loop early, in failing.py:N
+         break
+  hint: run all turns, and keep the state once it is done: torch.where(done, state, new_state).
         all that torch says: FILE"""
 
 FOLDED = """\

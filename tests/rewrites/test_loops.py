@@ -332,6 +332,58 @@ def test_state_in_other_places_is_carried_at_any_length(function, tmp_path):
             torch.testing.assert_close(graph(x), model(x), atol=1e-5, rtol=1e-4)
 
 
+def mean_of_each_row(self, x, lengths):
+    means = [x[i, : lengths[i]].mean(0) for i in range(x.shape[0])]
+    sums = [torch.sum(row[:length, 1:], dim=0) for row, length in zip(x, lengths)]  # noqa: B905
+    return torch.stack(means), torch.stack(sums)
+
+
+def test_rows_are_reduced_as_far_as_their_lengths(tmp_path):
+    model = Looping(mean_of_each_row).eval()
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
+        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for lengths in ([2], [0, 9, 12, -2], [1, 1]):  # slices count from the end, and end where the row does
+        x = torch.randn(len(lengths), 9, 4)
+        torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)), equal_nan=True)
+
+
+def into_the_arguments_of(function, states, x):
+    for i in range(x.shape[1]):
+        states[:, i] = function(x[:, i])
+
+
+def by_a_function_that_fills_its_argument(self, x):
+    states = torch.zeros_like(x)
+    into_the_arguments_of(self.layer, states, x)
+    return states
+
+
+def test_a_loop_fills_the_argument_of_a_function():
+    model, observer = looping(by_a_function_that_fills_its_argument)
+    exported = exportkit.export(model, observer)
+    x = torch.randn(3, 9, 4)
+    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+
+
+def that_sets_an_attribute_elsewhere(self, x):
+    self.last = x[:, 0]
+    for i in range(x.shape[1]):
+        self.last = torch.tanh(last_of(self) + x[:, i])
+    return self.last
+
+
+def last_of(model):
+    return model.last
+
+
+def that_has_chunks_of_different_lengths(self, x):
+    return torch.stack([x[:, i : i + 3].mean(1) for i in range(0, x.shape[1], 3)], 1)
+
+
 def that_ends_early(self, x):
     for i in range(x.shape[1]):
         if i > 3:
@@ -404,6 +456,8 @@ def that_collects_elsewhere(self, x):
 
 # What the error says, and the text of the line that it names.
 REFUSED = {
+    that_sets_an_attribute_elsewhere: ("it sets the attribute `self.last`", "self.last = torch.tanh"),
+    that_has_chunks_of_different_lengths: ("a slice may end behind the last element", "x[:, i : i + 3]"),
     that_ends_early: ("it ends the loop early", "break"),
     that_reads_a_tensor_that_grows: ("`found` grows with each turn, and the loop also reads it", "found = torch.cat"),
     that_sets_an_attribute_that_a_method_uses: (
