@@ -2,8 +2,8 @@
 
 A trace unrolls a Python loop, which fixes how often it runs. Under this rewrite, the functions of a model with such
 loops are compiled once more from their source: where the loop runs over a symbolic length, its body becomes a function
-from what it changes, and one element, to what it has changed. A loop that does something else, such as to set an
-attribute or to end early, stays as it is.
+from what it changes, and one element, to what it has changed. A loop that does something else, such as to end early,
+stays as it is.
 """
 
 from __future__ import annotations

@@ -1,0 +1,92 @@
+"""The turns of a loop of symbolic length, and the lists that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from exportkit._torch_compat.pytree import tree_flatten, tree_map
+from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, SymbolicList
+from exportkit.rewrites.loop_indices import item
+
+
+class Turn(NamedTuple):
+    """How a turn is run.
+
+    Attributes:
+        is_later: Whether the first turn is run apart.
+        is_idle: Whether the turn is one that changes nothing; None if there is no such turn.
+    """
+
+    is_later: bool = False
+    is_idle: torch.Tensor | None = None
+
+
+class Steps:
+    """The turns of a loop of symbolic length.
+
+    Args:
+        elements: Nested tensors whose first axis is the loop.
+        given: Makes what the body gets from an element, and from how the turn is run.
+        first: Returns what it gets in the first turn.
+    """
+
+    def __init__(self, elements: Any, given: Callable[[Any, Turn], Any], first: Callable[[], Any]) -> None:
+        self.elements, self.given, self.first = elements, given, first
+
+    @property
+    def count(self) -> Any:
+        """How many turns there are."""
+        return tree_flatten(self.elements)[0][0].shape[0]
+
+    def until(self, count: Any) -> Steps:
+        """Returns the first turns."""
+        return Steps(tree_map(lambda tensor: tensor[:count], self.elements), self.given, self.first)
+
+
+class Stacked(SymbolicList):
+    """A list to which every turn of a loop adds a tensor.
+
+    Args:
+        parts: Tensors whose first axis goes over elements of the list.
+    """
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self._parts = parts
+
+    def whole(self) -> torch.Tensor:
+        """Returns all elements along the first axis."""
+        return torch.cat(self._parts) if len(self._parts) > 1 else self._parts[0]
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """Tensors whose first axis goes over elements of the list."""
+        return self._parts
+
+    def append(self, element: torch.Tensor) -> None:
+        """Adds an element at the end, as a list does."""
+        self._parts.append(element.unsqueeze(0))
+
+    def appendleft(self, element: torch.Tensor) -> None:
+        """Adds an element in front, as a deque does."""
+        self._parts.insert(0, element.unsqueeze(0))
+
+    def insert(self, index: int, element: torch.Tensor) -> None:
+        """Adds an element in front."""
+        if index != 0:
+            raise TypeError("an element is put into the middle of a list of symbolic length")
+        self.appendleft(element)
+
+    def reverse(self) -> None:
+        """Reverses the order of the elements."""
+        self._parts = [part.flip(0) for part in reversed(self._parts)]
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(SYMBOLIC_LENGTH)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == slice(None, None, -1):
+            return Stacked([part.flip(0) for part in reversed(self._parts)])
+        return Stacked([self.whole()[index]]) if isinstance(index, slice) else item(self.whole(), index)
