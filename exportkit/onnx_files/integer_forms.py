@@ -182,8 +182,12 @@ def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
     return op.Where(mask, op.CastLike(as_value(value, x), x), x)
 
 
+def _int_mm(x: Any, y: Any) -> Any:
+    return op.MatMulInteger(x, y)
+
+
 INTEGER_FORMS: dict[Any, Callable[..., Any]] = {
-    aten._int_mm.default: lambda x, y: op.MatMulInteger(x, y),  # noqa: PLW0108 (torch.onnx reads the signature)
+    aten._int_mm.default: _int_mm,
     aten.add.Tensor: _add,
     aten.addmm.default: _addmm,
     aten.ceil.default: _of_floats(op.Ceil),
