@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -165,6 +165,27 @@ def namespaces(model: torch.nn.Module) -> list[ModuleType]:
     """Returns the Python modules in which the classes of a model's modules are defined."""
     names = {type(module).__module__ for module in model.modules()} & sys.modules.keys()
     return [sys.modules[name] for name in sorted(names)]
+
+
+def called_namespaces(run: Callable[[], Any]) -> list[ModuleType]:
+    """Returns the Python modules whose functions a run calls, whatever it raises.
+
+    Args:
+        run: Runs a model.
+    """
+    names, before = set[str](), sys.getprofile()
+
+    def note(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call":
+            names.add(frame.f_globals.get("__name__", ""))
+
+    sys.setprofile(note)
+    try:
+        with contextlib.suppress(Exception):
+            run()
+    finally:
+        sys.setprofile(before)
+    return [sys.modules[name] for name in sorted(names & sys.modules.keys())]
 
 
 def original_in(slot: Slot) -> Any:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
 from typing import Literal
 
 import torch
 
 from exportkit.errors import ArgumentError, ExportError, ExportkitError, PlanError
+from exportkit.overrides import called_namespaces
 from exportkit.plan.leaves import Finding
 from exportkit.probing.planning import BoundPlan
 from exportkit.programs.absences import find_absences
@@ -24,6 +27,7 @@ from exportkit.programs.patterns import ProgramProbe, add_patterns
 from exportkit.programs.program import TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.programs.traced_method import Example
+from exportkit.rewrites.branches import is_model_code
 from exportkit.rewrites.lengths import SYMBOLIC_LENGTH
 from exportkit.rewrites.table import (
     BUFFER_VALUES,
@@ -37,6 +41,7 @@ from exportkit.rewrites.table import (
     SYMBOLIC_LENGTHS,
     Rewrite,
 )
+from exportkit.running.eager import run_eager
 
 Programs = tuple[Mapping[str, TracedProgram], Split]
 
@@ -209,6 +214,7 @@ class Search:
         self._plan: BoundPlan | None = None
         self._example: Example | None = None
         self._audit: Audit | None = None  # of the result
+        self._called: Sequence[ModuleType] | None = None  # Python modules whose functions the model calls
         self._enlarged = False  # whether a trace at larger sizes got further
 
     @property
@@ -334,7 +340,8 @@ class Search:
                 self.rules = [*strategy.adds, *found_rules, *self.rules]
             rules = [*strategy.adds, *(rule for rule in self.rules if rule not in (*strategy.adds, *strategy.drops))]
             with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
-                traced = trace(self.model, self.method, plan.plan, plan.observation, example, rules)
+                everywhere = self._in_called_code(rules, plan)
+                traced = trace(self.model, self.method, plan.plan, plan.observation, example, everywhere)
                 audit = audit_sizes(traced)
                 is_guess = enlarges or strategy.between or LISTS_OF_ONE in rules
                 if is_guess and (difference := ProgramProbe(traced).difference(traced.sizes)):
@@ -371,6 +378,19 @@ class Search:
             self.attempts.append(Attempt(name, "succeeded"))
         else:
             self.attempts.append(Attempt(name, "not better", "it serves no more sizes"))
+
+    def _in_called_code(self, rules: Sequence[Rewrite], plan: BoundPlan) -> list[Rewrite]:
+        """The rewrites; those that replace names do so in all Python modules whose functions the model calls."""
+        if self._called is None and not {SYMBOLIC_LENGTHS, LOOPS}.isdisjoint(rules):
+            call = plan.observation.calls[0]
+            modules = called_namespaces(lambda: run_eager(self.model, self.method, call))
+            self._called = [module for module in modules if is_model_code(getattr(module, "__file__", None) or "")]
+        return [
+            replace(rule, applied=partial(rule.applied, called=self._called))
+            if rule in (SYMBOLIC_LENGTHS, LOOPS)
+            else rule
+            for rule in rules
+        ]
 
     def _make_several(self, name: str) -> None:
         """Replaces a program that fails for some recorded call, or none at all, by one for each kind of calls."""

@@ -2,7 +2,7 @@
 
 `len(tensor)`, `int(length)`, `range(length)` and transformers' `torch_int` make ints of a symbolic length, which fixes
 it; `int(tensor)` and `float(tensor)` make numbers of a value. Here these names are shadowed in the Python modules that
-define the model's classes and methods, and lists of symbolic length can be made tensors.
+define the model's classes and methods, and the functions that these call; lists of symbolic length can be made tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -33,12 +33,20 @@ _CONSTRUCTORS = {
 }
 
 
-def symbolic_lengths(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Shadows what makes ints of lengths, and caches by length, where the code of the model is defined."""
+def symbolic_lengths(
+    model: torch.nn.Module, called: Sequence[ModuleType] = ()
+) -> contextlib.AbstractContextManager[None]:
+    """Shadows what makes ints of lengths, and caches by length, where the code of the model is defined.
+
+    Args:
+        model: The model.
+        called: Python modules with functions that the model calls.
+    """
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     members = [value for owner in (*classes, *model.modules()) for value in vars(owner).values()]
     methods = [value for value in members if inspect.isfunction(value) or inspect.ismethod(value)]
     names = {value.__module__ for value in (*classes, *methods)}  # a method may have been put there from elsewhere
+    names |= {module.__name__ for module in called}
     own = [sys.modules[n] for n in sorted(names & sys.modules.keys()) if n.partition(".")[0] not in _OTHERS]
     replacements: list[tuple[Any, Any]] = [
         (Attribute(module, name), shadow)

@@ -14,6 +14,7 @@ import functools
 import inspect
 import textwrap
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,18 @@ from exportkit.rewrites.loop_source import HELPERS, with_loops_as_functions
 from exportkit.rewrites.loop_turns import Helpers
 
 
-def loops_as_operators(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Replaces the functions with loops where the classes of the model are defined."""
+def loops_as_operators(
+    model: torch.nn.Module, called: Sequence[types.ModuleType] = ()
+) -> contextlib.AbstractContextManager[None]:
+    """Replaces the functions with loops where the classes of the model are defined.
+
+    Args:
+        model: The model.
+        called: Python modules with functions that the model calls.
+    """
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    owners = (*classes, *namespaces(model), *model.modules())  # a module may hold a function as its attribute
+    modules = dict.fromkeys([*namespaces(model), *called])
+    owners = (*classes, *modules, *model.modules())  # a module may hold a function as its attribute
     own = [owner for owner in owners if _package(owner) not in ("torch", "builtins", "exportkit")]
     replacements: list[tuple[Any, Any]] = []
     for owner in own:

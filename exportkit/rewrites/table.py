@@ -54,7 +54,7 @@ class Rewrite:
     """
 
     name: str
-    applied: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]]
+    applied: Callable[..., contextlib.AbstractContextManager[None]]
     functions: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     argument: str | None = None

@@ -1,5 +1,7 @@
 """Lists of numbers that follow from a length: as a tensor, repeated, and as limits of other ranges."""
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -84,3 +86,37 @@ def test_numbers_are_those_of_a_list(start, stop, step, first, data):
         assert list(numbers[part]) == expected[part]
     except TypeError:  # it would cut into the first numbers from the end, or begin behind the last one
         assert (begin or 0) - len(first) > len(expected) - len(first) or -(end or 0) > len(expected) - len(first)
+
+
+HELPERS = """
+import torch
+
+def centred(x):
+    return torch.arange(x.shape[1])[None] - float(x.shape[1] - 1) / 2
+
+def decayed(x):
+    state, states = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        state = 0.5 * state + x[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
+"""
+
+
+def test_functions_in_other_files_are_traced_like_methods(tmp_path, monkeypatch):
+    (tmp_path / "signal_helpers.py").write_text(HELPERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    helpers = importlib.import_module("signal_helpers")
+
+    class Smoothed(torch.nn.Module):
+        def forward(self, x):
+            return helpers.decayed(x) * helpers.centred(x)
+
+    model, observer = Smoothed(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 5))
+        model(torch.randn(3, 8))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    x = torch.randn(1, 20)
+    torch.testing.assert_close(onnx_model(x), model(x))
