@@ -130,6 +130,26 @@ def smallest_sizes(plan: Plan, sizes: Mapping[str, int], pattern: Pattern) -> di
     return settled(plan, found)
 
 
+def sizes_beside(plan: Plan, sizes: Mapping[str, int], usual: Mapping[str, int]) -> list[dict[str, int]]:
+    """Returns sizes in which the small ones are 2, 3, and as large as usual, and all others stay.
+
+    Args:
+        plan: The plan.
+        sizes: Sizes, some of which are 0 or 1.
+        usual: Sizes that the export used.
+    """
+    found = []
+    for number in (2, 3, None):
+        larger = {}
+        for name in small(sizes):
+            variable = plan.variable(name)
+            step = step_of(variable)
+            wanted = usual[name] if number is None else max(variable.minimum, number * step)
+            larger[name] = wanted if variable.maximum is None else min(wanted, variable.maximum)
+        found.append(settled(plan, {**sizes, **larger}, fit_rows=True))
+    return [other for position, other in enumerate(found) if not small(other) and other not in found[:position]]
+
+
 def varied_sizes(plan: Plan, sizes: Mapping[str, int], numbers: Iterable[int]) -> Iterator[dict[str, int]]:
     """Yields sizes in which one variable differs, two are equal, or one is as large as a number: none becomes small.
 

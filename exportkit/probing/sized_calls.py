@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from exportkit.arguments.build import build_call, with_integers_below
+from exportkit.arguments.build import build_call, largest_tensors, resize, with_integers_below
+from exportkit.arguments.integers import fitted
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.plan.expression import Expression
@@ -17,6 +18,8 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.missing import MissingDefaults, run_leniently
 from exportkit.running.eager import run_eager
 from exportkit.trees import flatten, join
+
+_DRAWS = 3  # calls with recorded values at random, besides those with the values of a call
 
 
 def sized_call(plan: Plan, observation: Observation, defaults: MissingDefaults, sizes: Mapping[str, int]) -> Call:
@@ -41,6 +44,65 @@ def sized_call(plan: Plan, observation: Observation, defaults: MissingDefaults, 
         if leaf.path in tensors and {leaf.shapes[index] for index in first} == {None}:
             filled[leaf.path] = torch.full_like(tensors[leaf.path], defaults.values.get(leaf.path, 0))
     return call.with_tensors(filled)
+
+
+def calls_with_values(
+    plan: Plan,
+    observation: Observation,
+    defaults: MissingDefaults,
+    call: Call,
+    tried: Sequence[Mapping[str, int]],
+) -> Iterator[Call]:
+    """Yields calls at other sizes with the values of a call, again and again, then some with recorded values at random.
+
+    They tell whether a difference is one of values, if it shows there as well, or comes of the sizes of the call.
+    Inputs that the call does not have, and token ids with placeholders, are those of any call at these sizes.
+
+    Args:
+        plan: The plan.
+        observation: The recorded calls.
+        defaults: Values for missing inputs.
+        call: The call.
+        tried: Sizes of all variables, for each call.
+    """
+    dynamic, recorded, given = plan.dynamic_axes(), largest_tensors(observation), call.tensors()
+    counted = (
+        {marker.path for marker in plan.markers}
+        | {p.tokens for p in plan.placeholders}
+        | {grid.path for grid in plan.grids}
+    )
+    for seed, sizes in [*((None, sizes) for sizes in tried), *((seed, tried[-1]) for seed in range(_DRAWS) if tried)]:
+        made, shapes, changed = sized_call(plan, observation, defaults, sizes), plan.shapes(sizes), {}
+        for path, tensor in made.tensors().items():
+            source = (given if seed is None else recorded).get(path)
+            if source is None or not source.numel() or path in counted:
+                continue
+            if seed is not None:
+                generator = torch.Generator().manual_seed(seed)
+                if tensor.is_floating_point():
+                    changed[path] = _drawn(source, shapes[path], dynamic[path], generator)
+            elif tensor.is_floating_point():
+                changed[path] = _tiled(source, shapes[path])
+            else:
+                changed[path] = fitted(path, resize(source, shapes[path]), observation, shapes, dynamic)
+        yield made.with_tensors(changed)
+
+
+def _tiled(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor with the values of another one along each axis, again and again."""
+    for axis, size in enumerate(shape):
+        tensor = tensor.index_select(axis, torch.arange(size, device=tensor.device) % tensor.shape[axis])
+    return tensor
+
+
+def _drawn(
+    tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int], generator: torch.Generator
+) -> torch.Tensor:
+    """A tensor of rows of another one, at random along each axis that varies."""
+    for axis in dynamic:
+        places = torch.randint(tensor.shape[axis], (shape[axis],), generator=generator)
+        tensor = tensor.index_select(axis, places.to(tensor.device))
+    return tensor
 
 
 def run_sized(plan: Plan, model: torch.nn.Module, method: str, call: Call) -> Call:

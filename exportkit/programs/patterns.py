@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from exportkit.plan.small_sizes import (
     Pattern,
     at_pattern,
     larger_sizes,
+    sizes_beside,
     small,
     small_patterns,
     smallest_sizes,
@@ -23,7 +25,7 @@ from exportkit.plan.small_sizes import (
 from exportkit.probing.missing import beyond_rounding, completed_call
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
-from exportkit.probing.sized_calls import run_sized, sized_call, stepwise_outputs
+from exportkit.probing.sized_calls import calls_with_values, run_sized, sized_call, stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
@@ -74,11 +76,21 @@ class ProgramProbe:
         traced = self._traced
         try:
             call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
-            made = run_sized(traced.plan, traced.model, traced.method, call)
-        except Exception:  # whatever the model raises for sizes that it does not accept
+        except Exception:  # there is no such call
             return None
-        full = replace(call.with_tensors(made.tensors()), sizes=sizes, outputs=made.outputs)
-        difference = self._outcome(full)
+        answered = self._answered(call)
+        return None if answered is None else self._difference_in(answered)
+
+    def _answered(self, call: Call) -> Call | None:
+        """The call with what the model returns; None if it raises, as for sizes that it does not accept."""
+        try:
+            made = run_sized(self._traced.plan, self._traced.model, self._traced.method, call)
+        except Exception:
+            return None
+        return replace(call.with_tensors(made.tensors()), outputs=made.outputs, latency=made.latency)
+
+    def _difference_in(self, full: Call) -> str:
+        traced, difference = self._traced, self._outcome(full)
         if difference:  # the model may go on from a state only with one token at a time
             try:
                 stepwise = stepwise_outputs(traced.plan, traced.model, traced.method, full)
@@ -86,6 +98,24 @@ class ProgramProbe:
                 return difference
             difference = difference if stepwise is None else self._outcome(full, stepwise)
         return difference
+
+    def by_values(self, sizes: Mapping[str, int]) -> Call | None:
+        """Returns a call at sizes of 2 and more in which the program departs from the model, too, if there is one.
+
+        Args:
+            sizes: Sizes, some of which are 0 or 1, at which it departs.
+        """
+        traced = self._traced
+        plan, observation, defaults = traced.plan, traced.observation, traced.defaults
+        with warnings.catch_warnings(), contextlib.suppress(Exception):
+            warnings.simplefilter("ignore")
+            call = self._answered(sized_call(plan, observation, defaults, sizes))
+            tried = [found for found in sizes_beside(plan, sizes, traced.sizes) if fulfils(traced.domain, (), found)]
+            for other in calls_with_values(plan, observation, defaults, call, tried) if call is not None else ():
+                answered = self._answered(other)
+                if answered is not None and self._difference_in(answered):
+                    return replace(answered, label=f"values of {SmallSizes(small(sizes))}")
+        return None
 
     def limits(self, sizes: Mapping[str, int], domain: Domain) -> list[SizeCondition]:
         """Returns conditions for sizes like these, beyond which the program departs from the model, or may.
@@ -242,7 +272,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
     """Returns the program with the patterns of 0 and 1 in its domain for which it returns what the model returns."""
     probe, plan, domain = ProgramProbe(traced), traced.plan, traced.domain
     found, limits = list[SmallSizes](), probe.limits(traced.sizes, domain)
-    samples: list[Mapping[str, int]] = []
+    samples, suspects = list[Mapping[str, int]](), list[Call]()
     known = [dict(pattern.sizes) for pattern in domain.patterns]
     unseen = [dict(item.sizes) for item in unseen_sizes(plan, traced.sizes)]
     findings, failed, affordable = [], list[Pattern](), Affordable(traced)
@@ -270,8 +300,11 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
         elif reason is not None:
             failed.append(pattern)
             findings.append(_left_out(SmallSizes(pattern), reason))
+            suspect = probe.by_values(at)
+            suspects += [] if suspect is None else [suspect]
     extended = replace(domain, patterns=(*domain.patterns, *found), conditions=(*domain.conditions, *limits))
-    return replace(traced, domain=extended, plan=plan.with_findings(findings), samples=tuple(samples))
+    plan = plan.with_findings(findings)
+    return replace(traced, domain=extended, plan=plan, samples=tuple(samples), suspects=tuple(suspects))
 
 
 def _fails_with(plan: Plan, part: Pattern, pattern: Pattern) -> bool:

@@ -26,6 +26,7 @@ from exportkit._torch_compat.tracing import (
     module_calls,
 )
 from exportkit.arguments.build import build_call
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
 from exportkit.errors import ExportError
@@ -73,6 +74,7 @@ class TracedProgram:
         absences: The sets of inputs that may be left out together.
         crossings: Sizes that break conditions of the trace which change nothing.
         samples: Sizes for which the model runs, one for each pattern of 0 and 1 in the domain that was tried.
+        suspects: Calls in which the program departs from the model by their values.
         layers: The layers that need not run for questions that are not about weights.
         seconds: Duration of each stage, in seconds.
     """
@@ -95,6 +97,7 @@ class TracedProgram:
     absences: Absences = field(default_factory=Absences)
     crossings: tuple[Mapping[str, int], ...] = ()
     samples: tuple[Mapping[str, int], ...] = ()
+    suspects: tuple[Call, ...] = field(default=(), compare=False)
     layers: ReusedLayers | None = field(default=None, compare=False)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,14 @@ from exportkit.arguments.integers import is_integer
 from exportkit.calls.call import Call, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError
+from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, covering, small
 from exportkit.probing.missing import absent_patterns, call_without
 from exportkit.probing.simplify import as_simplified
-from exportkit.probing.sized_calls import run_sized, sized_call
+from exportkit.probing.sized_calls import calls_with_values, run_sized, sized_call
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
@@ -66,13 +67,15 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
     """Yields calls at sizes that were neither recorded nor exported with.
 
     There is one for each combination of sizes that callers are likely to use, one at large sizes, and as many as it
-    takes for each two variables to be 0, 1 or more together in all the ways that the domain allows. Each has what the
-    model returned in eager mode, or the error that it raised; a call outside of the domain is not run.
+    takes for each two variables to be 0, 1 or more together in all the ways that the domain allows. The first ones are
+    those in which the program was seen to depart from the model in torch. Each has what the model returned in eager
+    mode, or the error that it raised; a call outside of the domain is not run.
 
     Args:
         traced: The program.
     """
     plan, domain = traced.plan, traced.domain
+    yield from traced.suspects
     combinations = [(item.label, item.sizes) for item in unseen_sizes(plan, traced.sizes)]
     large = Affordable(traced).largest(domain, {})
     if large is not None:
@@ -109,6 +112,25 @@ def small_calls(traced: TracedProgram, patterns: Iterable[Mapping[str, int]]) ->
         default = at_pattern(traced.plan, traced.sizes, pattern)
         sizes = next((sizes for sizes in traced.samples if small(sizes) == pattern), default)
         yield call_at(traced, sizes, str(SmallSizes(pattern)))
+
+
+def calls_beside(graph: OnnxGraph, call: Call, tried: Sequence[Mapping[str, int]], label: str) -> Iterator[Call]:
+    """Yields calls with the values of a call that are inside the domain, with what the model returns.
+
+    Args:
+        graph: The graph, with the model at hand.
+        call: A call that has something apart from its values, such as sizes of 1.
+        tried: Sizes without it.
+        label: What the values are of.
+    """
+    contract, eager = graph.contract, graph.eager
+    if eager is None:
+        return
+    plan, defaults = contract.plan, contract.defaults
+    inside = [sizes for sizes in tried if contract.domain.check.contains(sizes)]
+    for other in calls_with_values(plan, graph.observation, defaults, call, inside):
+        with contextlib.suppress(Exception):  # the model need not accept these values at these sizes
+            yield run_sized(plan, eager.model, eager.method, replace(other, label=f"values of {label}"))
 
 
 def _short_calls(traced: TracedProgram) -> Iterator[Call]:

@@ -18,13 +18,10 @@ from exportkit.errors import ArgumentError, ExportkitError, RuntimeFailure
 from exportkit.onnx_files.graph import Measured, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.write import write_graphs
-from exportkit.plan.leaves import Finding
 from exportkit.plan.sizes import solve_sizes
 from exportkit.plan.small_sizes import small
-from exportkit.probing.missing import absent_patterns
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import stepwise_outputs
-from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.exported import ExportedModel, require_own
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
@@ -34,6 +31,7 @@ from exportkit.proof.figures import Figures
 from exportkit.proof.half import distance_from_float32, farther_from_float32, most_allowed
 from exportkit.proof.leeway import measurements, name_of
 from exportkit.proof.lossy import lossy_differences
+from exportkit.proof.narrow import is_wrong, narrowed, without_pattern
 from exportkit.proof.report import Divergence, Report, Row, Status
 from exportkit.proof.values import value_differences
 from exportkit.running.bounds import rounding_bound
@@ -174,27 +172,31 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
             sizes = solve_sizes(graph.contract.plan, call.shapes())
             row = Row("recorded", str(call.index), sizes, "proven")
             rows.append(_row(graph, row, as_made(graph.contract.plan, call), call.outputs.tensors(), None, locate))
-        further: list[Row] = []
+        further: list[tuple[Row, Call]] = []
+        row_of = functools.partial(_unseen_row, graph, locate=locate)
         others: Iterable[Call] = graph.unseen or ()
         if graph.unseen is None and graph.traced is not None:
             others = unseen_calls(graph.traced)
         for call in others if unseen else ():
             tell(f"unseen sizes, {call.label}")
-            further.append(_unseen_row(graph, call, locate))
-        if graph.traced is not None and any(_is_wrong(row) and small(row.sizes) for row in further):
-            seen = [small(row.sizes) for row in (*rows, *further)]  # one row no longer speaks for several patterns
+            further.append((row_of(call), call))
+        if graph.traced is not None and any(is_wrong(row) and small(row.sizes) for row, _ in further):
+            # one row no longer speaks for several patterns
+            seen = [small(row.sizes) for row in (*rows, *(row for row, _ in further))]
             left = [p.sizes for p in graph.contract.domain.patterns if p.sizes not in seen]
-            further += [_unseen_row(graph, call, locate) for call in small_calls(graph.traced, left)]
-    further = _narrowed(graph, rows, further)
+            further += [(row_of(call), call) for call in small_calls(graph.traced, left)]
+        unseen_rows = narrowed(graph, rows, further, row_of)
     contract = graph.contract
     findings = (
         *(finding.text for finding in contract.plan.findings),
         *_computed_otherwise(graph),
         *distance_from_float32(graph),
     )
-    inside = sum(row.status != "outside" for row in further)
+    inside = sum(row.status != "outside" for row in unseen_rows)
     limits = tuple(contract.domain.limits())
-    return Report((*rows, *further), min(_ENOUGH_UNSEEN, inside), findings, limits=limits, quantised=contract.quantised)
+    return Report(
+        (*rows, *unseen_rows), min(_ENOUGH_UNSEEN, inside), findings, limits=limits, quantised=contract.quantised
+    )
 
 
 def _computed_otherwise(graph: OnnxGraph) -> Iterator[str]:
@@ -204,48 +206,7 @@ def _computed_otherwise(graph: OnnxGraph) -> Iterator[str]:
             yield graph.session.finding
 
 
-def _is_wrong(row: Row) -> bool:
-    return row.status in ("differs", "refused")
-
-
-def _narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[Row]) -> list[Row]:
-    """The rows at unseen sizes, without those that were taken into the domain because nothing differs in torch.
-
-    A runtime need not do there what torch does. So waived conditions are required if a row that breaks them turned
-    out wrong, and patterns of 0 and 1 leave the domain: the standard deviation of one element is an example.
-    """
-    domain, findings, rows = graph.contract.domain, list[Finding](), [*unseen]
-    kept = [row.sizes for row in recorded]
-
-    def leave(number: int, what: str) -> None:
-        row = rows[number]
-        findings.append(Finding("limit", what, f"{graph.runtime} does not serve {what}: {row.status}, {row.where}."))
-        rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
-
-    for number, row in enumerate(unseen):
-        if _is_wrong(row) and (not small(row.sizes) or small(row.sizes) in map(small, kept)):
-            required = domain.requiring(row.sizes, kept)
-            if required != domain:
-                new = [condition.text for condition in required.conditions if condition not in domain.conditions]
-                domain = required
-                leave(number, f"sizes without {' and '.join(new)}")
-            elif not domain.check.contains(row.sizes):
-                rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
-    ordinary = [row for row in (*recorded, *rows) if row.kind == "recorded" or not small(row.sizes)]
-    if not any(_is_wrong(row) for row in ordinary):  # otherwise small sizes are not the reason
-        for number, row in enumerate(rows):
-            pattern = small(row.sizes)
-            if _is_wrong(row) and pattern and pattern not in map(small, kept):
-                leave(number, str(SmallSizes(pattern)))
-                proven = [small(other.sizes) for other in (*recorded, *unseen) if other.status == "proven"]
-                domain = replace(domain, patterns=tuple(p for p in domain.patterns if p.sizes in proven))
-    if findings:
-        plan = graph.contract.plan.with_findings(findings)
-        graph.contract = replace(graph.contract, domain=domain, plan=plan)
-    return rows
-
-
-def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None) -> Row:
+def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None = None) -> Row:
     """The row of a call at unseen sizes; if it differs, several new tokens may have to be given one by one."""
     row = Row("unseen", call.label, call.sizes, "no call", where=call.error)
     given = call.shapes()
@@ -270,20 +231,9 @@ def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None) -> Row:
             stepwise = found if expected is None else _row(graph, proven, call, expected)
             if stepwise.status == "proven":
                 return replace(stepwise, where=STEPWISE)
-    return found if found.status == "proven" else _without_pattern(graph, call, found)
-
-
-def _without_pattern(graph: OnnxGraph, call: Call, row: Row) -> Row:
-    """The row of a call that is wrong; inputs that no recorded call left out together may then not be left out."""
-    plan, domain = graph.contract.plan, graph.contract.domain
-    absent = domain.optional.difference(call.tensors())
-    if not absent or absent in absent_patterns(plan, graph.observation):
-        return row
-    text = f"{domain.names(absent)} may not be left out together in {graph.runtime}: {row.status}, {row.where}."
-    narrower = replace(domain, absent=domain.absent - {absent})
-    findings = [Finding("limit", domain.names(absent), text)]
-    graph.contract = replace(graph.contract, domain=narrower, plan=plan.with_findings(findings))
-    return replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
+    if found.status == "proven":
+        return found
+    return without_pattern(graph, call, found, functools.partial(_unseen_row, graph, locate=locate))
 
 
 def _row(
