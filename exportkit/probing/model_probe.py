@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Set
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exportkit.arguments.build import build_call
 from exportkit.arguments.table import call_table
@@ -51,6 +52,9 @@ class ModelProbe:
     ) -> bool:
         """Returns whether the model accepts a call of the given sizes, by default the sizes an export would use.
 
+        Attention is computed as it is defined: the fused kernel of the CPU does not look at the length of the values,
+        and reads beyond them.
+
         Args:
             plan: The plan.
             sizes: Sizes of all variables.
@@ -65,7 +69,8 @@ class ModelProbe:
             masks = call.tensors()
             changed = {path: torch.ones_like(masks[path]) for path in ones}
             call = call.with_tensors(changed | {path: _hiding_one(masks[path]) for path in hiding})
-        return self.outputs(call) is not None
+        with sdpa_kernel(SDPBackend.MATH):  # which raises where keys and values differ in length
+            return self.outputs(call) is not None
 
     def accepts_lengths(self, plan: Plan) -> bool:
         """Returns whether the model also accepts more new tokens than recorded: it may cut a mask that is too long."""

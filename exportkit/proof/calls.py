@@ -22,7 +22,7 @@ from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import solve_sizes, unseen_sizes
+from exportkit.plan.sizes import settled, solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, covering, small
 from exportkit.probing.missing import absent_patterns, call_without
 from exportkit.probing.simplify import as_simplified
@@ -153,7 +153,7 @@ def _absent_calls(traced: TracedProgram) -> Iterator[Call]:
     stored = absent_patterns(plan, replace(observation, further=()))
     for pattern in sorted(domain.absent.difference(stored, [frozenset()]), key=sorted):
         try:
-            call = call_without(plan, observation, traced.sizes, pattern)
+            call = call_without(plan, observation, settled(plan, traced.sizes), pattern)
             call = replace(call, label=f"without {domain.names(pattern)}")
             started = time.perf_counter()
             outputs = flatten(run_eager(traced.model, traced.method, call))

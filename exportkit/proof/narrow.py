@@ -45,7 +45,7 @@ def narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[R
     if graph.eager is None:
         return rows
     domain, findings = graph.contract.domain, list[Finding]()
-    usual, kept = graph.contract.sizes, [row.sizes for row in recorded]
+    usual, kept = settled(graph.contract.plan, graph.contract.sizes), [row.sizes for row in recorded]
 
     def leave(number: int, what: str) -> None:
         row = rows[number]
@@ -102,7 +102,7 @@ def without_pattern(graph: OnnxGraph, call: Call, row: Row, row_of: RowOf) -> Ro
     absent = domain.optional.difference(call.tensors())
     if not absent or absent in absent_patterns(plan, graph.observation):
         return row
-    given = {name: size or graph.contract.sizes[name] for name, size in call.sizes.items()}
+    given = settled(plan, {name: size or graph.contract.sizes[name] for name, size in call.sizes.items()})
     if graph.eager is None or _wrong_beside(graph, call, [given], row.label, row_of) is not None:
         return row
     text = f"{domain.names(absent)} may not be left out together in {graph.runtime}: {row.status}, {row.where}."

@@ -71,3 +71,22 @@ def test_an_encoder_decoder_that_generates_from_several_batches_is_proven(shapes
     expected = model.generate(ids, max_new_tokens=5, num_beams=1, **mask(4, 6))
     with onnx_model.in_place_of(model):
         assert torch.equal(model.generate(ids, max_new_tokens=5, num_beams=1, **mask(4, 6)), expected)
+
+
+class PlainCache(torch.nn.Module):
+    """Attention over a cache that is two plain tensors."""
+
+    def forward(self, query, past_key, past_value):
+        keys, values = (torch.cat([past, query], 2) for past in (past_key, past_value))
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+
+
+def test_keys_and_values_keep_one_length_where_the_kernel_does_not_look():
+    observer = exportkit.InputObserver()
+    model = PlainCache()
+    with observer(model):
+        for rows, past, new in ((2, 4, 3), (2, 2, 5), (3, 9, 1)):
+            cache = [torch.randn(rows, 2, past, 8) for _ in range(2)]
+            model(torch.randn(rows, 2, new, 8), *cache)
+    by_path = observer.plan().by_path
+    assert by_path["past_key"].sizes == by_path["past_value"].sizes
