@@ -35,6 +35,7 @@ from exportkit.onnx_files.exact import (
     EXACT,
     is_half,
     is_plain_cross_entropy,
+    is_plain_join,
     is_plain_scatter,
     with_cut_sources,
     with_half_outputs,
@@ -255,10 +256,12 @@ def _is_known(node: torch.fx.Node) -> bool:
     named = cast(dict[str, Any], node.kwargs)
     if node.target is aten.cross_entropy_loss.default:
         return is_plain_cross_entropy(first, *others)
-    if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
-        return is_plain_pool(first, *others)
     if node.target in (aten.layer_norm.default, aten.cumsum.default):
         return not is_half(node)
+    if node.target in (aten.cat.default, aten.stack.default):
+        return is_plain_join(first)
+    if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
+        return is_plain_pool(first, *others)
     if node.target is aten.roll.default:
         return all(isinstance(shift, int) for shift in others[0])
     if node.target is aten.scatter_reduce.two:

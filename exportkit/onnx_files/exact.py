@@ -5,6 +5,7 @@ These are written with torch's own operators, before the translation. What needs
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -186,7 +187,30 @@ def _added_in_float32(operator: Callable[..., torch.Tensor]) -> Callable[..., An
     return added
 
 
+def _scaled(operator: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A product with a Python number that torch does not round before, as it does in sums (seen on the CPU)."""
+
+    def scaled(values: Any, number: Any, **named: Any) -> Any:
+        is_number = isinstance(values, torch.Tensor) and type(number) in (int, float)
+        if not is_number or values.dtype not in HALF or _has(values.dtype, number):
+            return NotImplemented
+        return operator(values.float(), number, **named).to(values.dtype)
+
+    return scaled
+
+
+def _has(dtype: torch.dtype, number: float) -> bool:
+    """Whether a number need not be rounded for a dtype."""
+    info = torch.finfo(dtype)
+    steps = math.frexp(number)[0] * 2 / info.eps  # what comes before the exponent, in units in the last place
+    return not math.isfinite(number) or (
+        steps.is_integer() and (not number or info.smallest_normal <= abs(number) <= info.max)
+    )
+
+
 ADDITIONS: dict[Any, Callable[..., Any]] = {
+    aten.div.Tensor: _scaled(torch.div),
+    aten.mul.Tensor: _scaled(torch.mul),
     aten.index_add.default: _added_in_float32(torch.index_add),
     aten.index_put.default: _added_in_float32(torch.index_put),
     aten.scatter_add.default: _added_in_float32(torch.scatter_add),
@@ -227,7 +251,28 @@ def is_half(node: torch.fx.Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) in HALF
 
 
+# Tensors of several dtypes side by side.
+
+
+def _joined(operator: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+        dtypes = [tensor.dtype for tensor in tensors]
+        if len({*dtypes}) == 1:
+            return NotImplemented
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        return operator([tensor.to(dtype) for tensor in tensors], dim)
+
+    return joined
+
+
+def is_plain_join(tensors: Sequence[torch.fx.Node], *_: Any) -> bool:
+    """Whether tensors that are joined have one dtype."""
+    return len({tensor.meta["val"].dtype for tensor in tensors}) == 1
+
+
 EXACT: dict[Any, Callable[..., Any]] = {
+    aten.cat.default: _joined(torch.cat),
+    aten.stack.default: _joined(torch.stack),
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.mse_loss.default: _mse_loss,
     aten.index_reduce.default: _index_reduce,

@@ -77,6 +77,10 @@ FUNCTIONS = {
     "transform of two axes and back": lambda x: torch.fft.ifft2(torch.fft.fft2(x, norm="ortho"), norm="forward").real,
     "frames and back": lambda x: torch.istft(frames(x) * 2, 12, 4, window=WINDOW),
     "shifted by half": lambda x: (x.roll(x.shape[2] // 2, 2), torch.fft.ifftshift(x)),
+    "several dtypes side by side": lambda x: (
+        torch.cat([x, x.double() + 1e-9, (x > 0).long()]),
+        torch.stack([x > 0, x]),
+    ),
     "attention without heads": attended,
     "attention without heads, behind a mask": attended_behind_a_mask,
 }
@@ -90,6 +94,18 @@ def test_onnx_computes_it_at_any_size(name, tmp_path):
             model(torch.randn(batch, 4, length))
     report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_are_rounded_in_half_precision_as_the_model_does(dtype, tmp_path):
+    model, observer = (
+        Computed(lambda x: (x * 0.1, x / 0.7, x + 0.3, 1.1 - x, x * 0.5)).eval(),
+        exportkit.InputObserver(),
+    )
+    with observer(model), torch.no_grad():
+        expected = [model(torch.linspace(-3, 3, size).to(dtype)[None]) for size in (301, 400)]
+    got = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")(torch.linspace(-3, 3, 301).to(dtype)[None])
+    assert all(map(torch.equal, got, expected[0]))
 
 
 def test_the_traced_program_has_the_operators_of_the_model(tmp_path):
