@@ -50,6 +50,8 @@ def fitted(
     values, vectors = made.flatten().to(torch.int64), [values.to(torch.int64) for values, _ in calls]
     if values.numel() == max(made.shape, default=1):
         values = _in_order(values, vectors)
+    elif dynamic[path]:
+        values = _rows_in_order(made, [tensor for tensor, _ in given if tensor.numel()], *dynamic[path]).flatten()
     exactly, most = _largest(calls, shapes, [(other, axis) for other, axes in dynamic.items() for axis in axes])
     least = min(1, *(int(recorded.min()) for recorded in vectors))
     if exactly is not None and max(map(len, vectors)) == 1 < len(values):  # only single rows were recorded
@@ -68,6 +70,13 @@ def fitted(
 def is_integer(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor has integers, booleans excepted."""
     return tensor.dtype is not torch.bool and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _rows_in_order(made: torch.Tensor, recorded: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    """Numbers that rise or fall along an axis if the recorded ones do, such as the offsets of several tables."""
+    rows, *others = (tensor.to(torch.int64).movedim(axis, -1).flatten(0, -2) for tensor in (made, *recorded))
+    ordered = [_in_order(row, [other[number] for other in others]) for number, row in enumerate(rows)]
+    return torch.stack(ordered).reshape(made.movedim(axis, -1).shape).movedim(-1, axis)
 
 
 def _in_order(made: torch.Tensor, recorded: Sequence[torch.Tensor]) -> torch.Tensor:

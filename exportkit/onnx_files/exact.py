@@ -251,7 +251,19 @@ def is_half(node: torch.fx.Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) in HALF
 
 
-# Tensors of several dtypes side by side.
+# Tensors of several dtypes side by side, and of several lengths.
+
+
+def _pad_sequence(
+    sequences: Sequence[torch.Tensor], batch_first: bool = False, value: float = 0.0, side: str = "right"
+) -> torch.Tensor:
+    longest = functools.reduce(torch.sym_max, [sequence.shape[0] for sequence in sequences])
+    padded = []
+    for sequence in sequences:
+        missing = longest - sequence.shape[0]
+        ends = (0, missing) if side == "right" else (missing, 0)
+        padded.append(torch.constant_pad_nd(sequence, (*[0, 0] * (sequence.ndim - 1), *ends), value))
+    return torch.stack(padded, 0 if batch_first else 1)
 
 
 def _joined(operator: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -276,6 +288,7 @@ EXACT: dict[Any, Callable[..., Any]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.mse_loss.default: _mse_loss,
     aten.index_reduce.default: _index_reduce,
+    aten.pad_sequence.default: _pad_sequence,
     aten.scatter_reduce.two: _scatter_reduce,
     aten.layer_norm.default: _layer_norm,
 }

@@ -9,7 +9,7 @@ padding are the same as torch's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,34 +100,74 @@ def _pad(
     return padded.transpose(0, 1) if batch_first else padded, filled.lengths()
 
 
+def has_projected_layers(model: torch.nn.Module, _named: Mapping[str, Any]) -> bool:
+    """Returns whether a model has an LSTM with a projection of its output."""
+    return any(isinstance(module, torch.nn.LSTM) and module.proj_size for module in model.modules())
+
+
+def projected_layers(_model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Replaces LSTM with a projection of its output, which ONNX does not have, by loops over the tokens."""
+    functions, _ = recurrent_functions()
+    original = functions.lstm
+
+    def run(data: torch.Tensor, first: Any, *others: Any) -> Any:
+        if isinstance(first, torch.Tensor | Filled):  # a packed sequence
+            return original(data, first, *others)
+        weights, has_biases, count, _, _, is_bidirectional, batch_first = others
+        if len(weights) == count * (1 + is_bidirectional) * (4 if has_biases else 2):
+            return original(data, first, *others)
+        tokens = data.transpose(0, 1) if batch_first else data
+        filled = Filled(torch.ones(tokens.shape[:2], dtype=torch.bool))
+        found, *states = _through(_lstm, filled, tokens, first, *others[:-1])
+        return found.transpose(0, 1) if batch_first else found, *states
+
+    return replaced([(Attribute(functions, "lstm"), run)])
+
+
 def _layers(original: Callable[..., Any], cell: _Cell) -> Callable[..., Any]:
     """The function of a recurrent layer that also takes packed sequences of a trace."""
 
     def run(data: torch.Tensor, filled: Any, *others: Any) -> Any:
         if not isinstance(filled, Filled):
             return original(data, filled, *others)
-        first, weights, has_biases, count, dropout, is_training, is_bidirectional = others
-        directions = 2 if is_bidirectional else 1
-        per_layer = len(weights) // (count * directions)
-        states = first if isinstance(first, tuple) else (first,)
-        sequences, last = filled.padded(data), []
-        for layer in range(count):
-            found = []
-            for direction in range(directions):
-                index = layer * directions + direction
-                own = list(weights[index * per_layer : (index + 1) * per_layer])
-                if not has_biases:
-                    own[2:2] = [None, None]
-                given = filled.reversed(sequences) if direction else sequences
-                state, outputs = _run(cell, filled, given, tuple(state[index] for state in states), own)
-                found.append(filled.reversed(outputs) if direction else outputs)
-                last.append(state)
-            sequences = torch.cat(found, dim=-1)
-            if layer < count - 1:
-                sequences = torch.dropout(sequences, dropout, is_training)
-        return filled.packed(sequences), *(torch.stack(state) for state in zip(*last, strict=True))
+        found, *states = _through(cell, filled, filled.padded(data), *others)
+        return filled.packed(found), *states
 
     return run
+
+
+def _through(  # noqa: PLR0917 (torch's positions)
+    cell: _Cell,
+    filled: Filled,
+    sequences: torch.Tensor,
+    first: Any,
+    weights: Sequence[torch.Tensor],
+    has_biases: bool,
+    count: int,
+    dropout: float,
+    is_training: bool,
+    is_bidirectional: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The padded outputs of all layers, and their last states."""
+    directions = 2 if is_bidirectional else 1
+    per_layer = len(weights) // (count * directions)
+    states = first if isinstance(first, tuple | list) else (first,)
+    last = []
+    for layer in range(count):
+        found = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            own: list[Any] = list(weights[index * per_layer : (index + 1) * per_layer])
+            if not has_biases:
+                own[2:2] = [None, None]
+            given = filled.reversed(sequences) if direction else sequences
+            state, outputs = _run(cell, filled, given, tuple(state[index] for state in states), own)
+            found.append(filled.reversed(outputs) if direction else outputs)
+            last.append(state)
+        sequences = torch.cat(found, dim=-1)
+        if layer < count - 1:
+            sequences = torch.dropout(sequences, dropout, is_training)
+    return sequences, *(torch.stack(state) for state in zip(*last, strict=True))
 
 
 def _run(

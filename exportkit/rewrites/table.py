@@ -169,6 +169,11 @@ REWRITES = (
         argument="image_sizes",
         matches=images.has_padded_images,
     ),
+    Rewrite(
+        "projected states of an LSTM as one loop operator",
+        packed_sequences.projected_layers,
+        matches=packed_sequences.has_projected_layers,
+    ),
     Rewrite("strongest keys picked at any number of them", attention.symbolic_top_k, parts=(attention.TOP_K_METHOD,)),
     Rewrite(
         "masks applied without looking for causal ones",

@@ -34,6 +34,7 @@ def fitted_numbers(calls, rows, count, **options):
         ([(5, [5]), (8, [8])], 4, 3, [4, 3, 2]),  # of single rows: different ones
         ([(6, [0, 2]), (9, [0, 2, 5])], 4, 5, [0, 1, 2, 2, 3]),  # offsets stay below the number of rows
         ([(6, [0, 2, 6]), (9, [0, 2, 5, 9])], 20, 3, [0, 8, 20]),  # ends of segments
+        ([(6, [[0, 2], [0, 4]]), (9, [[0, 2, 5], [0, 4, 6]])], 10, 4, [[0, 2, 4, 6], [0, 4, 5, 9]]),  # of two tables
         ([(6, [[0, 5], [1, 2]]), (9, [[8, 5, 1], [0, 4, 6]])], 3, 2, [[2, 1], [0, 1]]),  # edges between rows
         ([(6, [-100, 3]), (9, [2, -100, 4])], 3, 2, [2, -100]),  # labels with a mark
     ],

@@ -116,3 +116,16 @@ def test_the_traced_program_has_the_operators_of_the_model(tmp_path):
     exported = exportkit.export(model, observer)
     exported.to_onnx(tmp_path / "model.onnx")
     assert torch.ops.aten.median.dim in {node.target for node in exported.program.graph.nodes}
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_padding_reaches_the_longest_sequence_whichever_it_is(batch_first, tmp_path):
+    pad = torch.nn.utils.rnn.pad_sequence
+    model = Computed(lambda sequences: pad(sequences, batch_first, 0.5, "right" if batch_first else "left") * 2)
+    observer = exportkit.InputObserver()
+    with observer(model):
+        for shorter, longer in ((3, 5), (4, 6), (2, 7)):
+            model([torch.randn(shorter, 4), torch.randn(longer, 4)])
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    given = [torch.randn(8, 4), torch.randn(3, 4)]
+    assert torch.equal(onnx_model(given), model(given))

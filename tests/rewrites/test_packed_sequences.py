@@ -48,6 +48,16 @@ def test_sequences_of_different_lengths(model, has_first, tmp_path):
         torch.testing.assert_close(onnx_model(*made), model(*made))
 
 
+@pytest.mark.parametrize("options", [{"bidirectional": True, "num_layers": 2, "batch_first": True}, {"bias": False}])
+def test_projected_states_without_packing(options, tmp_path):
+    model, observer = torch.nn.LSTM(4, 6, proj_size=3, **options), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for rows, length in ((2, 5), (3, 7)):
+            model(torch.randn(rows, length, 4))
+    report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+
+
 def test_plain_recurrent_layers_without_packing_take_any_length(tmp_path):
     model = torch.nn.RNN(4, 6, nonlinearity="relu", bidirectional=True, num_layers=2)
     observer = exportkit.InputObserver()
