@@ -262,6 +262,8 @@ def _is_known(node: torch.fx.Node) -> bool:
         return is_plain_join(first)
     if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
         return is_plain_pool(first, *others)
+    if node.target is aten.rsub.Scalar:
+        return not isinstance(others[0], torch.fx.Node)
     if node.target is aten.roll.default:
         return all(isinstance(shift, int) for shift in others[0])
     if node.target is aten.scatter_reduce.two:
@@ -384,6 +386,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.multiply.Tensor: torch.mul,
     aten.subtract.Tensor: torch.sub,
     aten.true_divide.Tensor: torch.div,
+    aten.rsub.Scalar: lambda x, number, alpha=1: number + x * -alpha,  # the number follows from a size
     aten.roll.default: _roll,
     aten.fft_fftshift.default: _fftshift,
     aten.fft_ifftshift.default: _ifftshift,

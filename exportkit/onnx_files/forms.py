@@ -16,7 +16,7 @@ from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core
 
 from exportkit._torch_compat.graph import FFT_R2C
-from exportkit.onnx_files.integer_forms import INTEGER_FORMS, as_value
+from exportkit.onnx_files.integer_forms import INTEGER_FORMS, as_operand, as_value
 from exportkit.onnx_files.reduction_forms import REDUCTION_FORMS, number
 from exportkit.onnx_files.selected_matrices import SELECTED_FORMS
 from exportkit.onnx_files.size_forms import SIZE_FORMS
@@ -239,6 +239,7 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.fmod.Scalar: _fmod,
     aten.div.Tensor_mode: _div_mode,
     aten.floor_divide.default: _floor_divide,
+    aten.floor_divide.Scalar: lambda x, y: _floor_divide(x, as_operand(y, x)),
     aten.log1p.default: _log1p,
     aten.expm1.default: _expm1,
     aten.log_sigmoid.default: _log_sigmoid,

@@ -114,6 +114,11 @@ def _pow_to_size(x: Any, exponent: Any) -> Any:
 
 
 def _number_to_pow(x: Any, exponent: Any) -> Any:
+    if not isinstance(x, bool | int | float):  # it follows from a size
+        if x.dtype.is_floating_point() and exponent.dtype.is_integer():
+            return op.Pow(x, op.Cast(exponent, to=x.dtype))
+        x, dtype = op.Cast(x, to=exponent.dtype), exponent.dtype
+        return _int_pow(x, exponent, dtype) if dtype.is_integer() else op.Pow(x, exponent)
     if isinstance(x, float) or not exponent.dtype.is_integer():
         return core.aten_pow_scalar(x, exponent)
     return _int_pow(number(x, exponent), exponent, exponent.dtype)
@@ -182,6 +187,20 @@ def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
     return op.Where(mask, op.CastLike(as_value(value, x), x), x)
 
 
+# Numbers that follow from a size, such as (length - 1) / 2: torch.onnx takes those of these operators for constants.
+
+
+def as_operand(value: Any, like: Any) -> Any:
+    """Returns a number, or a value of the graph without axes, as a value with the dtype of an argument."""
+    value = as_value(value, like)
+    return value if value.dtype == like.dtype else op.Cast(value, to=like.dtype)
+
+
+def _less_number(x: Any, value: Any, alpha: Any = 1) -> Any:
+    value = as_operand(value, x)
+    return op.Sub(x, value if alpha == 1 else op.Mul(value, as_operand(alpha, x)))
+
+
 def _int_mm(x: Any, y: Any) -> Any:
     return op.MatMulInteger(x, y)
 
@@ -206,6 +225,7 @@ INTEGER_FORMS: dict[Any, Callable[..., Any]] = {
     aten.masked_fill.Tensor: _masked_fill,
     aten.maximum.default: lambda x, y: _limited(x, y, op.Max, op.Greater, op.Or),
     aten.minimum.default: lambda x, y: _limited(x, y, op.Min, op.Less, op.And),
+    aten.mul.Scalar: lambda x, value: op.Mul(x, as_operand(value, x)),
     aten.neg.default: _neg,
     aten.pow.Scalar: _number_to_pow,
     aten.pow.Tensor_Scalar: _pow_to_number,
@@ -214,6 +234,7 @@ INTEGER_FORMS: dict[Any, Callable[..., Any]] = {
     aten.relu6.default: lambda x: _clamp(x, 0, 6),
     aten.round.default: _of_floats(op.Round),
     aten.sign.default: _sign,
+    aten.sub.Scalar: _less_number,
     aten.trunc.default: _of_floats(core.aten_trunc),
     aten.where.self: _where,
 }

@@ -360,3 +360,15 @@ def test_instance_norms_of_images_stay_one_operator():
     kinds = [node.op_type for node in onnx_program(program).model.graph]
     assert "InstanceNormalization" in kinds
     assert "Reshape" not in kinds
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+def test_arithmetic_with_numbers_that_follow_from_sizes(dtype):
+    def computed(x):
+        half, places = (x.shape[0] - 1) / 2, torch.arange(1, 5, dtype=dtype)
+        both = half - places, places - half, places * half, places // (half + 1), torch.sub(places, x.shape[0], alpha=2)
+        return *both, x.shape[0] ** places, half**places
+
+    session = exported(computed, torch.zeros(6))
+    for length in (2, 5, 9):
+        check(session, computed, torch.zeros(length))
