@@ -33,6 +33,7 @@ from exportkit.onnx_files.complex_numbers import complex_decompositions, with_co
 from exportkit.onnx_files.exact import (
     ADDITIONS,
     EXACT,
+    JOINS,
     is_half,
     is_plain_cross_entropy,
     is_plain_join,
@@ -258,7 +259,7 @@ def _is_known(node: torch.fx.Node) -> bool:
         return is_plain_cross_entropy(first, *others)
     if node.target in (aten.layer_norm.default, aten.cumsum.default):
         return not is_half(node)
-    if node.target in (aten.cat.default, aten.stack.default):
+    if node.target in JOINS:
         return is_plain_join(first)
     if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
         return is_plain_pool(first, *others)

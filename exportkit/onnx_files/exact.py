@@ -267,12 +267,12 @@ def _pad_sequence(
 
 
 def _joined(operator: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    def joined(tensors: Sequence[torch.Tensor], *axis: int, **named: int) -> Any:
         dtypes = [tensor.dtype for tensor in tensors]
         if len({*dtypes}) == 1:
             return NotImplemented
         dtype = functools.reduce(torch.promote_types, dtypes)
-        return operator([tensor.to(dtype) for tensor in tensors], dim)
+        return operator([tensor.to(dtype) for tensor in tensors], *axis, **named)
 
     return joined
 
@@ -282,9 +282,19 @@ def is_plain_join(tensors: Sequence[torch.fx.Node], *_: Any) -> bool:
     return len({tensor.meta["val"].dtype for tensor in tensors}) == 1
 
 
-EXACT: dict[Any, Callable[..., Any]] = {
+JOINS: dict[Any, Callable[..., Any]] = {
     aten.cat.default: _joined(torch.cat),
+    aten.column_stack.default: _joined(torch.column_stack),
+    aten.concat.default: _joined(torch.cat),
+    aten.concatenate.default: _joined(torch.cat),
+    aten.dstack.default: _joined(torch.dstack),
+    aten.hstack.default: _joined(torch.hstack),
+    aten.row_stack.default: _joined(torch.vstack),
     aten.stack.default: _joined(torch.stack),
+    aten.vstack.default: _joined(torch.vstack),
+}
+EXACT: dict[Any, Callable[..., Any]] = {
+    **JOINS,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.mse_loss.default: _mse_loss,
     aten.index_reduce.default: _index_reduce,

@@ -80,6 +80,8 @@ FUNCTIONS = {
     "several dtypes side by side": lambda x: (
         torch.cat([x, x.double() + 1e-9, (x > 0).long()]),
         torch.stack([x > 0, x]),
+        torch.hstack([x > 0, x]),
+        torch.concat([x > 0, x], axis=1),
     ),
     "attention without heads": attended,
     "attention without heads, behind a mask": attended_behind_a_mask,
