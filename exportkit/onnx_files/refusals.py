@@ -22,6 +22,7 @@ from exportkit._torch_compat.graph import (
     asserts_values,
     call_inlined,
     copied_module,
+    graphs_in,
     operator_name,
     with_graph_module,
 )
@@ -57,28 +58,38 @@ def with_checked_indices(program: torch.export.ExportedProgram) -> torch.export.
     """Returns the program with indices below 0 made too large for operators that do not take them."""
     given = {*program.graph_signature.user_inputs}
 
-    def to_check(node: torch.fx.Node) -> bool:
-        name = _index_of(node)
-        index = arguments_of(node)[name] if name else None
-        return isinstance(index, torch.fx.Node) and _may_be_negative(index, given)
+    def to_check(part: torch.fx.GraphModule) -> list[torch.fx.Node]:
+        known = given if part.graph is outermost.graph else None
+        return [node for node in part.graph.nodes if _has_negative_index(node, known)]
 
-    names = {node.name for node in program.graph.nodes if to_check(node)}
-    if not names:
+    outermost = program.graph_module
+    if not any(map(to_check, graphs_in(outermost))):
         return program
-    module = copied_module(program)
-    for node in [node for node in module.graph.nodes if node.name in names]:
-        name, arguments = _index_of(node), arguments_of(node)
-        index, place = arguments[name], [*arguments].index(name)
-        with module.graph.inserting_before(node):
-            negative = call_node(module.graph, aten.lt.Scalar, index, 0)
-            checked = module.graph.call_function(aten.where.ScalarSelf, (negative, _TOO_LARGE, index))
-        checked.meta["val"] = index.meta["val"]
-        if place < len(node.args):
-            node.update_arg(place, checked)
-        else:
-            node.update_kwarg(name, checked)
-    module.recompile()
-    return with_graph_module(program, module)
+    outermost = copied_module(program)
+    for part in graphs_in(outermost):
+        for node in to_check(part):
+            _check_index(node)
+        part.recompile()
+    return with_graph_module(program, outermost)
+
+
+def _has_negative_index(node: torch.fx.Node, given: Collection[str] | None) -> bool:
+    name = _index_of(node)
+    index = arguments_of(node)[name] if name else None
+    return isinstance(index, torch.fx.Node) and _may_be_negative(index, given)
+
+
+def _check_index(node: torch.fx.Node) -> None:
+    name, arguments = _index_of(node), arguments_of(node)
+    index, place = arguments[name], [*arguments].index(name)
+    with node.graph.inserting_before(node):
+        negative = call_node(node.graph, aten.lt.Scalar, index, 0)
+        checked = node.graph.call_function(aten.where.ScalarSelf, (negative, _TOO_LARGE, index))
+    checked.meta["val"] = index.meta["val"]
+    if place < len(node.args):
+        node.update_arg(place, checked)
+    else:
+        node.update_kwarg(name, checked)
 
 
 def _index_of(node: torch.fx.Node) -> str:
@@ -86,11 +97,16 @@ def _index_of(node: torch.fx.Node) -> str:
     return _INDEXED.get(operator_name(node.target).rstrip("_"), "")
 
 
-def _may_be_negative(index: torch.fx.Node, given: Collection[str]) -> bool:
-    """Whether indices may be negative, as far as the operators show that they come from."""
+def _may_be_negative(index: torch.fx.Node, given: Collection[str] | None) -> bool:
+    """Whether indices may be negative, as far as the operators show that they come from.
+
+    Args:
+        index: The indices.
+        given: The inputs of the graph that the caller gives; None for the graph of a loop, for all of its inputs.
+    """
     source, result = _origin(index)
     if source.op == "placeholder":
-        return source.name in given  # constants were in use when the model ran
+        return given is None or source.name in given  # constants were in use when the model ran
     name = operator_name(source.target)
     if name == "arange":
         first = arguments_of(source).get("start", 0)
@@ -187,18 +203,27 @@ _CONDITIONS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
 def with_refusals(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program with a first result that cannot be computed if a condition about values does not hold.
 
-    The assertions themselves stay; `without_assertions` takes them out.
+    In the graph of a loop, this is the first result of a turn. The assertions themselves stay; `without_assertions`
+    takes them out.
     """
-    if not any(map(_refuses, program.graph.nodes)):
+    if not any(_refuses(node) for part in graphs_in(program.graph_module) for node in part.graph.nodes):
         return program
     module = copied_module(program)
-    (output,) = module.graph.find_nodes(op="output")
-    result = next((value for value in output.args[0] if _is_computed(value)), None)
-    if result is None:
-        return program
+    for part in graphs_in(module):
+        _refuse(part.graph)
+        part.recompile()
+    return with_graph_module(program, module)
+
+
+def _refuse(graph: torch.fx.Graph) -> None:
+    (output,) = graph.find_nodes(op="output")
+    result = next((value for value in output.all_input_nodes if _is_computed(value)), None)
+    stated = list(filter(_refuses, graph.nodes))
+    if result is None or not stated:
+        return
     found = dict[Any, torch.fx.Node]()  # whether a condition holds, by what it says: layers repeat the same ones
-    for node in list(filter(_refuses, module.graph.nodes)):
-        with module.graph.inserting_before(node.next):
+    for node in stated:
+        with graph.inserting_before(node.next):
             if asserts_values(node):
                 condition = node.args[0]
                 value = condition.meta["val"]
@@ -209,10 +234,8 @@ def with_refusals(program: torch.export.ExportedProgram) -> torch.export.Exporte
                 given = arguments_of(node)
                 if isinstance(node.meta["val"], torch.Tensor):
                     given["result"] = node
-                found[node] = call_inlined(module.graph, _CONDITIONS[operator_name(node.target)], given)
+                found[node] = call_inlined(graph, _CONDITIONS[operator_name(node.target)], given)
     _look_up(result, output, list(found.values()))
-    module.recompile()
-    return with_graph_module(program, module)
 
 
 def _refuses(node: torch.fx.Node) -> bool:

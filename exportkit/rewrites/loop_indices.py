@@ -161,15 +161,21 @@ class SliceOfUnknownLength:
 
     def amax(self, dim: int, keepdim: bool = False) -> torch.Tensor:
         """Returns the largest elements along the axis."""
+        self._assert_not_empty()
         return self._filled(-float("inf"), dim).amax(self._axis, keepdim=keepdim)
 
     def amin(self, dim: int, keepdim: bool = False) -> torch.Tensor:
         """Returns the smallest elements along the axis."""
+        self._assert_not_empty()
         return self._filled(float("inf"), dim).amin(self._axis, keepdim=keepdim)
 
     def max(self, dim: int, keepdim: bool = False) -> Any:
         """Returns the largest elements along the axis, and their places."""
+        self._assert_not_empty()
         return self._filled(-float("inf"), dim).max(self._axis, keepdim=keepdim)
+
+    def _assert_not_empty(self) -> None:
+        assert self._count > 0, "a slice that is empty has no largest element"
 
     def _filled(self, number: float, dim: int) -> torch.Tensor:
         if dim % self._whole.ndim != self._axis or (number and not self._whole.is_floating_point()):

@@ -16,6 +16,8 @@ _BODY, _STEPS = "_exportkit_body", "_exportkit_steps"
 _ITERATIONS = {"range", "enumerate", "zip", "reversed"}
 _OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
 _LISTING = {"unbind", "chunk", "split"}
+# Operators whose results for numbers are others in single precision, or in 64 bits, by the name of the helper.
+_INEXACT = {ast.Pow: "power", ast.LShift: "shifted", ast.FloorDiv: "floored", ast.Mod: "remainder"}
 
 
 def with_loops_as_functions(definition: ast.FunctionDef, names: Sequence[str]) -> ast.FunctionDef | None:
@@ -256,9 +258,16 @@ class _Inside(ast.NodeTransformer):
             ):  # torch.mean(x[i, :n], 0)
                 method = ast.Call(ast.Attribute(value, name, ast.Load()), node.args[1:], node.keywords)
                 return ast.copy_location(method, node)
+            case ast.Call(ast.Name("int"), [ast.BinOp(left, ast.Div(), right)], []):
+                return ast.copy_location(_call("quotient", left, right), node)
             case ast.Call(ast.Name("int"), [ast.expr() as value], []):
-                return ast.copy_location(_call("int", value), node)
+                return ast.copy_location(_call("int", value, ast.Constant(_is_read(value))), node)
         return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        self.generic_visit(node)
+        name = _INEXACT.get(type(node.op))
+        return node if name is None else ast.copy_location(_call(name, node.left, node.right), node)
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
         if not isinstance(node.ctx, ast.Load):
@@ -268,6 +277,16 @@ class _Inside(ast.NodeTransformer):
 
 def _is_item(value: ast.Call) -> bool:
     return isinstance(value.func, ast.Attribute) and ast.dump(value.func) == ast.dump(_helper("item"))
+
+
+def _is_read(value: ast.expr) -> bool:
+    """Whether a number is an element of a tensor, or what a method returns, not computed from other numbers."""
+    match value:
+        case ast.Call(ast.Attribute(ast.Name("math"))):
+            return False
+        case ast.Call(ast.Attribute()):
+            return True
+    return False
 
 
 class _ListsOfSlices(ast.NodeTransformer):

@@ -149,9 +149,48 @@ class Helpers:
         return value.reshape(()) if isinstance(value, torch.Tensor) else value.item()
 
     @staticmethod
-    def int(value: Any) -> Any:
-        """Returns a tensor without axes in place of ``int(tensor)``, and ``int(value)`` for anything else."""
-        return value.reshape(()).to(torch.int64) if isinstance(value, torch.Tensor) else int(value)
+    def int(value: Any, is_read: bool) -> Any:
+        """Returns a tensor without axes in place of ``int(tensor)``, and ``int(value)`` for anything else.
+
+        Args:
+            value: The number.
+            is_read: Whether it is an element of a tensor. Python computes others in double precision, and may round
+                them to another integer.
+        """
+        if not isinstance(value, torch.Tensor):
+            return int(value)
+        if value.is_floating_point() and not is_read:
+            raise TypeError("a number that is computed from others becomes an int")
+        return value.reshape(()).to(torch.int64)
+
+    @staticmethod
+    def quotient(left: Any, right: Any) -> Any:
+        """Returns a tensor without axes in place of ``int(left / right)`` if one of them is a tensor."""
+        left, right = plain(left), plain(right)
+        is_whole = isinstance(left, torch.Tensor) and not left.is_floating_point() and is_int(right)
+        if is_whole and not left.is_complex() and right > 0:
+            return torch.div(left, right, rounding_mode="trunc").reshape(()).to(torch.int64)
+        return Helpers.int(left / right, False)
+
+    @staticmethod
+    def power(base: Any, exponent: Any) -> Any:
+        """Returns ``base ** exponent``."""
+        return plain(base) ** _small(base, plain(exponent))
+
+    @staticmethod
+    def shifted(number: Any, places: Any) -> Any:
+        """Returns ``number << places``."""
+        return plain(number) << _small(number, plain(places))
+
+    @staticmethod
+    def floored(left: Any, right: Any) -> Any:
+        """Returns ``left // right``."""
+        return _exact(left) // _exact(right)
+
+    @staticmethod
+    def remainder(left: Any, right: Any) -> Any:
+        """Returns ``left % right``."""
+        return _exact(left) % _exact(right)
 
     @staticmethod
     def part(start: Any, stop: Any, step: Any) -> Any:
@@ -271,6 +310,21 @@ class Helpers:
             for old, new, is_changed in zip(carried, tree_unflatten(leaves, form), changed, strict=True)
         ]
         return tuple(results), tuple(map(Stacked, _extended(before, outputs, in_front)))
+
+
+def _small(base: Any, exponent: Any) -> Any:
+    """The exponent of a power, unless the power may be an int that is too large for a tensor."""
+    if type(base) is int and isinstance(exponent, torch.Tensor) and not exponent.is_floating_point():
+        raise TypeError("a power of an int may not fit into 64 bits")
+    return exponent
+
+
+def _exact(value: Any) -> Any:
+    """A number that is to be divided without a rest, unless Python may have computed it in double precision."""
+    value = plain(value)
+    if isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point():
+        raise TypeError("a number that is not an int is rounded to a multiple of another one")
+    return value
 
 
 def _opened(value: Any) -> Any:

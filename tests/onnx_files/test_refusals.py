@@ -80,6 +80,21 @@ def written(x, index):
     return view, result
 
 
+def checked_in_a_loop(x, index):
+    state = x[0]
+    for i in range(x.shape[0]):
+        assert index[i] < 5
+        state = state * 0.5 + x[i]
+    return state
+
+
+def looked_up_in_a_loop(x, index):
+    state = x[0]
+    for row, place in zip(x, index, strict=True):
+        state = state + F.embedding(place.where(place < 5, -1), x).sum(0) + row
+    return state
+
+
 FUNCTIONS = {
     function.__name__: function
     for function in (
@@ -93,6 +108,8 @@ FUNCTIONS = {
         limited_float,
         checked_tensor,
         written,
+        checked_in_a_loop,
+        looked_up_in_a_loop,
     )
 } | {
     "scattered in place": lambda x, index: x[:, 0].clone().index_copy_(0, index.where(index < 5, -1), x[:, 1]),
@@ -119,7 +136,7 @@ def test_graph_fails_where_the_model_raises(name, tmp_path):
         expected, got = model(*(call := (X(size, 4), ROWS(size)))), graph(*call)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     invalid = X(4, 4), torch.tensor([0, 1, 2, 6])
-    with pytest.raises((RuntimeError, IndexError)):
+    with pytest.raises((RuntimeError, IndexError, AssertionError)):
         model(*invalid)
     with pytest.raises(RuntimeFailure):
         graph(*invalid)

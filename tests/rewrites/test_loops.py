@@ -351,6 +351,31 @@ def test_rows_are_reduced_as_far_as_their_lengths(tmp_path):
         torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)), equal_nan=True)
 
 
+def parts_of_each_row(self, x, lengths):
+    largest = [x[i, : lengths[i]].amax(0) for i in range(x.shape[0])]
+    halves = [x[i, : int(lengths[i].item() / 2)].sum(0) for i in range(x.shape[0])]
+    before = [x[:, i - 3] for i in range(x.shape[1])]
+    return torch.stack(largest), torch.stack(halves), torch.stack(before)
+
+
+def test_a_loop_raises_where_the_model_raises(tmp_path):
+    model = Looping(parts_of_each_row).eval()
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
+        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    x, lengths = torch.randn(2, 99, 4), torch.tensor([99, -2])
+    torch.testing.assert_close(graph(x, lengths), model(x, lengths), atol=1e-5, rtol=1e-4)
+    # an empty slice has no largest element, and two elements have no third from the end
+    for rows, lengths in ((x, torch.tensor([4, 0])), (x[:, :2], torch.tensor([1, 1]))):
+        with pytest.raises(IndexError):
+            model(rows, lengths)
+        with pytest.raises(exportkit.errors.RuntimeFailure):
+            graph(rows, lengths)
+
+
 def into_the_arguments_of(function, states, x):
     for i in range(x.shape[1]):
         states[:, i] = function(x[:, i])
@@ -454,6 +479,18 @@ def that_collects_elsewhere(self, x):
     return torch.stack([*found.values()])
 
 
+def that_computes_an_index(self, x):
+    return torch.stack([x[:, int(i * 0.29)] for i in range(x.shape[1])])
+
+
+def that_rounds(self, x):
+    return torch.stack([x[:, i] * (i * 0.29 // 1) for i in range(x.shape[1])])
+
+
+def that_takes_powers(self, x):
+    return torch.stack([x[:, i] / 2**i for i in range(x.shape[1])])
+
+
 # What the error says, and the text of the line that it names.
 REFUSED = {
     that_sets_an_attribute_elsewhere: ("it sets the attribute `self.last`", "self.last = torch.tanh"),
@@ -473,6 +510,9 @@ REFUSED = {
     ),
     that_sets_a_slice_by_its_number: ("a loop sets a slice", "x[:, :i] = "),
     that_picks_in_a_comprehension: ("it picks elements by a condition", "for i in range(x.shape[1]) if i % 2"),
+    that_computes_an_index: ("a number that is computed from others becomes an int", "int(i * 0.29)"),
+    that_rounds: ("a number that is not an int is rounded", "i * 0.29 // 1"),
+    that_takes_powers: ("a power of an int may not fit into 64 bits", "2**i"),
     that_collects_elsewhere: ("whose index depends on the turn", "found[i] = x[:, i]"),
 }
 
