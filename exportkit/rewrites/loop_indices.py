@@ -220,6 +220,21 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, Position) else value
 
 
+def small(base: Any, exponent: Any) -> Any:
+    """Returns the exponent of a power, unless the power may be an int that is too large for a tensor."""
+    if type(base) is int and isinstance(exponent, torch.Tensor) and not exponent.is_floating_point():
+        raise TypeError("a power of an int may not fit into 64 bits")
+    return exponent
+
+
+def exact(value: Any) -> Any:
+    """Returns a number that is to be divided without a rest, unless Python may have computed it in double precision."""
+    value = plain(value)
+    if isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point():
+        raise TypeError("a number that is not an int is rounded to a multiple of another one")
+    return value
+
+
 def item(value: Any, index: Any) -> Any:
     """Returns ``value[index]``."""
     if not isinstance(value, torch.Tensor):

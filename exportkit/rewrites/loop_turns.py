@@ -18,10 +18,12 @@ from exportkit.rewrites.loop_indices import (
     Position,
     SliceOfUnknownLength,
     Slots,
+    exact,
     is_int,
     item,
     part_between,
     plain,
+    small,
     with_item,
 )
 from exportkit.rewrites.loop_lists import Stacked, Steps, Turn
@@ -175,22 +177,22 @@ class Helpers:
     @staticmethod
     def power(base: Any, exponent: Any) -> Any:
         """Returns ``base ** exponent``."""
-        return plain(base) ** _small(base, plain(exponent))
+        return plain(base) ** small(base, plain(exponent))
 
     @staticmethod
     def shifted(number: Any, places: Any) -> Any:
         """Returns ``number << places``."""
-        return plain(number) << _small(number, plain(places))
+        return plain(number) << small(number, plain(places))
 
     @staticmethod
     def floored(left: Any, right: Any) -> Any:
         """Returns ``left // right``."""
-        return _exact(left) // _exact(right)
+        return exact(left) // exact(right)
 
     @staticmethod
     def remainder(left: Any, right: Any) -> Any:
         """Returns ``left % right``."""
-        return _exact(left) % _exact(right)
+        return exact(left) % exact(right)
 
     @staticmethod
     def part(start: Any, stop: Any, step: Any) -> Any:
@@ -310,21 +312,6 @@ class Helpers:
             for old, new, is_changed in zip(carried, tree_unflatten(leaves, form), changed, strict=True)
         ]
         return tuple(results), tuple(map(Stacked, _extended(before, outputs, in_front)))
-
-
-def _small(base: Any, exponent: Any) -> Any:
-    """The exponent of a power, unless the power may be an int that is too large for a tensor."""
-    if type(base) is int and isinstance(exponent, torch.Tensor) and not exponent.is_floating_point():
-        raise TypeError("a power of an int may not fit into 64 bits")
-    return exponent
-
-
-def _exact(value: Any) -> Any:
-    """A number that is to be divided without a rest, unless Python may have computed it in double precision."""
-    value = plain(value)
-    if isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point():
-        raise TypeError("a number that is not an int is rounded to a multiple of another one")
-    return value
 
 
 def _opened(value: Any) -> Any:
