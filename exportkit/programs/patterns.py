@@ -105,6 +105,9 @@ class ProgramProbe:
         Args:
             sizes: Sizes, some of which are 0 or 1, at which it departs.
         """
+        return self._traced.sampled_answer(lambda: self._by_values(sizes), is_sure=lambda call: call is None)
+
+    def _by_values(self, sizes: Mapping[str, int]) -> Call | None:
         traced = self._traced
         plan, observation, defaults = traced.plan, traced.observation, traced.defaults
         with warnings.catch_warnings(), contextlib.suppress(Exception):

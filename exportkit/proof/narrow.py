@@ -41,9 +41,10 @@ def narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[R
         unseen: The rows at unseen sizes, with their calls.
         row_of: Makes the row of a call.
     """
-    rows = [row for row, _ in unseen]
     if graph.eager is None:
-        return rows
+        return [row for row, _ in unseen]
+    unseen = [*unseen, *_beyond_conditions(graph, recorded, unseen, row_of)]
+    rows = [row for row, _ in unseen]
     domain, findings = graph.contract.domain, list[Finding]()
     usual, kept = settled(graph.contract.plan, graph.contract.sizes), [row.sizes for row in recorded]
 
@@ -63,8 +64,9 @@ def narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[R
                     break
                 domain = required
                 leave(number, f"sizes without {' and '.join(new)}")
-            elif not domain.check.contains(row.sizes):
-                rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
+    for number, row in enumerate(rows):
+        if is_wrong(row) and not domain.check.contains(row.sizes):
+            rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
     suspects = [
         (number, call)
         for number, (row, call) in enumerate(unseen)
@@ -110,6 +112,19 @@ def without_pattern(graph: OnnxGraph, call: Call, row: Row, row_of: RowOf) -> Ro
     findings = [Finding("limit", domain.names(absent), text)]
     graph.contract = replace(graph.contract, domain=narrower, plan=plan.with_findings(findings))
     return replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
+
+
+def _beyond_conditions(
+    graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[Row, Call]], row_of: RowOf
+) -> Iterator[tuple[Row, Call]]:
+    """Yields wrong calls without small sizes, with their rows, for wrong ones that break a waived condition as well."""
+    plan, domain, kept = graph.contract.plan, graph.contract.domain, [row.sizes for row in recorded]
+    for row, call in unseen:
+        if is_wrong(row) and small(row.sizes) and domain.requiring(row.sizes, kept) != domain:
+            tried = sizes_beside(plan, call.sizes, graph.contract.sizes)
+            found = _wrong_beside(graph, call, tried, str(SmallSizes(small(call.sizes))), row_of)
+            if found is not None and not small(found[1].sizes):
+                yield found
 
 
 def _is_any_wrong(recorded: Sequence[Row], rows: Sequence[Row]) -> bool:

@@ -24,6 +24,13 @@ class Counts(torch.nn.Module):
         return sum(x * number for number in range(count))
 
 
+class Doubles(torch.nn.Module):
+    def forward(self, x, count):
+        for _ in range(count):
+            x = torch.cat((x, x))
+        return x
+
+
 class Resizes(torch.nn.Module):
     def forward(self, x, *sizes, options):
         height, width = sizes
@@ -63,7 +70,7 @@ def test_numbers_that_a_model_calculates_with_are_inputs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "numbers", "other"), [(Branches(), (2.0, 0.5), 3.0), (Counts(), (2, 1), 3)], ids=["branches", "counts"]
+    ("model", "numbers", "other"), [(Branches(), (2.0, 0.5), 3.0), (Doubles(), (2, 1), 3)], ids=["branches", "doubles"]
 )
 def test_numbers_that_decide_stay_constants_and_the_programs_say_which(tmp_path, model, numbers, other):
     runner = onnx_model(model, tmp_path, *[((torch.randn(n, 5), number), {}) for n, number in enumerate(numbers, 2)])
@@ -74,6 +81,16 @@ def test_numbers_that_decide_stay_constants_and_the_programs_say_which(tmp_path,
         torch.testing.assert_close(runner(x, number), model(x, number))
     with pytest.raises(ArgumentError):
         runner(x, other)
+
+
+def test_numbers_of_turns_are_inputs(tmp_path):
+    model, x = Counts(), torch.randn(4, 5)
+    runner = onnx_model(model, tmp_path, ((torch.randn(2, 5), 2), {}), ((torch.randn(3, 5), 1), {}))
+    assert runner.verify().ok
+    for count in (1, 3, 7):
+        torch.testing.assert_close(runner(x, count), model(x, count))
+    with pytest.raises(ArgumentError, match="count = 0"):
+        runner(x, 0)
 
 
 def test_a_model_that_asks_for_the_type_of_a_number_gets_a_number(tmp_path):
