@@ -95,6 +95,17 @@ class SymbolicList:
 
 
 @dataclass(frozen=True)
+class Sizes(SymbolicList):
+    """The numbers of a tensor of symbolic length, as ``tolist`` returns them: for a split, or for a tensor again."""
+
+    tensor: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        """Returns the tensor."""
+        return self.tensor
+
+
+@dataclass(frozen=True)
 class Repeated(SymbolicList):
     """A list that is repeated, ``[x] * length``.
 

@@ -23,7 +23,7 @@ from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced
 from exportkit.rewrites.flexible_attention import flexible_attention
-from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, SymbolicList
+from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, Sizes, SymbolicList
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.size_functions import SIZE_FUNCTIONS
 from exportkit.rewrites.sized_operators import KERNELS, REPLACED
@@ -76,17 +76,6 @@ class ListingNoted(TorchFunctionMode):
         if name.startswith("split"):
             return len(args) > 1 and isinstance(args[1], list | tuple) and len(args[1]) in self._sizes
         return args[0].ndim > 0 and args[0].shape[0] in self._sizes
-
-
-@dataclass(frozen=True)
-class Sizes(SymbolicList):
-    """The result of ``tolist`` for a tensor of symbolic length: sizes for a split, or for a tensor again."""
-
-    tensor: torch.Tensor
-
-    def whole(self) -> torch.Tensor:
-        """Returns the tensor."""
-        return self.tensor
 
 
 def lists_of_one(_model: torch.nn.Module) -> _Context:

@@ -10,11 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.symbolic_shapes import remainder, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
+from exportkit.rewrites.lengths import Sizes
 
 aten = torch.ops.aten
 
@@ -31,6 +33,8 @@ _original: dict[str, Callable[..., Any]] = {
 
 
 def _as_tensor(data: Any, **options: Any) -> Any:
+    if isinstance(data, Sizes):
+        return data.whole().to(**options)
     is_number = isinstance(data, torch.SymInt | torch.SymFloat | torch.SymBool)
     return torch.tensor(data, **options) if is_number else _original["as_tensor"](data, **options)
 
@@ -235,13 +239,13 @@ def _fill_diagonal_(values: torch.Tensor, fill_value: Any, wrap: bool = False) -
 
 
 def _numpy(self: torch.Tensor, **options: Any) -> Any:
-    """Integers and booleans of a trace themselves: code that asks for their values takes tensors as well as arrays."""
+    """The integers of a tensor of a trace, which compute as Python's; a list along an axis of symbolic length."""
     try:
         return _original["numpy"](self, **options)
     except RuntimeError:
-        if self.is_floating_point() or self.is_complex():
+        if self.is_floating_point() or self.is_complex() or self.dtype is torch.bool or self.ndim > 1:
             raise
-        return self
+        return Sizes(self) if _is_symbolic(*self.shape) else np.array(self.tolist(), dtype=object)
 
 
 def _attend(*args: Any, **options: Any) -> Any:
