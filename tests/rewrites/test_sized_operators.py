@@ -160,3 +160,19 @@ def test_sizes_padded_to_full_windows_stay_short_and_any_are_served(tmp_path):
     for height, width in ((14, 21), (15, 22), (9, 10), (50, 33)):
         x = torch.randn(2, height, width)
         torch.testing.assert_close(graph(x), model(x))
+
+
+class Trimmed(torch.nn.Module):
+    """Cuts by a number that NumPy computes in double precision."""
+
+    def forward(self, x, lengths):
+        return x[:, : int(lengths.numpy()[0] * 0.29) + 1]
+
+
+def test_arithmetic_of_numpy_is_refused():
+    model, observer = Trimmed(), exportkit.InputObserver()
+    with observer(model):
+        for rows in (2, 3):
+            model(torch.randn(rows, 40), torch.randint(1, 99, (rows,)))
+    with pytest.raises(exportkit.ExportkitError, match=r"lengths\.numpy"):
+        exportkit.export(model, observer)
