@@ -19,17 +19,18 @@ _SEEN = "torch 2.13"
 def flexible_attention_attributes(
     operator: Callable[..., Any] | None = None, mask: Callable[..., Any] | None = None
 ) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns attributes with which ``flex_attention`` compiles nothing, with the module to which they belong.
+    """Returns attributes with which ``flex_attention`` compiles nothing.
 
-    Called outside of ``torch.compile``, the function compiles its operator for each size, which fails in a
-    ``TorchDispatchMode``, and after that in every other run.
+    Called outside of ``torch.compile``, the function compiles its operator for each size. In a ``TorchDispatchMode``
+    that fails, and so does every later call.
 
     Args:
-        operator: Takes the place of the operator; by default, its definition in torch.
-        mask: Takes the place of ``create_mask``; masks of blocks then hold what it returns, and no blocks.
+        operator: Takes the place of the operator; by default, its definition in torch, and functions that the caller
+            has compiled run uncompiled as well.
+        mask: Takes the place of ``create_mask``; block masks then hold what it returns, and no blocks.
 
     Returns:
-        Nothing if no code has imported the function.
+        The attributes to replace, by owner; none if nothing has imported the function.
     """
     owner = sys.modules.get(_MODULE)
     if owner is None:
@@ -48,7 +49,13 @@ def flexible_attention_attributes(
         }
     for name in made:
         require(owner, name, _SEEN)
-    return [(owner, made)]
+    if operator is not None:
+        return [(owner, made)]
+    from torch._dynamo import eval_frame
+
+    require(eval_frame, "_stance", _SEEN)
+    eager = require(eval_frame, "DynamoStance", _SEEN)("force_eager")
+    return [(owner, made), (eval_frame, {"_stance": eager})]
 
 
 def changes_nothing(modification: _Modification) -> bool:

@@ -100,7 +100,7 @@ class _RoundingVaried:
     def _distances(self, result: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """Distances whose squares were rounded differently: torch computes them as ``a² + b² - 2ab``, in one product.
 
-        The error of a product is bounded by that of its terms, one for each column and two for the squares.
+        Its error is at most that of its terms: one for each column, and two squares.
         """
         squares = first.square().sum(-1).unsqueeze(-1) + second.square().sum(-1).unsqueeze(-2)
         return (result.square() + self._errors(squares) * (first.shape[-1] + 2)).abs().sqrt()
@@ -125,7 +125,7 @@ class _RoundingVaried:
         return torch.where(exact | ~errors.isfinite(), value, (wide + errors).to(value.dtype))
 
     def _errors(self, value: torch.Tensor, unit: float | None = None) -> torch.Tensor:
-        """Random errors of up to one unit in the last place of a value, by default that of its dtype."""
+        """Random errors of up to one unit in the last place of each value, in its dtype if no ``unit`` is given."""
         if value.device not in self.generators:
             self.generators[value.device] = torch.Generator(value.device).manual_seed(self.seed)
         noise = torch.rand(value.shape, generator=self.generators[value.device], device=value.device, dtype=value.dtype)

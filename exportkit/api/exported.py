@@ -30,7 +30,7 @@ class Exported(ExportedModel):
 
     ``program`` is the ExportedProgram, ``plan`` says what varies, ``domain`` where the graph may be used, and
     ``attempts`` what was tried to get it. ``programs`` has all programs by name, ``parts`` the exports of what feeds
-    the model. Several modules that were exported together are all ``parts``, and there is no other program.
+    the model. If several modules were exported together, all of them are ``parts``, and ``programs`` is empty.
     """
 
     @classmethod

@@ -73,9 +73,9 @@ def _raised(error: BaseException) -> tuple[str, str, int] | None:
 
 
 def _reason_at(file: str, line: int) -> Obstacle | None:
-    """What the source of a loop says that cannot be a part of an operator; None if there is no such loop.
+    """What keeps the loop from becoming an operator, judging by its source; None if that is not known.
 
-    The line is that of the head of the loop, or of a statement in its body.
+    The line is the first one of the loop, or a statement in its body.
     """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))

@@ -219,7 +219,7 @@ class Search:
 
     @property
     def has_failed(self) -> bool:
-        """Whether there is no program yet, because of a trace that failed or of one that serves less than the plan."""
+        """Whether there is no program yet: each trace failed, or serves less than the plan."""
         return self.result is None and isinstance(self.error, ExportError)
 
     @property
@@ -317,7 +317,6 @@ class Search:
 
     def _try(self, strategy: Strategy, name: str, plan: BoundPlan) -> None:
         """Traces with the rewrites of a strategy, and keeps the program if it is the first one or a better one."""
-        improving = self.result is not None
         enlarges = strategy.enlarges or self._enlarged
         try:
             if self._example is None:
@@ -349,24 +348,7 @@ class Search:
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
             self.attempts.append(Attempt(name, "failed", _reason(error)))
-            if LOOPS in strategy.adds:
-                self._loops = error.__cause__
-            if enlarges:  # the model may have no more positions, which says nothing about its trace
-                self._enlarged |= error.__cause__ is None and self.size_fixed
-                return
-            is_refused = error.__cause__ is None  # it could be traced, and serves less than the plan
-            is_plainer = bool(strategy.drops and not strategy.adds)  # less of it is a guess
-            is_other = strategy.decides and not is_data_dependent(error.__cause__)
-            if self.error is None or is_refused or is_plainer or is_other:
-                self.error = error
-            if improving:
-                self.rules = [*strategy.adds, *self.rules] if SYMBOLIC_LENGTHS in strategy.adds else self.rules
-            elif (
-                self._raised is None
-                or is_plainer
-                or (is_refused and self._raised.__cause__ is not None and error.where is not None)
-            ):
-                self._raised = error
+            self._learn(strategy, error, enlarges)
             return
         self.error = None
         if self._audit is None or audit.refused < self._audit.refused:
@@ -378,6 +360,25 @@ class Search:
             self.attempts.append(Attempt(name, "succeeded"))
         else:
             self.attempts.append(Attempt(name, "not better", "it serves no more sizes"))
+
+    def _learn(self, strategy: Strategy, error: ExportkitError, enlarges: bool) -> None:
+        """Keeps what a failed attempt says about the next ones, and its error if that says more than earlier ones."""
+        if LOOPS in strategy.adds:
+            self._loops = error.__cause__
+        is_refused = error.__cause__ is None  # it could be traced, and serves less than the plan
+        if enlarges:  # the model may have no more positions, which says nothing about its trace
+            self._enlarged |= is_refused and self.size_fixed
+            return
+        is_plainer = bool(strategy.drops and not strategy.adds)  # less of it is a guess
+        is_other = strategy.decides and not is_data_dependent(error.__cause__)
+        if self.error is None or is_refused or is_plainer or is_other:
+            self.error = error
+        if self.result is not None:
+            self.rules = [*strategy.adds, *self.rules] if SYMBOLIC_LENGTHS in strategy.adds else self.rules
+            return
+        says_where = is_refused and error.where is not None
+        if self._raised is None or is_plainer or (says_where and self._raised.__cause__ is not None):
+            self._raised = error
 
     def _in_called_code(self, rules: Sequence[Rewrite], plan: BoundPlan) -> list[Rewrite]:
         """The rewrites; those that replace names do so in all Python modules whose functions the model calls."""

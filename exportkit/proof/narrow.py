@@ -1,4 +1,4 @@
-"""Decides whether a difference comes of sizes, or of inputs that are left out: these then leave the domain.
+"""Decides whether a difference is caused by sizes, or by inputs that are left out: these then leave the domain.
 
 A runtime need not do there what torch does: the standard deviation of one element is an example. But the values of a
 call may be the cause as well, and then no call is proven. So what leaves the domain has to be right with the same kind
@@ -24,7 +24,7 @@ RowOf = Callable[[Call], Row]
 
 
 def is_wrong(row: Row) -> bool:
-    """Returns whether a call has another result than in the model, or none."""
+    """Returns whether a call returns something other than the model does, or nothing."""
     return row.status in ("differs", "refused")
 
 
@@ -117,7 +117,7 @@ def without_pattern(graph: OnnxGraph, call: Call, row: Row, row_of: RowOf) -> Ro
 def _beyond_conditions(
     graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[Row, Call]], row_of: RowOf
 ) -> Iterator[tuple[Row, Call]]:
-    """Yields wrong calls without small sizes, with their rows, for wrong ones that break a waived condition as well."""
+    """Yields the counterparts without small sizes of wrong calls that also break a waived condition, if wrong too."""
     plan, domain, kept = graph.contract.plan, graph.contract.domain, [row.sizes for row in recorded]
     for row, call in unseen:
         if is_wrong(row) and small(row.sizes) and domain.requiring(row.sizes, kept) != domain:
@@ -128,7 +128,7 @@ def _beyond_conditions(
 
 
 def _is_any_wrong(recorded: Sequence[Row], rows: Sequence[Row]) -> bool:
-    """Whether a call is wrong that was recorded, or in which no size is small: small sizes are not the reason then."""
+    """Whether a recorded call, or one without small sizes, is wrong: then small sizes are not the reason."""
     return any(is_wrong(row) for row in (*recorded, *rows) if row.kind == "recorded" or not small(row.sizes))
 
 

@@ -172,7 +172,7 @@ def checks_of_numbers(_model: torch.nn.Module) -> Iterator[None]:
 
 
 def expected_counts(_model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Lets ``bincount`` count as many values as its caller expects, and asserts that there are no others.
+    """Makes ``bincount`` return ``minlength`` counts, and asserts that no value is larger than that allows.
 
     Args:
         _model: The model.

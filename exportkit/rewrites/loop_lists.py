@@ -17,7 +17,7 @@ class Turn(NamedTuple):
 
     Attributes:
         is_later: Whether the first turn is run apart.
-        is_idle: Whether the turn is one that changes nothing; None if there is no such turn.
+        is_idle: Whether this turn changes nothing; None if every turn counts.
     """
 
     is_later: bool = False

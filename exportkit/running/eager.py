@@ -150,16 +150,10 @@ def kernels_of(call: Call) -> contextlib.AbstractContextManager[None]:
     return replaced_attributes(owner, {name: original_attribute(owner, name) and not call.gradients})
 
 
-@contextlib.contextmanager
-def nothing_compiled() -> Iterator[None]:
-    """Lets ``flex_attention`` be computed as it is defined, and not compiled for each size."""
+def nothing_compiled() -> contextlib.AbstractContextManager[None]:
+    """Runs ``flex_attention``, where code has imported it, without compiling it for each size."""
     found = flexible_attention_attributes()
-    if not found:
-        yield
-        return
-    slots = [(Attribute(owner, name), value) for owner, made in found for name, value in made.items()]
-    with replaced(slots), torch.compiler.set_stance("force_eager"):
-        yield
+    return replaced([(Attribute(owner, name), value) for owner, made in found for name, value in made.items()])
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from torch.nn.attention import flex_attention as module
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import exportkit
+from exportkit.running.eager import nothing_compiled
 
 compiled = torch.compile(flex_attention, backend="eager")
 
@@ -79,3 +80,22 @@ def test_flex_attention_is_exported(cls, other, tmp_path):
         with torch.no_grad():
             expected = model(*inputs)
         torch.testing.assert_close(graph(*inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_are_compiled_again_after_runs_that_overlap():
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x * 2 + 1, backend=backend)
+    first, second = nothing_compiled(), nothing_compiled()
+    first.__enter__()
+    second.__enter__()
+    function(torch.ones(3))
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert not graphs
+    function(torch.ones(3))
+    assert len(graphs) == 1
