@@ -56,14 +56,33 @@ def why_no_operator(error: BaseException) -> tuple[str, list[tuple[str, int]]] |
     return text, [(found["file"], int(found["line"])) for found in _USER_LINE.finditer(code)]
 
 
-def recurrent_loops() -> dict[Any, Callable[..., Any]]:
-    """Returns, by operator, torch's decompositions of recurrent layers into a loop operator. Seen in torch 2.13."""
+def recurrent_kernels() -> dict[Any, Callable[..., Any]]:
+    """Returns, by operator, what a trace computes of recurrent layers, whose operators stay nodes of the graph.
+
+    Only the shapes of the results count then. Where operators are decomposed, the layer becomes torch's own loop
+    operator, whose body torch compiles. Seen in torch 2.13.
+    """
     import torch.export._patches as patches
+    from torch.fx.experimental import proxy_tensor
+
+    is_decomposed = require(proxy_tensor, "get_proxy_mode", "torch 2.13")
+
+    def kernel(loop: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tokens: torch.Tensor, first: Any, *others: Any) -> Any:
+            if is_decomposed() is not None:
+                return loop(tokens, first, *others)
+            *_, is_bidirectional, batch_first = others
+            states = [first] if isinstance(first, torch.Tensor) else first
+            sizes = tokens.transpose(0, 1).shape if batch_first else tokens.shape
+            found = tokens.new_empty((*sizes[:-1], states[0].shape[-1] * (1 + is_bidirectional)))
+            return found.transpose(0, 1) if batch_first else found, *map(torch.empty_like, states)
+
+        return run
 
     aten = torch.ops.aten
     return {
-        aten.lstm.input: require(patches, "lstm_while_loop_impl", "torch 2.13"),
-        aten.gru.input: require(patches, "gru_while_loop_impl", "torch 2.13"),
+        aten.lstm.input: kernel(require(patches, "lstm_while_loop_impl", "torch 2.13")),
+        aten.gru.input: kernel(require(patches, "gru_while_loop_impl", "torch 2.13")),
     }
 
 

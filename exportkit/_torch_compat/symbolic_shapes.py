@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import functools
-import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,8 +97,8 @@ def _environment(program: torch.export.ExportedProgram) -> Any:
     return None
 
 
-def _functions(*names: str) -> tuple[Any, ...]:
-    """The functions of torch in expressions of sympy."""
+def sympy_functions(*names: str) -> tuple[Any, ...]:
+    """Returns the functions of torch in expressions of sympy. Seen in torch 2.13."""
     from torch.utils._sympy import functions
 
     return tuple(require(functions, name, "torch 2.13") for name in names)
@@ -127,169 +125,6 @@ def _place(location: Any) -> tuple[str, int]:
     if not hasattr(place, "filename") or "/torch/_dynamo/" in Path(place.filename).as_posix():
         return "", 0
     return place.filename, place.lineno
-
-
-def exact_rounding(name: str) -> Callable[[Any], Any]:
-    """Returns ``__ceil__``, ``__floor__`` or ``__trunc__`` for traced numbers, in integers for a quotient of sizes.
-
-    torch keeps ``ceil(a / b)`` as a float division, whose conditions cannot be simplified: every length computed from
-    it becomes a number. For sizes below 2**31, the integers are the same. Seen in torch 2.13.
-    """
-    original = getattr(torch.SymFloat, name)
-
-    def rounded(number: Any) -> Any:
-        parts = quotient_parts(number)
-        if parts is None:
-            return original(number)
-        above, below, rest = parts
-        if name == "__trunc__" and not _is_positive(number, above, below, rest):
-            return original(number)
-        return (-(-above // below) if name == "__ceil__" else above // below) + rest
-
-    return rounded
-
-
-def _is_positive(number: torch.SymFloat, above: Any, below: Any, rest: int) -> bool:
-    """Whether ``above / below + rest`` is 0 or more for all sizes in their ranges."""
-    from torch.utils._sympy import value_ranges
-
-    ranges = require(number.node.shape_env, "var_to_range", "torch 2.13")
-    least = []
-    for part in (above, below):
-        expression = part if isinstance(part, int) else part.node.expr
-        if isinstance(expression, int):
-            least.append(expression)
-        elif all(symbol in ranges for symbol in expression.free_symbols):
-            least.append(require(value_ranges, "bound_sympy", "torch 2.13")(expression, ranges).lower)
-        else:
-            return False
-    return bool(least[0] >= 0 and least[1] > 0 and rest >= 0)
-
-
-def decided_extreme(name: str) -> Callable[[Any, Any], Any]:
-    """Returns ``__sym_max__`` or ``__sym_min__`` for traced sizes, which is one of the two where that is certain.
-
-    Sizes computed from a maximum cannot be simplified, and repeat it each time they occur. In ``max(2 * -(-n // 2) - n,
-    0)``, the padding of a convolution that keeps sizes, nothing has to be chosen. Seen in torch 2.13.
-    """
-    original = getattr(torch.SymInt, name)
-
-    def extreme(number: torch.SymInt, other: Any) -> Any:
-        if isinstance(other, int | torch.SymInt):
-            difference = traced_expression(number) - (other if isinstance(other, int) else traced_expression(other))
-            ranges = require(number.node.shape_env, "var_to_range", "torch 2.13")
-            if all(symbol in ranges and ranges[symbol].lower >= 0 for symbol in difference.free_symbols):
-                larger, smaller = (number, other) if name == "__sym_max__" else (other, number)
-                if always_holds(difference >= 0, {}):
-                    return larger
-                if always_holds(difference <= 0, {}):
-                    return smaller
-        return original(number, other)
-
-    return extreme
-
-
-def quotient_parts(number: torch.SymFloat) -> tuple[Any, Any, int] | None:
-    """Returns the integers ``a``, ``b`` and ``c`` of a traced number ``a / b + c``; None if it is computed otherwise.
-
-    Seen in torch 2.13.
-    """
-    import sympy
-
-    terms = sympy.Add.make_args(number.node.expr)
-    parts = [term for term in terms if not term.is_number]
-    rest = [term for term in terms if term.is_number]
-    quotient = _quotient(parts[0]) if len(parts) == 1 else None
-    if quotient is None or not all(float(term).is_integer() for term in rest):
-        return None
-    above, below = (_number(part, number.node.shape_env) for part in quotient)
-    return above, below, sum(int(term) for term in rest)
-
-
-def _quotient(expression: Any) -> tuple[Any, Any] | None:
-    """Integers whose quotient a traced float is, such that it is rounded at most once: ``a / (b * 7 / 7)``."""
-    import sympy
-
-    to_float, of_ints, of_floats = _functions("ToFloat", "IntTrueDiv", "FloatTrueDiv")
-    one = sympy.Integer(1)
-    if expression.is_number:
-        return (sympy.Integer(int(expression)), one) if float(expression).is_integer() else None
-    if isinstance(expression, to_float):
-        return expression.args[0], one
-    if isinstance(expression, of_ints):
-        above, below = expression.args
-    elif isinstance(expression, of_floats | sympy.Mul):
-        parts = [_quotient(part) for part in expression.args]
-        whole = [part[0] for part in parts if part is not None and part[1] == one]
-        if len(whole) < len(parts):
-            return None
-        if isinstance(expression, sympy.Mul):
-            return sympy.Mul(*whole), one
-        above, below = whole
-    else:
-        return None
-    ratio = sympy.cancel(above / below)
-    return (ratio, one) if ratio.is_integer else (above, below)
-
-
-def _number(expression: Any, environment: Any) -> Any:
-    """A number of a trace, computed step by step: torch itself traces no product or sum of more than two numbers."""
-    import sympy
-
-    joins = {sympy.Add: operator.add, sympy.Mul: operator.mul, _functions("FloorDiv")[0]: operator.floordiv}
-    if expression.is_Integer:
-        return int(expression)
-    if expression.func not in joins:
-        return environment.create_symintnode(expression, hint=None)
-    return functools.reduce(joins[expression.func], [_number(part, environment) for part in expression.args])
-
-
-def remainder(number: torch.SymInt, divisor: Any) -> Any:
-    """Returns what ``number % divisor`` is in a trace, in terms of the quotient if the number is made of remainders.
-
-    Sizes that are padded to full windows are short then: ``n + (7 - n % 7) % 7`` is ``-7 * (-n // 7)``. torch would
-    carry the remainders along in every size that follows. Seen in torch 2.13.
-    """
-    if isinstance(divisor, int) and divisor > 0:
-        plain = _without_remainders(number.node.expr, divisor)
-        if plain != number.node.expr:
-            dividend = _number(plain, number.node.shape_env)
-            return dividend - divisor * (dividend // divisor)
-    return _modulo(number, divisor)
-
-
-_modulo = torch.SymInt.__mod__
-
-
-def _without_remainders(expression: Any, divisor: int) -> Any:
-    """A sum that leaves the same remainder, without remainders for the same divisor and multiples of it."""
-    import sympy
-
-    kinds = _functions("Mod", "PythonMod")
-    if not expression.has(*kinds):
-        return expression
-    terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(expression)]
-    same = [
-        factor * (term.args[0] if isinstance(term, kinds) and term.args[1] == divisor else term)
-        for factor, term in terms
-    ]
-    return sympy.Add(
-        *[term for term in sympy.Add.make_args(sympy.expand(sympy.Add(*same))) if term.as_coeff_Mul()[0] % divisor]
-    )
-
-
-def without_remainder(number: Any) -> Any:
-    """Returns a number of a trace in terms of the quotient, if it is a remainder. Seen in torch 2.13.
-
-    As ``n % 2`` equals ``-n % 2``, the padded size ``n + n % 2`` becomes ``-2 * (-n // 2)``.
-    """
-    kinds = _functions("Mod", "PythonMod")
-    expression = traced_expression(number)
-    if not isinstance(expression, kinds) or not expression.args[1].is_Integer:
-        return number
-    dividend, divisor = (_number(part, number.node.shape_env) for part in expression.args)
-    dividend = -dividend if divisor == 2 else dividend
-    return dividend - divisor * (dividend // divisor)
 
 
 def hold_equal(first: Any, second: Any) -> None:
@@ -320,14 +155,14 @@ def always_holds(relation: Any, values: Mapping[Any, Any]) -> bool:
     from torch.utils._sympy import numbers, value_ranges
 
     plain = relation
-    for torch_own, general in zip(_functions("Min", "Max"), (sympy.Min, sympy.Max), strict=True):
+    for torch_own, general in zip(sympy_functions("Min", "Max"), (sympy.Min, sympy.Max), strict=True):
         plain = plain.replace(torch_own, general)
     plain = plain.xreplace(values)
     if plain.is_Relational:
         difference = plain.lhs - plain.rhs
         if difference.has(sympy.Min, sympy.Max):
             difference = _sums_inside(difference)
-        plain = plain.func(_with_remainders(difference), 0)
+        plain = plain.func(with_remainders(difference), 0)
     if plain in (sympy.true, sympy.false):
         return bool(plain)
     unlimited = require(value_ranges, "ValueRanges", "torch 2.13")(0, require(numbers, "int_oo", "torch 2.13"))
@@ -352,11 +187,11 @@ def _sums_inside(expression: Any) -> Any:
     return expression.func(*map(_sums_inside, expression.args)) if expression.args else expression
 
 
-def _with_remainders(expression: Any) -> Any:
-    """A sum of multiples of quotients in terms of remainders, which have limits: ``n - 2 * (n // 2)`` is ``n % 2``."""
+def with_remainders(expression: Any) -> Any:
+    """Returns a sum of multiples of quotients in terms of remainders: ``n - 2 * (n // 2)`` is ``n % 2``."""
     import sympy
 
-    divide, modulo = _functions("FloorDiv", "PythonMod")
+    divide, modulo = sympy_functions("FloorDiv", "PythonMod")
 
     def without_quotient(term: Any) -> Any:
         factor, quotient = term.as_coeff_Mul()
@@ -388,7 +223,7 @@ def as_python(expression: Any, names: Mapping[Any, str]) -> str:
 
     if expression.is_Relational:
         difference = expression.lhs - expression.rhs
-        shorter = _with_remainders(difference)
+        shorter = with_remainders(difference)
         if shorter.count_ops() < difference.count_ops():
             expression = expression.func(shorter, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,35 @@ def is_counted(size: Any) -> bool:
     """Returns whether a size comes from values, even if the trace has since replaced it. Seen in torch 2.13."""
     first = require(size.node, "_expr", "torch 2.13") if isinstance(size, torch.SymInt) else None
     return any(str(symbol).startswith("u") for symbol in getattr(first, "free_symbols", ()))
+
+
+def sizes_that_follow() -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the attributes to replace, each with its owner, so that sizes of data may follow from others later.
+
+    In ``x[:, :n]``, torch leaves the length open where ``n`` is data that may be negative for all it knows. In the
+    program, where checks come first, it is the smaller one of two sizes, or the open one itself; torch expects a new
+    symbol. Seen in torch 2.13.
+    """
+    import sympy
+    from torch.fx.experimental import symbolic_shapes
+    from torch.utils import _pytree
+
+    original = require(symbolic_shapes, "rebind_unbacked", "torch 2.13")
+
+    def follows(symbol: Any, value: Any) -> bool:
+        found = require(value.node, "_expr", "torch 2.13") if isinstance(value, torch.SymInt) else None
+        if found is None or isinstance(found, sympy.Symbol | sympy.Piecewise):
+            return found is not None and found == symbol
+        return bool(found.free_symbols)
+
+    def rebind(environment: Any, node: Any, result: Any) -> None:
+        opened = node.meta.get("unbacked_bindings") or {}
+        kept = {symbol: path for symbol, path in opened.items() if not follows(symbol, _pytree.key_get(result, path))}
+        if len(kept) < len(opened):
+            node = SimpleNamespace(op=node.op, target=node.target, meta={**node.meta, "unbacked_bindings": kept})
+        original(environment, node, result)
+
+    return [(symbolic_shapes, {"rebind_unbacked": rebind})]
 
 
 def questions_about_sizes() -> tuple[type, str]:

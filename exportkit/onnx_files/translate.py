@@ -22,6 +22,7 @@ from exportkit._torch_compat.graph import (
 )
 from exportkit._torch_compat.onnx import exact_no_ops, quick_matches, quiet_onnx_export
 from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
+from exportkit._torch_compat.traced_values import sizes_that_follow
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
 from exportkit.onnx_files.contract import Contract, Runtime, input_names, output_names
@@ -200,7 +201,7 @@ def onnx_program(
         contextlib.ExitStack() as stack,
     ):
         # without these, the epsilon of a norm may be left out, and large graphs take minutes
-        for owner, attributes in [*exact_no_ops(), *quick_matches()]:
+        for owner, attributes in [*exact_no_ops(), *quick_matches(), *sizes_that_follow()]:
             stack.enter_context(replaced_attributes(owner, attributes))
         if extra is not None:
             stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))

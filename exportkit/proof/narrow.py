@@ -79,7 +79,7 @@ def narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[R
                 suspects += [(len(rows), found[1])] if small(found[1].sizes) else []
                 rows.append(found[0])
     if not _is_any_wrong(recorded, rows):
-        proven = [small(row.sizes) for row in (*recorded, *rows) if row.status == "proven"]
+        proven = [small(row.sizes) for row in (*recorded, *rows) if row.status in ("proven", "measured")]
         for number, call in suspects:
             leave(number, str(SmallSizes(small(call.sizes))))
             proven = [pattern for pattern in proven if pattern != small(call.sizes)]
@@ -107,7 +107,8 @@ def without_pattern(graph: OnnxGraph, call: Call, row: Row, row_of: RowOf) -> Ro
     given = settled(plan, {name: size or graph.contract.sizes[name] for name, size in call.sizes.items()})
     if graph.eager is None or _wrong_beside(graph, call, [given], row.label, row_of) is not None:
         return row
-    text = f"{domain.names(absent)} may not be left out together in {graph.runtime}: {row.status}, {row.where}."
+    together = " together" if len(absent) > 1 else ""
+    text = f"{domain.names(absent)} may not be left out{together} in {graph.runtime}: {row.status}, {row.where}."
     narrower = replace(domain, absent=domain.absent - {absent})
     findings = [Finding("limit", domain.names(absent), text)]
     graph.contract = replace(graph.contract, domain=narrower, plan=plan.with_findings(findings))

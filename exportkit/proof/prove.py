@@ -229,9 +229,9 @@ def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None = None) -> R
         with contextlib.suppress(Exception):
             expected = stepwise_outputs(graph.traced.plan, graph.traced.model, graph.traced.method, call)
             stepwise = found if expected is None else _row(graph, proven, call, expected)
-            if stepwise.status == "proven":
+            if not is_wrong(stepwise):
                 return replace(stepwise, where=STEPWISE)
-    if found.status == "proven":
+    if not is_wrong(found):
         return found
     return without_pattern(graph, call, found, functools.partial(_unseen_row, graph, locate=locate))
 

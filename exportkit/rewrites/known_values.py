@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from exportkit._torch_compat.symbolic_shapes import quotient_parts
+from exportkit._torch_compat.size_arithmetic import quotient_parts
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.rewrites.lengths import SYMBOLIC_LENGTH
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.symbolic_shapes import exact_rounding
+from exportkit._torch_compat.size_arithmetic import exact_rounding
 from exportkit._torch_compat.traced_values import at_least, depends_on_values
 
 _LOGARITHMS = {"log": math.e, "log2": 2, "log10": 10, "log1p": math.e}

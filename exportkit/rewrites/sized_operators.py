@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from exportkit._torch_compat.loop_operators import scan
-from exportkit._torch_compat.symbolic_shapes import remainder, without_remainder
+from exportkit._torch_compat.size_arithmetic import remainder, subtracted_from, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.rewrites.lengths import Sizes
 
@@ -306,7 +306,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
         },
     ),
     (torch.SymInt, {"__divmod__": _divmod, "__rdivmod__": lambda number, by: _divmod(by, number)}),
-    (torch.SymInt, {"__mod__": remainder}),
+    (torch.SymInt, {"__mod__": remainder, "__rsub__": subtracted_from}),
     (torch.Tensor, {"__setitem__": _set_item, "fill_diagonal_": _fill_diagonal_, "numpy": _numpy}),
 ]
 KERNELS: dict[Any, Callable[..., Any]] = {

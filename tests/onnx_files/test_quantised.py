@@ -82,6 +82,28 @@ def test_a_quantised_graph_is_smaller_and_measured(exported, tmp_path):
     assert whole.verify().verdict() == "proven"
 
 
+class Shifted(Words):
+    """Logits that two inputs change, each of which may be left out."""
+
+    def forward(self, tokens, mask, shift=None, scale=None):
+        logits = super().forward(tokens, mask)["logits"]
+        logits = logits if shift is None else logits + shift
+        return logits if scale is None else logits * scale
+
+
+def test_quantised_weights_do_not_change_which_inputs_may_be_left_out(tmp_path):
+    torch.manual_seed(0)
+    model, observer = Shifted().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, tokens, name in ((2, 6, "shift"), (3, 8, "scale"), (2, 7, "shift")):
+            mask = torch.ones(batch, tokens, dtype=torch.long)
+            model(torch.randint(0, 50, (batch, tokens)), mask, **{name: torch.rand(batch, tokens, 1)})
+    int8 = exportkit.export(model, observer).to_onnx(tmp_path / "int8.onnx", weights="int8")
+    without_both = [row for row in int8.verify().rows if "without shift, scale" in row.label]
+    assert [row.status for row in without_both] == ["measured"]
+    assert frozenset(["shift", "scale"]) in int8.domain.absent
+
+
 def test_positions_that_padding_hides_are_not_counted(exported, tmp_path):
     report = exported.to_onnx(tmp_path / "model.onnx", weights="int4").verify()
     first, second = (row.figures["logits"] for row in report.rows if row.kind == "recorded")

@@ -176,3 +176,104 @@ def test_arithmetic_of_numpy_is_refused():
             model(torch.randn(rows, 40), torch.randint(1, 99, (rows,)))
     with pytest.raises(exportkit.ExportkitError, match=r"lengths\.numpy"):
         exportkit.export(model, observer)
+
+
+def in_front(x, length):
+    return functional.pad(x, (4 - length % 4, 0)) if length % 4 != 0 else x
+
+
+def on_both_sides(x, length):
+    lacking = 4 - length % 4
+    return functional.pad(x, (lacking // 2, lacking - lacking // 2)) if lacking < 4 else x
+
+
+def to_the_next_multiple(x, length):
+    return functional.pad(x, (0, (length // 4 + 1) * 4 - length)) if length % 4 else x
+
+
+def zeros_behind(x, length):
+    return torch.cat([x, x.new_zeros(x.shape[0], 4 - length % 4)], 1) if length % 4 > 0 else x
+
+
+def doubled_instead(x, length):
+    return functional.pad(x, (0, 4 - length % 4)) if length % 4 else x * 2
+
+
+def exported_at(function, *lengths):
+    model, observer = Computed(lambda x: function(x, x.shape[1])), exportkit.InputObserver()
+    with observer(model):
+        for rows, length in enumerate(lengths, 2):
+            model(torch.randn(rows, length))
+    return model, exportkit.export(model, observer)
+
+
+@pytest.mark.parametrize("function", [in_front, on_both_sides, to_the_next_multiple, zeros_behind])
+def test_what_is_padded_only_where_something_lacks_is_served_at_any_length(function):
+    model, exported = exported_at(function, 8, 10)
+    for length in (4, 7, 9, 12, 16):
+        x = torch.randn(3, length)
+        torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
+        assert exported.domain.explain({"x": x}).startswith("inside")
+
+
+def test_another_branch_that_does_something_else_is_no_padding():
+    with pytest.raises(exportkit.ExportkitError, match=r"x_axis_1 % 4 != 0"):
+        exported_at(doubled_instead, 8, 10)
+
+
+def test_a_view_has_the_sizes_that_it_was_given():
+    def windows(x):
+        height, width = x.shape[1:3]
+        return x.flatten(1).view(x.shape[0], height, width // 2, 2).sum(-1)
+
+    model, observer = Computed(windows), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 3, 8))
+        model(torch.randn(3, 5, 6))
+    exported = exportkit.export(model, observer)
+    (returned,) = exported.program.graph.find_nodes(op="output")[0].args[0]
+    assert str(returned.meta["val"].shape[2]).count("s") == 1
+
+
+class Cut(torch.nn.Module):
+    """Cuts tokens to the longest sequence first."""
+
+    def __init__(self, layer, batch_first=True):
+        super().__init__()
+        self.layer, self.batch_first = layer(8, 6, batch_first=batch_first), batch_first
+
+    def forward(self, tokens, lengths):
+        longest = int(lengths.max())
+        return self.layer(tokens[:, :longest] if self.batch_first else tokens[:longest])[0]
+
+
+class CutByTensor(torch.nn.Module):
+    """Cuts tokens at a tensor, and masks what is behind each sequence."""
+
+    def forward(self, tokens, lengths):
+        longest = lengths.max()
+        tokens = tokens[:, :longest].cumsum(1)
+        return tokens * (torch.arange(longest)[None] < lengths[:, None])[..., None]
+
+
+CUT = {"lstm": Cut(torch.nn.LSTM), "gru": Cut(torch.nn.GRU, batch_first=False), "tensor": CutByTensor()}
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("name", CUT)
+def test_sequences_may_be_cut_to_the_longest(name, tmp_path):
+    model = CUT[name]
+
+    def call(*lengths, further=3):
+        rows = (len(lengths), max(lengths) + further, 8)
+        tokens = torch.randn(rows if getattr(model, "batch_first", True) else (rows[1], rows[0], 8))
+        return tokens, torch.tensor(lengths)
+
+    observer = exportkit.InputObserver()
+    with torch.no_grad(), observer(model.eval()):
+        model(*call(4, 2))
+        model(*call(3, 9, 5, further=0))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for given in (call(5), call(2, 9, 6, 4)):
+        torch.testing.assert_close(graph(*given), model(*given))
