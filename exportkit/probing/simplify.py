@@ -262,14 +262,14 @@ def _without(observation: Observation, paths: Sequence[str]) -> Observation:
 
 
 def _joinable(observation: Observation, names: set[str]) -> list[str]:
-    """Paths of lists whose elements are tensors of one dtype that differ in their first axis at most."""
-    found: dict[str, None] = {}
+    """Paths of lists whose elements are tensors of one dtype that differ in their first axis at most, in each call."""
+    found: dict[str, bool] = {}
     for call in observation.calls:
         for parent, members in _lists_in(call.tensors()).items():
             kinds = {(member.dtype, tuple(member.shape[1:])) for member in members.values()}
-            if first_step(parent) in names and len(kinds) == 1 and next(iter(members.values())).ndim > 1:
-                found[parent] = None
-    return list(found)
+            is_alike = len(kinds) == 1 and next(iter(members.values())).ndim > 1
+            found[parent] = found.get(parent, True) and is_alike and first_step(parent) in names
+    return [parent for parent, is_joinable in found.items() if is_joinable]
 
 
 def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:

@@ -25,6 +25,13 @@ def _is_symbolic(*sizes: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
+def _has_symbols(data: Any) -> bool:
+    """Whether a number or a nested list of numbers is symbolic."""
+    if isinstance(data, list | tuple):
+        return any(map(_has_symbols, data))
+    return isinstance(data, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
 _original: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices")},
     **{name: getattr(torch.nn.functional, name) for name in ("one_hot", "pad", "scaled_dot_product_attention")},
@@ -35,8 +42,7 @@ _original: dict[str, Callable[..., Any]] = {
 def _as_tensor(data: Any, **options: Any) -> Any:
     if isinstance(data, Sizes):
         return data.whole().to(**options)
-    is_number = isinstance(data, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return torch.tensor(data, **options) if is_number else _original["as_tensor"](data, **options)
+    return torch.tensor(data, **options) if _has_symbols(data) else _original["as_tensor"](data, **options)
 
 
 def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:

@@ -71,6 +71,18 @@ def test_a_list_whose_order_matters_is_left_as_it_is():
     assert simplify_calls(observer.observation, model, "forward").joined == ()
 
 
+def test_a_list_of_tensors_of_several_shapes_is_left_as_it_is():
+    class Sizes(torch.nn.Module):
+        def forward(self, images):
+            return torch.stack([image.mean() for image in images])
+
+    observer, model = exportkit.InputObserver(), Sizes()
+    with observer(model):
+        model([torch.ones(3, 4, 4), torch.ones(3, 5, 2)])
+        model([torch.ones(3, 4, 4)])
+    assert simplify_calls(observer.observation, model, "forward").joined == ()
+
+
 def test_arguments_that_every_call_gives_alike_are_not_looked_at():
     class Ignoring(torch.nn.Module):
         def forward(self, x, data):

@@ -32,6 +32,7 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
         "strict tracing",
         "transformers' export patches",
         "static lengths",
+        "static batch",
         "several programs",
     ]
 
@@ -50,6 +51,22 @@ def test_a_loop_over_a_length_that_no_call_varied_is_exported_with_static_length
     assert exported.attempts[0].outcome == "failed"
     assert exported.attempts[0].reason
     assert str(exported.attempts[-1]) == "plain trace, static lengths: succeeded"
+
+
+class Selected(torch.nn.Module):
+    """Returns the mean of the positive numbers of each row, and keeps them in a dict in between."""
+
+    def forward(self, x):
+        rows = {number: row[row > 0] for number, row in enumerate(x)}
+        return torch.stack([rows[number].mean() for number in rows])
+
+
+def test_a_batch_that_no_call_varied_and_the_trace_fixes_is_static():
+    exported = exportkit.export(Selected(), observed(Selected(), (1, 5), (1, 8)))
+    assert str(exported.attempts[-1]) == "plain trace, static batch: succeeded"
+    assert "batch" in [finding.where for finding in exported.plan.findings if finding.kind == "fixed by the trace"]
+    x = torch.rand(1, 12)
+    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), Selected()(x))
 
 
 def test_where_nothing_helps_the_error_is_about_the_plain_trace():

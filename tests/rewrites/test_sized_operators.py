@@ -62,6 +62,7 @@ FUNCTIONS = {
         functional.max_pool1d(x[:, None], x.shape[1]) + functional.avg_pool1d(x[:, None], kernel_size=x.shape[1:])
     ),
     "a size as a tensor": lambda x: x[:, : torch.ceil(torch.as_tensor(3 * x.shape[1] / 4)).long()],
+    "sizes as a tensor": lambda x: x / torch.as_tensor([(1, x.shape[1]), (x.shape[1], 2)], dtype=torch.float32).sum(),
     "padding as a tensor": padded_by_a_tensor,
     "parts of almost equal size": lambda x: [part.sum(1) for part in x.tensor_split(3, 1)],
 }
