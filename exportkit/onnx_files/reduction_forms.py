@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir
 import torch
+from onnx_ir.tape import Tape
 from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core, linalg, nn
 
@@ -270,6 +271,27 @@ def _squeeze(x: Any, dim: Any = None) -> Any:
     dims = range(len(x.shape)) if dim is None else [dim] if isinstance(dim, int) else dim
     ones = [axis for axis in dims if len(x.shape) and x.shape[axis] == 1]
     return op.Squeeze(x, op.Constant(value_ints=ones)) if ones else op.Identity(x)
+
+
+# Pools of padded values. onnxruntime's optimiser merges a Pad of zeros into the pool behind it, whose own padding is
+# less than any number.
+
+
+def keep_padding_apart(model: onnx_ir.Model) -> None:
+    """Lets the zeros that a model pads with count in pools that take the largest values."""
+    for node in list(model.graph.all_nodes()):
+        if (node.domain, node.op_type) != ("", "MaxPool") or node.graph is None:
+            continue
+        values = node.inputs[0]
+        made_by = None if values is None else values.producer()
+        while made_by is not None and made_by.op_type == "Cast" and made_by.inputs[0] is not None:
+            made_by = made_by.inputs[0].producer()
+        if values is not None and made_by is not None and made_by.op_type == "Pad":
+            tape = Tape()
+            kept = tape.op("Max", [values])  # the same values
+            kept.shape, kept.type = values.shape, values.type
+            node.replace_input_with(0, kept)
+            node.graph.insert_before(node, tape.nodes)
 
 
 # Normalised sequences. onnxruntime adds float32 numbers one after the other, which loses digits along a long axis, most

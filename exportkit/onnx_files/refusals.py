@@ -32,7 +32,8 @@ from exportkit.onnx_files.exact import call_node
 aten = torch.ops.aten
 _TOO_LARGE = 2**31 - 1
 
-# Indices. ONNX counts negative ones from the end, where these operators raise.
+# Indices. ONNX counts negative ones from the end, where these operators raise. A range that nothing checks becomes a
+# Slice in onnxruntime, which ends with the last row.
 
 _INDEXED = {
     "embedding": "indices",
@@ -108,9 +109,6 @@ def _may_be_negative(index: torch.fx.Node, given: Collection[str] | None) -> boo
     if source.op == "placeholder":
         return given is None or source.name in given  # constants were in use when the model ran
     name = operator_name(source.target)
-    if name == "arange":
-        first = arguments_of(source).get("start", 0)
-        return isinstance(first, int) and first < 0
     return name not in _COUNTS and not (name in _COUNTS_SECOND and result == 1)
 
 

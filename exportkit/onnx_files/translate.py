@@ -237,7 +237,7 @@ def _translated(
     from exportkit.onnx_files.attention import ATTENTION_FORMS, with_whole_attention
     from exportkit.onnx_files.forms import FORMS
     from exportkit.onnx_files.fused import complete_fusions
-    from exportkit.onnx_files.reduction_forms import count_axes_from_first
+    from exportkit.onnx_files.reduction_forms import count_axes_from_first, keep_padding_apart
     from exportkit.onnx_files.selected_matrices import with_selected_products
 
     # the domain has the conditions of the guards, and torch cannot evaluate all of them once more
@@ -255,6 +255,7 @@ def _translated(
     if extra is not None:
         extra.fix_program(found)
     count_axes_from_first(found.model)
+    keep_padding_apart(found.model)
     if zeros is not None:
         complete_fusions(found.model)
     return found

@@ -232,6 +232,13 @@ CASES = {
         torch.arange(64.0).view(2, 2, 4, 4) % 7,
         torch.arange(108.0).view(2, 3, 2, 3, 3) % 5,
     ),
+    "largest of values that are padded with zeros": (
+        lambda x: (
+            functional.max_pool2d(functional.pad(x, (1, 1, 1, 0)), 3, 2),
+            functional.max_pool1d(functional.pad(x[0], (2, 0)).half(), 2).float(),
+        ),
+        -1 - torch.arange(48.0).reshape(2, 1, 4, 6) % 7,
+    ),
     "cross entropy without a batch": (
         lambda x: functional.cross_entropy(x[0], ints(1)[0], label_smoothing=0.1),
         SCORES,
@@ -330,6 +337,20 @@ def test_indices_that_torch_refuses_are_refused(name):
         feeds = {value.name: tensor.numpy() for value, tensor in zip(session.get_inputs(), (x, index), strict=True)}
         with pytest.raises(Exception, match=r"INVALID_ARGUMENT|RUNTIME_EXCEPTION|FAIL"):
             session.run(None, feeds)
+
+
+@pytest.mark.parametrize(("first", "sizes", "wrong"), [(0, (1, 4), 5), (-3, (3, 4), 2), (-3, (3, 4), 5)])
+def test_a_range_of_rows_does_not_leave_the_table(first, sizes, wrong):
+    def rows(x):
+        return functional.embedding(torch.arange(first and x.shape[0] + first, x.shape[0]), SCORES.view(4, 3))
+
+    session = exported(rows, torch.zeros(3))
+    for size in sizes:
+        check(session, rows, torch.zeros(size))
+    with pytest.raises(IndexError):
+        rows(torch.zeros(wrong))
+    with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+        session.run(None, {session.get_inputs()[0].name: torch.zeros(wrong).numpy()})
 
 
 def test_indices_that_are_counted_are_not_checked():
