@@ -284,6 +284,8 @@ def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
             return False
         other = [whole] if len(members) > 1 else [whole[:1], whole[1:]]
         changed.append(_with_list(call, parent, members, other))
+        if changed[-1].shapes() == call.shapes():  # a list of an object stays as it is
+            return False
     return all(outcome.agrees for outcome in compare_calls(recorded, probe.run, changed))
 
 

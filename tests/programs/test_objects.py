@@ -1,5 +1,6 @@
 """Models that take and return objects of their own classes, with tensors among the attributes."""
 
+import dataclasses
 import weakref
 
 import pytest
@@ -163,3 +164,33 @@ def test_an_object_that_is_read_as_a_whole_is_compared_as_a_whole(tmp_path):
     runner = program.to_onnx(tmp_path / "model.onnx")
     with pytest.raises(ArgumentError):
         runner(Batch(torch.randn(3, 3), ["b"]))
+
+
+@dataclasses.dataclass
+class Keys:
+    """A cache with a tensor for each of two layers."""
+
+    keys: list[torch.Tensor]
+
+
+class TwoLayers(torch.nn.Module):
+    def forward(self, x, past=None):
+        kept = []
+        for layer in range(2):
+            kept.append(x if past is None else torch.cat([past.keys[layer], x], 1))
+            x = (x @ kept[layer].mT).softmax(-1) @ kept[layer]
+        return x, Keys(kept)
+
+
+def test_an_object_may_hold_a_list_of_tensors_that_the_first_call_lacks(tmp_path):
+    model, observer = TwoLayers(), exportkit.InputObserver()
+    with observer(model):
+        for batch, tokens in ((2, 5), (3, 4)):
+            _, past = model(torch.randn(batch, tokens, 4))
+            model(torch.randn(batch, 1, 4), past)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "graph.onnx")
+    assert graph.verify().ok
+    x, past = torch.randn(1, 2, 4), Keys([torch.randn(1, 7, 4), torch.randn(1, 7, 4)])
+    for args in ((x,), (x, past)):
+        (expected, kept), (got, other) = model(*args), graph(*args)
+        torch.testing.assert_close([got, *other.keys], [expected, *kept.keys])
