@@ -23,6 +23,10 @@ _ROOM = 0.25
 # What masks hide by, such as the lowest value of float32. It becomes the lowest value of float16, which hides as well.
 _HIDDEN = -1e30
 _LARGEST = torch.finfo(torch.float16).max
+_FLOATS = 1, 10, 11, 16  # float32, float16, float64, bfloat16, as ONNX numbers them
+# Operators with small results whatever the integers that they are given.
+_BOUNDED = {"Cos", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Sin"}
+_SIZES = {"Shape", "Size"}
 _LARGEST_PROTO = 2**31 - 2**20
 # Operators whose outputs are sequences, which onnxruntime cannot return.
 _NO_TENSOR = ("Sequence", "SplitToSequence", "Optional")
@@ -53,6 +57,35 @@ def overflowing_nodes(model: onnx.ModelProto, calls: Iterable[Mapping[str, torch
             values = {**feeds, **session.run(feeds)}
             too_large |= {name for name, tensor in values.items() if _overflows(tensor.detach().numpy())}
     return frozenset(node.name for node in model.graph.node if too_large.intersection([*node.input, *node.output]))
+
+
+def counting_nodes(model: onnx.ModelProto) -> frozenset[str]:
+    """Returns the names of nodes that compute with integers as floats: angles of positions, what they decide, results.
+
+    float16 has no odd integers above 2048, and the recorded calls do not show how long others are.
+
+    Args:
+        model: The graph, whose nodes have names.
+    """
+    graph, floats = model.graph, {*_FLOATS}
+    tables = {tensor.name for tensor in graph.initializer if tensor.data_type in floats}
+    counted = {tensor.name for tensor in graph.initializer}
+    counted |= {value.name for value in graph.input if value.type.tensor_type.elem_type not in floats}
+    made = []
+    for node in graph.node:
+        is_looked_up = node.op_type.startswith("Gather") and node.input[0] in tables
+        is_of_integers = not is_looked_up and counted.issuperset(filter(None, node.input))
+        if is_of_integers or node.op_type in _SIZES:
+            counted |= {*node.output}
+            made.append(node)
+    needed, found = {value.name for value in graph.output}, set[str]()
+    for node in reversed(made):
+        to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), None)
+        decides = node.op_type in _BOUNDED or (node.op_type == "Cast" and to not in floats)
+        if decides or needed.intersection(node.output):
+            needed |= {*node.input}
+            found.add(node.name)
+    return frozenset(found)
 
 
 def require_float32(model: onnx.ModelProto) -> None:
@@ -108,20 +141,15 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
 
 
 def _pass_on(graph: onnx.GraphProto, kept: Collection[str]) -> None:
-    """Lets nodes in float32 take what others return in float32: the converter casts it to float16 and back."""
+    """Lets others take in float32 what nodes in float32 return: the converter casts it to float16 and back."""
     from onnx import TensorProto
 
     whole = {name for node in graph.node if node.name in kept for name in node.output}
     casts = [node for node in graph.node if node.op_type == "Cast"]
     narrowed = {node.output[0]: node.input[0] for node in casts if node.input[0] in whole}
-    passed = {
-        node.output[0]: narrowed[node.input[0]]
-        for node in casts
-        if node.input[0] in narrowed and node.attribute[0].i == TensorProto.FLOAT
-    }
-    for node in graph.node:
-        if node.name in kept:
-            node.input[:] = [passed.get(name, name) for name in node.input]
+    for node in casts:
+        if node.attribute[0].i == TensorProto.FLOAT:
+            node.input[0] = narrowed.get(node.input[0], node.input[0])
 
 
 def _overflows(values: object) -> bool:

@@ -11,7 +11,7 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.graph import OnnxGraph
-from exportkit.onnx_files.half import in_float16, overflowing_nodes, require_float32
+from exportkit.onnx_files.half import counting_nodes, in_float16, overflowing_nodes, require_float32
 from exportkit.onnx_files.matrices import heads_of, read_quantisable
 from exportkit.onnx_files.quantised import (
     Bits,
@@ -174,7 +174,7 @@ def _lossy_graph(graph: OnnxGraph, lossy: Lossy, verify: bool) -> OnnxGraph:
         require_float32(model)
         nodes = overflowing_nodes(model, [case.feeds for case in cases])
         kept = tuple(dict.fromkeys(part_of(node) for node in model.graph.node if node.name in nodes))
-        model = in_float16(model, nodes)
+        model = in_float16(model, nodes | counting_nodes(model))
     layers = read_layers(model, outputs, lossy.weights) if lossy.weights is not None else ()
     quantised = Quantised(lossy.weights, layers, left_of(model, layers), logits, tuple(problems), lossy.budget)
     quantised = replace(quantised, dtype=lossy.dtype, kept=kept)

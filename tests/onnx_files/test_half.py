@@ -78,6 +78,29 @@ def test_a_value_that_several_nodes_take_in_float32_is_cast_once(tmp_path):
     assert len(outputs) == len(set(outputs))
 
 
+class Turned(torch.nn.Module):
+    """Turns pairs of values by an angle for each position, and counts them."""
+
+    def forward(self, x, mask):
+        positions = (mask.cumsum(1) - 1)[..., None] * torch.tensor([1.0, 0.1]) + torch.arange(x.shape[1])[:, None] * 0.5
+        real, imaginary = x.chunk(2, -1)
+        turned = real * positions.cos() - imaginary * positions.sin()
+        return turned, mask.sum(1).float(), positions.long()[..., 0]
+
+
+@pytest.mark.parametrize("runtime", [None, "onnxruntime"])
+def test_angles_of_positions_and_counts_keep_their_digits(runtime, tmp_path):
+    model, observer = Turned(), exportkit.InputObserver()
+    with observer(model):
+        for batch, length in ((2, 6), (3, 9)):
+            model(torch.randn(batch, length, 4), torch.ones(batch, length, dtype=torch.int64))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx", dtype="float16", runtime=runtime)
+    assert onnx_model.verify().ok
+    args = torch.randn(1, 5001, 4), torch.ones(1, 5001, dtype=torch.int64)
+    for got, expected in zip(onnx_model(*args), model(*args), strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
 def test_a_saved_graph_in_float16_is_measured_again(exported, tmp_path):
     exported.save(tmp_path / "out", dtype=torch.float16, accuracy={"error": 0.01})
     loaded = exportkit.load(tmp_path / "out")
