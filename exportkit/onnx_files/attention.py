@@ -295,7 +295,8 @@ def _make_whole(node: torch.fx.Node, masks: dict[Any, Any]) -> None:
         node.target, node.args, node.kwargs = aten.where.ScalarOther, (visible, inner, math.nan), {}
         node = inner
     single = [_unrepeated(part) for part in old[:2]]
-    key, value = map(_source, old[:2] if None in single else single)
+    heads = {None if part is None else part.meta["val"].shape[1] for part in single}
+    key, value = map(_source, old[:2] if None in heads or len(heads) > 1 else single)
     mask = mask if mask is None else _full_mask(node, mask, query, masks)
     options = {name: given[name] for name in ("is_causal", "scale", "softcap") if given[name]}
     old = *old, *node.args

@@ -35,6 +35,7 @@ from exportkit.onnx_files.exact import (
     EXACT,
     JOINS,
     is_half,
+    is_plain_clamp,
     is_plain_cross_entropy,
     is_plain_join,
     is_plain_scatter,
@@ -255,6 +256,8 @@ def _is_known(node: torch.fx.Node) -> bool:
     """Whether torch.onnx translates this use: attention over heads, pools to a single output."""
     first, *others = cast(tuple[Any, ...], node.args)
     named = cast(dict[str, Any], node.kwargs)
+    if node.target is aten.clamp.default:
+        return is_plain_clamp(first, *others, **named)
     if node.target is aten.cross_entropy_loss.default:
         return is_plain_cross_entropy(first, *others)
     if node.target in (aten.layer_norm.default, aten.cumsum.default):

@@ -66,6 +66,21 @@ def call_node(graph: torch.fx.Graph, target: Any, value: torch.fx.Node, *options
     return node
 
 
+# Limits of which one is an integer and the other one is not, which torch.onnx does not bring to one dtype.
+
+
+def _clamp(values: torch.Tensor, low: Any = None, high: Any = None) -> Any:
+    if is_plain_clamp(values, low, high):
+        return NotImplemented
+    return values.clamp(*(None if limit is None else torch.sym_float(limit) for limit in (low, high)))
+
+
+def is_plain_clamp(_values: Any, *limits: Any, **named: Any) -> bool:
+    """Whether torch.onnx translates limits: they are of one type."""
+    given = [getattr(limit, "meta", {"val": limit})["val"] for limit in (*limits, *named.values())]
+    return len({isinstance(limit, float | torch.SymFloat) for limit in given if limit is not None}) < 2
+
+
 # What is scattered, and losses: with label smoothing, with probabilities as targets, of nothing.
 
 
@@ -295,6 +310,7 @@ JOINS: dict[Any, Callable[..., Any]] = {
 }
 EXACT: dict[Any, Callable[..., Any]] = {
     **JOINS,
+    aten.clamp.default: _clamp,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.mse_loss.default: _mse_loss,
     aten.index_reduce.default: _index_reduce,

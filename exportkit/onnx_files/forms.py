@@ -50,7 +50,7 @@ def _has_other_sign(rest: Any, divisor: Any, like: Any) -> Any:
 
 
 def _div_mode(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
-    y = as_value(y, x)
+    x, y = _operands(x, y)
     if rounding_mode == "floor":
         return _floor_divide(x, y)
     quotient = op.Div(x, y)
@@ -59,8 +59,17 @@ def _div_mode(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     return quotient if rounding_mode is None else op.Mul(op.Sign(quotient), op.Floor(op.Abs(quotient)))
 
 
+def _operands(x: Any, y: Any) -> tuple[Any, Any]:
+    """Both operands as values of one dtype; the first one may be a number, as in ``7 // y``."""
+    if isinstance(x, bool | int | float):
+        x = number(x, y)
+        x.dtype = y.dtype
+    return x, as_value(y, x)
+
+
 def _floor_divide(x: Any, y: Any) -> Any:
-    y, zero = as_value(y, x), number(0, x)
+    x, y = _operands(x, y)
+    zero = number(0, x)
     if not x.dtype.is_floating_point():
         negative = op.Xor(op.Less(x, zero), op.Less(y, zero))
         inexact = op.Not(op.Equal(op.Mod(x, y), zero))

@@ -426,3 +426,17 @@ def test_results_of_attention_are_viewed_in_any_layout(model):
     assert len(nodes["Attention"]) == 1
     for batch, tokens in ((2, 5), (1, 1), (3, 7)):
         assert_same(model, run, call(batch, tokens))
+
+
+def test_keys_and_values_may_have_different_numbers_of_heads():
+    class Model(torch.nn.Module):
+        def forward(self, query, key, value):
+            parts = key.repeat_interleave(2, 1), value.repeat_interleave(4, 1)
+            return functional.scaled_dot_product_attention(query, *parts)
+
+    def call(batch, tokens):
+        return tuple(torch.randn(batch, heads, tokens, 8) for heads in (4, 2, 1))
+
+    nodes, run = fused(Model(), call(2, 5), ({0: "b", 2: "s"},) * 3)
+    assert "Attention" in nodes
+    assert_same(Model(), run, call(3, 7))

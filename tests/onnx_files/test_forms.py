@@ -62,6 +62,16 @@ CASES = {
     "truncating division of integers": (lambda x: torch.div(x, 3, rounding_mode="trunc"), LARGE),
     "floor division of numbers": (lambda x: torch.div(x, 0.1, rounding_mode="floor"), floats(1.0, -1.0, 0.3, 9e7, INF)),
     "floor division operator": (lambda x, y: x // y, floats(1.0, -1.0, 5.0, 5.0), floats(0.1, 0.1, 0.0, -3.0)),
+    "division of a number": (
+        lambda x, y: (7 // x, torch.div(-7, x, rounding_mode="trunc"), 7.5 // y),
+        ints(2, -3, 7, 9),
+        floats(2.0, -0.5, 4.0, 7.5),
+    ),
+    "limits of two types": (
+        lambda x, y: (x.clamp(-1, 0.5), x.clamp(max=2, min=-0.5), y.clamp(1, 2.5), x.clone().clamp_(-1, 0.7)),
+        ODD,
+        ints(-1, 2, 9),
+    ),
     "remainder": (lambda x: x % 0.7, ODD),
     "remainder by a negative number": (lambda x: x % -0.7, ODD),
     "remainder of integers": (lambda x: x % -3, LARGE),
