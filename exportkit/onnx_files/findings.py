@@ -64,7 +64,7 @@ _VALUES: tuple[tuple[str, str, _Condition | None], ...] = (
     (
         "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices "
         "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool2d_with_indices_backward",
-        "NaN in the input is ignored, where torch returns NaN",
+        "NaN in the input is ignored, where torch returns NaN; minus infinity beside padding becomes the lowest number",
         None,
     ),
     (

@@ -280,11 +280,12 @@ def check_unchanged(name: str, tree: Tree) -> None:
         if leaf.noted is not None and leaf.noted != now:
             found = difference(leaf.noted, now, join(name, path)) or Mismatch(name, text_of(leaf.noted), text_of(now))
             raise PlanError(
-                "An argument of a recorded call was changed after the call.",
+                "An argument of a recorded call was changed after it was recorded, by the model or its caller.",
                 where=found.path,
                 expected=f"{found.expected}, as recorded",
                 got=found.got,
-                hint="observe the model again, and leave the object as it is until the model is exported.",
+                hint="observe the model again, and leave the object as it is until the model is exported; of an object "
+                "that the model fills, give the model None or one with tensors, so that it makes or changes its own.",
             )
 
 

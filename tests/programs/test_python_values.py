@@ -171,7 +171,7 @@ def test_a_configuration_that_changed_since_it_was_recorded_cannot_be_exported()
     with observer(model):
         model(X, options)
     options.factor = 3.0
-    with pytest.raises(PlanError, match=r"was changed after the call[\s\S]*where: options\.factor"):
+    with pytest.raises(PlanError, match=r"was changed after it was recorded[\s\S]*where: options\.factor"):
         exportkit.export(model, observer)
 
 
