@@ -250,7 +250,7 @@ def matching_rewrites(model: torch.nn.Module, arguments: Mapping[str, Any]) -> l
     named: dict[str, Any] = {}
     for value in arguments.values():
         if type(value) is dict:  # the arguments that **kwargs got, among them
-            named |= value
+            named |= {name: item for name, item in value.items() if isinstance(name, str)}
     named |= arguments
     modules = list(model.modules())
     functions: set[str] = set()

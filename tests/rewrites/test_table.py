@@ -196,3 +196,8 @@ def test_encoder_decoder_without_a_mask_serves_other_lengths(tmp_path):
     assert "encoder_sequence" in str(exported.plan)
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
+
+
+def test_arguments_may_be_dicts_with_integers_as_keys():
+    states = {0: {"state": torch.zeros(1)}}
+    assert matching_rewrites(torch.nn.Linear(2, 2), {"states": states}) == []
