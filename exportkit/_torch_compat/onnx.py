@@ -8,6 +8,8 @@ from typing import Any
 
 from exportkit._torch_compat import require
 
+_TO_THE_END = 2**63 - 1  # the end of a slice without an end
+
 
 @contextlib.contextmanager
 def quiet_onnx_export() -> Iterator[None]:
@@ -54,6 +56,51 @@ def exact_no_ops() -> list[tuple[Any, dict[str, float]]]:
         return []
     exact = {"_abs_tol": 0.0, "_rel_tol": 0.0}
     return [(value, exact) for value in values if exact.keys() <= vars(value).keys()]
+
+
+def slices_kept() -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the attributes to replace, each with its owner, so that ``x[:, -6:]`` stays a slice.
+
+    onnxscript takes it out if the example had up to 6 elements. Seen in onnxscript 0.7.
+    """
+    try:
+        from onnxscript.rewriter.rules.common import _collapse_slices
+
+        rule = _collapse_slices.collapse_slice2_rule
+        is_same = rule._condition_function
+    except (ImportError, AttributeError):
+        return []
+
+    def is_redundant(*args: Any, data: Any, starts: Any, ends: Any, axes: Any, **values: Any) -> Any:
+        limits = [limit.const_value for limit in (starts, ends)]
+        is_fixed = any(limit is not None and not set(limit.numpy().flat) <= {0, _TO_THE_END} for limit in limits)
+        if is_fixed and data.shape is not None:
+            places = range(len(data.shape)) if axes.const_value is None else axes.const_value.numpy().flat
+            if any(data.shape.is_dynamic(place) for place in places):
+                return False
+        return is_same(*args, data=data, starts=starts, ends=ends, axes=axes, **values)
+
+    return [(rule, {"_condition_function": is_redundant})]
+
+
+def limits_with_names() -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the attributes to replace, each with its owner, so that a value may have limits twice.
+
+    onnxscript makes one Clip of ``Min(Max(x, a), b)``, and names its limits after ``x``. The limits of a second one are
+    not in the graph. Seen in onnxscript 0.7.
+    """
+    try:
+        from onnxscript.rewriter.rules.common import _min_max_to_clip as rules
+
+        owners = (rules.FuseSuccessiveMin, rules.FuseSuccessiveMax, rules.FuseMaxMinToClip, rules.FuseMinMaxToClip)
+        originals = [owner.compute_constants for owner in owners]
+    except (ImportError, AttributeError):
+        return []
+
+    def named(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda rule, first, second, _name="": original(rule, first, second, second.outputs[0].name)
+
+    return [(owner, {"compute_constants": named(own)}) for owner, own in zip(owners, originals, strict=True)]
 
 
 def quick_matches() -> list[tuple[Any, dict[str, Any]]]:

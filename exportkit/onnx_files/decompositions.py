@@ -46,6 +46,7 @@ from exportkit.onnx_files.exact import (
 from exportkit.onnx_files.ordering import ORDERING, POOLS, is_plain_pool
 from exportkit.onnx_files.refusals import with_checked_indices, with_refusals
 from exportkit.onnx_files.special_functions import SPECIAL_FUNCTIONS
+from exportkit.rewrites.sized_operators import conv2d_in_groups
 from exportkit.running.program import tensor_placeholders
 
 aten = torch.ops.aten
@@ -334,28 +335,6 @@ def _ifftshift(values: torch.Tensor, dim: Sequence[int] | None = None) -> torch.
     return _roll(values, [(values.shape[axis] + 1) // 2 for axis in dims], dims)
 
 
-def _conv2d(  # noqa: PLR0917 (torch's positions)
-    images: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: Sequence[int] = (1, 1),
-    padding: Sequence[int] = (0, 0),
-    dilation: Sequence[int] = (1, 1),
-    groups: int = 1,
-) -> Any:
-    """A convolution with as many groups as an axis is long, such as the batch: products of matrices."""
-    count, channels, *kernel = weight.shape
-    unfold: Any = torch.nn.functional.unfold
-    rows = unfold(images.reshape(-1, channels, *images.shape[2:]), kernel, dilation, padding, stride)
-    found = weight.reshape(groups, count // groups, -1) @ rows.unflatten(0, (-1, groups))
-    sizes = [
-        (size + 2 * pad - step * (length - 1) - 1) // by + 1
-        for size, pad, step, length, by in zip(images.shape[2:], padding, dilation, kernel, stride, strict=True)
-    ]
-    found = found.reshape(-1, count, *sizes)
-    return found if bias is None else found + bias[:, None, None]
-
-
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, *rest: Any, **more: Any
 ) -> Any:
@@ -379,7 +358,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.bitwise_right_shift.Tensor: _shifted(torch.bitwise_right_shift),
     aten.bitwise_right_shift.Tensor_Scalar: _shifted(torch.bitwise_right_shift),
     aten.cdist.default: _cdist,
-    aten.conv2d.default: _conv2d,
+    aten.conv2d.default: conv2d_in_groups,
     # other names, which torch.onnx does not know, or with which it does not convert operands to one dtype
     aten.__lshift__.Scalar: _shifted(torch.bitwise_left_shift, True),
     aten.__lshift__.Tensor: _shifted(torch.bitwise_left_shift, True),

@@ -206,6 +206,22 @@ def _nonzero(x: Any) -> Any:
     return op.Slice(op.Transpose(found, perm=[1, 0]), *(op.Constant(value_ints=[i]) for i in (0, 0, 1)))
 
 
+def _unique_consecutive(x: Any, _inverse: bool = False, _counts: bool = False, dim: Any = None) -> Any:
+    """Neighbours compared with each other; torch.onnx takes no last axis, and one value for another one."""
+    if len(x.shape) > 1 and dim is not None:
+        raise NotImplementedError("unique_consecutive() along an axis of several")
+    zero, one, end = (op.Constant(value_ints=[number]) for number in (0, 1, 2**63 - 1))
+    flat = op.Reshape(x, op.Constant(value_ints=[-1]))
+    differs = op.Not(op.Equal(op.Slice(flat, one, end), op.Slice(flat, zero, op.Constant(value_ints=[-1]))))
+    first = op.Cast(op.Shape(op.Slice(flat, zero, one)), to=onnx_ir.DataType.INT64)
+    is_new = op.Concat(op.Expand(op.Constant(value=onnx_ir.tensor([True])), first), differs, axis=0)
+    inverse = op.Sub(op.CumSum(op.Cast(is_new, to=onnx_ir.DataType.INT64), zero), one)
+    count = op.Shape(flat)
+    places = op.Compress(op.Range(*(op.Squeeze(limit) for limit in (zero, count, one))), is_new, axis=0)
+    counts = op.Sub(op.Concat(op.Slice(places, one, end), op.Slice(count, zero, op.Shape(places)), axis=0), places)
+    return op.Compress(flat, is_new, axis=0), op.Reshape(inverse, op.Shape(x)), counts
+
+
 def _copy(x: Any, source: Any, _non_blocking: bool = False) -> Any:
     """What is written into a tensor has its dtype and shape; torch.onnx leaves out the shape."""
     found = source if source.dtype == x.dtype else op.Cast(source, to=x.dtype)
@@ -263,6 +279,7 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.masked_select.default: _masked_select,
     aten.nonzero.default: _nonzero,
     aten.copy.default: _copy,
+    aten.unique_consecutive.default: _unique_consecutive,
     aten.silu_backward.default: _silu_backward,
     aten.mish_backward.default: _mish_backward,
     aten.repeat_interleave.Tensor: lambda repeats, **_: core.aten_repeat_interleave_Tensor(repeats),

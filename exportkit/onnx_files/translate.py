@@ -20,7 +20,7 @@ from exportkit._torch_compat.graph import (
     with_graph_module,
     without_guards,
 )
-from exportkit._torch_compat.onnx import exact_no_ops, quick_matches, quiet_onnx_export
+from exportkit._torch_compat.onnx import exact_no_ops, limits_with_names, quick_matches, quiet_onnx_export, slices_kept
 from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
 from exportkit._torch_compat.traced_values import sizes_that_follow
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
@@ -117,6 +117,8 @@ def _copy_views_when_written(graph: onnx_ir.Graph) -> None:
 
     def copied(view: onnx_ir.TensorProtocol) -> onnx_ir.TensorProtocol:
         array = view.numpy()
+        if min(array.strides) < 0:  # torch takes no arrays that are flipped
+            array = array.copy()
         copy = torch.from_numpy(array.view(f"u{array.itemsize}")).contiguous()  # of any dtype, bfloat16 too
         return onnx_ir.Tensor(copy.numpy().view(array.dtype), dtype=view.dtype)
 
@@ -200,8 +202,9 @@ def onnx_program(
         operators_at_any_length(),
         contextlib.ExitStack() as stack,
     ):
-        # without these, the epsilon of a norm may be left out, and large graphs take minutes
-        for owner, attributes in [*exact_no_ops(), *quick_matches(), *sizes_that_follow()]:
+        # without these, epsilons, limits and slices may be left out, and large graphs take minutes
+        changed = [*exact_no_ops(), *limits_with_names(), *quick_matches(), *slices_kept(), *sizes_that_follow()]
+        for owner, attributes in changed:
             stack.enter_context(replaced_attributes(owner, attributes))
         if extra is not None:
             stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))

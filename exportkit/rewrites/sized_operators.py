@@ -7,7 +7,7 @@ what torch computes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -276,6 +276,9 @@ def _conv_transpose(values: torch.Tensor, weight: torch.Tensor, *options: Any, *
         [*given[name]] * (axes if len(given[name]) == 1 else 1)
         for name in ("stride", "padding", "output_padding", "dilation")
     )
+    if _is_symbolic(given["groups"]) and axes == 2:
+        each_axis = strides, paddings, more, dilations
+        return _conv_transpose_in_groups(values, weight, given["bias"], each_axis, given["groups"])
     known = more
     if _is_symbolic(*more):
         known = [max(by, apart) - 1 for by, apart in zip(strides, dilations, strict=True)]
@@ -288,6 +291,44 @@ def _conv_transpose(values: torch.Tensor, weight: torch.Tensor, *options: Any, *
         size = (values.shape[2 + axis] - 1) * strides[axis] + reach + more[axis]
         found = found.narrow(2 + axis, 0, size)
     return found
+
+
+def conv2d_in_groups(  # noqa: PLR0917 (torch's positions)
+    images: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+) -> torch.Tensor:
+    """Returns a convolution with as many groups as an axis is long, such as the batch, as products of matrices."""
+    count, channels, *kernel = weight.shape
+    unfold: Any = torch.nn.functional.unfold
+    rows = unfold(images.reshape(-1, channels, *images.shape[2:]), kernel, dilation, padding, stride)
+    found = weight.reshape(groups, count // groups, -1) @ rows.unflatten(0, (-1, groups))
+    sizes = [
+        (size + 2 * pad - step * (length - 1) - 1) // by + 1
+        for size, pad, step, length, by in zip(images.shape[2:], padding, dilation, kernel, stride, strict=True)
+    ]
+    found = found.reshape(-1, count, *sizes)
+    return found if bias is None else found + bias[:, None, None]  # type: ignore[no-any-return]
+
+
+def _conv_transpose_in_groups(
+    values: torch.Tensor, weight: torch.Tensor, bias: Any, settings: tuple[list[Any], ...], groups: Any
+) -> torch.Tensor:
+    """A transposed convolution with as many groups as an axis is long: a convolution of the values between zeros."""
+    pads: list[Any] = []
+    for axis, (stride, padding, more, dilation) in enumerate(zip(*settings, strict=True)):
+        size = (values.shape[2 + axis] - 1) * stride + 1
+        between = [torch.zeros_like(values)] * (stride - 1)
+        values = torch.stack([values, *between], 3 + axis).flatten(2 + axis, 3 + axis).narrow(2 + axis, 0, size)
+        around = dilation * (weight.shape[2 + axis] - 1) - padding
+        pads = [around, around + more, *pads]
+    weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
+    values = torch.nn.functional.pad(values, pads)
+    return conv2d_in_groups(values, weight, bias, dilation=settings[-1], groups=groups)
 
 
 # What takes the place of attributes, by their owner; and kernels by composite operator.

@@ -161,6 +161,19 @@ CASES = {
         ints(2**31 + 1, 2**24 + 1, 3, 2**35),
     ),
     "limits of numbers": (lambda x: (x.clamp(min=0), x.clamp(max=0), x.clamp(-1, 1), x.clamp(2, 1)), FAR),
+    "limits of two types": (lambda x: (x.clamp(1, 5e4), x.clamp(-0.5, 3), x.clamp(min=1, max=2.5)), FAR),
+    "limits one after another": (
+        lambda x: (x.clamp(min=-1.0).clamp(max=2.0), x.clamp(min=0.5).clamp(max=9.0), x.clamp(max=7.0).clamp(min=3.0)),
+        FAR,
+    ),
+    "values without repeats": (
+        lambda x: (
+            torch.unique_consecutive(x, dim=-1),
+            *torch.unique_consecutive(x.int(), return_inverse=True, return_counts=True),
+            torch.unique_consecutive(x[None].double()),
+        ),
+        ints(2**31 - 1, 2**31 - 1, 0, 0, 0, 5, 0),
+    ),
     "angles": (torch.atan2, *torch.cartesian_prod(ANGLES, ANGLES).T),
     "angles of integers": (torch.atan2, *torch.cartesian_prod(ints(-2, 0, 3), ints(-1, 0, 5)).T),
     "angle, sign bit and step": (lambda x: (x.angle(), x.signbit(), torch.heaviside(x, x.abs() + 2)), ANGLES),
