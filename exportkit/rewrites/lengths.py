@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.symbolic_shapes import slices_of_any_length
 from exportkit.overrides import Attribute, replaced, replaced_attributes
 
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
@@ -62,6 +63,8 @@ def symbolic_lengths(
     replacements += [(Attribute(torch, name), _constructor(name, dtype)) for name, dtype in _CONSTRUCTORS.items()]
     replacements += [(Attribute(torch, name), _joining(getattr(torch, name))) for name in ("stack", "cat")]
     replacements += [(Attribute(torch.SymInt, name), _repeating(name)) for name in ("__mul__", "__rmul__")]
+    owner, attributes = slices_of_any_length()
+    replacements += [(Attribute(owner, name), value) for name, value in attributes.items()]
     return replaced(replacements)
 
 
