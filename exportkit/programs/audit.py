@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.graph import draws_numbers, operator_name, schema_of
+from exportkit._torch_compat.symbolic_shapes import is_of_slices
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError, UnregisteredClassError
@@ -49,7 +50,8 @@ class Audit:
         domain: Where the program may be used; of sizes of 0 and 1 it has those that were recorded.
         findings: Sizes that it does not serve.
         refused: How many combinations of sizes the plan allows and the model accepts, but not the program.
-        by_model: Whether a line of the model is the reason for some of them.
+        by_model: Whether a line of the model, or how long a slice of it is, is the reason for some of them.
+        by_loop: Whether the line of a loop is the reason for some of them.
         between: Whether only multiples of a number are served, where the model accepts other sizes.
         crossings: Sizes that break conditions which change nothing.
     """
@@ -58,6 +60,7 @@ class Audit:
     findings: tuple[Finding, ...]
     refused: int
     by_model: bool
+    by_loop: bool
     between: bool
     crossings: tuple[Mapping[str, int], ...]
 
@@ -75,14 +78,15 @@ def audit_sizes(traced: TracedProgram) -> Audit:
     for call in traced.observation.calls:
         domain = _with_recorded(traced, domain, call, probe, sizes.fixed())
     limits: dict[str, Finding] = {}
-    refused, by_model = 0, False
+    refused, by_model, by_loop = 0, False, False
     for label, promised in _promises(traced, domain):
         broken = _broken(traced, domain, promised)
         if not broken:
             continue
         why = _why_refused(traced, promised)
         refused += not why
-        by_model |= not why and any(condition.own for condition in broken)
+        by_model |= not why and any(condition.own or is_of_slices(condition.place) for condition in broken)
+        by_loop |= not why and any(map(_is_of_loop, broken))
         for condition in broken:
             if condition.own or condition.bounds() is not None or len(broken) == 1:
                 more = f"; {why or 'the model accepts more'} ({label})"
@@ -101,7 +105,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
         text = f"a decision at {guard.file}:{guard.line} ({place.code}) depends on values; the graph keeps it."
         limits.setdefault(text, Finding("limit", f"{guard.file}:{guard.line}", text))
     _require_ranges(traced, domain)
-    return Audit(domain, tuple(limits.values()), refused, by_model, between, tuple(crossings))
+    return Audit(domain, tuple(limits.values()), refused, by_model, by_loop, between, tuple(crossings))
 
 
 def _with_recorded(
@@ -177,9 +181,10 @@ def _require_ranges(traced: TracedProgram, domain: Domain) -> None:
 def _narrower(
     traced: TracedProgram, condition: SizeCondition, sizes: Mapping[str, int], label: str, difference: str
 ) -> ExportError:
+    place = _place(condition)
     error = ExportError(
         f"The exported graph serves less than the plan promises: {condition.text} only.",
-        where=_located(condition) or None,
+        where=str(place) if place else None,
         expected=f"{', '.join(f'{name} {size}' for name, size in sizes.items())} too, as in {label}",
         got=f"{condition.got(sizes)}{f'; {difference}' if difference else ''}",
         hint=_hint(traced, condition),
@@ -188,10 +193,15 @@ def _narrower(
     return error
 
 
-def _located(condition: SizeCondition) -> str:
-    """The line of the model that asked for a condition, with its code."""
+def _place(condition: SizeCondition) -> Place | None:
+    """The line of the model that asked for a condition; None if it is not the model's."""
     file, _, line = condition.place.rpartition(":")
-    return str(Place(file, int(line))) if file and condition.own else ""
+    return Place(file, int(line)) if file and condition.own else None
+
+
+def _is_of_loop(condition: SizeCondition) -> bool:
+    place = _place(condition)
+    return place is not None and place.code.startswith(("for ", "while "))
 
 
 def _limit(condition: SizeCondition, more: str) -> Finding:

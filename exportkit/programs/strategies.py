@@ -142,7 +142,7 @@ STRATEGIES = (
     ),
     Strategy(
         "loops as one operator",
-        lambda search: search.size_fixed or search.leaves_out_calls or search.needs_values,
+        lambda search: search.size_fixed or search.leaves_out_calls or search.keeps_loop or search.needs_values,
         adds=(SYMBOLIC_LENGTHS, LOOPS),
         drops=(LISTS_OF_ONE,),
     ),
@@ -255,6 +255,11 @@ class Search:
         if self.result is None or self._audit is None or SYMBOLIC_LENGTHS.name in self.result.rules:
             return False
         return self._audit.by_model
+
+    @property
+    def keeps_loop(self) -> bool:
+        """Whether the program leaves out sizes for which a loop of the model has more turns, or fewer."""
+        return self.result is not None and self._audit is not None and self._audit.by_loop
 
     @property
     def leaves_out_between(self) -> bool:

@@ -26,6 +26,7 @@ _ROUNDED: dict[str, Callable[[Any], Any]] = {
     "__trunc__": math.trunc,
     "__round__": round,
 }
+_GROWING = ("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__")  # with a number above 0
 _ORIGIN = "_exportkit_origin"  # set on a logarithm of a size: the size, and the function of Python
 
 
@@ -65,6 +66,21 @@ def _exact_at_powers(
     is_near = apart.abs() < _NEAR
     near = torch.where(is_near, logarithms + apart / math.log(base), 0.0).sum()
     return torch.where(is_near.any(), near, value)
+
+
+def _scaled(name: str) -> Callable[..., Any]:
+    """Arithmetic of a traced number, which leaves a growing function of a size one: ``2 * math.log(n) + 1``."""
+    original = getattr(torch.SymFloat, name)
+
+    def computed(number: Any, other: Any) -> Any:
+        found = original(number, other)
+        size, function = vars(number).get(_ORIGIN, (None, None))
+        is_growing = isinstance(other, int | float) and math.isfinite(other) and ("mul" not in name or other > 0)
+        if size is not None and is_growing and ("div" not in name or other > 0):
+            setattr(found, _ORIGIN, (size, lambda value: getattr(float(function(value)), name)(float(other))))
+        return found
+
+    return computed
 
 
 def _rounding(name: str) -> Callable[..., Any]:
@@ -131,4 +147,5 @@ SIZE_FUNCTIONS: list[tuple[Any, dict[str, Any]]] = [
         },
     ),
     (torch.SymFloat, {name: _rounding(name) for name in _ROUNDED}),
+    (torch.SymFloat, {name: _scaled(name) for name in _GROWING}),
 ]

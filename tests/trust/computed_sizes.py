@@ -327,6 +327,13 @@ def logarithms_to_other_bases(self, x):
     return x.new_zeros(math.ceil(math.log(size, 5))), x.new_zeros(int(math.log10(size) + 1)), x * round(math.log(size))
 
 
+@case(serves=at((2, 3), (2, 4), (1, 7), (1, 8), (1, 20), (1, 21), (1, 64)))
+def logarithms_in_arithmetic(self, x):
+    size = x.shape[1]
+    strongest = x.topk(min(int(3 * math.log(size)), size), 1).values
+    return strongest, x.new_zeros(int(math.log(size) / math.log(2))), x * math.ceil(math.log2(size) * 0.5 - 0.25)
+
+
 @case(truth=POWERS)
 def logarithms_of_quotients(self, x):
     size = x.shape[1]
