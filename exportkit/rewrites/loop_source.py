@@ -264,6 +264,11 @@ class _Inside(ast.NodeTransformer):
                 return ast.copy_location(_call("int", value, ast.Constant(_is_read(value))), node)
         return node
 
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        self.generic_visit(node)
+        is_data = node.attr == "data" and isinstance(node.ctx, ast.Load)
+        return ast.copy_location(_call("data", node.value), node) if is_data else node
+
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         self.generic_visit(node)
         name = _INEXACT.get(type(node.op))

@@ -151,6 +151,11 @@ class Helpers:
         return value.reshape(()) if isinstance(value, torch.Tensor) else value.item()
 
     @staticmethod
+    def data(value: Any) -> Any:
+        """Returns the tensor itself in place of ``tensor.data``, which torch makes a constant of in a loop operator."""
+        return value.detach() if isinstance(value, torch.Tensor) else value.data
+
+    @staticmethod
     def int(value: Any, is_read: bool) -> Any:
         """Returns a tensor without axes in place of ``int(tensor)``, and ``int(value)`` for anything else.
 

@@ -22,6 +22,7 @@ import torch
 from exportkit.overrides import Attribute, namespaces, replaced
 from exportkit.rewrites.loop_source import HELPERS, with_loops_as_functions
 from exportkit.rewrites.loop_turns import Helpers
+from exportkit.rewrites.packed_sequences import layers_in_loops
 
 
 def loops_as_operators(
@@ -37,7 +38,7 @@ def loops_as_operators(
     modules = dict.fromkeys([*namespaces(model), *called])
     owners = (*classes, *modules, *model.modules())  # a module may hold a function as its attribute
     own = [owner for owner in owners if _package(owner) not in ("torch", "builtins", "exportkit")]
-    replacements: list[tuple[Any, Any]] = []
+    replacements: list[tuple[Any, Any]] = layers_in_loops()
     for owner in own:
         for name, value in list(vars(owner).items()):
             if isinstance(value, types.FunctionType) and (again := _compiled(value)) is not None:

@@ -76,8 +76,7 @@ def masked_layers(_model: torch.nn.Module) -> contextlib.AbstractContextManager[
         (Attribute(functions, PACK), _pack),
         (Attribute(functions, "_pad_packed_sequence"), _pad),
     ]
-    cells: dict[str, _Cell] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
-    for name, cell in cells.items():
+    for name, cell in _CELLS.items():
         replacements.append((Attribute(functions, name), _layers(getattr(functions, name), cell)))
     return replaced(replacements)
 
@@ -124,6 +123,45 @@ def projected_layers(_model: torch.nn.Module) -> contextlib.AbstractContextManag
     return replaced([(Attribute(functions, "lstm"), run)])
 
 
+def layers_in_loops() -> list[tuple[Any, Any]]:
+    """Returns what lets the body of a loop operator call recurrent layers, as decoders do for each token.
+
+    torch cannot compile the layers there, as they set attributes of their own.
+    """
+    return [(Attribute(cls, "forward"), _in_loops(cls.forward)) for cls in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN)]
+
+
+def _in_loops(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return original(self, input, hx)
+        if not isinstance(input, torch.Tensor):
+            raise TypeError("a packed sequence is made in a loop")
+        is_pair, time = self.mode == "LSTM", 1 if self.batch_first and input.ndim > 2 else 0
+        tokens = (input if input.ndim > 2 else input.unsqueeze(1)).movedim(time, 0)
+        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else ())]
+        names += ["weight_hr"] if self.proj_size else []
+        ends = ["", "_reverse"] if self.bidirectional else [""]
+        places = [f"_l{layer}{end}" for layer in range(self.num_layers) for end in ends]
+        if hx is None:
+            shape = len(places), tokens.shape[1]
+            first = [tokens.new_zeros(*shape, self.proj_size or self.hidden_size)]
+            first += [tokens.new_zeros(*shape, self.hidden_size)] if is_pair else []
+        else:
+            first = [part if input.ndim > 2 else part.unsqueeze(1) for part in (hx if is_pair else (hx,))]
+        length = tokens.shape[0]
+        filled = None if isinstance(length, int) else Filled(torch.ones(tokens.shape[:2], dtype=torch.bool))
+        weights = [getattr(self, name + place) for place in places for name in names]
+        options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
+        found, *last = _through(_CELLS[self.mode.lower()], filled, tokens, first, weights, *options)
+        found = found.movedim(0, time)
+        if input.ndim == 2:
+            found, last = found.squeeze(1), [state.squeeze(1) for state in last]
+        return found, tuple(last) if is_pair else last[0]
+
+    return forward
+
+
 def _layers(original: Callable[..., Any], cell: _Cell) -> Callable[..., Any]:
     """The function of a recurrent layer that also takes packed sequences of a trace."""
 
@@ -138,7 +176,7 @@ def _layers(original: Callable[..., Any], cell: _Cell) -> Callable[..., Any]:
 
 def _through(  # noqa: PLR0917 (torch's positions)
     cell: _Cell,
-    filled: Filled,
+    filled: Filled | None,
     sequences: torch.Tensor,
     first: Any,
     weights: Sequence[torch.Tensor],
@@ -148,7 +186,7 @@ def _through(  # noqa: PLR0917 (torch's positions)
     is_training: bool,
     is_bidirectional: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """The padded outputs of all layers, and their last states."""
+    """The padded outputs of all layers, and their last states. Few tokens without a mask are not made a loop."""
     directions = 2 if is_bidirectional else 1
     per_layer = len(weights) // (count * directions)
     states = first if isinstance(first, tuple | list) else (first,)
@@ -160,9 +198,10 @@ def _through(  # noqa: PLR0917 (torch's positions)
             own: list[Any] = list(weights[index * per_layer : (index + 1) * per_layer])
             if not has_biases:
                 own[2:2] = [None, None]
-            given = filled.reversed(sequences) if direction else sequences
+            reverse = (lambda tensor: tensor.flip(0)) if filled is None else filled.reversed
+            given = reverse(sequences) if direction else sequences
             state, outputs = _run(cell, filled, given, tuple(state[index] for state in states), own)
-            found.append(filled.reversed(outputs) if direction else outputs)
+            found.append(reverse(outputs) if direction else outputs)
             last.append(state)
         sequences = torch.cat(found, dim=-1)
         if layer < count - 1:
@@ -171,10 +210,16 @@ def _through(  # noqa: PLR0917 (torch's positions)
 
 
 def _run(
-    cell: _Cell, filled: Filled, sequences: torch.Tensor, state: _State, weights: list[Any]
+    cell: _Cell, filled: Filled | None, sequences: torch.Tensor, state: _State, weights: list[Any]
 ) -> tuple[_State, torch.Tensor]:
     """The last state of one layer in one direction, and its outputs."""
     inputs = torch.nn.functional.linear(sequences, *weights[:3:2])
+    if filled is None:
+        found = []
+        for place in range(inputs.shape[0]):
+            state = cell(inputs[place], state, weights[1:2] + weights[3:])
+            found.append(state[0])
+        return state, torch.stack(found)
 
     def step(state: _State, token: tuple[torch.Tensor, ...]) -> tuple[_State, torch.Tensor]:
         value, is_filled = token
@@ -205,3 +250,11 @@ def _gru(inputs: torch.Tensor, state: _State, weights: list[Any]) -> _State:
 
 def _rnn(activation: Callable[[torch.Tensor], torch.Tensor]) -> _Cell:
     return lambda inputs, state, weights: (activation(inputs + torch.nn.functional.linear(state[0], *weights)),)
+
+
+_CELLS: dict[str, _Cell] = {
+    "lstm": _lstm,
+    "gru": _gru,
+    "rnn_tanh": _rnn(torch.tanh),
+    "rnn_relu": _rnn(torch.relu),
+}

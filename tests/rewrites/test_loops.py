@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections import deque
 
 import pytest
@@ -20,6 +21,8 @@ class Looping(torch.nn.Module):
         self.function = function
         self.cell, self.layer = torch.nn.LSTMCell(4, 4), torch.nn.Linear(4, 4)
         self.moves, self.last = torch.nn.Parameter(torch.randn(4, 4)), None
+        self.deep = torch.nn.LSTM(4, 2, num_layers=2, bidirectional=True, batch_first=True, bias=False)
+        self.gated, self.plain = torch.nn.GRU(4, 4), torch.nn.RNN(4, 4, nonlinearity="relu")
 
     def forward(self, *args):
         return self.function(self, *args)
@@ -316,8 +319,27 @@ def from_the_second_on(self, x):
     return best
 
 
+def with_recurrent_layers(self, x):
+    """Decoders call recurrent layers for each token, and some read the values of a tensor as its `data`."""
+    state, outputs = x.new_zeros(4, x.shape[0], 2), []
+    pair, hidden, single = (state, state), None, x.new_zeros(1, 4)
+    for t in range(x.shape[1]):
+        found, pair = self.deep(x[:, t : t + 1], pair)
+        found, hidden = self.gated(found.transpose(0, 1), hidden)
+        outputs.append(self.plain(found)[0][0].data.view(x.shape[0], 4))
+        _, single = self.gated(x[:1, t], single)
+    return torch.stack(outputs, 1), *pair, hidden, single
+
+
 @pytest.mark.parametrize(
-    "function", [into_everything_that_grows, through_layers, with_the_first_turn_apart, from_the_second_on]
+    "function",
+    [
+        into_everything_that_grows,
+        through_layers,
+        with_recurrent_layers,
+        with_the_first_turn_apart,
+        from_the_second_on,
+    ],
 )
 def test_state_in_other_places_is_carried_at_any_length(function, tmp_path):
     model, observer = looping(function)
@@ -330,6 +352,23 @@ def test_state_in_other_places_is_carried_at_any_length(function, tmp_path):
         x = torch.randn(batch, length, 4)
         with torch.no_grad():
             torch.testing.assert_close(graph(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def over_the_strongest(self, x):
+    count = int(2 * math.log(x.shape[1]))
+    weights, places = x.topk(count, dim=1)
+    total = torch.zeros_like(x)
+    for i in range(count):
+        total = total + torch.gather(x, 1, places[:, i : i + 1]) * weights[:, i].unsqueeze(1)
+    return total
+
+
+def test_a_loop_of_as_many_turns_as_a_logarithm_serves_any_length(tmp_path):
+    model, observer = looping(over_the_strongest)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    for length in (5, 7, 8, 12, 13, 40):
+        x = torch.randn(2, length, 4)
+        torch.testing.assert_close(graph(x), model(x))
 
 
 def mean_of_each_row(self, x, lengths):
