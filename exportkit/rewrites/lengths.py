@@ -284,7 +284,9 @@ def _constructor(name: str, dtype: torch.dtype) -> _StandIn:
     cls = getattr(torch, name)
 
     def made(*args: Any, **options: Any) -> Any:
-        return _stacked(args[0]).to(dtype) if args and _holds_symbolic(args[0]) else cls(*args, **options)
+        if args and _holds_symbolic(args[0]):
+            return _stacked(args[0]).to(dtype)
+        return torch.tensor(args[0], dtype=dtype) if args and _holds_sizes(args[0]) else cls(*args, **options)
 
     return _StandIn(name, (), {"types": (cls,), "made": made})
 
@@ -316,6 +318,13 @@ def _repeating(name: str) -> Callable[..., Any]:
 
 def _holds_symbolic(data: Any) -> bool:
     return isinstance(data, SymbolicList) or (isinstance(data, list | tuple) and any(map(_holds_symbolic, data)))
+
+
+def _holds_sizes(data: Any) -> bool:
+    """Whether this is a list with symbolic numbers; a number alone is the shape of a tensor without values."""
+    if not isinstance(data, list | tuple):
+        return False
+    return any(isinstance(part, torch.SymInt | torch.SymFloat) or _holds_sizes(part) for part in data)
 
 
 def _stacked(data: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from exportkit._torch_compat.size_arithmetic import exact_rounding
@@ -133,10 +134,20 @@ _original_isqrt = math.isqrt
 _OF_SIZES = {name: _function_of_size(name) for name in ("sqrt", "log", "log2", "log10", "log1p", "exp", "sin", "cos")}
 
 
+def _converted(number: Any, dtype: Any, **_options: Any) -> Any:
+    """What ``np.ceil(np.log(size)).astype(int)`` does."""
+    kind = np.dtype(dtype)
+    if kind not in (np.int32, np.int64, np.float64):
+        raise TypeError(f"a size becomes a number of {kind}")
+    return torch.sym_float(number) if kind == np.float64 else torch.sym_int(number)
+
+
+_OF_NUMPY: dict[str, Callable[..., Any]] = {"astype": _converted, "item": lambda number: number}
+
 # What takes the place of attributes, by their owner.
 SIZE_FUNCTIONS: list[tuple[Any, dict[str, Any]]] = [
     (math, {**_OF_SIZES, "isqrt": _isqrt}),
-    (torch.SymInt, {**_OF_SIZES, "bit_length": lambda size: _counted(size, int.bit_length, 0)}),
+    (torch.SymInt, {**_OF_SIZES, **_OF_NUMPY, "bit_length": lambda size: _counted(size, int.bit_length, 0)}),
     (
         torch.SymInt,
         {
@@ -147,5 +158,5 @@ SIZE_FUNCTIONS: list[tuple[Any, dict[str, Any]]] = [
         },
     ),
     (torch.SymFloat, {name: _rounding(name) for name in _ROUNDED}),
-    (torch.SymFloat, {name: _scaled(name) for name in _GROWING}),
+    (torch.SymFloat, {**_OF_NUMPY, **{name: _scaled(name) for name in _GROWING}}),
 ]

@@ -2,7 +2,7 @@
 
 import math
 
-import numpy
+import numpy as np
 import pytest
 import torch
 
@@ -35,7 +35,7 @@ def with_diagonal(x):
 
 def of_math(x):
     size = x.shape[1]
-    return x / math.sqrt(3 * size) + math.log(size, 10) * math.exp(-size) + numpy.log(size) + divmod(size, 3)[1]
+    return x / math.sqrt(3 * size) + math.log(size, 10) * math.exp(-size) + np.log(size) + divmod(size, 3)[1]
 
 
 def padded_by_a_tensor(x):
@@ -66,6 +66,10 @@ def last_ones(x):
 FUNCTIONS = {
     "as many groups as rows": in_as_many_groups_as_rows,
     "slices of a number of elements": last_ones,
+    "numbers of numpy": lambda x: x[:, : int(np.ceil(np.log(x.shape[1])).astype("int").item())],
+    "sizes in tensors of a class": lambda x: (
+        x / torch.FloatTensor([x.shape[1], 2.5]).sum() + torch.LongTensor([*x.shape])[1]
+    ),
     "constants from behind": lambda x: x[:, :, None, None] * torch.ones(3, 4).tril().flip(0),
     "steps to a size": lambda x: x * torch.linspace(0.5, x.shape[1] - 0.5, x.shape[1]),
     "upper triangle": upper_pairs,
