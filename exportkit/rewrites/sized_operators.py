@@ -34,6 +34,7 @@ def _has_symbols(data: Any) -> bool:
 
 _original: dict[str, Callable[..., Any]] = {
     **{name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices")},
+    "unique_consecutive": torch.unique_consecutive,
     **{name: getattr(torch.nn.functional, name) for name in ("one_hot", "pad", "scaled_dot_product_attention")},
     **{name: getattr(torch.Tensor, name) for name in ("__setitem__", "fill_diagonal_", "numpy")},
 }
@@ -79,6 +80,14 @@ def _places(
         return _original[name](row, col, offset, dtype=dtype, device=device, **options)
     apart = torch.arange(col, device=device) - torch.arange(row, device=device)[:, None]
     return inside(apart).nonzero().T.to(dtype)
+
+
+def _unique_consecutive(
+    values: torch.Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """Counts the axis from the first one; from the last one, a trace gets the number of axes wrong (torch 2.13)."""
+    axis = dim if dim is None or dim >= 0 else dim + max(values.ndim, 1)
+    return _original["unique_consecutive"](values, return_inverse, return_counts, axis)
 
 
 def _tensor_split(values: torch.Tensor, sections: int, dim: int = 0) -> Any:
@@ -340,6 +349,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
             "linspace": _linspace,
             "triu_indices": _triu_indices,
             "tril_indices": _tril_indices,
+            "unique_consecutive": _unique_consecutive,
         },
     ),
     (

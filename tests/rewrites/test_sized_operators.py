@@ -63,7 +63,14 @@ def last_ones(x):
     return torch.cat([x.new_zeros(len(x), 6 - last.shape[1]), last], 1), x[:, :6].cumsum(1), x[:, -6:-1]
 
 
+def without_repeats(x):
+    """Reads the best labels as a decoder for CTC does."""
+    labels = torch.unique_consecutive(torch.stack([x[0], -x[0]]).log_softmax(0).argmax(0), dim=-1)
+    return labels[labels != 0]
+
+
 FUNCTIONS = {
+    "labels without repeats": without_repeats,
     "as many groups as rows": in_as_many_groups_as_rows,
     "slices of a number of elements": last_ones,
     "numbers of numpy": lambda x: x[:, : int(np.ceil(np.log(x.shape[1])).astype("int").item())],
