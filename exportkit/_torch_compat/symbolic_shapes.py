@@ -259,27 +259,3 @@ class _Differences(ast.NodeTransformer):
                     is_one = isinstance(factor, ast.Constant) and factor.value == 1
                     return ast.BinOp(left, ast.Sub(), rest if is_one else ast.BinOp(factor, ast.Mult(), rest))
         return node
-
-
-def slices_of_any_length() -> tuple[Any, dict[str, Any]]:
-    """Returns the attribute to replace, with its owner, so that a slice may reach beyond a symbolic length, or not.
-
-    For ``x[:, -6:]``, torch decides by the sizes of the example whether there are 6 elements. Seen in torch 2.13.
-    """
-    from torch._subclasses import fake_impls
-    from torch.fx.experimental import symbolic_shapes
-
-    original = require(fake_impls, "_compute_slice_index", "torch 2.13")
-    known = symbolic_shapes.statically_known_true
-
-    def place(size: Any, index: Any) -> Any:
-        if not isinstance(size, torch.SymInt) or not isinstance(index, int) or known(abs(index) <= size):
-            return original(size, index)
-        return torch.sym_min(index, size) if index >= 0 else torch.sym_max(index + size, 0)
-
-    return fake_impls, {"_compute_slice_index": place}
-
-
-def is_of_slices(place: str) -> bool:
-    """Returns whether a line of torch decides how long slices are. Seen in torch 2.13."""
-    return "_subclasses/fake_impls.py" in place

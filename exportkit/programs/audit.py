@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.graph import draws_numbers, operator_name, schema_of
-from exportkit._torch_compat.symbolic_shapes import is_of_slices
+from exportkit._torch_compat.size_arithmetic import is_of_slices
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError, UnregisteredClassError

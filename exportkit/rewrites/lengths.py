@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.symbolic_shapes import slices_of_any_length
+from exportkit._torch_compat.size_arithmetic import slices_of_any_length
 from exportkit.overrides import Attribute, replaced, replaced_attributes
 
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
