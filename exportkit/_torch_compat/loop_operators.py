@@ -69,7 +69,7 @@ def recurrent_kernels() -> dict[Any, Callable[..., Any]]:
 
     def kernel(loop: Callable[..., Any]) -> Callable[..., Any]:
         def run(tokens: torch.Tensor, first: Any, *others: Any) -> Any:
-            if is_decomposed() is not None:
+            if is_decomposed() is not None or type(tokens) is torch.Tensor:  # a tensor with values
                 return loop(tokens, first, *others)
             *_, is_bidirectional, batch_first = others
             states = [first] if isinstance(first, torch.Tensor) else first

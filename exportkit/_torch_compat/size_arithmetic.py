@@ -163,11 +163,11 @@ def _without_remainders(expression: Any, divisor: int) -> Any:
 
 
 def without_remainder(number: Any) -> Any:
-    """Returns a number of a trace in terms of the quotient, if it is a remainder, or what lacks to a multiple.
+    """Returns a number of a trace in terms of the quotient, if it is a remainder or the distance to a multiple.
 
     As ``n % 2`` equals ``-n % 2``, the padded size ``n + n % 2`` becomes ``-2 * (-n // 2)``. So does ``n + 2 - n % 2``
-    in code that has asked whether ``n % 2`` is 0. Where it is, other code runs, which mostly adds nothing: then the
-    size is right for both. Seen in torch 2.13.
+    in code that has asked whether ``n % 2`` is 0. Where it is, the model runs other code, which usually adds nothing;
+    the size is right for both then. Seen in torch 2.13.
     """
     expression = traced_expression(number)
     found = None if expression is None else _in_quotients(expression, number.node.shape_env)
@@ -186,7 +186,7 @@ _subtracted_from = torch.SymInt.__rsub__
 
 
 def _in_quotients(expression: Any, environment: Any) -> Any:
-    """A remainder, or what lacks to a multiple, computed from a quotient; None if an expression is something else."""
+    """A remainder, or the distance to a multiple, computed from a quotient; None for any other expression."""
     kinds = sympy_functions("Mod", "PythonMod")
     if not expression.has(*kinds, *sympy_functions("FloorDiv")):
         return None
@@ -202,7 +202,7 @@ def _in_quotients(expression: Any, environment: Any) -> Any:
 
 
 def _is_known_to_remain(remainder: Any, environment: Any) -> bool:
-    """Whether the code that is traced has asked for a remainder, or what lacks to a multiple, and it is not 0."""
+    """Whether the code that is traced has asked whether a remainder is 0, and it is not."""
     import sympy
 
     (modulo,) = sympy_functions("Mod")

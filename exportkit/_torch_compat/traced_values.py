@@ -30,11 +30,11 @@ def is_counted(size: Any) -> bool:
 
 
 def sizes_that_follow() -> list[tuple[Any, dict[str, Any]]]:
-    """Returns the attributes to replace, each with its owner, so that sizes of data may follow from others later.
+    """Returns the attributes to replace, each with its owner, so that the length of a slice may become known later.
 
-    In ``x[:, :n]``, torch leaves the length open where ``n`` is data that may be negative for all it knows. In the
-    program, where checks come first, it is the smaller one of two sizes, or the open one itself; torch expects a new
-    symbol. Seen in torch 2.13.
+    While it traces ``x[:, :n]``, torch has no bounds for a number ``n`` that comes from data, so the length is a symbol
+    of its own. When it goes through the program again, checks have given ``n`` bounds, and the length follows from
+    ``n``; torch would expect another symbol. Seen in torch 2.13.
     """
     import sympy
     from torch.fx.experimental import symbolic_shapes

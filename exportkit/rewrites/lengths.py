@@ -286,7 +286,9 @@ def _constructor(name: str, dtype: torch.dtype) -> _StandIn:
     def made(*args: Any, **options: Any) -> Any:
         if args and _holds_symbolic(args[0]):
             return _stacked(args[0]).to(dtype)
-        return torch.tensor(args[0], dtype=dtype) if args and _holds_sizes(args[0]) else cls(*args, **options)
+        # a number alone is the shape of a tensor without values
+        are_values = args and isinstance(args[0], list | tuple) and holds_sizes(args[0])
+        return torch.tensor(args[0], dtype=dtype) if are_values else cls(*args, **options)
 
     return _StandIn(name, (), {"types": (cls,), "made": made})
 
@@ -320,11 +322,11 @@ def _holds_symbolic(data: Any) -> bool:
     return isinstance(data, SymbolicList) or (isinstance(data, list | tuple) and any(map(_holds_symbolic, data)))
 
 
-def _holds_sizes(data: Any) -> bool:
-    """Whether this is a list with symbolic numbers; a number alone is the shape of a tensor without values."""
-    if not isinstance(data, list | tuple):
-        return False
-    return any(isinstance(part, torch.SymInt | torch.SymFloat) or _holds_sizes(part) for part in data)
+def holds_sizes(data: Any) -> bool:
+    """Returns whether this is a symbolic number, or a nested list with one."""
+    if isinstance(data, list | tuple):
+        return any(map(holds_sizes, data))
+    return isinstance(data, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _stacked(data: Any) -> torch.Tensor:

@@ -16,20 +16,13 @@ import torch
 from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.size_arithmetic import remainder, subtracted_from, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
-from exportkit.rewrites.lengths import Sizes
+from exportkit.rewrites.lengths import Sizes, holds_sizes
 
 aten = torch.ops.aten
 
 
 def _is_symbolic(*sizes: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
-
-
-def _has_symbols(data: Any) -> bool:
-    """Whether a number or a nested list of numbers is symbolic."""
-    if isinstance(data, list | tuple):
-        return any(map(_has_symbols, data))
-    return isinstance(data, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 _original: dict[str, Callable[..., Any]] = {
@@ -43,7 +36,7 @@ _original: dict[str, Callable[..., Any]] = {
 def _as_tensor(data: Any, **options: Any) -> Any:
     if isinstance(data, Sizes):
         return data.whole().to(**options)
-    return torch.tensor(data, **options) if _has_symbols(data) else _original["as_tensor"](data, **options)
+    return torch.tensor(data, **options) if holds_sizes(data) else _original["as_tensor"](data, **options)
 
 
 def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:

@@ -237,7 +237,7 @@ def exported_at(function, *lengths):
 
 
 @pytest.mark.parametrize("function", [in_front, on_both_sides, to_the_next_multiple, zeros_behind])
-def test_what_is_padded_only_where_something_lacks_is_served_at_any_length(function):
+def test_padding_to_a_multiple_in_a_branch_is_served_at_any_length(function):
     model, exported = exported_at(function, 8, 10)
     for length in (4, 7, 9, 12, 16):
         x = torch.randn(3, length)
