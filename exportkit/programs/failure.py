@@ -41,6 +41,7 @@ _FIXED = re.compile(
 )
 _UNBACKED = re.compile(r"\bz?u[f]?\d+\b")
 _GRAPH_LINE = re.compile(r"# File: (?P<file>.+?):(?P<line>\d+) in ")
+_ACCEPT = " Or accept it: "  # begins the last part of a hint
 _LONGEST_GOT = 300
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # Longer lines of code are cut.
@@ -164,7 +165,8 @@ def _with_loop(cause: Cause, error: BaseException | None) -> Cause:
     """The cause with the reason why a loop was unrolled, if it is at the line of one."""
     if cause.place is None or (loop := why_unrolled(cause.place.file, cause.place.line, error)) is None:
         return cause
-    return replace(cause, got=f"{cause.got};\n       {loop.text}", hint=loop.hint)
+    _, accept, how = (cause.hint or "").partition(_ACCEPT)
+    return replace(cause, got=f"{cause.got};\n       {loop.text}", hint=f"{loop.hint}{accept}{how}")
 
 
 def in_one_line(error: ExportkitError) -> str:
@@ -293,7 +295,7 @@ def _hint_for_size(code: str, variable: str, plan: Plan) -> str:
         hint = "this line needs the size as a number: read it from a tensor (x.shape[i]) and compute with that."
     known = [v for v in plan.variables if v.name == variable]
     if known and len({size for size in known[0].seen if size is not None}) == 1:
-        hint += f' Or accept it: export(model, observer.plan().static("{variable}")).'
+        hint += f'{_ACCEPT}export(model, observer.plan().static("{variable}")).'
     return hint
 
 

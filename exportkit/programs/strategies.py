@@ -91,13 +91,12 @@ class Strategy:
     splits: bool = False
 
 
-def _with_static(plan: BoundPlan, is_batch: bool) -> BoundPlan | None:
-    """The plan in which sizes that no recorded call varied are static: the batch, or lengths; None if there are none.
+def _with_static_lengths(plan: BoundPlan) -> BoundPlan | None:
+    """The plan in which lengths that no recorded call varied are static; None if there are none.
 
-    The model accepts other sizes in eager mode, but a trace may fix them, for instance in a Python loop.
+    The model accepts other lengths in eager mode, but a trace may fix them, for instance in a Python loop.
     """
-    recorded = {v.name: {size for size in v.seen if size is not None} for v in plan.variables}
-    extended = [v.name for v in plan.variables if (v.role == "batch") is is_batch and len(recorded[v.name]) == 1]
+    extended = [v.name for v in plan.variables if v.role != "batch" and len({s for s in v.seen if s is not None}) == 1]
     if not extended:
         return None
     for name in extended:
@@ -161,12 +160,7 @@ STRATEGIES = (
     Strategy(
         "static lengths",
         lambda search: search.has_failed and not search.required,
-        replans=partial(_with_static, is_batch=False),
-    ),
-    Strategy(
-        "static batch",
-        lambda search: search.size_fixed and not search.required,
-        replans=partial(_with_static, is_batch=True),
+        replans=_with_static_lengths,
     ),
     # If there is a program, only one that some recorded call fails with gives way.
     Strategy("several programs", lambda _: True, splits=True),

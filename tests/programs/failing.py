@@ -79,10 +79,10 @@ class Loop(torch.nn.Module):
 
 
 class Folded(torch.nn.Module):
-    """Has a constant shape in it."""
+    """Has a constant size in it."""
 
     def forward(self, x):
-        return x.view(3, -1) if torch.compiler.is_exporting() else x.flatten(1)
+        return (x.expand(3, -1, -1) if torch.compiler.is_exporting() else x).flatten(1)
 
 
 @dataclasses.dataclass

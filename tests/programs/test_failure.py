@@ -98,7 +98,7 @@ torch.export could not trace the model: axis 1 of x (x_axis_1) became static.
 FOLDED = """\
 torch.export could not trace the model: axis 0 of x (batch) became static.
   where: the model itself (Folded), failing.py:N
-         return x.view(3, -1) if torch.compiler.is_exporting() else x.flatten(1)
+         return (x.expand(3, -1, -1) if torch.compiler.is_exporting() else x).flatten(1)
   expected: any size; recorded: 2, 3
   got: only 3, which is the size it was traced with
   hint: write -1, or a size read from a tensor, in place of a constant.

@@ -32,7 +32,6 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
         "strict tracing",
         "transformers' export patches",
         "static lengths",
-        "static batch",
         "several programs",
     ]
 
@@ -61,10 +60,12 @@ class Selected(torch.nn.Module):
         return torch.stack([rows[number].mean() for number in rows])
 
 
-def test_a_batch_that_no_call_varied_and_the_trace_fixes_is_static():
-    exported = exportkit.export(Selected(), observed(Selected(), (1, 5), (1, 8)))
-    assert str(exported.attempts[-1]) == "plain trace, static batch: succeeded"
-    assert "batch" in [finding.where for finding in exported.plan.findings if finding.kind == "fixed by the trace"]
+def test_a_batch_that_a_loop_fixes_may_be_accepted_as_static():
+    observer = observed(Selected(), (1, 5), (1, 8))
+    with pytest.raises(ExportError, match="the loop is unrolled") as caught:
+        exportkit.export(Selected(), observer)
+    assert 'Or accept it: export(model, observer.plan().static("batch"))' in str(caught.value)
+    exported = exportkit.export(Selected(), observer.plan().static("batch"))
     x = torch.rand(1, 12)
     torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), Selected()(x))
 
