@@ -100,7 +100,7 @@ class _RoundingVaried:
     def _distances(self, result: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """Distances whose squares were rounded differently: torch computes them as ``a² + b² - 2ab``, in one product.
 
-        Its error is at most that of its terms: one for each column, and two squares.
+        The error of the sum is bounded by those of its terms: one for each column, and one for each of the squares.
         """
         squares = first.square().sum(-1).unsqueeze(-1) + second.square().sum(-1).unsqueeze(-2)
         return (result.square() + self._errors(squares) * (first.shape[-1] + 2)).abs().sqrt()

@@ -219,7 +219,7 @@ class Search:
 
     @property
     def has_failed(self) -> bool:
-        """Whether there is no program yet: each trace failed, or serves less than the plan."""
+        """Whether no program has been found yet: every trace failed, or its program serves less than the plan."""
         return self.result is None and isinstance(self.error, ExportError)
 
     @property

@@ -139,19 +139,15 @@ def _in_loops(original: Callable[..., Any]) -> Callable[..., Any]:
             raise TypeError("a packed sequence is made in a loop")
         is_pair, time = self.mode == "LSTM", 1 if self.batch_first and input.ndim > 2 else 0
         tokens = (input if input.ndim > 2 else input.unsqueeze(1)).movedim(time, 0)
-        names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else ())]
-        names += ["weight_hr"] if self.proj_size else []
-        ends = ["", "_reverse"] if self.bidirectional else [""]
-        places = [f"_l{layer}{end}" for layer in range(self.num_layers) for end in ends]
         if hx is None:
-            shape = len(places), tokens.shape[1]
+            shape = len(self.all_weights), tokens.shape[1]
             first = [tokens.new_zeros(*shape, self.proj_size or self.hidden_size)]
             first += [tokens.new_zeros(*shape, self.hidden_size)] if is_pair else []
         else:
             first = [part if input.ndim > 2 else part.unsqueeze(1) for part in (hx if is_pair else (hx,))]
         length = tokens.shape[0]
         filled = None if isinstance(length, int) else Filled(torch.ones(tokens.shape[:2], dtype=torch.bool))
-        weights = [getattr(self, name + place) for place in places for name in names]
+        weights = [weight for layer in self.all_weights for weight in layer]
         options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
         found, *last = _through(_CELLS[self.mode.lower()], filled, tokens, first, weights, *options)
         found = found.movedim(0, time)
