@@ -186,19 +186,27 @@ _subtracted_from = torch.SymInt.__rsub__
 
 
 def _in_quotients(expression: Any, environment: Any) -> Any:
-    """A remainder, or the distance to a multiple, computed from a quotient; None for any other expression."""
+    """A number made of remainders, computed from quotients instead; None for any other expression.
+
+    A remainder that is known not to be 0 is ``n % k = n + k + k * (-n // k)``, which would be ``k`` for multiples.
+    """
+    import sympy
+
     kinds = sympy_functions("Mod", "PythonMod")
     if not expression.has(*kinds, *sympy_functions("FloorDiv")):
         return None
-    known, rest = with_remainders(expression).as_coeff_Add()
-    found = -rest if known > 0 else expression
-    if not isinstance(found, kinds) or not found.args[1].is_Integer or known not in (0, found.args[1]):
+    found = with_remainders(expression)
+    if isinstance(found, kinds) and found.args[1].is_Integer:
+        dividend, divisor = (_number(part, environment) for part in found.args)
+        dividend = -dividend if divisor == 2 and always_holds(found.args[0] >= 0, {}) else dividend
+        return dividend - divisor * (dividend // divisor)
+    (quotient,) = sympy_functions("FloorDiv")
+    remainders = [part for part in found.atoms(*kinds) if part.args[1].is_Integer]
+    known = {part: part.args for part in remainders if _is_known_to_remain(part, environment)}
+    if not known:
         return None
-    if known and not _is_known_to_remain(found, environment):
-        return None
-    dividend, divisor = (_number(part, environment) for part in found.args)
-    dividend = -dividend if known or divisor == 2 else dividend
-    return dividend - divisor * (dividend // divisor)
+    replaced = found.xreplace({part: n + k + k * quotient(-n, k) for part, (n, k) in known.items()})
+    return _number(sympy.expand(replaced), environment)
 
 
 def _is_known_to_remain(remainder: Any, environment: Any) -> bool:

@@ -42,7 +42,8 @@ def choose_sizes(
         plan: The plan.
         partly_cached: Let caches that follow a length be shorter than it, instead of as long.
         chunk: Let the new tokens be more than a chunk of this size, and not a multiple of it.
-        between: Choose other sizes where only multiples of a number were seen.
+        between: Choose sizes that are not multiples of what the model may pad to: other sizes where only multiples of a
+            number were seen, otherwise seen ones that have little in common with the largest one.
 
     Raises:
         ArgumentError: if no such sizes are found.
@@ -96,7 +97,8 @@ def _export_sizes(
         near = range(max(seen) + 1, max(seen) + step * _OPTIONS)
         yield from (size for size in near if size % step and least <= size <= top and size not in taken)
         return
-    for size in reversed(seen):
+    largest_first = list(reversed(seen))
+    for size in sorted(largest_first, key=lambda size: math.gcd(size, seen[-1])) if between else largest_first:
         if least <= size <= top and size not in taken:
             yield size
     start = (max(seen, default=2) // step) * step

@@ -74,7 +74,7 @@ class Strategy:
         adds: Rewrites that are put in force, besides those that the structure of the model asks for.
         drops: Rewrites that are left out.
         enlarges: Whether the model is traced at sizes beyond the recorded ones.
-        between: Whether the model is traced at other sizes where only multiples of a number were recorded.
+        between: Whether the model is traced at sizes that are not multiples of what it may pad to.
         decides: Whether decisions by the values of tensors are looked into. What is found stays in force afterwards.
         replans: Returns another plan to begin again with.
         splits: Whether it makes a program for each kind of calls.
@@ -127,7 +127,11 @@ STRATEGIES = (
         adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, MANY_VALUES),
     ),
     # Padding to a multiple, which adds nothing in the trace, may be the reason.
-    Strategy("sizes between the multiples", lambda search: search.leaves_out_between, between=True),
+    Strategy(
+        "sizes between the multiples",
+        lambda search: search.leaves_out_between or search.leaves_out_calls,
+        between=True,
+    ),
     # A size that is 1 at the sizes of the trace, or was cached by an earlier call, may be the reason.
     Strategy(
         "larger sizes",
@@ -338,6 +342,8 @@ class Search:
             if strategy.between:
                 with stage("arguments", self._seconds):
                     example, _ = chosen_example(self.model, self.method, plan, self.required, between=True)
+                if example.sizes == self._example.sizes:
+                    raise ExportError("There are no such sizes.")
             if strategy.decides:
                 with stage("arguments", self._seconds):
                     found_rules = rules_for_decisions(self.model, self.method, plan.observation.calls)

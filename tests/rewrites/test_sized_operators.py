@@ -236,9 +236,10 @@ def exported_at(function, *lengths):
     return model, exportkit.export(model, observer)
 
 
+@pytest.mark.parametrize("lengths", [(8, 10), (12, 10)])
 @pytest.mark.parametrize("function", [in_front, on_both_sides, to_the_next_multiple, zeros_behind])
-def test_padding_to_a_multiple_in_a_branch_is_served_at_any_length(function):
-    model, exported = exported_at(function, 8, 10)
+def test_padding_to_a_multiple_in_a_branch_is_served_at_any_length(function, lengths):
+    model, exported = exported_at(function, *lengths)
     for length in (4, 7, 9, 12, 16):
         x = torch.randn(3, length)
         torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
