@@ -56,8 +56,8 @@ def written_arguments(observation: Observation, model: torch.nn.Module, method: 
     return found
 
 
-def changed_state(model: torch.nn.Module, method: str, call: Call) -> list[str]:
-    """Returns the names of buffers and attributes of modules that a call changes; none if the model raises."""
+def changed_state(model: torch.nn.Module, method: str, *calls: Call) -> list[str]:
+    """Returns the names of buffers and attributes of modules that a call changes: the first that does not raise."""
     changed: list[str] = []
 
     def noted(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
@@ -65,7 +65,7 @@ def changed_state(model: torch.nn.Module, method: str, call: Call) -> list[str]:
         run(values)
         changed.extend(state.changed())
 
-    _runs(model, method, call, noted)
+    any(_runs(model, method, call, noted) for call in calls)
     return changed
 
 

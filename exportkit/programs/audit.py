@@ -260,6 +260,9 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
     if traced.stateful:
         text = f"the model keeps its state on its modules; the graph takes it as {STATE} and returns it."
         findings.append(Finding("module state", STATE, text))
+    elif traced.begins_anew:
+        text = "the model keeps a state on its modules; as in the recorded calls, each call of the graph begins anew."
+        findings.append(Finding("module state", "", text))
     return findings
 
 
@@ -328,7 +331,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
             continue
         path = next(paths)
         source, is_view = _source(node)
-        if source.name in inputs and first_step(inputs[source.name]) not in traced.observation.written:
+        if source.name in inputs and first_step(inputs[source.name]) not in {*traced.observation.written, STATE}:
             what = "a view of" if is_view else "the same as"
             text = f"output {path or 'of the model'} is {what} input {inputs[source.name]}; the graph returns a copy."
             findings.append(Finding("unchanged output", path, text))

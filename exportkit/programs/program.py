@@ -112,6 +112,11 @@ class TracedProgram:
         return isinstance(self.model, WithEffects) and self.model.stateful
 
     @property
+    def begins_anew(self) -> bool:
+        """Whether the model keeps a state on its modules, and each call is a first call."""
+        return isinstance(self.model, WithEffects) and self.model.begins_anew
+
+    @property
     def half_dtypes(self) -> tuple[str, ...]:
         """The dtypes in half precision in which the program computes something."""
         dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in self.program.graph.nodes}

@@ -7,6 +7,8 @@ result.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
@@ -14,15 +16,17 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.modules import has_hooks
+from exportkit._torch_compat.modules import buffer_table, has_hooks
 from exportkit.calls.application import require_parameters
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call, Signature, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
-from exportkit.probing.effects import written_arguments
+from exportkit.errors import UnregisteredClassError
+from exportkit.probing.effects import changed_state, written_arguments
 from exportkit.programs.number_inputs import Numbers, with_numbers
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
 from exportkit.trees import flatten, join
+from exportkit.trees.structure import path_of
 
 STATE = "module_state"
 RESULT = "result"
@@ -131,6 +135,23 @@ def with_outputs(
     return extended, replayed(replace(observation, has_values=False, method_name="forward"), extended, "forward")
 
 
+def _nothing(value: Any) -> None:
+    """A state that is None before the first call."""
+
+
+def _filled(value: Any, start: Callable[[torch.Tensor], Any]) -> Any:
+    return flatten(value).map(lambda leaf: start(leaf) if isinstance(leaf, torch.Tensor) else leaf).build()
+
+
+def _emptied(value: Any) -> Any:
+    """A state without elements."""
+    return type(value)() if isinstance(value, list | dict) else None
+
+
+_zeros = functools.partial(_filled, start=torch.zeros_like)
+_STARTS: tuple[Callable[[Any], Any], ...] = (_nothing, functools.partial(_filled, start=_nothing), _zeros, _emptied)
+
+
 class WithEffects(torch.nn.Module):
     """A model whose call does nothing but return: what else it does is part of the result.
 
@@ -142,6 +163,10 @@ class WithEffects(torch.nn.Module):
         observation: Its calls: which method, and which arguments are given by name.
         places: Submodule and attribute of each state, by the name that it has in ``module_state``.
         written: Arguments that the model changes in place and does not return.
+        start: Makes the state before the first call of a state that a call left; integers are 0 before it.
+
+    Attributes:
+        begins_anew: Whether each call is a first call: the state is neither taken nor returned.
     """
 
     def __init__(
@@ -150,42 +175,51 @@ class WithEffects(torch.nn.Module):
         observation: Observation,
         places: Mapping[str, tuple[str, str]] | None = None,
         written: Sequence[str] = (),
+        start: Callable[[Any], Any] = _nothing,
     ) -> None:
         super().__init__()
         self.model, self._method, self._places = model, observation.method_name, dict(places or {})
+        self._start, self.begins_anew = start, False
         self._written, self._signature = tuple(written), observation.signature
         self._named = observation.always_named
         self.training = model.training
 
     @property
     def stateful(self) -> bool:
-        """Whether the model keeps a state on its modules."""
-        return bool(self._places)
+        """Whether the model takes the state that it keeps on its modules, and returns it."""
+        return bool(self._places) and not self.begins_anew
 
     @property
     def wraps(self) -> bool:
         """Whether the result of the model is under ``result``."""
-        return bool(self._places or self._written)
+        return self.stateful or bool(self._written)
 
-    def forward(self, *args: Any, module_state: Mapping[str, torch.Tensor] | None = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, module_state: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
         """Returns the result, the new state, and the arguments that were changed; no state means a first call."""
         holders = {name: self.model.get_submodule(module) for name, (module, _) in self._places.items()}
         before = {name: getattr(holder, self._places[name][1]) for name, holder in holders.items()}
+        if module_state is None:
+            state = {name: 0 if type(value) is int else self._start(value) for name, value in before.items()}
+        else:  # a model may write into its state, and the caller keeps what it gave
+            state = {
+                name: number_in(value, "size") if type(before[name]) is int else _filled(value, torch.clone)
+                for name, value in module_state.items()
+            }
         values = self._signature.bind(args, kwargs)
         args, kwargs = self._signature.unbind(values, self._named)
         try:
             for name, holder in holders.items():
-                setattr(holder, self._places[name][1], None if module_state is None else module_state.get(name))
+                setattr(holder, self._places[name][1], state.get(name))
             target = self.model if self._method == "forward" else getattr(self.model, self._method)
             result = target(*args, **kwargs)
-            state = {name: getattr(holder, self._places[name][1]) for name, holder in holders.items()}
+            state = {name: _as_tensors(getattr(holder, self._places[name][1])) for name, holder in holders.items()}
         finally:
             for name, holder in holders.items():
                 setattr(holder, self._places[name][1], before[name])
         if not self.wraps:
             return result
         written = {name: values[name] for name in self._written if values.get(name) is not None}
-        return {RESULT: result, **({STATE: state} if state else {}), **written}
+        return {RESULT: result, **({STATE: state} if self.stateful else {}), **written}
 
 
 def with_module_state(
@@ -193,8 +227,9 @@ def with_module_state(
 ) -> tuple[WithEffects, Observation] | None:
     """Returns the model and its calls with the state that it keeps on its modules, or None if it keeps none.
 
-    A state is a tensor attribute of a module, neither a parameter nor a buffer, that calls replace. The calls are made
-    again, one after the other, to learn what the state was before each.
+    A state is an attribute or a buffer of a module that holds tensors, or an integer, and that calls change. The calls
+    are made again, one after the other, to learn what the state was before each. What it was before the first one is
+    not known any more: None, zeros and an empty list or dict are tried, and 0 for integers.
 
     Args:
         model: The model, as the recorded calls left it.
@@ -202,53 +237,76 @@ def with_module_state(
         observation: The calls.
         written: Arguments that the model changes in place and does not return.
     """
-    places = {
-        f"{path}.{name}".replace(".", "_"): (path, name)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
-    if places and observation.has_values:
-        places = _replaced(places, model, method, observation)
-    if not places or not observation.has_values:
+    if not observation.has_values:
         return None
-    stateful = WithEffects(model, observation, places, written)
-    signature = _with_parameter(observation.signature)
-    extended = replace(observation, signature=signature, method_name="forward")
-    calls: list[Call] = []
-    state: Mapping[str, torch.Tensor] | None = None
-    for call in observation.calls:
-        made = _made_again(stateful, extended, call, state)
-        if made is None:
+    places = _changed_places(model, method, observation)
+    statistics = [name for name, (path, attribute) in places.items() if _may_be_statistics(model, path, attribute)]
+    serves_as_left = bool(places) and all(_returns_the_same(model, method, call) for call in observation.calls)
+    if serves_as_left:
+        places = {name: place for name, place in places.items() if name not in statistics}
+    if not places:
+        return None
+    extended = replace(observation, signature=_with_parameter(observation.signature), method_name="forward")
+    for start in _STARTS:
+        stateful = WithEffects(model, observation, places, written, start)
+        calls = _all_made_again(stateful, extended, goes_on=start is _zeros)
+        if any(STATE in call.arguments for call in calls):
+            return stateful, replace(extended, calls=tuple(calls))
+        if calls and serves_as_left:
             return None
+        if calls:
+            stateful.begins_anew = True
+            return stateful, replayed(
+                replace(observation, has_values=False, method_name="forward"), stateful, "forward"
+            )
+    return None
+
+
+def _as_tensors(value: Any) -> Any:
+    """A state as it is returned: an integer is the size of a tensor without elements."""
+    return number_as_tensor(value, "size") if isinstance(value, int | torch.SymInt) else value
+
+
+def _changed_places(model: torch.nn.Module, method: str, observation: Observation) -> dict[str, tuple[str, str]]:
+    """Submodule and attribute of each state that a call changes, by a name for it."""
+    # the model may raise for the first call in the state that the last one left
+    changed = changed_state(model, method, observation.calls[-1], observation.calls[0])
+    places = {}
+    for path, module in model.named_modules() if changed else ():
+        for name, value in {**vars(module), **buffer_table(module)}.items():
+            place = path_of((name,), path)
+            if any(item == place or item.startswith((f"{place}.", f"{place}[")) for item in changed):
+                with contextlib.suppress(UnregisteredClassError):
+                    if type(value) is int or flatten(value).tensors():
+                        places[f"{path}.{name}".replace(".", "_")] = path, name
+    return places
+
+
+def _may_be_statistics(model: torch.nn.Module, path: str, attribute: str) -> bool:
+    """Whether a state is a buffer or a number, which models also count and average with."""
+    module = model.get_submodule(path)
+    return attribute in buffer_table(module) or type(getattr(module, attribute)) is int
+
+
+def _returns_the_same(model: torch.nn.Module, method: str, call: Call) -> bool:
+    """Whether the model returns what was recorded, in the state that it is in."""
+    try:
+        return outputs_close(call.outputs.tensors(), flatten(run_eager(model, method, call)).tensors())
+    except Exception:
+        return False
+
+
+def _all_made_again(model: WithEffects, observation: Observation, goes_on: bool) -> list[Call]:
+    """The calls with the state that each needs; none if they do not return what was recorded."""
+    calls: list[Call] = []
+    state: Mapping[str, Any] | None = None
+    for call in observation.calls:
+        made = _made_again(model, observation, call, state, goes_on)
+        if made is None:
+            return []
         calls.append(made[0])
         state = made[1]
-    if not any(STATE in call.arguments for call in calls):
-        return None
-    return stateful, replace(extended, calls=tuple(calls))
-
-
-def _replaced(
-    places: Mapping[str, tuple[str, str]], model: torch.nn.Module, method: str, observation: Observation
-) -> dict[str, tuple[str, str]]:
-    """The places at which a call leaves a different tensor or different values; what was there is put back."""
-    holders = {name: (model.get_submodule(module), attribute) for name, (module, attribute) in places.items()}
-    before = {name: getattr(*place) for name, place in holders.items()}
-    values = {name: tensor.clone() for name, tensor in before.items()}
-    after: dict[str, Any] = {}
-
-    def around(arguments: dict[str, Any], call: Callable[[Mapping[str, Any]], Any]) -> None:
-        call(arguments)
-        after.update({name: getattr(*place) for name, place in holders.items()})
-
-    try:
-        run_eager(model, method, observation.calls[0], around)
-        return {n: places[n] for n in places if after[n] is not before[n] or not torch.equal(after[n], values[n])}
-    except Exception:
-        return {}
-    finally:
-        for name, tensor in before.items():
-            tensor.copy_(values[name])
+    return calls
 
 
 def _with_parameter(signature: Signature) -> Signature:
@@ -258,11 +316,14 @@ def _with_parameter(signature: Signature) -> Signature:
 
 
 def _made_again(
-    model: WithEffects, observation: Observation, call: Call, state: Mapping[str, torch.Tensor] | None
-) -> tuple[Call, Mapping[str, torch.Tensor]] | None:
-    """The call with the state that it needs (none, or what the call before left), and the state that it leaves."""
+    model: WithEffects, observation: Observation, call: Call, state: Mapping[str, Any] | None, goes_on: bool
+) -> tuple[Call, Mapping[str, Any]] | None:
+    """The call with the state that it needs (none, or what the call before left), and the state that it leaves.
+
+    If it returns the same with both, it goes on from the call before if that is asked for.
+    """
     expected = {f"{RESULT}.{path}" if path else RESULT: t for path, t in call.outputs.tensors().items()}
-    for before in (None, state) if state is not None else (None,):
+    for before in ((state, None) if goes_on else (None, state)) if state is not None else (None,):
         arguments = {n: t for n, t in call.arguments.items() if n in observation.signature.plain()}
         arguments |= {} if before is None else {STATE: flatten(dict(before))}
         arguments |= {n: t for n, t in call.arguments.items() if n not in arguments}
