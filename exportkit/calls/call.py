@@ -69,11 +69,17 @@ class Signature:
         return tuple([name for name in self.names if name not in (self.var_positional, self.var_keyword)])
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the given arguments by parameter, in signature order.
+        """Returns the given arguments by parameter, in signature order; numbers that are inputs of a graph as tensors.
 
         ``*args`` is a tuple and ``**kwargs`` a dict, each under the parameter's own name. Wrong arguments are bound as
         far as possible: rejecting them is up to the method.
         """
+        values = self.bind_unchanged(args, kwargs)
+        values |= self.numbers_as_tensors(values)
+        return {name: values[name] for name in self.names if name in values}
+
+    def bind_unchanged(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the given arguments by parameter, in signature order, see `bind`: the very objects."""
         positions = self._positions()
         values = dict(zip(positions, args, strict=False))
         rest = tuple(args[len(positions) :])
@@ -85,7 +91,6 @@ class Signature:
             (values if name in plain else extra)[name] = value
         if self.var_keyword is not None and extra:
             values[self.var_keyword] = extra
-        values |= self.numbers_as_tensors(values)
         return {name: values[name] for name in self.names if name in values}
 
     def numbers_as_tensors(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +111,7 @@ class Signature:
 
     def require_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises ArgumentError if a Python number that a graph takes as a tensor is given as anything else."""
-        values = replace(self, numbers={}).bind(args, kwargs)
+        values = self.bind_unchanged(args, kwargs)
         for name, kinds in self.numbers_by_name().items():
             tree = flatten(values[name] if name in values else self.defaults.get(name))
             leaves = dict(zip(tree.paths, tree.leaves, strict=True))

@@ -183,7 +183,7 @@ class OnnxRunner:
 
     def _written_back(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: Any) -> Any:
         """What the graph returned, with arguments that the model changes in place in it: they are changed, too."""
-        values = self.contract.signature.bind(args, kwargs)
+        values = self.contract.signature.bind_unchanged(args, kwargs)
         for name, written in self.contract.written.items():
             given, place = values.get(name), written.place or ""
             made = value_at(returned, place)

@@ -96,6 +96,8 @@ def write_back(given: Any, made: Any, written: Written, path: str = "") -> Any:
             return given if same_value(given, made) else made
         with torch.no_grad():
             given.copy_(made)
+    elif type(given) in (bool, int, float) and isinstance(made, torch.Tensor):  # a number is a tensor in the graph
+        return type(given)(made.item() if made.numel() else made.shape[-1])
     elif type(given) is not type(made):
         return made
     elif isinstance(given, dict):

@@ -7,7 +7,7 @@ follow neither, the number stays a constant, and there are several programs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,22 +36,33 @@ class WithNumbers(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, observation: Observation, numbers: Numbers) -> None:
         super().__init__()
-        self.model, self._method, self._signature = model, observation.method_name, observation.signature
+        self.model, self.method, self._signature = model, observation.method_name, observation.signature
         self._numbers = replace(observation.signature, numbers=numbers).numbers_by_name()
         self._named = observation.always_named
         self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns for the numbers in the tensors."""
-        values = self._signature.bind(args, kwargs)
+        args, kwargs = self._signature.unbind(self.with_numbers(self._signature.bind(args, kwargs)), self._named)
+        target = self.model if self.method == "forward" else getattr(self.model, self.method)
+        return target(*args, **kwargs)
+
+    def with_numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns arguments with the numbers in place of the tensors that stand for them."""
+        return self._changed(values, number_in)
+
+    def with_tensors(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns arguments with tensors in place of the numbers."""
+        return self._changed(values, number_as_tensor)
+
+    def _changed(self, values: Mapping[str, Any], change: Callable[[Any, NumberKind], Any]) -> dict[str, Any]:
+        found = dict(values)
         for name, kinds in self._numbers.items():
             tree = flatten(values.get(name))
-            tensors = tree.tensors()
-            made = {path: number_in(tensors[path], kind) for path, kind in kinds.items() if path in tensors}
-            values[name] = tree.with_leaves(made).build()
-        args, kwargs = self._signature.unbind(values, self._named)
-        target = self.model if self._method == "forward" else getattr(self.model, self._method)
-        return target(*args, **kwargs)
+            leaves = dict(zip(tree.paths, tree.leaves, strict=True))
+            made = {path: change(leaves[path], kind) for path, kind in kinds.items() if leaves.get(path) is not None}
+            found[name] = tree.with_leaves(made).build()
+        return found
 
 
 def varying_numbers(observation: Observation) -> dict[str, NumberKind]:

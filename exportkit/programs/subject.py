@@ -22,7 +22,7 @@ from exportkit.calls.call import Call, Signature, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import UnregisteredClassError
 from exportkit.probing.effects import changed_state, written_arguments
-from exportkit.programs.number_inputs import Numbers, with_numbers
+from exportkit.programs.number_inputs import Numbers, WithNumbers, with_numbers
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
 from exportkit.trees import flatten, join
@@ -205,12 +205,15 @@ class WithEffects(torch.nn.Module):
                 name: number_in(value, "size") if type(before[name]) is int else _filled(value, torch.clone)
                 for name, value in module_state.items()
             }
-        values = self._signature.bind(args, kwargs)
+        model, method, values = self.model, self._method, self._signature.bind(args, kwargs)
+        numbers = model if isinstance(model, WithNumbers) else None
+        if numbers is not None:  # which would be given copies of what the model changes
+            model, method, values = numbers.model, numbers.method, numbers.with_numbers(values)
         args, kwargs = self._signature.unbind(values, self._named)
         try:
             for name, holder in holders.items():
                 setattr(holder, self._places[name][1], state.get(name))
-            target = self.model if self._method == "forward" else getattr(self.model, self._method)
+            target = model if method == "forward" else getattr(model, method)
             result = target(*args, **kwargs)
             state = {name: _as_tensors(getattr(holder, self._places[name][1])) for name, holder in holders.items()}
         finally:
@@ -218,6 +221,7 @@ class WithEffects(torch.nn.Module):
                 setattr(holder, self._places[name][1], before[name])
         if not self.wraps:
             return result
+        values = values if numbers is None else numbers.with_tensors(values)
         written = {name: values[name] for name in self._written if values.get(name) is not None}
         return {RESULT: result, **({STATE: state} if self.stateful else {}), **written}
 

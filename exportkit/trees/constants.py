@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from exportkit.errors import PlanError, UnregisteredClassError
 from exportkit.trees.fingerprint import NONE, NOTHING, TENSOR, Fingerprint, fingerprint
 from exportkit.trees.object_parts import Path
-from exportkit.trees.objects import why_closed
+from exportkit.trees.objects import open_object, why_closed
 from exportkit.trees.structure import Closed, Nested, Registered, Structure, join, path_of
 from exportkit.trees.tree import Tree
 
@@ -249,7 +249,7 @@ def note_values(structure: Structure) -> None:
         structure: The structure of recorded arguments or outputs.
     """
     for _, leaf in _closed(structure.root):
-        leaf.noted = fingerprint(leaf.value)
+        leaf.noted, leaf.opened = fingerprint(leaf.value), open_object(leaf.value, may_be_empty=True)
 
 
 def noted_values(tree: Tree) -> dict[str, Fingerprint]:

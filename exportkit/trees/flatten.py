@@ -13,6 +13,7 @@ import itertools
 import operator
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
@@ -118,6 +119,29 @@ def flattened_cache(cache: Any) -> tuple[list[torch.Tensor], Object]:
     flattener = _Flattener(keep_values=True, by_layer=True)
     structure: Object = flattener.opened(flattener.object(cache))
     return flattener.tensors, structure
+
+
+def with_filled(structure: Structure) -> Structure:
+    """Returns the structure of arguments in which objects that the call gave tensors are opened, as they were before.
+
+    Args:
+        structure: The structure as it was noted before the call.
+    """
+    marks: list[Any] = []
+
+    def changed(node: Any) -> Any:
+        if type(node) is Closed and node.opened is not None and open_object(node.value) is not None:
+            leaves, names, skeleton = node.opened
+            marks.extend((type(node.value), names))
+            flattener = _Flattener(keep_values=True)
+            children = flattener.opened(flattener.nested(leaves))
+            return Registered(type(node.value), OBJECT, skeleton, names, children)
+        if type(node) is Nested:
+            return replace(node, items=tuple(map(changed, node.items)))
+        return replace(node, children=changed(node.children)) if type(node) is Registered else node
+
+    root = changed(structure.root)
+    return Structure(root, (*structure.marks, *marks)) if marks else structure
 
 
 def open_registered(value: Any) -> tuple[Registration, Any, tuple[str | int, ...], list[Any]] | None:

@@ -55,7 +55,8 @@ class Opened(NamedTuple):
     skeleton: Skeleton
 
 
-# Classes of the objects that were opened; torch's pytree has to know them where it is given such objects.
+# Classes of the objects that were opened because they held tensors; torch's pytree has to know them where it is given
+# such objects. Objects of these classes are opened without tensors too, such as a cache before its first call.
 opened_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
@@ -63,12 +64,17 @@ class _NotFaithful(Exception):
     """An object cannot be built again, and why."""
 
 
-def open_object(value: Any) -> Opened | None:
-    """Returns what is in an object; None if it holds no tensors, or cannot be built again."""
+def open_object(value: Any, may_be_empty: bool = False) -> Opened | None:
+    """Returns what is in an object; None if it holds no tensors, or cannot be built again.
+
+    Args:
+        value: The object.
+        may_be_empty: Open it without tensors too, as is done if an object of its class has held some before.
+    """
     if not can_open(type(value)):
         return None
     try:
-        return _opened(value)
+        return _opened(value, may_be_empty)
     except Exception:  # an object that raises when it is looked at
         return None
 
@@ -82,12 +88,13 @@ def why_closed(value: Any) -> str:
     return ""
 
 
-def _opened(value: Any) -> Opened | None:
+def _opened(value: Any, may_be_empty: bool = False) -> Opened | None:
     walk = _Walk()
     walk.ref(value, Path())
-    if not walk.links:
+    if walk.links:
+        opened_classes.add(type(value))
+    elif not may_be_empty and type(value) not in opened_classes:
         return None
-    opened_classes.add(type(value))
     return Opened(walk.leaves, tuple(walk.paths), Skeleton(tuple(walk.parts)))
 
 
@@ -156,7 +163,7 @@ class _Walk:
         values = [*state.values(), *items]
         refs = [self.ref(item, Path(path + step)) for item, step in zip(values, steps, strict=True)]
         linked = self.links > before[1] or any(other < number for other in self._back[before[2] :])
-        if number and not linked and can_open(cls):
+        if number and not linked and can_open(cls) and cls not in opened_classes:
             for name in [name for name, position in self._seen.items() if position >= number]:
                 del self._seen[name]
             del self.parts[number:], self.leaves[before[0] :], self.paths[before[0] :]

@@ -174,6 +174,7 @@ class Closed:
 
     value: Any
     noted: Any = field(default=None, compare=False)  # its fingerprint when it was recorded
+    opened: Any = field(default=None, compare=False)  # what was in it then, if it can be opened once it holds tensors
 
 
 @dataclass(slots=True, unsafe_hash=True)
