@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -135,6 +135,43 @@ def with_outputs(
     return extended, replayed(replace(observation, has_values=False, method_name="forward"), extended, "forward")
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a model keeps a state.
+
+    Attributes:
+        module: Path of the module.
+        attribute: The attribute or buffer.
+        numbers: Paths of the integers in it that calls change.
+    """
+
+    module: str
+    attribute: str
+    numbers: tuple[str, ...]
+
+    def opened(self, state: Any) -> Any:
+        """Returns a state as the model keeps it; it may be written, and the caller keeps what it gave."""
+        tree = flatten(state).map(_copied)
+        given = tree.tensors()
+        return tree.with_leaves({path: number_in(given[path], "size") for path in self.numbers}).build()
+
+    def closed(self, state: Any) -> Any:
+        """Returns a state as it is returned: an integer is the size of a tensor without elements."""
+        tree = flatten(state)
+        leaves = dict(zip(tree.paths, tree.leaves, strict=True))
+        return tree.with_leaves({path: number_as_tensor(leaves[path], "size") for path in self.numbers}).build()
+
+    def at_start(self, state: Any, start: Callable[[Any], Any]) -> Any:
+        """Returns the state before the first call, in which integers are 0."""
+        return (
+            start(flatten(state).with_leaves(dict.fromkeys(self.numbers, 0)).build()) if "" not in self.numbers else 0
+        )
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
 def _nothing(value: Any) -> None:
     """A state that is None before the first call."""
 
@@ -161,7 +198,7 @@ class WithEffects(torch.nn.Module):
     Args:
         model: The model.
         observation: Its calls: which method, and which arguments are given by name.
-        places: Submodule and attribute of each state, by the name that it has in ``module_state``.
+        places: Where each state is, by the name that it has in ``module_state``.
         written: Arguments that the model changes in place and does not return.
         start: Makes the state before the first call of a state that a call left; integers are 0 before it.
 
@@ -173,7 +210,7 @@ class WithEffects(torch.nn.Module):
         self,
         model: torch.nn.Module,
         observation: Observation,
-        places: Mapping[str, tuple[str, str]] | None = None,
+        places: Mapping[str, Place] | None = None,
         written: Sequence[str] = (),
         start: Callable[[Any], Any] = _nothing,
     ) -> None:
@@ -196,15 +233,13 @@ class WithEffects(torch.nn.Module):
 
     def forward(self, *args: Any, module_state: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
         """Returns the result, the new state, and the arguments that were changed; no state means a first call."""
-        holders = {name: self.model.get_submodule(module) for name, (module, _) in self._places.items()}
-        before = {name: getattr(holder, self._places[name][1]) for name, holder in holders.items()}
+        places = self._places
+        holders = {name: self.model.get_submodule(place.module) for name, place in places.items()}
+        before = {name: getattr(holder, places[name].attribute) for name, holder in holders.items()}
         if module_state is None:
-            state = {name: 0 if type(value) is int else self._start(value) for name, value in before.items()}
-        else:  # a model may write into its state, and the caller keeps what it gave
-            state = {
-                name: number_in(value, "size") if type(before[name]) is int else _filled(value, torch.clone)
-                for name, value in module_state.items()
-            }
+            state = {name: place.at_start(before[name], self._start) for name, place in places.items()}
+        else:
+            state = {name: places[name].opened(value) for name, value in module_state.items()}
         model, method, values = self.model, self._method, self._signature.bind(args, kwargs)
         numbers = model if isinstance(model, WithNumbers) else None
         if numbers is not None:  # which would be given copies of what the model changes
@@ -212,13 +247,15 @@ class WithEffects(torch.nn.Module):
         args, kwargs = self._signature.unbind(values, self._named)
         try:
             for name, holder in holders.items():
-                setattr(holder, self._places[name][1], state.get(name))
+                setattr(holder, places[name].attribute, state.get(name))
             target = model if method == "forward" else getattr(model, method)
             result = target(*args, **kwargs)
-            state = {name: _as_tensors(getattr(holder, self._places[name][1])) for name, holder in holders.items()}
+            state = {
+                n: self._places[n].closed(getattr(holder, self._places[n].attribute)) for n, holder in holders.items()
+            }
         finally:
             for name, holder in holders.items():
-                setattr(holder, self._places[name][1], before[name])
+                setattr(holder, places[name].attribute, before[name])
         if not self.wraps:
             return result
         values = values if numbers is None else numbers.with_tensors(values)
@@ -244,7 +281,7 @@ def with_module_state(
     if not observation.has_values:
         return None
     places = _changed_places(model, method, observation)
-    statistics = [name for name, (path, attribute) in places.items() if _may_be_statistics(model, path, attribute)]
+    statistics = [name for name, place in places.items() if _may_be_statistics(model, place)]
     serves_as_left = bool(places) and all(_returns_the_same(model, method, call) for call in observation.calls)
     if serves_as_left:
         places = {name: place for name, place in places.items() if name not in statistics}
@@ -266,30 +303,27 @@ def with_module_state(
     return None
 
 
-def _as_tensors(value: Any) -> Any:
-    """A state as it is returned: an integer is the size of a tensor without elements."""
-    return number_as_tensor(value, "size") if isinstance(value, int | torch.SymInt) else value
-
-
-def _changed_places(model: torch.nn.Module, method: str, observation: Observation) -> dict[str, tuple[str, str]]:
-    """Submodule and attribute of each state that a call changes, by a name for it."""
+def _changed_places(model: torch.nn.Module, method: str, observation: Observation) -> dict[str, Place]:
+    """Where a call changes tensors and integers on modules, by a name for it."""
     # the model may raise for the first call in the state that the last one left
-    changed = changed_state(model, method, observation.calls[-1], observation.calls[0])
+    changed = changed_state(model, method, observation.calls[0], observation.calls[-1])
     places = {}
     for path, module in model.named_modules() if changed else ():
         for name, value in {**vars(module), **buffer_table(module)}.items():
             place = path_of((name,), path)
             if any(item == place or item.startswith((f"{place}.", f"{place}[")) for item in changed):
                 with contextlib.suppress(UnregisteredClassError):
-                    if type(value) is int or flatten(value).tensors():
-                        places[f"{path}.{name}".replace(".", "_")] = path, name
+                    tree = flatten(value)
+                    numbers = [inner for inner, leaf in tree.constants().items() if type(leaf) is int]
+                    numbers = [inner for inner in numbers if place in changed or join(place, inner) in changed]
+                    if numbers or tree.tensors():
+                        places[f"{path}.{name}".replace(".", "_")] = Place(path, name, tuple(numbers))
     return places
 
 
-def _may_be_statistics(model: torch.nn.Module, path: str, attribute: str) -> bool:
+def _may_be_statistics(model: torch.nn.Module, place: Place) -> bool:
     """Whether a state is a buffer or a number, which models also count and average with."""
-    module = model.get_submodule(path)
-    return attribute in buffer_table(module) or type(getattr(module, attribute)) is int
+    return place.attribute in buffer_table(model.get_submodule(place.module)) or place.numbers == ("",)
 
 
 def _returns_the_same(model: torch.nn.Module, method: str, call: Call) -> bool:
