@@ -20,8 +20,8 @@ from exportkit._torch_compat.tracing import autocast_dtypes, is_capturing, is_tr
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Failure, Observation, SeenShapes
 from exportkit.calls.snapshot import Copying, Memory, Share, Snapshot, shapes_of
-from exportkit.trees import join, note_values, string_type
-from exportkit.trees.flatten import Flattened, flattened, flattened_call, with_filled
+from exportkit.trees import join, note_values, string_type, with_changed
+from exportkit.trees.flatten import Flattened, flattened, flattened_call
 from exportkit.trees.structure import Structure, joined_parts
 from exportkit.trees.tree import lazy_tree
 
@@ -253,7 +253,7 @@ class Recorder:
         self.seconds += seconds
 
     def _stored_call(self, begun: _Begun, result: Any, latency: float) -> _Stored | None:
-        begun.inputs.structure = with_filled(begun.inputs.structure)
+        begun.inputs.structure = with_changed(begun.inputs.structure)
         copying = Copying(flattened(result), begun.large)
         note_values(copying.structure)
         if self._room_for(copying) is not None:

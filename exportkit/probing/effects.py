@@ -56,14 +56,21 @@ def written_arguments(observation: Observation, model: torch.nn.Module, method: 
     return found
 
 
-def changed_state(model: torch.nn.Module, method: str, *calls: Call) -> list[str]:
-    """Returns the names of buffers and attributes of modules that a call changes: the first that does not raise."""
+def changed_state(model: torch.nn.Module, method: str, *calls: Call, or_written: bool = False) -> list[str]:
+    """Returns the names of buffers and attributes of modules that a call changes: the first that does not raise.
+
+    Args:
+        model: The model.
+        method: The method.
+        calls: The calls.
+        or_written: Also return tensors that are written with the values that they had.
+    """
     changed: list[str] = []
 
     def noted(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
         state = ModuleState(model)
         run(values)
-        changed.extend(state.changed())
+        changed.extend(state.changed(or_written))
 
     any(_runs(model, method, call, noted) for call in calls)
     return changed

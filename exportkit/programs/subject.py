@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
@@ -281,9 +282,8 @@ def with_module_state(
     if not observation.has_values:
         return None
     places = _changed_places(model, method, observation)
-    statistics = [name for name, place in places.items() if _may_be_statistics(model, place)]
-    serves_as_left = bool(places) and all(_returns_the_same(model, method, call) for call in observation.calls)
-    if serves_as_left:
+    statistics = {name: place for name, place in places.items() if _may_be_statistics(model, place)}
+    if statistics and not _are_read(statistics, model, method, observation):
         places = {name: place for name, place in places.items() if name not in statistics}
     if not places:
         return None
@@ -293,7 +293,7 @@ def with_module_state(
         calls = _all_made_again(stateful, extended, goes_on=start is _zeros)
         if any(STATE in call.arguments for call in calls):
             return stateful, replace(extended, calls=tuple(calls))
-        if calls and serves_as_left:
+        if calls and all(_returns_the_same(model, method, call) for call in observation.calls):
             return None
         if calls:
             stateful.begins_anew = True
@@ -306,7 +306,7 @@ def with_module_state(
 def _changed_places(model: torch.nn.Module, method: str, observation: Observation) -> dict[str, Place]:
     """Where a call changes tensors and integers on modules, by a name for it."""
     # the model may raise for the first call in the state that the last one left
-    changed = changed_state(model, method, observation.calls[0], observation.calls[-1])
+    changed = changed_state(model, method, observation.calls[0], observation.calls[-1], or_written=True)
     places = {}
     for path, module in model.named_modules() if changed else ():
         for name, value in {**vars(module), **buffer_table(module)}.items():
@@ -324,6 +324,24 @@ def _changed_places(model: torch.nn.Module, method: str, observation: Observatio
 def _may_be_statistics(model: torch.nn.Module, place: Place) -> bool:
     """Whether a state is a buffer or a number, which models also count and average with."""
     return place.attribute in buffer_table(model.get_submodule(place.module)) or place.numbers == ("",)
+
+
+def _are_read(places: Mapping[str, Place], model: torch.nn.Module, method: str, observation: Observation) -> bool:
+    """Whether some result is another one if not-a-number is in these places, which masks and empty slots pass on."""
+    other = WithEffects(model, observation, places, start=functools.partial(_filled, start=_unlike))
+    other.begins_anew = True
+    for call in observation.calls:
+        try:
+            outputs = [flatten(run_eager(*target, call)).tensors() for target in ((model, method), (other, "forward"))]
+        except Exception:
+            return True
+        if not outputs_close(*outputs):
+            return True
+    return False
+
+
+def _unlike(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor, math.nan) if tensor.is_floating_point() else tensor + 1
 
 
 def _returns_the_same(model: torch.nn.Module, method: str, call: Call) -> bool:

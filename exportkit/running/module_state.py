@@ -72,16 +72,21 @@ class ModuleState:
         elif hasattr(value, "__dict__") and not type(value).__module__.startswith("torch"):
             self._keep(path, vars(value))
 
-    def changed(self) -> list[str]:
-        """Returns the paths of what was replaced, added or written since, with other values."""
+    def changed(self, or_written: bool = False) -> list[str]:
+        """Returns the paths of what was replaced, added or written since, with other values.
+
+        Args:
+            or_written: Also return tensors that were written with the values that they had.
+        """
         found: dict[str, None] = {}
         for path, table, entries in self._tables:
             before = dict(_entries(entries))
             for key, value in _entries(table):
                 if key not in _OF_MODULES and not (key in before and same_value(value, before[key])):
                     found[path_of((key,), path) if isinstance(table, dict) else path] = None
-        for path, tensor, values, _ in self._tensors:
-            if values is not None and not same_value(tensor, values):
+        for path, tensor, values, version in self._tensors:
+            is_written = or_written and version_of(tensor) != version
+            if is_written or (values is not None and not same_value(tensor, values)):
                 found[path] = None
         return [*found]
 

@@ -9,7 +9,7 @@ from exportkit.trees.caches import (
     set_stored_length,
     stored_length,
 )
-from exportkit.trees.constants import check_opened, check_unchanged, constants_in, note_values, text_of
+from exportkit.trees.constants import check_opened, check_unchanged, constants_in, note_values, text_of, with_changed
 from exportkit.trees.fingerprint import Fingerprint, fingerprint
 from exportkit.trees.flatten import flatten, with_list
 from exportkit.trees.registry import caches_opened, opens_in_order, register_flattening_functions, registered_caches
@@ -40,5 +40,6 @@ __all__ = [
     "stored_length",
     "string_type",
     "text_of",
+    "with_changed",
     "with_list",
 ]

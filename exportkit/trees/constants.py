@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from exportkit.errors import PlanError, UnregisteredClassError
 from exportkit.trees.fingerprint import NONE, NOTHING, TENSOR, Fingerprint, fingerprint
+from exportkit.trees.flatten import node_of_object
 from exportkit.trees.object_parts import Path
 from exportkit.trees.objects import open_object, why_closed
 from exportkit.trees.structure import Closed, Nested, Registered, Structure, join, path_of
@@ -252,6 +254,26 @@ def note_values(structure: Structure) -> None:
         leaf.noted, leaf.opened = fingerprint(leaf.value), open_object(leaf.value, may_be_empty=True)
 
 
+def with_changed(structure: Structure) -> Structure:
+    """Returns the structure of arguments in which objects that the call changed are opened, as they were before it.
+
+    Args:
+        structure: The structure, whose objects were noted before the call.
+    """
+    marks: list[Any] = []
+
+    def changed(node: Any) -> Any:
+        if type(node) is Closed and node.opened is not None and fingerprint(node.value) != node.noted:
+            marks.extend((type(node.value), node.opened.paths))
+            return node_of_object(type(node.value), node.opened)
+        if type(node) is Nested and _holds_closed(node):
+            return replace(node, items=tuple(map(changed, node.items)))
+        return replace(node, children=changed(node.children)) if type(node) is Registered else node
+
+    root = changed(structure.root)
+    return Structure(root, (*structure.marks, *marks)) if marks else structure
+
+
 def noted_values(tree: Tree) -> dict[str, Fingerprint]:
     """Returns what the objects in a recorded value were like when it was recorded, by path."""
     return {path: leaf.noted for path, leaf in _closed(tree.structure) if leaf.noted is not None}
@@ -284,8 +306,7 @@ def check_unchanged(name: str, tree: Tree) -> None:
                 where=found.path,
                 expected=f"{found.expected}, as recorded",
                 got=found.got,
-                hint="observe the model again, and leave the object as it is until the model is exported; of an object "
-                "that the model fills, give the model None or one with tensors, so that it makes or changes its own.",
+                hint="observe the model again, and leave the object as it is until the model is exported.",
             )
 
 

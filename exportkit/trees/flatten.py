@@ -13,7 +13,6 @@ import itertools
 import operator
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
@@ -23,7 +22,7 @@ from exportkit._torch_compat.pytree import Registered as Registration
 from exportkit._torch_compat.pytree import key_name, registered_node
 from exportkit.errors import UnregisteredClassError
 from exportkit.trees.caches import ATOMS, DERIVED, is_cache_class
-from exportkit.trees.objects import OBJECT, flatten_tensors, open_object
+from exportkit.trees.objects import OBJECT, Opened, flatten_tensors, open_object, opened_classes
 from exportkit.trees.structure import (
     LENGTH,
     TENSOR,
@@ -121,27 +120,17 @@ def flattened_cache(cache: Any) -> tuple[list[torch.Tensor], Object]:
     return flattener.tensors, structure
 
 
-def with_filled(structure: Structure) -> Structure:
-    """Returns the structure of arguments in which objects that the call gave tensors are opened, as they were before.
+def node_of_object(cls: type, opened: Opened) -> Registered:
+    """Returns the node of an object that is opened by its attributes.
 
     Args:
-        structure: The structure as it was noted before the call.
+        cls: Its class, whose objects are opened from then on even if they hold no tensors.
+        opened: What is in it.
     """
-    marks: list[Any] = []
-
-    def changed(node: Any) -> Any:
-        if type(node) is Closed and node.opened is not None and open_object(node.value) is not None:
-            leaves, names, skeleton = node.opened
-            marks.extend((type(node.value), names))
-            flattener = _Flattener(keep_values=True)
-            children = flattener.opened(flattener.nested(leaves))
-            return Registered(type(node.value), OBJECT, skeleton, names, children)
-        if type(node) is Nested:
-            return replace(node, items=tuple(map(changed, node.items)))
-        return replace(node, children=changed(node.children)) if type(node) is Registered else node
-
-    root = changed(structure.root)
-    return Structure(root, (*structure.marks, *marks)) if marks else structure
+    opened_classes.add(cls)
+    flattener = _Flattener(keep_values=True)
+    children = flattener.opened(flattener.nested(opened.leaves))
+    return Registered(cls, OBJECT, opened.skeleton, opened.paths, children)
 
 
 def open_registered(value: Any) -> tuple[Registration, Any, tuple[str | int, ...], list[Any]] | None:

@@ -1,5 +1,6 @@
 """Models that keep their state on their modules: the graph takes and returns it, the ONNX model remembers it."""
 
+import pytest
 import torch
 
 import exportkit
@@ -62,6 +63,138 @@ def test_the_onnx_model_goes_on_from_call_to_call_and_starts_anew_with_another_b
     zeros = {"_total": torch.zeros(3)}
     assert onnx_model(torch.ones(3, 1), module_state=zeros).tolist() == [3.0, 3.0, 3.0]
     assert onnx_model.module_state["_total"].tolist() == [2.0, 2.0, 2.0]
+
+
+class Positions(torch.nn.Module):
+    """Adds the place of each token; the state is an integer, and a tensor that begins as None."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(99, 4)
+        self.reset()
+
+    def reset(self):
+        self.offset, self.cache = 0, None
+
+    def forward(self, x):
+        x = x + self.embedding(torch.arange(self.offset, self.offset + x.shape[1]))
+        self.offset += x.shape[1]
+        self.cache = x if self.cache is None else torch.cat([self.cache, x], 1)
+        return x + self.cache.mean(1, keepdim=True)
+
+
+class Kept:
+    def __init__(self):
+        self.keys, self.length = None, 0
+
+    def update(self, x):
+        self.keys = x if self.keys is None else torch.cat([self.keys, x], 1)
+        self.length += x.shape[1]
+        return self.keys, self.length
+
+
+class InAnObject(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kept = Kept()
+
+    def forward(self, x):
+        keys, length = self.kept.update(x)
+        return x + keys.sum(1, keepdim=True) / length
+
+
+class InAList(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = [None, None]
+
+    def forward(self, x):
+        for layer in range(2):
+            x = x.cumsum(1) if self.last[layer] is None else x.cumsum(1) + self.last[layer]
+            self.last[layer] = x[:, -1:]
+        return x
+
+
+class InPlace(torch.nn.Module):
+    """Writes into a tensor of fixed size, as Llama of Meta does."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = torch.zeros(4, 32, 4)
+
+    def forward(self, x, start):
+        rows, length, _ = x.shape
+        self.cache[:rows, start : start + length] = x
+        keys = self.cache[:rows, : start + length]
+        mask = torch.ones(length, start + length, dtype=torch.bool).tril(start)
+        return (x @ keys.mT).masked_fill(~mask, -1e9).softmax(-1) @ keys
+
+
+class InBuffers(torch.nn.Module):
+    """Writes into a buffer at given positions, as gpt-fast does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 32, 4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, positions):
+        self.cache[:, positions] = x
+        self.calls += 1
+        mask = torch.arange(32) <= positions[:, None]
+        return (x @ self.cache.mT).masked_fill(~mask, -1e9).softmax(-1) @ self.cache
+
+
+def tokens(rows, length):
+    return torch.randn(rows, length, 4)
+
+
+STATES = {
+    "an integer": (Positions, [(tokens(2, 5),), (tokens(2, 1),), (tokens(2, 1),)]),
+    "an object": (InAnObject, [(tokens(2, 5),), (tokens(2, 1),), (tokens(2, 2),)]),
+    "a list": (InAList, [(tokens(2, 5),), (tokens(2, 1),), (tokens(2, 2),)]),
+    "in place": (InPlace, [(tokens(2, 5), 0), (tokens(2, 1), 5), (tokens(2, 2), 6)]),
+    "prompts alone": (InPlace, [(tokens(2, 5), 0), (tokens(3, 4), 0)]),
+    "buffers": (InBuffers, [(tokens(2, n), torch.arange(p, p + n)) for p, n in ((0, 5), (5, 1), (6, 2))]),
+    "buffers, prompts alone": (InBuffers, [(tokens(2, n), torch.arange(n)) for n in (5, 4)]),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_where_a_state_is_does_not_matter(kind, tmp_path):
+    make_model, calls = STATES[kind]
+    model = make_model()
+    graph = exportkit.export(model, observed(model, *calls)).to_onnx(tmp_path / "model.onnx")
+    report = graph.verify()
+    assert report.ok, str(report)
+    fresh = make_model()
+    fresh.load_state_dict({**fresh.state_dict(), **dict(model.named_parameters())})
+    for x, *others in calls:
+        args = (torch.randn_like(x), *others)
+        with torch.no_grad():
+            torch.testing.assert_close(graph(*args), fresh(*args))
+
+
+def test_a_model_that_is_reset_before_each_call_begins_anew(tmp_path):
+    model, observer = Positions(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for rows, length in ((2, 5), (3, 4)):
+            model.reset()
+            model(tokens(rows, length))
+    exported = exportkit.export(model, observer)
+    assert any("begins anew" in finding.text for finding in exported.plan.findings)
+    graph = exported.to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for _ in range(2):
+        x = tokens(1, 6)
+        model.reset()
+        torch.testing.assert_close(graph(x), model(x).detach())
+
+
+def test_statistics_are_no_state():
+    model = torch.nn.BatchNorm1d(4, track_running_stats=True)
+    observer = observed(model, (torch.randn(3, 4),), (torch.randn(2, 4),))
+    assert with_module_state(model, "forward", observer.observation) is None
 
 
 def test_a_model_with_constant_tensors_on_its_modules_keeps_no_state():

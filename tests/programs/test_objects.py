@@ -1,6 +1,7 @@
 """Models that take and return objects of their own classes, with tensors among the attributes."""
 
 import dataclasses
+import types
 import weakref
 
 import pytest
@@ -194,3 +195,134 @@ def test_an_object_may_hold_a_list_of_tensors_that_the_first_call_lacks(tmp_path
     for args in ((x,), (x, past)):
         (expected, kept), (got, other) = model(*args), graph(*args)
         torch.testing.assert_close([got, *other.keys], [expected, *kept.keys])
+
+
+class Growing:
+    """A cache of one layer that begins without tensors."""
+
+    def __init__(self):
+        self.keys, self.offset = None, 0
+
+    def update(self, keys):
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 1)
+        self.offset += keys.shape[1]
+        return self.keys
+
+
+class Listed:
+    """A cache that grows by a tensor for each layer."""
+
+    def __init__(self):
+        self.keys, self.seen_tokens = [], 0
+
+    def update(self, layer, keys):
+        self.seen_tokens += keys.shape[1] if layer == 0 else 0
+        if len(self.keys) <= layer:
+            self.keys.append(keys)
+        else:
+            self.keys[layer] = torch.cat([self.keys[layer], keys], 1)
+        return self.keys[layer]
+
+
+@dataclasses.dataclass
+class Parameters:
+    """A cache that grows by an entry for each layer."""
+
+    offset: int = 0
+    memory: dict = dataclasses.field(default_factory=dict)
+
+
+class Attends(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions, self.query = torch.nn.Embedding(99, 4), torch.nn.Linear(4, 4)
+
+    def attended(self, x, keys):
+        mask = torch.ones(x.shape[1], keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - x.shape[1])
+        return x + (self.query(x) @ keys.mT).masked_fill(~mask, -1e9).softmax(-1) @ keys
+
+    def placed(self, x, start):
+        return x + self.positions(torch.arange(start, start + x.shape[1]))
+
+
+class WithOne(Attends):
+    def forward(self, x, cache):
+        x = self.placed(x, cache.offset)
+        return self.attended(x, cache.update(x))
+
+
+class WithMany(Attends):
+    def forward(self, x, caches):
+        for cache in caches:
+            x = self.attended(x, cache.update(x))
+        return x
+
+
+class WithListed(Attends):
+    def forward(self, x, cache):
+        x = self.placed(x, cache.seen_tokens)
+        for layer in range(2):
+            x = self.attended(x, cache.update(layer, x))
+        return x
+
+
+class WithParameters(Attends):
+    def forward(self, x, cache):
+        x = self.placed(x, cache.offset)
+        for layer in range(2):
+            keys = torch.cat([cache.memory[layer], x], 1) if layer in cache.memory else x
+            cache.memory[layer] = keys
+            x = self.attended(x, keys)
+        cache.offset += x.shape[1]
+        return x
+
+
+FILLED = {
+    "an attribute": (WithOne, Growing),
+    "a list of caches": (WithMany, lambda: [Growing(), Growing()]),
+    "a list": (WithListed, Listed),
+    "a dict": (WithParameters, Parameters),
+}
+
+
+@pytest.mark.parametrize("kind", FILLED)
+def test_a_cache_that_the_model_fills_may_begin_without_tensors(kind, tmp_path):
+    make_model, make_cache = FILLED[kind]
+    model, observer = make_model(), exportkit.InputObserver()
+    with observer(model, store_n_calls=5), torch.no_grad():
+        for batch, lengths in ((2, (5, 1, 1)), (3, (4, 2))):
+            cache = make_cache()
+            for length in lengths:
+                model(torch.randn(batch, length, 4), cache)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "graph.onnx")
+    assert graph.verify().ok
+    mine, others = make_cache(), make_cache()
+    for length in (3, 2, 1):
+        x = torch.randn(4, length, 4)
+        torch.testing.assert_close(graph(x, mine), model(x, others))
+    for one, other in zip(
+        *[caches if isinstance(caches, list) else [caches] for caches in (mine, others)], strict=True
+    ):
+        assert numbers_in(one) == numbers_in(other)
+
+
+def numbers_in(cache):
+    return [value for value in vars(cache).values() if type(value) is int]
+
+
+class Counts(torch.nn.Module):
+    def forward(self, x, statistics):
+        statistics.calls += 1
+        return x * statistics.calls
+
+
+def test_an_object_without_tensors_may_be_changed_by_the_model(tmp_path):
+    model, observer, counted = Counts(), exportkit.InputObserver(), types.SimpleNamespace(calls=0)
+    with observer(model):
+        for rows in (2, 3, 4):
+            model(torch.randn(rows, 4), counted)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "graph.onnx")
+    assert graph.verify().ok
+    counted, x = types.SimpleNamespace(calls=8), torch.randn(5, 4)
+    assert torch.equal(graph(x, counted), x * 9)
+    assert counted.calls == 9
