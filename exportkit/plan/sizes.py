@@ -40,7 +40,7 @@ def choose_sizes(
 
     Args:
         plan: The plan.
-        partly_cached: Let caches that follow a length be shorter than it, instead of as long.
+        partly_cached: Let caches that follow a length be shorter than it, instead of as long, if sizes can be found.
         chunk: Let the new tokens be more than a chunk of this size, and not a multiple of it.
         between: Choose sizes that are not multiples of what the model may pad to: other sizes where only multiples of a
             number were seen, otherwise seen ones that have little in common with the largest one.
@@ -76,6 +76,8 @@ def choose_sizes(
                 continue
             if tokens_fit(plan.placeholders, plan.shapes(sizes), plan.grids):
                 return sizes
+    if partly_cached:
+        return choose_sizes(plan, False, chunk, between)
     raise ArgumentError(
         "No distinct sizes were found for the variables of this plan.",
         where=", ".join(free),

@@ -211,6 +211,7 @@ def test_one_graph_serves_recurrent_blocks(tmp_path):
     with observer(model, store_n_calls=3), torch.no_grad():
         model.generate(input_ids=ids(7), max_new_tokens=3, do_sample=False, pad_token_id=0)
     exported = exportkit.export(model, observer)
+    assert len(exported.programs) == 1
     assert exported.rules == ("sliding windows of symbolic length", "gated recurrence as one loop operator")
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
