@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -128,12 +129,13 @@ def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], Any]) -> Any:
 def _spec(value: Any, marked: Mapping[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return marked.get(id(value), {})  # a registration of others may list tensors that follow from the others
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, deque):
         return type(value)(_spec(item, marked) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_spec(item, marked) for item in value))
-    if type(value) is dict:
-        return {key: _spec(item, marked) for key, item in value.items()}
+    if type(value) in (dict, OrderedDict, defaultdict):
+        specs = {key: _spec(item, marked) for key, item in value.items()}
+        return defaultdict(None, specs) if type(value) is defaultdict else type(value)(specs)
     node = registered_node(type(value))
     if node is not None:
         return [_spec(item, marked) for item in node.flatten(value)[0]]

@@ -20,9 +20,9 @@ from exportkit.probing.effects import write_back
 from exportkit.probing.simplify import value_at
 from exportkit.programs.domain import Domain
 from exportkit.programs.exported import ExportedModel, require_own
+from exportkit.programs.kept_state import RESULT, STATE
 from exportkit.programs.kinds import Split, constants_of, shapes_of
 from exportkit.programs.strategies import Attempt
-from exportkit.programs.subject import RESULT, STATE
 from exportkit.running.placement import Placement, Provider, placed
 from exportkit.running.runner import Returned
 from exportkit.running.session import GraphSession, Session

@@ -29,9 +29,9 @@ from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import Place, place_of_node
 from exportkit.programs.guards import TracedSizes
+from exportkit.programs.kept_state import STATE
 from exportkit.programs.patterns import ProgramProbe, with_recorded_patterns, without_harmless
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.subject import STATE
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import check_opened

@@ -36,10 +36,10 @@ from exportkit.probing.missing import Absences, MissingDefaults
 from exportkit.programs.copied_layers import CopiedLayers
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import Place, failure
+from exportkit.programs.kept_state import WithEffects
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.reused_layers import ReusedLayers
-from exportkit.programs.subject import WithEffects
 from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites import branches
 from exportkit.rewrites.branches import is_model_code

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.programs.subject import with_module_state
+from exportkit.programs.kept_state import with_module_state
 from tests.arguments.generative import VOCABULARY, ids
 
 

@@ -1,5 +1,6 @@
 """Models that take and return objects of their own classes, with tensors among the attributes."""
 
+import collections
 import dataclasses
 import types
 import weakref
@@ -326,3 +327,27 @@ def test_an_object_without_tensors_may_be_changed_by_the_model(tmp_path):
     counted, x = types.SimpleNamespace(calls=8), torch.randn(5, 4)
     assert torch.equal(graph(x, counted), x * 9)
     assert counted.calls == 9
+
+
+class Sums(torch.nn.Module):
+    def forward(self, x, values):
+        return x + sum(values.values() if isinstance(values, dict) else values)
+
+
+CONTAINERS = {
+    "deque": lambda *tensors: collections.deque(tensors, maxlen=4),
+    "OrderedDict": lambda *tensors: collections.OrderedDict(zip("ab", tensors, strict=True)),
+    "defaultdict": lambda *tensors: collections.defaultdict(list, zip("ab", tensors, strict=True)),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers_of_the_standard_library_are_inputs(kind, tmp_path):
+    model, observer, contained = Sums(), exportkit.InputObserver(), CONTAINERS[kind]
+    with observer(model):
+        for rows in (2, 3):
+            model(torch.randn(rows, 4), contained(torch.randn(rows, 4), torch.randn(4)))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "graph.onnx")
+    assert graph.verify().ok
+    args = torch.randn(5, 4), contained(torch.randn(5, 4), torch.randn(4))
+    torch.testing.assert_close(graph(*args), model(*args))

@@ -1,0 +1,306 @@
+"""State that a model keeps on its modules, and arguments that it changes, as arguments and results of its calls.
+
+A graph has no memory, so a state becomes an argument and a result. What it was before each recorded call is found by
+making the calls again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.modules import buffer_table
+from exportkit.calls.call import Call, Signature, number_as_tensor, number_in
+from exportkit.calls.observation import Observation
+from exportkit.errors import UnregisteredClassError
+from exportkit.probing.effects import changed_state
+from exportkit.programs.number_inputs import WithNumbers
+from exportkit.running.compare import outputs_close
+from exportkit.running.eager import replayed, run_eager
+from exportkit.trees import flatten, join
+from exportkit.trees.structure import path_of
+
+STATE = "module_state"
+RESULT = "result"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model keeps a state.
+
+    Attributes:
+        module: Path of the module.
+        attribute: The attribute or buffer.
+        numbers: Paths of the integers in it that calls change.
+    """
+
+    module: str
+    attribute: str
+    numbers: tuple[str, ...]
+
+    def opened(self, state: Any) -> Any:
+        """Returns a state as the model keeps it; it may be written, and the caller keeps what it gave."""
+        tree = flatten(state).map(_copied)
+        given = tree.tensors()
+        return tree.with_leaves({path: number_in(given[path], "size") for path in self.numbers}).build()
+
+    def closed(self, state: Any) -> Any:
+        """Returns a state as it is returned: an integer is the size of a tensor without elements."""
+        tree = flatten(state)
+        leaves = dict(zip(tree.paths, tree.leaves, strict=True))
+        return tree.with_leaves({path: number_as_tensor(leaves[path], "size") for path in self.numbers}).build()
+
+    def at_start(self, state: Any, start: Callable[[Any], Any]) -> Any:
+        """Returns the state before the first call, in which integers are 0."""
+        return (
+            start(flatten(state).with_leaves(dict.fromkeys(self.numbers, 0)).build()) if "" not in self.numbers else 0
+        )
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _nothing(value: Any) -> None:
+    """A state that is None before the first call."""
+
+
+def _filled(value: Any, start: Callable[[torch.Tensor], Any]) -> Any:
+    return flatten(value).map(lambda leaf: start(leaf) if isinstance(leaf, torch.Tensor) else leaf).build()
+
+
+def _emptied(value: Any) -> Any:
+    """A state without elements."""
+    if not isinstance(value, list | dict | deque):
+        return None
+    kept = copy.copy(value)
+    kept.clear()
+    return kept
+
+
+def _without_rows(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """A tensor that has grown along an axis, before it did."""
+    return tensor.new_empty([0 if number == axis else size for number, size in enumerate(tensor.shape)])
+
+
+_zeros = functools.partial(_filled, start=torch.zeros_like)
+_STARTS: tuple[Callable[[Any], Any], ...] = (
+    _nothing,
+    functools.partial(_filled, start=_nothing),
+    _zeros,
+    _emptied,
+    *(functools.partial(_filled, start=functools.partial(_without_rows, axis=axis)) for axis in range(4)),
+)
+
+
+class WithEffects(torch.nn.Module):
+    """A model whose call does nothing but return: what else it does is part of the result.
+
+    It takes the state that it keeps on its modules as ``module_state`` and returns it, and it returns the arguments
+    that it changes in place. Its modules stay as they were. Its own hooks run, as they do if a caller calls the model.
+
+    Args:
+        model: The model.
+        observation: Its calls: which method, and which arguments are given by name.
+        places: Where each state is, by the name that it has in ``module_state``.
+        written: Arguments that the model changes in place and does not return.
+        start: Makes the state before the first call of a state that a call left; integers are 0 before it.
+
+    Attributes:
+        begins_anew: Whether each call is a first call: the state is neither taken nor returned.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        observation: Observation,
+        places: Mapping[str, Place] | None = None,
+        written: Sequence[str] = (),
+        start: Callable[[Any], Any] = _nothing,
+    ) -> None:
+        super().__init__()
+        self.model, self._method, self._places = model, observation.method_name, dict(places or {})
+        self._start, self.begins_anew = start, False
+        self._written, self._signature = tuple(written), observation.signature
+        self._named = observation.always_named
+        self.training = model.training
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the model takes the state that it keeps on its modules, and returns it."""
+        return bool(self._places) and not self.begins_anew
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the result of the model is under ``result``."""
+        return self.stateful or bool(self._written)
+
+    def forward(self, *args: Any, module_state: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+        """Returns the result, the new state, and the arguments that were changed; no state means a first call."""
+        places = self._places
+        holders = {name: self.model.get_submodule(place.module) for name, place in places.items()}
+        before = {name: getattr(holder, places[name].attribute) for name, holder in holders.items()}
+        if module_state is None:
+            state = {name: place.at_start(before[name], self._start) for name, place in places.items()}
+        else:
+            state = {name: places[name].opened(value) for name, value in module_state.items()}
+        model, method, values = self.model, self._method, self._signature.bind(args, kwargs)
+        numbers = model if isinstance(model, WithNumbers) else None
+        if numbers is not None:  # which would be given copies of what the model changes
+            model, method, values = numbers.model, numbers.method, numbers.with_numbers(values)
+        args, kwargs = self._signature.unbind(values, self._named)
+        try:
+            for name, holder in holders.items():
+                setattr(holder, places[name].attribute, state.get(name))
+            target = model if method == "forward" else getattr(model, method)
+            result = target(*args, **kwargs)
+            state = {
+                n: self._places[n].closed(getattr(holder, self._places[n].attribute)) for n, holder in holders.items()
+            }
+        finally:
+            for name, holder in holders.items():
+                setattr(holder, places[name].attribute, before[name])
+        if not self.wraps:
+            return result
+        values = values if numbers is None else numbers.with_tensors(values)
+        written = {name: values[name] for name in self._written if values.get(name) is not None}
+        return {RESULT: result, **({STATE: state} if self.stateful else {}), **written}
+
+
+def with_module_state(
+    model: torch.nn.Module, method: str, observation: Observation, written: Sequence[str] = ()
+) -> tuple[WithEffects, Observation] | None:
+    """Returns the model and its calls with the state that it keeps on its modules, or None if it keeps none.
+
+    A state is an attribute or a buffer of a module that holds tensors, or an integer, and that calls change. The calls
+    are made again, one after the other, to learn what the state was before each. What it was before the first one is
+    not known any more: None, zeros and an empty list or dict are tried, and 0 for integers.
+
+    Args:
+        model: The model, as the recorded calls left it.
+        method: The observed method.
+        observation: The calls.
+        written: Arguments that the model changes in place and does not return.
+    """
+    if not observation.has_values:
+        return None
+    places = _changed_places(model, method, observation)
+    statistics = {name: place for name, place in places.items() if _may_be_statistics(model, place)}
+    if statistics and not _are_read(statistics, model, method, observation):
+        places = {name: place for name, place in places.items() if name not in statistics}
+    if not places:
+        return None
+    extended = replace(observation, signature=_with_parameter(observation.signature), method_name="forward")
+    for start in _STARTS:
+        stateful = WithEffects(model, observation, places, written, start)
+        calls = _all_made_again(stateful, extended, goes_on=start is _zeros)
+        if any(STATE in call.arguments for call in calls):
+            return stateful, replace(extended, calls=tuple(calls))
+        if calls and all(_returns_the_same(model, method, call) for call in observation.calls):
+            return None
+        if calls:
+            stateful.begins_anew = True
+            return stateful, replayed(
+                replace(observation, has_values=False, method_name="forward"), stateful, "forward"
+            )
+    return None
+
+
+def _changed_places(model: torch.nn.Module, method: str, observation: Observation) -> dict[str, Place]:
+    """Where a call changes tensors and integers on modules, by a name for it."""
+    # the model may raise for the first call in the state that the last one left
+    changed = changed_state(model, method, observation.calls[0], observation.calls[-1], or_written=True)
+    places = {}
+    for path, module in model.named_modules() if changed else ():
+        for name, value in {**vars(module), **buffer_table(module)}.items():
+            place = path_of((name,), path)
+            if any(item == place or item.startswith((f"{place}.", f"{place}[")) for item in changed):
+                with contextlib.suppress(UnregisteredClassError):
+                    tree = flatten(value)
+                    numbers = [inner for inner, leaf in tree.constants().items() if type(leaf) is int]
+                    numbers = [inner for inner in numbers if place in changed or join(place, inner) in changed]
+                    if numbers or tree.tensors():
+                        places[f"{path}.{name}".replace(".", "_")] = Place(path, name, tuple(numbers))
+    return places
+
+
+def _may_be_statistics(model: torch.nn.Module, place: Place) -> bool:
+    """Whether a state is a buffer or a number, which models also count and average with."""
+    return place.attribute in buffer_table(model.get_submodule(place.module)) or place.numbers == ("",)
+
+
+def _are_read(places: Mapping[str, Place], model: torch.nn.Module, method: str, observation: Observation) -> bool:
+    """Whether some result is another one if not-a-number is in these places, which masks and empty slots pass on."""
+    other = WithEffects(model, observation, places, start=functools.partial(_filled, start=_unlike))
+    other.begins_anew = True
+    for call in observation.calls:
+        try:
+            outputs = [flatten(run_eager(*target, call)).tensors() for target in ((model, method), (other, "forward"))]
+        except Exception:
+            return True
+        if not outputs_close(*outputs):
+            return True
+    return False
+
+
+def _unlike(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor, math.nan) if tensor.is_floating_point() else tensor + 1
+
+
+def _returns_the_same(model: torch.nn.Module, method: str, call: Call) -> bool:
+    """Whether the model returns what was recorded, in the state that it is in."""
+    try:
+        return outputs_close(call.outputs.tensors(), flatten(run_eager(model, method, call)).tensors())
+    except Exception:
+        return False
+
+
+def _all_made_again(model: WithEffects, observation: Observation, goes_on: bool) -> list[Call]:
+    """The calls with the state that each needs; none if they do not return what was recorded."""
+    calls: list[Call] = []
+    state: Mapping[str, Any] | None = None
+    for call in observation.calls:
+        made = _made_again(model, observation, call, state, goes_on)
+        if made is None:
+            return []
+        calls.append(made[0])
+        state = made[1]
+    return calls
+
+
+def _with_parameter(signature: Signature) -> Signature:
+    last = [name for name in signature.names if name == signature.var_keyword]
+    names = [name for name in signature.names if name not in last]
+    return replace(signature, names=(*names, STATE, *last), defaults={**signature.defaults, STATE: None})
+
+
+def _made_again(
+    model: WithEffects, observation: Observation, call: Call, state: Mapping[str, Any] | None, goes_on: bool
+) -> tuple[Call, Mapping[str, Any]] | None:
+    """The call with the state that it needs (none, or what the call before left), and the state that it leaves.
+
+    If it returns the same with both, it goes on from the call before if that is asked for.
+    """
+    expected = {f"{RESULT}.{path}" if path else RESULT: t for path, t in call.outputs.tensors().items()}
+    for before in ((state, None) if goes_on else (None, state)) if state is not None else (None,):
+        arguments = {n: t for n, t in call.arguments.items() if n in observation.signature.plain()}
+        arguments |= {} if before is None else {STATE: flatten(dict(before))}
+        arguments |= {n: t for n, t in call.arguments.items() if n not in arguments}
+        try:
+            given = replace(call, arguments=arguments, signature=observation.signature)
+            outputs = run_eager(model, "forward", given)
+        except Exception:
+            continue
+        tree = flatten(outputs).map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+        got = tree.tensors()
+        if outputs_close(expected, got):
+            return replace(given, outputs=tree), tree.build()[STATE]
+    return None
