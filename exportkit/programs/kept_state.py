@@ -86,6 +86,11 @@ def _emptied(value: Any) -> Any:
     return kept
 
 
+def _one_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros for a batch of any size, if the model broadcasts them."""
+    return torch.zeros_like(tensor[:1] if tensor.dim() else tensor)
+
+
 def _without_rows(tensor: torch.Tensor, axis: int) -> torch.Tensor:
     """A tensor that has grown along an axis, before it did."""
     return tensor.new_empty([0 if number == axis else size for number, size in enumerate(tensor.shape)])
@@ -97,6 +102,7 @@ _STARTS: tuple[Callable[[Any], Any], ...] = (
     functools.partial(_filled, start=_nothing),
     _zeros,
     _emptied,
+    functools.partial(_filled, start=_one_row),
     *(functools.partial(_filled, start=functools.partial(_without_rows, axis=axis)) for axis in range(4)),
 )
 

@@ -191,6 +191,35 @@ def test_a_model_that_is_reset_before_each_call_begins_anew(tmp_path):
         torch.testing.assert_close(graph(x), model(x).detach())
 
 
+class Recurrent(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Linear(8, 4)
+        self.begin(1)
+
+    def begin(self, rows):
+        self.hidden = torch.zeros(rows, 4)
+
+    def forward(self, x):
+        self.hidden = torch.tanh(self.weight(torch.cat([x, self.hidden + 0 * x], 1)))
+        return self.hidden
+
+
+def test_a_state_of_zeros_has_as_many_rows_as_the_call(tmp_path):
+    model, observer = Recurrent(), exportkit.InputObserver()
+    with observer(model, store_n_calls=4), torch.no_grad():
+        for rows in (2, 3):
+            model.begin(rows)
+            for _ in range(2):
+                model(torch.randn(rows, 4))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    model.begin(5)
+    for _ in range(2):
+        x = torch.randn(5, 4)
+        torch.testing.assert_close(graph(x), model(x).detach())
+
+
 def test_statistics_are_no_state():
     model = torch.nn.BatchNorm1d(4, track_running_stats=True)
     observer = observed(model, (torch.randn(3, 4),), (torch.randn(2, 4),))
