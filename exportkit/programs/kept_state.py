@@ -11,8 +11,9 @@ import copy
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from exportkit.trees.structure import path_of
 
 STATE = "module_state"
 RESULT = "result"
+_FAR = 1000  # added to a state, it changes whatever reads it
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,12 @@ class Place:
         leaves = dict(zip(tree.paths, tree.leaves, strict=True))
         return tree.with_leaves({path: number_as_tensor(leaves[path], "size") for path in self.numbers}).build()
 
-    def at_start(self, state: Any, start: Callable[[Any], Any]) -> Any:
-        """Returns the state before the first call, in which integers are 0."""
-        return (
-            start(flatten(state).with_leaves(dict.fromkeys(self.numbers, 0)).build()) if "" not in self.numbers else 0
-        )
+    def at_start(self, state: Any, start: Callable[[Any], Any], shift: int = 0) -> Any:
+        """Returns the state before the first call, in which integers are 0, and another one if it is shifted."""
+        numbers = dict.fromkeys(self.numbers, shift)
+        value = flatten(state).with_leaves(numbers).build()
+        value = value if self.numbers == ("",) else start(value)
+        return _filled(value, functools.partial(torch.add, other=shift)) if shift else value
 
 
 def _copied(leaf: Any) -> Any:
@@ -91,8 +94,10 @@ def _one_row(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor[:1] if tensor.dim() else tensor)
 
 
-def _without_rows(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """A tensor that has grown along an axis, before it did."""
+def _without_rows(tensor: torch.Tensor, axis: int) -> torch.Tensor | None:
+    """A tensor that has grown along an axis, before it did; None if it has no such axis."""
+    if axis >= tensor.dim():
+        return None
     return tensor.new_empty([0 if number == axis else size for number, size in enumerate(tensor.shape)])
 
 
@@ -119,6 +124,7 @@ class WithEffects(torch.nn.Module):
         places: Where each state is, by the name that it has in ``module_state``.
         written: Arguments that the model changes in place and does not return.
         start: Makes the state before the first call of a state that a call left; integers are 0 before it.
+        shifts: What is added to the tensors and integers of this state, by its name.
 
     Attributes:
         begins_anew: Whether each call is a first call: the state is neither taken nor returned.
@@ -131,10 +137,11 @@ class WithEffects(torch.nn.Module):
         places: Mapping[str, Place] | None = None,
         written: Sequence[str] = (),
         start: Callable[[Any], Any] = _nothing,
+        shifts: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.model, self._method, self._places = model, observation.method_name, dict(places or {})
-        self._start, self.begins_anew = start, False
+        self._start, self._shifts, self.begins_anew = start, shifts, False
         self._written, self._signature = tuple(written), observation.signature
         self._named = observation.always_named
         self.training = model.training
@@ -155,7 +162,10 @@ class WithEffects(torch.nn.Module):
         holders = {name: self.model.get_submodule(place.module) for name, place in places.items()}
         before = {name: getattr(holder, places[name].attribute) for name, holder in holders.items()}
         if module_state is None:
-            state = {name: place.at_start(before[name], self._start) for name, place in places.items()}
+            state = {
+                name: place.at_start(before[name], self._start, self._shifts.get(name, 0))
+                for name, place in places.items()
+            }
         else:
             state = {name: places[name].opened(value) for name, value in module_state.items()}
         model, method, values = self.model, self._method, self._signature.bind(args, kwargs)
@@ -206,18 +216,39 @@ def with_module_state(
         return None
     extended = replace(observation, signature=_with_parameter(observation.signature), method_name="forward")
     for start in _STARTS:
-        stateful = WithEffects(model, observation, places, written, start)
-        calls = _all_made_again(stateful, extended, goes_on=start is _zeros)
+        made = functools.partial(WithEffects, model, observation, places, written, start)
+        made_again = functools.partial(_all_made_again, observation=extended, goes_on=start is _zeros)
+        stateful = made()
+        calls = made_again(stateful)
+        if not calls or not _is_known(places, made, made_again):
+            continue
         if any(STATE in call.arguments for call in calls):
             return stateful, replace(extended, calls=tuple(calls))
-        if calls and all(_returns_the_same(model, method, call) for call in observation.calls):
+        if all(_returns_the_same(model, method, call) for call in observation.calls):
             return None
-        if calls:
-            stateful.begins_anew = True
-            return stateful, replayed(
-                replace(observation, has_values=False, method_name="forward"), stateful, "forward"
-            )
+        stateful.begins_anew = True
+        anew = replace(observation, has_values=False, method_name="forward")
+        return stateful, replayed(anew, stateful, "forward")
     return None
+
+
+def _is_known(
+    names: Collection[str], made: Callable[..., WithEffects], made_again: Callable[[WithEffects], list[Call]]
+) -> bool:
+    """Whether a start that serves the calls is the right one: no other one near it does, or any other one does.
+
+    Args:
+        names: Names of the states.
+        made: Makes the model with something added to its start.
+        made_again: Returns the recorded calls, or none that such a model does not serve.
+    """
+
+    def serves(shifts: Mapping[str, int]) -> bool:
+        return bool(made_again(made(shifts=shifts)))
+
+    if serves(dict.fromkeys(names, _FAR)):
+        return True
+    return not any((serves({name: 1}) or serves({name: -1})) and not serves({name: _FAR}) for name in names)
 
 
 def _changed_places(model: torch.nn.Module, method: str, observation: Observation) -> dict[str, Place]:
