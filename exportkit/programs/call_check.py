@@ -81,6 +81,8 @@ class CallCheck:
         self._groups = [
             (getattr(torch, d, None), sizes, paths, optional) for (d, sizes, optional), paths in groups.items()
         ]
+        self._shown = {item.path: {size.terms[0][0] for size in item.sizes if len(size.terms) == 1} for item in inputs}
+        self._empty: dict[frozenset[str], tuple[str, ...]] = {}
         self._frames = {size for item in inputs if item.of_frames for size in item.sizes if _steps(size)}
         self._frames -= {size for item in inputs if not item.of_frames for size in item.sizes}
         self._limits = [(least, math.inf if most is None else most) for least, most in ranges.values()]
@@ -98,13 +100,14 @@ class CallCheck:
             known: Sizes that the tensors do not show.
         """
         equations: list[tuple[Expression, int]] = []
-        count = 0
+        count, absent = 0, []
         for dtype, sizes, paths, optional in self._groups:
             shape = None
             for path in paths:
                 tensor = given.get(path)
                 if tensor is None:
                     if optional:
+                        absent.append(path)
                         continue
                     raise self._misfit(given)
                 count += 1
@@ -124,10 +127,29 @@ class CallCheck:
         for size, value in equations:
             if size.evaluate(solved) != value and not self._ends_within(size, size.evaluate(solved) - value):
                 raise self._misfit(given)
+        if absent:
+            self._require_empty(frozenset(absent), solved)
         self.require_sizes(solved, {name for size, _ in equations for name, _ in size.terms})
 
     def _ends_within(self, size: Expression, missing: int) -> bool:
         return size in self._frames and abs(missing) < _steps(size)
+
+    def _require_empty(self, absent: frozenset[str], sizes: Mapping[str, int]) -> None:
+        """Raises ArgumentError if sums of sizes count elements of inputs that are left out, such as cached tokens."""
+        if absent not in self._empty:
+            given = set[str]().union(*(names for path, names in self._shown.items() if path not in absent))
+            own = set[str]().union(*(self._shown[path] for path in absent))
+            self._empty[absent] = tuple(sorted(own - given))
+        for name in self._empty[absent]:
+            if sizes[name]:
+                path = next(path for path, names in self._shown.items() if path in absent and name in names)
+                raise ArgumentError(
+                    "The sizes of the inputs count elements of an input that is left out.",
+                    where=path,
+                    expected=f"{name} = 0",
+                    got=f"{name} = {sizes[name]}",
+                    hint="give this input, or inputs that have no elements for it.",
+                )
 
     def require_sizes(self, sizes: Mapping[str, int], shown: Collection[str] | None = None) -> None:
         """Raises ArgumentError if the sizes of the variables are outside of the domain.

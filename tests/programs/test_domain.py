@@ -212,3 +212,16 @@ def test_a_condition_that_is_required_later_leaves_recorded_calls_inside():
         required.require({"x": torch.ones(6, 6, 6)})
     with pytest.raises(ArgumentError, match="does not serve these sizes"):
         required.require({"x": torch.ones(3, 4, 6)})
+
+
+@pytest.mark.parametrize("stored", [Expression.of("past"), Expression((("past", 1),), cap=3)])
+def test_a_mask_counts_no_cached_tokens_without_a_cache(stored):
+    past = DomainInput("past", "float32", (ROWS, stored), True)
+    mask = DomainInput("mask", "float32", (ROWS, Expression.of("past") + COLUMNS))
+    ranges = {"rows": (1, None), "columns": (1, None), "past": (0, None)}
+    check = CallCheck((DOMAIN.inputs[0], past, mask), ranges, (), [SmallSizes({"past": 0})])
+    x = torch.zeros(2, 4, 6)
+    check.require({"x": x, "mask": torch.zeros(2, 4)})
+    check.require({"x": x, "mask": torch.zeros(2, 6), "past": torch.zeros(2, 2)})
+    with pytest.raises(ArgumentError, match=r"where: past\n *expected: past = 0\n *got: past = 5"):
+        check.require({"x": x, "mask": torch.zeros(2, 9)})
