@@ -22,6 +22,14 @@ _ASSERTIONS = (*_CONDITIONS, "_assert_tensor_metadata", "sym_constrain_range", "
 _COUNTED = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_storage_offset.default)
 # Operators of aten with private names.
 FFT_R2C, FFT_C2C, FFT_C2R = torch.ops.aten._fft_r2c, torch.ops.aten._fft_c2c, torch.ops.aten._fft_c2r
+# Resizing to the nearest pixels of sequences, images and volumes, and of images without aliases.
+NEAREST_EXACT = (
+    torch.ops.aten._upsample_nearest_exact1d.vec,
+    torch.ops.aten._upsample_nearest_exact2d.vec,
+    torch.ops.aten._upsample_nearest_exact3d.vec,
+)
+BILINEAR_ANTIALIASED = torch.ops.aten._upsample_bilinear2d_aa.vec
+BICUBIC_ANTIALIASED = torch.ops.aten._upsample_bicubic2d_aa.vec
 ITEM = torch.ops.aten._local_scalar_dense.default  # what item() calls
 IS_ALL_TRUE, IS_ANY_TRUE = torch.ops.aten._is_all_true.default, torch.ops.aten._is_any_true.default
 CONJUGATE = torch.ops.aten._conj_physical

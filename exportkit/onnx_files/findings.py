@@ -90,8 +90,8 @@ _VALUES: tuple[tuple[str, str, _Condition | None], ...] = (
     ),
     (
         "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
-        "with align_corners or given scales, values differ",
-        lambda node: bool(_argument("align_corners", node) or _argument("scales_h", node)),
+        "with align_corners, values differ",
+        lambda node: bool(_argument("align_corners", node)),
     ),
     (
         "avg_pool2d avg_pool3d",

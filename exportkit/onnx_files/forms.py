@@ -18,6 +18,7 @@ from onnxscript.function_libs.torch_lib.ops import core
 from exportkit._torch_compat.graph import FFT_R2C
 from exportkit.onnx_files.integer_forms import INTEGER_FORMS, as_operand, as_value
 from exportkit.onnx_files.reduction_forms import REDUCTION_FORMS, number
+from exportkit.onnx_files.resizing import RESIZING
 from exportkit.onnx_files.selected_matrices import SELECTED_FORMS
 from exportkit.onnx_files.size_forms import SIZE_FORMS
 
@@ -286,6 +287,7 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.repeat_interleave.self_int: _repeat_evenly,
     **INTEGER_FORMS,
     **REDUCTION_FORMS,
+    **RESIZING,
     **SELECTED_FORMS,
     **SIZE_FORMS,
 }

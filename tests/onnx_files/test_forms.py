@@ -267,6 +267,11 @@ CASES = {
     ),
 }
 
+
+def resized(x, size, factors=None, **options):
+    return functional.interpolate(x[None, None], size, factors, **options)
+
+
 # Sizes: the functions of a tensor whose first axis has any size, at several of them.
 SIZES = {
     "mean of nothing": (lambda x: (x.mean(0), x.mean(), x.mean((0, 1), keepdim=True)), (3, 5, 0)),
@@ -286,6 +291,13 @@ SIZES = {
         lambda x: functional.interpolate(x[None, None], (13, 5), mode="nearest-exact"),
         (5, 11),
     ),
+    "pixels below": (lambda x: resized(x, (7, 9)), (21, 49, 91)),
+    "pixels below of a sequence": (lambda x: functional.interpolate(x.T[None], 10), (2, 35, 65)),
+    "pixels below, by a factor": (lambda x: resized(x, None, (1.3, 2)), (2, 90, 170)),
+    "pixels between": (lambda x: resized(x, None, (1.3, 1), mode="bilinear"), (1, 2, 90)),
+    "pixels between, in cubic form": (lambda x: resized(x, None, (0.7, 1), mode="bicubic"), (5, 90)),
+    "elements between": (lambda x: functional.interpolate(x.T[None], scale_factor=1.3, mode="linear"), (2, 90)),
+    "several pixels each": (lambda x: resized(x, None, (0.6, 0.7), mode="bilinear", antialias=True), (10, 90)),
     "halves": (lambda x: (*x.chunk(2), *x.chunk(3)), (10, 12)),
     "parts of a static axis": (lambda x: (*x.split(2, 1), *x.tensor_split(3, 1), *x.chunk(3, 1)), (3, 5)),
 }
