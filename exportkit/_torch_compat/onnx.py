@@ -103,6 +103,21 @@ def limits_with_names() -> list[tuple[Any, dict[str, Any]]]:
     return [(owner, {"compute_constants": named(own)}) for owner, own in zip(owners, originals, strict=True)]
 
 
+def limits_kept() -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the attributes to replace, each with its owner, so that limits after other limits stay.
+
+    onnxscript makes one Clip of two, and of a Relu and a Clip. If the limits do not overlap, the result is another one,
+    and a second pair of them for the same value is not in the graph. Seen in onnxscript 0.7.
+    """
+    try:
+        from onnxscript.rewriter.rules.common import _fuse_relus_clips as fused
+
+        rules = (fused.successive_clip_rule, fused.successive_clip_relu_rule, fused.successive_relu_clip_rule)
+    except (ImportError, AttributeError):
+        return []
+    return [(rule, {"_condition_function": lambda *_args, **_values: False}) for rule in rules]
+
+
 def quick_matches() -> list[tuple[Any, dict[str, Any]]]:
     """Returns the attributes to replace, each with its owner, so that rewriting a graph takes time linear in its size.
 

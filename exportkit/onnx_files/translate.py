@@ -20,7 +20,14 @@ from exportkit._torch_compat.graph import (
     with_graph_module,
     without_guards,
 )
-from exportkit._torch_compat.onnx import exact_no_ops, limits_with_names, quick_matches, quiet_onnx_export, slices_kept
+from exportkit._torch_compat.onnx import (
+    exact_no_ops,
+    limits_kept,
+    limits_with_names,
+    quick_matches,
+    quiet_onnx_export,
+    slices_kept,
+)
 from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
 from exportkit._torch_compat.traced_values import sizes_that_follow
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
@@ -203,7 +210,8 @@ def onnx_program(
         contextlib.ExitStack() as stack,
     ):
         # without these, epsilons, limits and slices may be left out, and large graphs take minutes
-        changed = [*exact_no_ops(), *limits_with_names(), *quick_matches(), *slices_kept(), *sizes_that_follow()]
+        changed = [*exact_no_ops(), *limits_kept(), *limits_with_names(), *quick_matches(), *slices_kept()]
+        changed += sizes_that_follow()
         for owner, attributes in changed:
             stack.enter_context(replaced_attributes(owner, attributes))
         if extra is not None:

@@ -165,6 +165,15 @@ CASES = {
         lambda x: (x.clamp(min=-1.0).clamp(max=2.0), x.clamp(min=0.5).clamp(max=9.0), x.clamp(max=7.0).clamp(min=3.0)),
         FAR,
     ),
+    "limits after limits": (
+        lambda x: (
+            x.clamp(0, 1).clamp(2, 3),
+            x.clamp(-1, 1).clamp(0, 3),
+            x.clamp(-5, -1).relu(),
+            x.relu().clamp(-2, 7),
+        ),
+        FAR,
+    ),
     "values without repeats": (
         lambda x: (
             torch.unique_consecutive(x, dim=-1),
