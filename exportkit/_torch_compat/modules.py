@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,20 @@ def wraps_tensors(tensor: torch.Tensor) -> bool:
 def uncompiled(model: Any) -> Any:
     """Returns the module that ``torch.compile`` compiled, or the model itself. Seen in torch 2.13."""
     return getattr(model, "_orig_mod", model)
+
+
+def forward_of(module: torch.nn.Module) -> Any:
+    """Returns the function ``forward`` of a module's class; None for a scripted module, whose class has none.
+
+    Seen in torch 2.13.
+    """
+    return getattr(type(module), "forward", None)
+
+
+def forward_parameters(module: torch.nn.Module) -> list[str]:
+    """Returns the names of what the ``forward`` of a module takes, ``self`` included; none for a scripted module."""
+    function = forward_of(module)
+    return [] if function is None else [*inspect.signature(function).parameters]
 
 
 def paths_of_modules(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:

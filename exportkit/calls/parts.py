@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from exportkit._torch_compat.modules import forward_of
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.method_wrapper import attach
 from exportkit.calls.observation import Observation
@@ -188,7 +189,7 @@ def _candidates(model: torch.nn.Module, method_name: str) -> Iterator[tuple[torc
         if path.count(".") >= DEPTH:
             continue
         yield from ((module, name) for name in dir(type(module)) if _FEATURES.fullmatch(name) and name != method_name)
-        if path and type(module).forward is not torch.nn.Module.forward:
+        if path and forward_of(module) not in (None, torch.nn.Module.forward):
             yield module, "forward"
 
 

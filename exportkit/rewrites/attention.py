@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from exportkit._torch_compat.modules import causal_mask_detection, has_hooks
+from exportkit._torch_compat.modules import causal_mask_detection, forward_parameters, has_hooks
 from exportkit._torch_compat.traced_values import asserted
 from exportkit._torch_compat.transformers import ATTENTION_STORED, attention_functions
 from exportkit.overrides import Attribute, Item, original_attribute, replaced, replaced_attributes
@@ -257,7 +256,7 @@ def masked_segments(configs: Iterable[Any]) -> _Context:
 
 
 def _is_packed(module: torch.nn.Module) -> bool:
-    return "cu_seqlens" in inspect.signature(type(module).forward).parameters and hasattr(module, "config")
+    return "cu_seqlens" in forward_parameters(module) and hasattr(module, "config")
 
 
 def attend_in_segments(

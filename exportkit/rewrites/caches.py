@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.modules import forward_of
 from exportkit._torch_compat.transformers import REDUCED_MASK, cache_class, causal_mask_shortcut
 from exportkit.overrides import Attribute, namespaces, original_attribute, original_in, replaced, replaced_attributes
 
@@ -197,7 +198,7 @@ def asks_for_first_call(model: torch.nn.Module, arguments: Mapping[str, Any]) ->
     """Returns whether a module asks a cache if this is the first call, and token types and a cache are given."""
     if not _token_types(arguments) or _cache_in(arguments) is None:
         return False
-    codes = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
+    codes = (getattr(inspect.unwrap(forward_of(module)), "__code__", None) for module in model.modules())
     return any(code is not None and _QUESTION in code.co_names for code in codes)
 
 

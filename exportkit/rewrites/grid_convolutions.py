@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from exportkit._torch_compat.modules import forward_parameters
 from exportkit._torch_compat.traced_values import at_least
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit.overrides import Attribute, original_attribute, replaced
@@ -66,7 +66,7 @@ def _convolving(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that get patches and grids, and have convolutions of their own."""
     found = []
     for module in model.modules():
-        names = [*inspect.signature(type(module).forward).parameters][1:3]
+        names = forward_parameters(module)[1:3]
         if names == ["hidden_states", "grid_thw"] and _convolutions(module):
             found.append(module)
     return found

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.modules import forward_parameters
 from exportkit._torch_compat.traced_values import at_least
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit._torch_compat.transformers import VISION_MODULES, interpolation_taps
@@ -39,11 +40,11 @@ def grids_in_graph(model: torch.nn.Module) -> Iterator[None]:
     """Replaces transformers' functions of grids by the functions of the same names below."""
     handles = []
     for module in model.modules():
-        parameters = inspect.signature(type(module).forward).parameters
+        parameters = forward_parameters(module)
         if not {"grid_thw", "target_sizes"}.isdisjoint(parameters):
             handles.append(module.register_forward_pre_hook(_entered, with_kwargs=True))
             handles.append(module.register_forward_hook(_left, always_call=True))
-        if {"lengths", "image_shapes"} <= {*parameters}:
+        if {"lengths", "image_shapes"}.issubset(parameters):
             handles.append(module.register_forward_pre_hook(_with_shapes_of_rows, with_kwargs=True))
     try:
         with replaced(_users(model)):
@@ -112,7 +113,7 @@ def _is_equal(expected: torch.Tensor, found: torch.Tensor) -> bool:
 def _entered(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     """Notes how many patches a module got: rows ``(patches, ...)``, or one sequence ``(1, patches, dim)``."""
     shape = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)).shape
-    is_sequence = "target_sizes" in inspect.signature(type(module).forward).parameters
+    is_sequence = "target_sizes" in forward_parameters(module)
     rows = shape[0] if not is_sequence else shape[1] if len(shape) == 3 else None
     _local.rows = [*getattr(_local, "rows", []), rows]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.modules import forward_parameters
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.transformers import as_encoder_forward
 from exportkit.overrides import Attribute, replaced, replaced_attributes, replaced_functions
@@ -191,7 +192,7 @@ def _encoders(model: torch.nn.Module) -> list[Any]:
         module
         for module in model.modules()
         if all(hasattr(module, name) for name in ENCODER_PARTS)
-        and "image_sizes" in inspect.signature(type(module).forward).parameters
+        and "image_sizes" in forward_parameters(module)
         and hasattr(sys.modules[type(module).__module__], "generate_block_attention_mask")
     ]
 

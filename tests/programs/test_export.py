@@ -471,3 +471,11 @@ def test_a_size_that_a_view_leaves_open_is_written_out_where_it_never_varies():
     program = exportkit.export(model, observe(model, *[((torch.randn(n, n + 3, 8),), {}) for n in (2, 3)])).program
     (view,) = program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
     assert view.args[1][2:] == [2, 4]
+
+
+def test_a_submodule_that_jit_traced_is_exported(tmp_path):
+    torch.manual_seed(0)
+    traced = torch.jit.trace(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.rand(2, 3, 4))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), traced, torch.nn.Linear(4, 2))
+    observer = observe(model, ((torch.rand(2, 5, 4),), {}), ((torch.rand(3, 6, 4),), {}))
+    assert exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify().ok
