@@ -109,6 +109,28 @@ def loops_compiled_afresh() -> tuple[Any, dict[str, Any]]:
     return utils, {"_hop_compile_and_call": compiled}
 
 
+def sizes_in_loops() -> tuple[Any, dict[str, Any]]:
+    """Returns the attribute to replace, with its owner, so that loop bodies may use sizes that their tensors have, too.
+
+    torch notes where the size of an intermediate result can be read, and makes a node of that once it is needed. For a
+    size that the code around the loop reads, it forgets to make the node. Seen in torch 2.13.
+    """
+    from torch._dynamo import output_graph
+
+    tracer = require(output_graph, "SubgraphTracer", "torch 2.13")
+    noted = require(output_graph, "LazyProxy", "torch 2.13")
+    original = require(tracer, "lift_tracked_freevar_to_input", "torch 2.13")
+
+    def lift_tracked_freevar_to_input(self: Any, proxy: Any) -> Any:
+        found = original(self, proxy)
+        if isinstance(found, noted):
+            found = found()
+            self.bound_symbols[proxy.node.meta["example_value"].node.expr] = found
+        return found
+
+    return tracer, {"lift_tracked_freevar_to_input": lift_tracked_freevar_to_input}
+
+
 def with_constants_outside(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program with the constants in the graphs of loop operators as inputs of these operators.
 

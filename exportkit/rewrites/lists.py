@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.graph import decomposition_attributes
-from exportkit._torch_compat.loop_operators import loops_compiled_afresh, recurrent_kernels
+from exportkit._torch_compat.loop_operators import loops_compiled_afresh, recurrent_kernels, sizes_in_loops
 from exportkit._torch_compat.size_arithmetic import decided_extreme, views_as_given
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.tracing import traced_tensor_classes
@@ -150,7 +150,8 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     """
     kernels = {**recurrent_kernels(), aten.max_pool1d.default: _max_pool1d, **KERNELS, **FAKE_QUANTISATION}
     attributes = decomposition_attributes(kernels)
-    attributes += [*REPLACED, *SIZE_FUNCTIONS, *([loops_compiled_afresh(), *flexible_attention()] if tracing else [])]
+    attributes += [*REPLACED, *SIZE_FUNCTIONS]
+    attributes += [loops_compiled_afresh(), sizes_in_loops(), *flexible_attention()] if tracing else []
     attributes.append(views_as_given())
     attributes.append((torch.SymInt, {name: decided_extreme(name) for name in ("__sym_max__", "__sym_min__")}))
     return replaced([(Attribute(owner, name), value) for owner, values in attributes for name, value in values.items()])

@@ -319,6 +319,18 @@ def from_the_second_on(self, x):
     return best
 
 
+def by_sizes_from_around_it(self, x):
+    batch, length, width = x.shape
+    state, total, weight = [x.new_zeros(batch, width) for _ in range(3)]
+    states = []
+    for t in range(length):
+        mixed = state.view(batch, 2, 2).reshape(batch, width)
+        total, weight = total + mixed, weight + x[:, t]
+        state = torch.sigmoid(total + weight)
+        states.append(state)
+    return torch.stack(states, 1), total
+
+
 def with_recurrent_layers(self, x):
     """Decoders call recurrent layers for each token, and some read the values of a tensor as its `data`."""
     state, outputs = x.new_zeros(4, x.shape[0], 2), []
@@ -336,6 +348,7 @@ def with_recurrent_layers(self, x):
     [
         into_everything_that_grows,
         through_layers,
+        by_sizes_from_around_it,
         with_recurrent_layers,
         with_the_first_turn_apart,
         from_the_second_on,
