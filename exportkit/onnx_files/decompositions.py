@@ -46,7 +46,7 @@ from exportkit.onnx_files.exact import (
 from exportkit.onnx_files.ordering import ORDERING, POOLS, is_plain_pool
 from exportkit.onnx_files.refusals import with_checked_indices, with_refusals
 from exportkit.onnx_files.special_functions import SPECIAL_FUNCTIONS
-from exportkit.rewrites.sized_operators import conv2d_in_groups
+from exportkit.rewrites.sized_operators import conv2d_in_groups, slices_of
 from exportkit.running.program import tensor_placeholders
 
 aten = torch.ops.aten
@@ -325,6 +325,11 @@ def _roll(values: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ())
     return values
 
 
+def _split(values: torch.Tensor, size: Any, dim: int = 0) -> Any:
+    """Slices where the size of the parts varies; torch.onnx's form is a list, which its optimiser cannot take."""
+    return slices_of(values, size, dim) if isinstance(size, torch.SymInt) else NotImplemented
+
+
 def _fftshift(values: torch.Tensor, dim: Sequence[int] | None = None) -> torch.Tensor:
     dims = range(values.ndim) if dim is None else dim
     return _roll(values, [values.shape[axis] // 2 for axis in dims], dims)
@@ -371,6 +376,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.true_divide.Tensor: torch.div,
     aten.rsub.Scalar: lambda x, number, alpha=1: number + x * -alpha,  # the number follows from a size
     aten.roll.default: _roll,
+    aten.split.Tensor: _split,
     aten.fft_fftshift.default: _fftshift,
     aten.fft_ifftshift.default: _ifftshift,
     aten.scaled_dot_product_attention.default: _attention,

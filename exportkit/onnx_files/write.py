@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,7 +73,8 @@ def _written(
             return traced, translate(traced, path, opset, runtime), ()
         except ExportError:
             again = after_failed_translation(traced)
-            if again is None:
-                raise
-            program, attempts = again
-            return program, translate(program, path, opset, runtime), attempts
+            if again is not None:
+                program, attempts = again
+                with contextlib.suppress(ExportError):  # the first error is the one to report
+                    return program, translate(program, path, opset, runtime), attempts
+            raise

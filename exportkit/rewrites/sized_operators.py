@@ -95,7 +95,12 @@ def _chunk(values: torch.Tensor, chunks: int, dim: int = 0) -> Any:
     size = (length + chunks - 1) // chunks
     if not _is_symbolic(length):
         return values.split(size, dim) if length else [values] * chunks
-    count = int((length + size - 1) // size)
+    return slices_of(values, size, dim)
+
+
+def slices_of(values: torch.Tensor, size: Any, dim: int) -> list[torch.Tensor]:
+    """Returns the parts of a tensor that have a size, and the rest, as slices."""
+    count = int((values.shape[dim] + size - 1) // size)
     return [aten.slice(values, dim, part * size, (part + 1) * size) for part in range(count)]
 
 

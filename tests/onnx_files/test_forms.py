@@ -308,6 +308,7 @@ SIZES = {
     "elements between": (lambda x: functional.interpolate(x.T[None], scale_factor=1.3, mode="linear"), (2, 90)),
     "several pixels each": (lambda x: resized(x, None, (0.6, 0.7), mode="bilinear", antialias=True), (10, 90)),
     "halves": (lambda x: (*x.chunk(2), *x.chunk(3)), (10, 12)),
+    "parts of half the length": (lambda x: torch.sub(*x.split(x.shape[0] // 2)), (10, 12)),
     "parts of a static axis": (lambda x: (*x.split(2, 1), *x.tensor_split(3, 1), *x.chunk(3, 1)), (3, 5)),
 }
 

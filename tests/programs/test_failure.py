@@ -13,6 +13,7 @@ import exportkit
 from exportkit._torch_compat.graph import trace_module
 from exportkit._torch_compat.tracing import watched_symbols
 from exportkit.errors import ExportError, UnregisteredClassError
+from exportkit.onnx_files import write
 from tests.programs import failing
 
 _PLACE = re.compile(r"(\S*failing\.py):(\d+)\n +(.+)")
@@ -147,6 +148,18 @@ def test_the_root_cause_comes_first_in_under_fifteen_lines(model, calls, text, t
     error = failed(model(), calls, tmp_path)
     assert golden(error) == text
     assert len(str(error).splitlines()) < 15
+
+
+def test_the_first_of_two_failed_translations_is_reported(tmp_path, monkeypatch):
+    failures = iter(["first", "second"])
+
+    def translate(*_):
+        raise ExportError(next(failures))
+
+    monkeypatch.setattr(write, "translate", translate)
+    error = failed(torch.nn.ReLU(), [{"input": call["x"]} for call in LENGTHS], tmp_path)
+    assert str(error).startswith("first")
+    assert not list(failures)
 
 
 def test_all_that_torch_says_is_in_a_file_and_in_the_error(tmp_path):
