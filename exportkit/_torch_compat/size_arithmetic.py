@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -241,6 +242,26 @@ def views_as_given() -> tuple[Any, dict[str, Any]]:
         return original(values, shape, allow_copy)
 
     return references, {"_reshape_view_helper_core_alg": view}
+
+
+def orders_of_products() -> tuple[Any, dict[str, Any]]:
+    """Returns the attribute to replace, with its owner, so that the order of a product with ``einsum`` fixes no sizes.
+
+    For three and more tensors, torch asks the package opt_einsum for the order if it is installed, which computes with
+    sizes as numbers. Here it gets those of the trace: every order has the same result. Seen in torch 2.13.
+    """
+    import torch.backends.opt_einsum as backend
+    from torch.fx.experimental import symbolic_shapes
+
+    owner = require(backend, "m", "torch 2.13")  # the Python module, for which another object stands in
+    package = require(owner, "get_opt_einsum", "torch 2.13")
+    number = require(symbolic_shapes, "optimization_hint", "torch 2.13")
+
+    def contract_path(equation: str, *tensors: torch.Tensor, optimize: Any) -> Any:
+        shapes = [[number(size, fallback=1) for size in tensor.shape] for tensor in tensors]
+        return package().contract_path(equation, *shapes, optimize=optimize, shapes=True)
+
+    return owner, {"get_opt_einsum": lambda: SimpleNamespace(contract_path=contract_path)}
 
 
 def slices_of_any_length() -> tuple[Any, dict[str, Any]]:

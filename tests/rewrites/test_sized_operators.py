@@ -1,6 +1,8 @@
 """Operators that torch gives sizes as numbers, in a graph that serves any size."""
 
 import math
+from decimal import Decimal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,6 +110,26 @@ def test_any_size_is_served(name, tmp_path):
     for length in (4, 6, 12):
         x = torch.randn(4, length)
         torch.testing.assert_close(graph(x), model(x))
+
+
+def test_the_order_of_a_product_fixes_no_sizes(monkeypatch):
+    def contract_path(equation, *operands, optimize, shapes=False):
+        sizes = [operand if shapes else operand.shape for operand in operands]
+        assert optimize == "auto"
+        assert Decimal(math.prod(math.prod(size) for size in sizes)) > 0
+        return [(1, 2), (0, 1)], None
+
+    package = {"_opt_einsum": SimpleNamespace(contract_path=contract_path), "enabled": True, "strategy": "auto"}
+    for name, value in {**package, "is_available": lambda: True}.items():
+        monkeypatch.setattr(torch.backends.opt_einsum.m, name, value)
+    weight = torch.randn(4, 4)
+    model, observer = Computed(lambda x: torch.einsum("bnd,de,bne->bn", x, weight, x)), exportkit.InputObserver()
+    with observer(model):
+        for rows, length in ((2, 5), (3, 7)):
+            model(torch.randn(rows, length, 4))
+    program = exportkit.export(model, observer).program.module(check_guards=False)
+    x = torch.randn(4, 6, 4)
+    torch.testing.assert_close(program(x=x), model(x))
 
 
 class Padded(torch.nn.Module):
