@@ -61,6 +61,7 @@ def symbolic_lengths(
                 replacements.append((Attribute(owner, name), value.__wrapped__))
     replacements += [(Attribute(torch, name), _taking_lists(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     replacements += [(Attribute(torch, name), _constructor(name, dtype)) for name, dtype in _CONSTRUCTORS.items()]
+    replacements += [(Attribute(torch.Tensor, name), _like(name)) for name in ("new", "new_tensor")]
     replacements += [(Attribute(torch, name), _joining(getattr(torch, name))) for name in ("stack", "cat")]
     replacements += [(Attribute(torch.SymInt, name), _repeating(name)) for name in ("__mul__", "__rmul__")]
     owner, attributes = slices_of_any_length()
@@ -102,6 +103,12 @@ class Sizes(SymbolicList):
     """The numbers of a tensor of symbolic length, as ``tolist`` returns them: for a split, or for a tensor again."""
 
     tensor: torch.Tensor
+
+    def __len__(self) -> int:
+        raise TypeError(SYMBOLIC_LENGTH)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(SYMBOLIC_LENGTH)
 
     def whole(self) -> torch.Tensor:
         """Returns the tensor."""
@@ -234,6 +241,17 @@ def _range(*limits: Any) -> Any:
     return builtins.range(*limits)
 
 
+def _over_list(name: str) -> Callable[..., Any]:
+    """``max``, ``min`` or ``sum``, which also takes a list of symbolic length."""
+    original = getattr(builtins, name)
+
+    def reduced(*args: Any, **options: Any) -> Any:
+        is_symbolic = len(args) == 1 and isinstance(args[0], SymbolicList) and not options
+        return getattr(args[0].whole(), name)().item() if is_symbolic else original(*args, **options)
+
+    return reduced
+
+
 def _list(*args: Any) -> Any:
     return args[0] if args and isinstance(args[0], SymbolicList) else builtins.list(*args)
 
@@ -263,6 +281,7 @@ class _Range(metaclass=_StandIn):
 
 
 _SHADOWS = {"len": _length, "int": Int, "float": _Float, "torch_int": Int, "range": _Range, "list": _List}
+_SHADOWS |= {name: _over_list(name) for name in ("max", "min", "sum")}
 
 
 def _taking_lists(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,6 +310,18 @@ def _constructor(name: str, dtype: torch.dtype) -> _StandIn:
         return torch.tensor(args[0], dtype=dtype) if are_values else cls(*args, **options)
 
     return _StandIn(name, (), {"types": (cls,), "made": made})
+
+
+def _like(name: str) -> Callable[..., Any]:
+    """``tensor.new`` or ``tensor.new_tensor``, which also take a list of symbolic length."""
+    original = getattr(torch.Tensor, name)
+
+    def made(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], SymbolicList):
+            return args[0].whole().to(self).to(**options)
+        return original(self, *args, **options)
+
+    return made
 
 
 def _joining(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -88,6 +88,30 @@ def test_numbers_are_those_of_a_list(start, stop, step, first, data):
         assert (begin or 0) - len(first) > len(expected) - len(first) or -(end or 0) > len(expected) - len(first)
 
 
+class Masks(torch.nn.Module):
+    """Makes a mask of padding from a list of lengths, as toolkits for speech recognition do."""
+
+    def forward(self, x, lengths):
+        numbers = lengths.long().tolist()
+        places = torch.arange(0, int(max(numbers)), dtype=torch.int64)
+        hidden = places.unsqueeze(0).expand(len(numbers), int(max(numbers))) >= places.new(numbers).unsqueeze(-1)
+        return hidden, x + x.new_tensor(numbers) * sum(numbers) - min(numbers)
+
+
+def test_the_numbers_of_a_tensor_are_reduced_in_the_graph(tmp_path):
+    model, observer = Masks(), exportkit.InputObserver()
+    with observer(model):
+        for lengths in ([4, 2], [3, 9, 5]):
+            model(torch.randn(len(lengths)), torch.tensor(lengths))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for lengths in ([5], [2, 0, 6, 4], [0, -3, 0]):
+        x = torch.randn(len(lengths))
+        torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)))
+    with pytest.raises(exportkit.ExportkitError):
+        graph(torch.randn(2), torch.tensor([-1, -2]))
+
+
 HELPERS = """
 import torch
 
