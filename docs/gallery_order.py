@@ -6,6 +6,7 @@ _FIRST = (
     "unrecorded_batch",
     "nested_inputs",
     "language_model",
+    "own_cache",
     "encoder_decoder",
     "multimodal",
     "pipeline",
