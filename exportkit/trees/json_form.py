@@ -33,7 +33,7 @@ from exportkit.trees.constants import from_json
 from exportkit.trees.fingerprint import Placeholder, fingerprint
 from exportkit.trees.flatten import flatten
 from exportkit.trees.object_parts import REFS, Part, Skeleton, build_object
-from exportkit.trees.objects import Rest
+from exportkit.trees.objects import Rest, opened_classes
 from exportkit.trees.structure import (
     LENGTH,
     TENSOR,
@@ -328,6 +328,7 @@ class _Reader:
             return self._load_registered(value, data, inside)
         if kind == "instance":
             skeleton = Skeleton(tuple(map(_load_part, value)))
+            opened_classes.add(skeleton.parts[0].cls)
             return self._leaf(build_object(load_value(data["items"], self._tensors or ()), skeleton), inside)
         if kind == "object":
             cls = find_class(value, *CACHE_CLASSES)

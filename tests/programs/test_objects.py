@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 
 import exportkit
 from exportkit.errors import ArgumentError, ExportError, TreeError
+from exportkit.trees.objects import opened_classes
 
 pytestmark = pytest.mark.runtime
 
@@ -309,6 +310,18 @@ def test_a_cache_that_the_model_fills_may_begin_without_tensors(kind, tmp_path):
 
 def numbers_in(cache):
     return [value for value in vars(cache).values() if type(value) is int]
+
+
+def test_a_saved_observation_has_the_cache_as_it_was_before_the_first_call(tmp_path):
+    model, observer, cache = WithOne(), exportkit.InputObserver(), Growing()
+    with observer(model), torch.no_grad():
+        for length in (5, 1):
+            model(torch.randn(2, length, 4), cache)
+    observer.observation.save(tmp_path / "calls", values=True)
+    opened_classes.discard(Growing)  # as in a new process
+    first, second = exportkit.Observation.load(tmp_path / "calls").calls
+    assert first.arguments["cache"].constants() == {"keys": None, "offset": 0}
+    assert second.arguments["cache"].constants() == {"offset": 5}
 
 
 class Counts(torch.nn.Module):
