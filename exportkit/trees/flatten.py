@@ -22,7 +22,7 @@ from exportkit._torch_compat.pytree import Registered as Registration
 from exportkit._torch_compat.pytree import key_name, registered_node
 from exportkit.errors import UnregisteredClassError
 from exportkit.trees.caches import ATOMS, DERIVED, is_cache_class
-from exportkit.trees.objects import OBJECT, Opened, flatten_tensors, open_object, opened_classes
+from exportkit.trees.objects import OBJECT, Opened, changing_classes, flatten_tensors, open_object
 from exportkit.trees.structure import (
     LENGTH,
     TENSOR,
@@ -127,7 +127,7 @@ def node_of_object(cls: type, opened: Opened) -> Registered:
         cls: Its class, whose objects are opened from then on even if they hold no tensors.
         opened: What is in it.
     """
-    opened_classes.add(cls)
+    changing_classes.add(cls)
     flattener = _Flattener(keep_values=True)
     children = flattener.opened(flattener.nested(opened.leaves))
     return Registered(cls, OBJECT, opened.skeleton, opened.paths, children)

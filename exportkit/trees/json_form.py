@@ -33,7 +33,7 @@ from exportkit.trees.constants import from_json
 from exportkit.trees.fingerprint import Placeholder, fingerprint
 from exportkit.trees.flatten import flatten
 from exportkit.trees.object_parts import REFS, Part, Skeleton, build_object
-from exportkit.trees.objects import Rest, opened_classes
+from exportkit.trees.objects import Rest, changing_classes, open_object
 from exportkit.trees.structure import (
     LENGTH,
     TENSOR,
@@ -328,8 +328,10 @@ class _Reader:
             return self._load_registered(value, data, inside)
         if kind == "instance":
             skeleton = Skeleton(tuple(map(_load_part, value)))
-            opened_classes.add(skeleton.parts[0].cls)
-            return self._leaf(build_object(load_value(data["items"], self._tensors or ()), skeleton), inside)
+            built = build_object(load_value(data["items"], self._tensors or ()), skeleton)
+            if open_object(built) is None:  # it holds no tensors
+                changing_classes.add(type(built))
+            return self._leaf(built, inside)
         if kind == "object":
             cls = find_class(value, *CACHE_CLASSES)
             names, values = [name for name, _ in data["state"]], [self.load(item, True) for _, item in data["state"]]

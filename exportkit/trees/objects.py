@@ -55,9 +55,10 @@ class Opened(NamedTuple):
     skeleton: Skeleton
 
 
-# Classes of the objects that were opened because they held tensors; torch's pytree has to know them where it is given
-# such objects. Objects of these classes are opened without tensors too, such as a cache before its first call.
+# Classes of the objects that were opened; torch's pytree has to know them where it is given such objects.
 opened_classes: weakref.WeakSet[type] = weakref.WeakSet()
+# Those of objects that calls changed, such as caches: they are opened without tensors, too.
+changing_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 class _NotFaithful(Exception):
@@ -69,7 +70,7 @@ def open_object(value: Any, may_be_empty: bool = False) -> Opened | None:
 
     Args:
         value: The object.
-        may_be_empty: Open it without tensors too, as is done if an object of its class has held some before.
+        may_be_empty: Open it without tensors too, as is done if a call has changed an object of its class.
     """
     if not can_open(type(value)):
         return None
@@ -91,9 +92,9 @@ def why_closed(value: Any) -> str:
 def _opened(value: Any, may_be_empty: bool = False) -> Opened | None:
     walk = _Walk()
     walk.ref(value, Path())
-    if walk.links:
+    if walk.links or type(value) in changing_classes:
         opened_classes.add(type(value))
-    elif not may_be_empty and type(value) not in opened_classes:
+    elif not may_be_empty:
         return None
     return Opened(walk.leaves, tuple(walk.paths), Skeleton(tuple(walk.parts)))
 
@@ -163,7 +164,7 @@ class _Walk:
         values = [*state.values(), *items]
         refs = [self.ref(item, Path(path + step)) for item, step in zip(values, steps, strict=True)]
         linked = self.links > before[1] or any(other < number for other in self._back[before[2] :])
-        if number and not linked and can_open(cls) and cls not in opened_classes:
+        if number and not linked and can_open(cls) and cls not in changing_classes:
             for name in [name for name, position in self._seen.items() if position >= number]:
                 del self._seen[name]
             del self.parts[number:], self.leaves[before[0] :], self.paths[before[0] :]

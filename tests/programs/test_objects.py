@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import types
 import weakref
 
 import pytest
@@ -11,7 +10,7 @@ from tokenizers import AddedToken
 
 import exportkit
 from exportkit.errors import ArgumentError, ExportError, TreeError
-from exportkit.trees.objects import opened_classes
+from exportkit.trees.objects import changing_classes
 
 pytestmark = pytest.mark.runtime
 
@@ -318,10 +317,15 @@ def test_a_saved_observation_has_the_cache_as_it_was_before_the_first_call(tmp_p
         for length in (5, 1):
             model(torch.randn(2, length, 4), cache)
     observer.observation.save(tmp_path / "calls", values=True)
-    opened_classes.discard(Growing)  # as in a new process
+    changing_classes.discard(Growing)  # as in a new process
     first, second = exportkit.Observation.load(tmp_path / "calls").calls
     assert first.arguments["cache"].constants() == {"keys": None, "offset": 0}
     assert second.arguments["cache"].constants() == {"offset": 5}
+
+
+class Counted:
+    def __init__(self, calls=0):
+        self.calls = calls
 
 
 class Counts(torch.nn.Module):
@@ -331,13 +335,13 @@ class Counts(torch.nn.Module):
 
 
 def test_an_object_without_tensors_may_be_changed_by_the_model(tmp_path):
-    model, observer, counted = Counts(), exportkit.InputObserver(), types.SimpleNamespace(calls=0)
+    model, observer, counted = Counts(), exportkit.InputObserver(), Counted()
     with observer(model):
         for rows in (2, 3, 4):
             model(torch.randn(rows, 4), counted)
     graph = exportkit.export(model, observer).to_onnx(tmp_path / "graph.onnx")
     assert graph.verify().ok
-    counted, x = types.SimpleNamespace(calls=8), torch.randn(5, 4)
+    counted, x = Counted(8), torch.randn(5, 4)
     assert torch.equal(graph(x, counted), x * 9)
     assert counted.calls == 9
 
