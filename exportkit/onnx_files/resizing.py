@@ -50,7 +50,7 @@ def _given_length(sizes: Any, position: int) -> Any:
 
 
 def _nearest(exact: bool) -> Callable[..., Any]:
-    """The form that picks the pixel below, or the exact one: that of the centre."""
+    """The form of nearest-neighbour resizing; ``exact`` compares the centres of pixels, as ``nearest-exact`` does."""
 
     def form(x: Any, sizes: Any = None, factors: Sequence[float] | None = None) -> Any:
         rank = len(x.shape)

@@ -63,7 +63,7 @@ def changed_state(model: torch.nn.Module, method: str, *calls: Call, or_written:
         model: The model.
         method: The method.
         calls: The calls.
-        or_written: Also return tensors that are written with the values that they had.
+        or_written: Also return what is replaced by equal objects, and tensors written with the same values.
     """
     changed: list[str] = []
 

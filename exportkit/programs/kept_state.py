@@ -178,9 +178,7 @@ class WithEffects(torch.nn.Module):
                 setattr(holder, places[name].attribute, state.get(name))
             target = model if method == "forward" else getattr(model, method)
             result = target(*args, **kwargs)
-            state = {
-                n: self._places[n].closed(getattr(holder, self._places[n].attribute)) for n, holder in holders.items()
-            }
+            state = {name: place.closed(getattr(holders[name], place.attribute)) for name, place in places.items()}
         finally:
             for name, holder in holders.items():
                 setattr(holder, places[name].attribute, before[name])
@@ -257,7 +255,7 @@ def _changed_places(model: torch.nn.Module, method: str, observation: Observatio
     changed = changed_state(model, method, observation.calls[0], observation.calls[-1], or_written=True)
     places = {}
     for path, module in model.named_modules() if changed else ():
-        for name, value in {**vars(module), **buffer_table(module)}.items():
+        for name, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
             place = path_of((name,), path)
             if any(item == place or item.startswith((f"{place}.", f"{place}[")) for item in changed):
                 with contextlib.suppress(UnregisteredClassError):
@@ -336,7 +334,7 @@ def _made_again(
             outputs = run_eager(model, "forward", given)
         except Exception:
             continue
-        tree = flatten(outputs).map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+        tree = flatten(outputs).map(_copied)
         got = tree.tensors()
         if outputs_close(expected, got):
             return replace(given, outputs=tree), tree.build()[STATE]

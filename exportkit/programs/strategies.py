@@ -343,7 +343,7 @@ class Search:
                 with stage("arguments", self._seconds):
                     example, _ = chosen_example(self.model, self.method, plan, self.required, between=True)
                 if example.sizes == self._example.sizes:
-                    raise ExportError("There are no such sizes.")
+                    raise ExportError("The model was already traced at these sizes.")
             if strategy.decides:
                 with stage("arguments", self._seconds):
                     found_rules = rules_for_decisions(self.model, self.method, plan.observation.calls)
@@ -379,6 +379,8 @@ class Search:
         is_refused = error.__cause__ is None  # it could be traced, and serves less than the plan
         if enlarges:  # the model may have no more positions, which says nothing about its trace
             self._enlarged |= is_refused and self.size_fixed
+            return
+        if strategy.between:  # the model may raise for such sizes
             return
         is_plainer = bool(strategy.drops and not strategy.adds)  # less of it is a guess
         is_other = strategy.decides and not is_data_dependent(error.__cause__)

@@ -76,13 +76,16 @@ class ModuleState:
         """Returns the paths of what was replaced, added or written since, with other values.
 
         Args:
-            or_written: Also return tensors that were written with the values that they had.
+            or_written: Also return what was replaced by equal objects, and tensors written with the same values.
         """
         found: dict[str, None] = {}
         for path, table, entries in self._tables:
             before = dict(_entries(entries))
             for key, value in _entries(table):
-                if key not in _OF_MODULES and not (key in before and same_value(value, before[key])):
+                is_kept = key in before and same_value(value, before[key])
+                if or_written and type(value) not in ATOMS:
+                    is_kept = is_kept and value is before[key]
+                if key not in _OF_MODULES and not is_kept:
                     found[path_of((key,), path) if isinstance(table, dict) else path] = None
         for path, tensor, values, version in self._tensors:
             is_written = or_written and version_of(tensor) != version

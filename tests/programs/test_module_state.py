@@ -145,6 +145,19 @@ class InBuffers(torch.nn.Module):
         return (x @ self.cache.mT).masked_fill(~mask, -1e9).softmax(-1) @ self.cache
 
 
+class SetOnce(torch.nn.Module):
+    """Keeps what its first call computes, which the same call would replace by an equal tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = None
+
+    def forward(self, x, start=None):
+        if start is not None:
+            self.shift = start.sum(1, keepdim=True)
+        return x + self.shift
+
+
 def tokens(rows, length):
     return torch.randn(rows, length, 4)
 
@@ -153,6 +166,7 @@ STATES = {
     "an integer": (Positions, [(tokens(2, 5),), (tokens(2, 1),), (tokens(2, 1),)]),
     "an object": (InAnObject, [(tokens(2, 5),), (tokens(2, 1),), (tokens(2, 2),)]),
     "a list": (InAList, [(tokens(2, 5),), (tokens(2, 1),), (tokens(2, 2),)]),
+    "set once": (SetOnce, [(tokens(2, 5), tokens(2, 5)), (tokens(2, 1),), (tokens(2, 2),)]),
     "in place": (InPlace, [(tokens(2, 5), 0), (tokens(2, 1), 5), (tokens(2, 2), 6)]),
     "prompts alone": (InPlace, [(tokens(2, 5), 0), (tokens(3, 4), 0)]),
     "buffers": (InBuffers, [(tokens(2, n), torch.arange(p, p + n)) for p, n in ((0, 5), (5, 1), (6, 2))]),
