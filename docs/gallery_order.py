@@ -7,6 +7,7 @@ _FIRST = (
     "nested_inputs",
     "language_model",
     "own_cache",
+    "module_state",
     "encoder_decoder",
     "multimodal",
     "pipeline",

@@ -21,6 +21,7 @@ from exportkit._torch_compat.graph import (
     arguments_of,
     copied_module,
     graphs_in,
+    schema_of,
     with_graph_module,
 )
 
@@ -347,10 +348,11 @@ def _is_complex(value: Any) -> bool:
 
 def _move_pairs(node: torch.fx.Node) -> None:
     """Lets the operator take and return pairs, which are made before it and made complex again after it."""
-    given = arguments_of(node)
+    named = {argument.name for argument in schema_of(node.target).arguments if argument.kwarg_only}
     with node.graph.inserting_before(node):
-        node.args = ()
-        node.kwargs = {name: _for_pairs(name, value, node) for name, value in given.items()}
+        given = {name: _for_pairs(name, value, node) for name, value in arguments_of(node).items()}
+    node.args = tuple(value for name, value in given.items() if name not in named)
+    node.kwargs = {name: value for name, value in given.items() if name in named}
     members = [user for user in node.users if user.target is operator.getitem]
     for result in members or [node]:
         with node.graph.inserting_after(result):

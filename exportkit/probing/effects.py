@@ -6,15 +6,17 @@ place of the model writes them back into what the caller gave.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, Written
+from exportkit.overrides import Attribute, replaced
 from exportkit.running.compare import same_value
 from exportkit.running.eager import Around, run_eager, sampled_answer
 from exportkit.running.module_state import ModuleState
@@ -63,17 +65,34 @@ def changed_state(model: torch.nn.Module, method: str, *calls: Call, or_written:
         model: The model.
         method: The method.
         calls: The calls.
-        or_written: Also return what is replaced by equal objects, and tensors written with the same values.
+        or_written: Also return what is replaced by equal objects, and tensors and numbers written with the same values.
     """
-    changed: list[str] = []
+    changed: dict[str, None] = {}
 
     def noted(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
         state = ModuleState(model)
-        run(values)
-        changed.extend(state.changed(or_written))
+        with _numbers_set(model) as numbers:
+            run(values)
+        changed.update(dict.fromkeys([*state.changed(or_written), *(numbers if or_written else ())]))
 
     any(_runs(model, method, call, noted) for call in calls)
-    return changed
+    return list(changed)
+
+
+@contextlib.contextmanager
+def _numbers_set(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Gives a list of the paths of attributes of modules that code sets to integers in the block."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    slot, found = Attribute(torch.nn.Module, "__setattr__"), list[str]()
+    original = slot.read()
+
+    def noting(module: torch.nn.Module, name: str, value: Any) -> None:
+        original(module, name, value)
+        if type(value) is int and id(module) in paths:
+            found.append(path_of((name,), paths[id(module)]))
+
+    with replaced([(slot, noting)]):
+        yield found
 
 
 def _runs(model: torch.nn.Module, method: str, call: Call, noted: Around) -> bool:

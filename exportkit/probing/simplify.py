@@ -18,6 +18,7 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, SeenShapes
 from exportkit.probing.model_probe import ModelProbe
+from exportkit.probing.size_reads import tensors_read
 from exportkit.running.eager import replayed
 from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import Tree, is_cache_class, join, with_list
@@ -59,7 +60,9 @@ def simplify_calls(observation: Observation, model: torch.nn.Module, method: str
         return Simplified(observation)
     passed = _passed_through(observation, names)
     probe = ModelProbe(model, method, _without_outputs(observation, passed))
-    unused = [path for path in _nested(observation, names) if _is_unread(probe, path)]
+    nested = _nested(observation, names)
+    read = tensors_read(model, method, probe.observation.calls) if nested else set[str]()
+    unused = [path for path in nested if path not in read and _is_unread(probe, path)]
     probe = ModelProbe(model, method, _without(probe.observation, unused))
     joined = [path for path in _joinable(probe.observation, names) if _is_read_as_one(probe, path)]
     if not unused and not joined:

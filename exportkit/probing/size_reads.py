@@ -1,4 +1,4 @@
-"""Which sizes Python code reads from tensors in a run, how it compares them, and which code runs.
+"""What Python code reads from tensors in a run: which of them, which sizes, how it compares these, and which code runs.
 
 Two runs of a model with the same operators may still decide by sizes in different ways: ``flag and x.shape[1] > 1000``
 asks only if there is a flag, and runs with short inputs do not show it. Comparisons of sizes show how they come out at
@@ -8,17 +8,23 @@ code makes text of a size, such as a key of a cache, so that is noted, too.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from exportkit._torch_compat.pytree import tree_leaves
+from exportkit.calls.call import Call
+from exportkit.running.eager import run_eager
+from exportkit.trees import flatten, join
 
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"  # what exportkit compares on its way to the model is left out
 _NOT_THE_MODELS = (_OWN, f"{Path(torch.__file__).parent}{os.sep}")
@@ -75,6 +81,51 @@ class Code(NamedTuple):
                 for number in value if isinstance(value, tuple | frozenset) else (value,):
                     if type(number) is int:
                         yield number
+
+
+class Reads(TorchFunctionMode):
+    """Notes the names of the methods and attributes of tensors that Python code reads, and the identities of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.tensors: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.tensors.update(map(id, tree_leaves((args, kwargs))))
+        name = getattr(func, "__name__", "")
+        self.found.add(getattr(func.__self__, "__name__", "") if name == "__get__" else name)  # of a property
+        return func(*args, **(kwargs or {}))
+
+
+def tensors_read(
+    model: torch.nn.Module,
+    method: str,
+    calls: Iterable[Call],
+    others: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> set[str]:
+    """Returns the paths of the tensors that code calculates with in some call, or whose shape it reads.
+
+    Args:
+        model: The model.
+        method: The method.
+        calls: The calls; the model may raise for some of them.
+        others: Other tensors than the arguments, by path, such as those on modules.
+    """
+    found: set[str] = set()
+
+    def around(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> Any:
+        trees = {name: flatten(value) for name, value in values.items()}
+        tensors = {join(name, path): tensor for name, tree in trees.items() for path, tensor in tree.tensors().items()}
+        with Reads() as reads:
+            result = run(values)
+        found.update(path for path, tensor in {**tensors, **others}.items() if id(tensor) in reads.tensors)
+        return result
+
+    for call in calls:
+        with contextlib.suppress(Exception):
+            run_eager(model, method, call, around)
+    return found
 
 
 class SizeReads(TorchFunctionMode):

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError
 from exportkit.overrides import Attribute, replaced
 from exportkit.plan.leaves import Finding
 from exportkit.probing.missing import beyond_rounding
+from exportkit.probing.size_reads import Reads
 from exportkit.running.eager import detached, kernels_of, run_eager
 from exportkit.trees import Tree, fingerprint, flatten, is_cache_class
 from exportkit.trees.fingerprint import class_name
@@ -158,7 +158,7 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
         method: The method.
         call: The call; the model is run with arguments that are alike.
     """
-    reads = _Reads()
+    reads = Reads()
 
     def run(change: Change, gradients: bool | None = None) -> Tree:
         def around(values: Values, made: Callable[[Mapping[str, Any]], Any]) -> Any:
@@ -237,19 +237,6 @@ def attributes_read(model: torch.nn.Module, method: str, calls: Iterable[Call]) 
             with contextlib.suppress(Exception):
                 run_eager(model, method, call)
     return {class_name(cls): tuple(sorted(names)) for cls, names in noted.items() if names.isdisjoint(_WHOLE)}
-
-
-class _Reads(TorchFunctionMode):
-    """Notes the names of the methods and attributes of tensors that Python code reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        self.found.add(getattr(func.__self__, "__name__", "") if name == "__get__" else name)  # of a property
-        return func(*args, **(kwargs or {}))
 
 
 class _Twins:

@@ -2,12 +2,14 @@
 
 A graph takes all inputs, so defaults stand for those that a call leaves out. Whether the defaults are right depends on
 which inputs are left out together, on the other values and on the sizes: one recorded call shows little of that. So
-each combination is tried at the sizes of the trace, which no recorded call has, with recorded values and with values of
-all magnitudes. If the model compares sizes only where inputs are left out, it is tried on the other side, too.
+each combination is tried at the sizes of the trace and at others that no recorded call has, with recorded values and
+with values of all magnitudes. If the model compares sizes only where inputs are left out, it is tried on the other
+side, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator
@@ -15,6 +17,7 @@ from dataclasses import replace
 
 from exportkit.calls.call import Call
 from exportkit.errors import ExportkitError
+from exportkit.plan.sizes import unseen_sizes
 from exportkit.probing.missing import (
     Absences,
     absent_patterns,
@@ -99,6 +102,9 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
     except ExportkitError:
         return
     yield from _compared(traced, call)
+    for item in unseen_sizes(traced.plan, traced.sizes)[:1]:  # a trace may have recorded sizes
+        with contextlib.suppress(ExportkitError):
+            yield from _compared(traced, call_without(traced.plan, traced.observation, item.sizes, pattern))
 
     def reads(made: Callable[[], Call]) -> SizeReads | None:
         return size_reads(lambda: run_eager(traced.model, traced.method, made()))

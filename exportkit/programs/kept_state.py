@@ -23,6 +23,7 @@ from exportkit.calls.call import Call, Signature, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import UnregisteredClassError
 from exportkit.probing.effects import changed_state
+from exportkit.probing.size_reads import tensors_read
 from exportkit.programs.number_inputs import WithNumbers
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
@@ -208,8 +209,9 @@ def with_module_state(
         return None
     places = _changed_places(model, method, observation)
     statistics = {name: place for name, place in places.items() if _may_be_statistics(model, place)}
-    if statistics and not _are_read(statistics, model, method, observation):
-        places = {name: place for name, place in places.items() if name not in statistics}
+    for found in (statistics, {name: place for name, place in places.items() if name not in statistics}):
+        if found and not _are_read(found, model, method, observation):
+            places = {name: place for name, place in places.items() if name not in found}
     if not places:
         return None
     extended = replace(observation, signature=_with_parameter(observation.signature), method_name="forward")
@@ -220,9 +222,13 @@ def with_module_state(
         calls = made_again(stateful)
         if not calls or not _is_known(places, made, made_again):
             continue
+        if not any(STATE in call.arguments for call in calls):
+            going_on = _all_made_again(stateful, extended, goes_on=True)
+            if all(STATE in call.arguments for call in going_on[1:]):  # nothing shows that the model was reset
+                calls = going_on
         if any(STATE in call.arguments for call in calls):
             return stateful, replace(extended, calls=tuple(calls))
-        if all(_returns_the_same(model, method, call) for call in observation.calls):
+        if len(calls) == 1 or all(_returns_the_same(model, method, call) for call in observation.calls):
             return None
         stateful.begins_anew = True
         anew = replace(observation, has_values=False, method_name="forward")
@@ -273,16 +279,29 @@ def _may_be_statistics(model: torch.nn.Module, place: Place) -> bool:
 
 
 def _are_read(places: Mapping[str, Place], model: torch.nn.Module, method: str, observation: Observation) -> bool:
-    """Whether some result is another one if not-a-number is in these places, which masks and empty slots pass on."""
-    other = WithEffects(model, observation, places, start=functools.partial(_filled, start=_unlike))
-    other.begins_anew = True
-    for call in observation.calls:
-        try:
-            outputs = [flatten(run_eager(*target, call)).tensors() for target in ((model, method), (other, "forward"))]
-        except Exception:
+    """Whether what is in these places makes a difference.
+
+    Statistics are read if some result is another one with not-a-number in their places, which masks and empty slots
+    pass on. Anything else is also read if code gets its tensors, whose shape may decide, or misses what is not there.
+    """
+    starts: list[Callable[[Any], Any]] = [functools.partial(_filled, start=_unlike)]
+    if not all(_may_be_statistics(model, place) for place in places.values()):
+        starts.append(functools.partial(_filled, start=_nothing))
+        starts.append(lambda value: value if (kept := _emptied(value)) is None else kept)
+        held = {name: getattr(model.get_submodule(p.module), p.attribute) for name, p in places.items()}
+        tensors = flatten({STATE: held}).tensors()
+        if not tensors_read(model, method, observation.calls, tensors).isdisjoint(tensors):
             return True
-        if not outputs_close(*outputs):
-            return True
+    for start in starts:
+        other = WithEffects(model, observation, places, start=start)
+        other.begins_anew = True
+        for call in observation.calls:
+            try:
+                runs = [run_eager(*target, call) for target in ((model, method), (other, "forward"))]
+            except Exception:
+                return True
+            if not outputs_close(*(flatten(outputs).tensors() for outputs in runs)):
+                return True
     return False
 
 

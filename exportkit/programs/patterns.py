@@ -170,9 +170,16 @@ class ProgramProbe:
         return self._read[key]
 
     def difference_in(self, call: Call) -> str:
-        """Returns how the program departs from what a recorded call returned: an empty string if it does not."""
-        traced = self._traced
-        return self._outcome(completed_call(traced.plan, traced.observation, call, traced.defaults.values))
+        """Returns how the program departs from what a recorded call returned: an empty string if it does not.
+
+        If the call leaves out inputs, the model may have taken a branch that it does not take if they are given, so a
+        call of these sizes that gives all of them is compared as well.
+        """
+        traced, given = self._traced, call.tensors()
+        found = self._outcome(completed_call(traced.plan, traced.observation, call, traced.defaults.values))
+        if not found and any(leaf.path not in given for leaf in traced.plan.leaves):
+            found = self.difference(solve_sizes(traced.plan, call.shapes())) or ""
+        return found
 
     def _outcome(self, call: Call, returned: Tensors | None = None) -> str:
         joined, mask, run = self._traced.joined_outputs, find_mask(call.tensors()), self._eager

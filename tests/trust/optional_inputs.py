@@ -239,3 +239,39 @@ def negated_if_single_and_alone(self, x, y=None):
     if y is None and x.shape[1] == 1:
         return -x
     return x if y is None else x + y
+
+
+@case(
+    [call(x(2, 5)), call(x(3, 5), x(2, 5))],
+    serves=[call(x(4, 5)), call(x(4, 5), x(2, 5))],
+    truth=[call(x(2, 5), x(2, 5)), call(x(4, 5), x(4, 5)), call(x(3, 5), x(4, 5))],
+)
+def added_if_of_one_shape(self, x, y=None):
+    return x if y is None or y.shape != x.shape else x + y
+
+
+@case(
+    [call(x(2, 5)), call(x(3, 7), x(2, 5))],
+    serves=[call(x(4, 9)), call(x(4, 9), x(2, 5))],
+    truth=[call(x(2, 5), x(2, 5)), call(x(2, 9), x(2, 5)), call(x(4, 9), x(4, 9))],
+)
+def added_if_of_the_shape_of_another_call(self, x, y=None):
+    return x if y is None or y.shape != x.shape else x + y
+
+
+@case(
+    [call(x(2, 5)), call(x(3, 7), {"y": x(2, 6)}), call(x(4, 6), {"y": x(3, 5)})],
+    serves=[call(x(4, 9))],
+    truth=[call(x(2, 5), {"y": x(2, 5)}), call(x(4, 9), {"y": x(4, 9)}), call(x(4, 9), {"y": x(4, 8)})],
+)
+def added_if_of_one_shape_in_a_dict(self, x, more=None):
+    return x if more is None or more["y"].shape != x.shape else x + more["y"]
+
+
+@case(
+    [call(x(2, 6, 4)), call(x(2, 1, 4), x(2, 1)), call(x(3, 1, 4), x(3, 1))],
+    serves=[call(x(4, 6, 4)), call(x(4, 1, 4), x(4, 1))],
+    truth=[call(x(4, 9, 4)), call(x(4, 2, 4)), call(x(4, 9, 4), x(4, 1))],
+)
+def times_its_length_if_alone(self, x, y=None):
+    return x * (x.size(1) if y is None else 6)

@@ -352,3 +352,19 @@ def asserts_something_about_a_value(self, x, lengths):
     longest = lengths.max().item()
     torch._check(longest <= x.shape[1])
     return x * longest
+
+
+@case(
+    [call(x(2, 6, 4)), call(x(2, 1, 4), x(2, 1)), call(x(3, 1, 4), x(3, 1))],
+    truth=[call(x(4, 9, 4)), call(x(4, 1, 4), x(4, 1))],
+    may_refuse=True,
+)
+class KeepsTheLengthOfThePrompt(nn.Module):
+    """One prompt is recorded, so that a second run of it sets the same length."""
+
+    length = 0
+
+    def forward(self, x, previous=None):
+        if previous is None:
+            self.length = x.shape[1]
+        return x * self.length
