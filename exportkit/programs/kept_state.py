@@ -197,7 +197,8 @@ def with_module_state(
 
     A state is an attribute or a buffer of a module that holds tensors, or an integer, and that calls change. The calls
     are made again, one after the other, to learn what the state was before each. What it was before the first one is
-    not known any more: None, zeros and an empty list or dict are tried, and 0 for integers.
+    not known any more: None, zeros and an empty list or dict are tried, and 0 for integers. If the calls are the same
+    whether the model goes on or begins anew, it goes on.
 
     Args:
         model: The model, as the recorded calls left it.
@@ -223,12 +224,14 @@ def with_module_state(
         if not calls or not _is_known(places, made, made_again):
             continue
         if not any(STATE in call.arguments for call in calls):
+            if all(_returns_the_same(model, method, call) for call in observation.calls):
+                return None
             going_on = _all_made_again(stateful, extended, goes_on=True)
             if all(STATE in call.arguments for call in going_on[1:]):  # nothing shows that the model was reset
                 calls = going_on
         if any(STATE in call.arguments for call in calls):
             return stateful, replace(extended, calls=tuple(calls))
-        if len(calls) == 1 or all(_returns_the_same(model, method, call) for call in observation.calls):
+        if len(calls) == 1:
             return None
         stateful.begins_anew = True
         anew = replace(observation, has_values=False, method_name="forward")
