@@ -13,6 +13,7 @@ import torch
 
 from exportkit.api.exported import Exported
 from exportkit.api.observer import InputObserver
+from exportkit.arguments.table import varying_numbers
 from exportkit.calls.application import module_at, require_distinct
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Part
@@ -21,7 +22,7 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.planning import BoundPlan, plan_calls
 from exportkit.programs.exported import ExportedModel, export_calls
 from exportkit.programs.failure import explained
-from exportkit.programs.number_inputs import Uses, as_sizes, varying_numbers
+from exportkit.programs.number_inputs import Uses, as_sizes
 from exportkit.programs.strategies import export_program
 from exportkit.programs.subject import exported_form
 from exportkit.programs.weights import with_weights

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from exportkit._torch_compat.pytree import registered_node
-from exportkit.calls.call import Call
-from exportkit.calls.observation import Observation
+from exportkit.calls.call import Call, NumberKind
+from exportkit.calls.observation import Observation, SeenShapes
 from exportkit.plan.leaves import CallTable, Constant, Leaf
-from exportkit.trees import Growth, Tree, check_unchanged, fingerprint, flatten, join, joined, opens_in_order
+from exportkit.trees import (
+    Growth,
+    Tree,
+    check_unchanged,
+    fingerprint,
+    first_name,
+    flatten,
+    is_cache_class,
+    join,
+    joined,
+    opens_in_order,
+)
 
 _MOST_FURTHER_CALLS = 100  # with shapes that no stored call had; more of them would tell nothing new
 
@@ -97,6 +108,37 @@ def constants_of(observation: Observation) -> tuple[Constant, ...]:
         for path, value in tree.constants().items():
             found.append(Constant(join(name, path), name, value, fingerprint(value)))
     return tuple(found)
+
+
+def varying_numbers(observation: Observation) -> dict[str, NumberKind]:
+    """Returns the Python numbers among the arguments that are of one type in all calls, and vary, by path.
+
+    Calls in which the whole object is absent say nothing about a number in it.
+    """
+    calls = [dict(numbers_of(call)) for call in observation.calls]
+    found: dict[str, NumberKind] = {}
+    for path in dict.fromkeys(path for numbers in calls for path in numbers):
+        name = first_name(path)
+        told = [n for n, call in zip(calls, observation.calls, strict=True) if name == path or call.has(name)]
+        values = [numbers.get(path) for numbers in told]
+        values += [numbers[path] for numbers in map(further_numbers, observation.further) if path in numbers]
+        if len({type(value) for value in values}) == 1 and len(set(map(repr, values))) > 1:
+            found[path] = "int" if type(values[0]) is int else "float"
+    return found
+
+
+def numbers_of(call: Call) -> Iterator[tuple[str, float]]:
+    """Yields the Python numbers of a call by path, those in defaults of arguments that it leaves out included."""
+    defaults = {name: flatten(call.signature.defaults[name]) for name in call.signature.defaults}
+    for name, tree in {**defaults, **call.arguments}.items():
+        for path, value in tree.constants().items() if not is_cache_class(tree.cls) else ():
+            if type(value) in (int, float):
+                yield join(name, path), value
+
+
+def further_numbers(seen: SeenShapes) -> dict[str, float]:
+    """Returns the Python numbers of calls that are not stored, by path."""
+    return {path: v for path, v in seen.constants.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
 def structure_of(observation: Observation) -> dict[str, Any]:

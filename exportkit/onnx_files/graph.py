@@ -19,14 +19,14 @@ from exportkit.plan.conditions import evaluate
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.cached_tokens import check_counted, hidden_past
 from exportkit.probing.missing import fill_missing
-from exportkit.probing.simplify import as_simplified, first_step, value_at, with_split_lists
+from exportkit.probing.simplify import as_simplified, value_at, with_split_lists
 from exportkit.programs.program import TracedProgram
 from exportkit.running.bounds import HALF
 from exportkit.running.eager import EagerRunner
 from exportkit.running.placement import Placement
 from exportkit.running.program import tensor_placeholders
 from exportkit.running.session import GraphSession, Session, SessionRunner
-from exportkit.trees import check_opened, flatten, join, joined, set_stored_length
+from exportkit.trees import check_opened, first_name, flatten, join, joined, set_stored_length
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -214,8 +214,8 @@ class OnnxGraph:
         sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in complete.items()})
         numbers = {path: evaluate(text, sizes) for path, text in contract.domain.returned.items()}
         outputs = self.structured({**returned, **self._numbers(returned, numbers)})
-        held = {first_step(path) for path, tensor in returned.items() if tensor is not None}
-        absent = {first_step(path) for path, tensor in returned.items() if tensor is None} - held
+        held = {first_name(path) for path, tensor in returned.items() if tensor is not None}
+        absent = {first_name(path) for path, tensor in returned.items() if tensor is None} - held
         if plan.passed_through and isinstance(outputs, MutableMapping):  # as they were given, or as a part made them
             known = {*contract.signature.plain()}
             arguments = contract.signature.bind(args, {k: v for k, v in kwargs.items() if k in known})
@@ -247,7 +247,7 @@ class OnnxGraph:
         values, given, known = self._unpacked(args, kwargs, made)
         self._require_tensors(values, given)
         self.contract.domain.require(given.tensors, known)
-        self.contract.domain.values.require(values, {first_step(path) for path in made or ()})
+        self.contract.domain.values.require(values, {first_name(path) for path in made or ()})
         return given
 
     def _require_tensors(self, values: Mapping[str, Any], given: Given) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from exportkit.arguments.build import padded
-from exportkit.arguments.table import call_table, constants_of, structure_of
+from exportkit.arguments.table import call_table, constants_of, structure_of, varying_numbers
 from exportkit.calls.observation import Observation
 from exportkit.plan.infer import infer_plan, name_variables
 from exportkit.plan.leaves import Finding
@@ -195,6 +195,9 @@ def findings_of_inputs(plan: Plan, observation: Observation) -> list[Finding]:
     for path, kind in observation.signature.numbers.items():
         form = "the last size of a tensor without elements" if kind == "size" else "a tensor without axes"
         found.append(Finding("number", path, f"{path} varies: the program takes this Python number as {form}."))
+    for path in varying_numbers(observation):
+        text = f"{path} has several values; export(model, observer) makes it an input, where a graph can follow it."
+        found.append(Finding("several values", path, text))
     for path in plan.joined:
         text = f"{path} is one input: its tensors, as many as are given, one after the other."
         found.append(Finding("joined", path, text))

@@ -21,7 +21,7 @@ from exportkit.probing.model_probe import ModelProbe
 from exportkit.probing.size_reads import tensors_read
 from exportkit.running.eager import replayed
 from exportkit.running.runner import compare_calls, recorded
-from exportkit.trees import Tree, is_cache_class, join, with_list
+from exportkit.trees import Tree, first_name, is_cache_class, join, with_list
 
 _MEMBER = re.compile(r"^(?P<list>.+)\[(?P<index>\d+)\]$")
 _STEPS = re.compile(r"\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]|\.?(?P<name>[^.\[]+)")
@@ -162,11 +162,6 @@ def value_at(value: Any, path: str) -> Any:
     return value
 
 
-def first_step(path: str) -> str:
-    """Returns the name that a path begins with."""
-    return re.split(r"[.\[]", path, maxsplit=1)[0]
-
-
 def _irregular(observation: Observation) -> set[str]:
     """Parameters that some calls lack, or whose number of tensors changes."""
     counts: dict[str, int] = {}
@@ -186,10 +181,10 @@ def _passed_through(observation: Observation, names: Collection[str]) -> dict[st
     """
     sources: dict[str, set[str | None]] = defaultdict(set)
     for call in observation.calls:
-        given = {path: tensor for path, tensor in call.tensors().items() if first_step(path) in names}
+        given = {path: tensor for path, tensor in call.tensors().items() if first_name(path) in names}
         outputs: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for path, tensor in call.outputs.tensors().items():
-            name = first_step(path)
+            name = first_name(path)
             outputs[name][path.removeprefix(name)] = tensor
         for name, leaves in outputs.items():
             sources[name].add(_source(given, leaves))
@@ -243,7 +238,7 @@ def _without_outputs(observation: Observation, names: Collection[str]) -> Observ
         return observation
     calls = []
     for call in observation.calls:
-        left_out = {path: None for path in call.outputs.tensors() if first_step(path) in names}
+        left_out = {path: None for path in call.outputs.tensors() if first_name(path) in names}
         calls.append(replace(call, outputs=call.outputs.with_leaves(left_out)))
     return replace(observation, calls=tuple(calls))
 
@@ -271,7 +266,7 @@ def _joinable(observation: Observation, names: set[str]) -> list[str]:
         for parent, members in _lists_in(call.tensors()).items():
             kinds = {(member.dtype, tuple(member.shape[1:])) for member in members.values()}
             is_alike = len(kinds) == 1 and next(iter(members.values())).ndim > 1
-            found[parent] = found.get(parent, True) and is_alike and first_step(parent) in names
+            found[parent] = found.get(parent, True) and is_alike and first_name(parent) in names
     return [parent for parent, is_joinable in found.items() if is_joinable]
 
 
@@ -293,7 +288,7 @@ def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
 
 
 def _with_list(call: Call, parent: str, members: list[torch.Tensor], tensors: list[torch.Tensor]) -> Call:
-    name = first_step(parent)
+    name = first_name(parent)
     return replace(call, arguments={**call.arguments, name: with_list(call.arguments[name], members, tensors)})
 
 

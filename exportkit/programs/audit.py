@@ -24,7 +24,6 @@ from exportkit.plan.sizes import settled, sizes_between, solve_sizes, unseen_siz
 from exportkit.plan.small_sizes import at_pattern, small
 from exportkit.probing.effects import changed_state
 from exportkit.probing.missing import absent_patterns
-from exportkit.probing.simplify import first_step
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import Place, place_of_node
@@ -34,7 +33,7 @@ from exportkit.programs.patterns import ProgramProbe, with_recorded_patterns, wi
 from exportkit.programs.program import TracedProgram
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders
-from exportkit.trees import check_opened
+from exportkit.trees import check_opened, first_name
 
 # The largest limit beyond which the model itself is run.
 _ASKED = 2048
@@ -331,7 +330,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
             continue
         path = next(paths)
         source, is_view = _source(node)
-        if source.name in inputs and first_step(inputs[source.name]) not in {*traced.observation.written, STATE}:
+        if source.name in inputs and first_name(inputs[source.name]) not in {*traced.observation.written, STATE}:
             what = "a view of" if is_view else "the same as"
             text = f"output {path or 'of the model'} is {what} input {inputs[source.name]}; the graph returns a copy."
             findings.append(Finding("unchanged output", path, text))

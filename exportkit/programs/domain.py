@@ -18,10 +18,10 @@ from exportkit.plan.condition_bounds import bounds_of, leaves_out_sizes
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.notebook import html_lines, html_of, html_table
 from exportkit.plan.plan import Plan
-from exportkit.probing.simplify import first_step
 from exportkit.probing.traits import PLAIN, require_traits
 from exportkit.programs.call_check import SMALLEST, CallCheck, DomainInput, SmallSizes, ranged
 from exportkit.programs.python_values import PythonValues
+from exportkit.trees import first_name
 from exportkit.trees.json_form import dump_constant, load_value
 
 _SHORT = 60  # characters of a condition that is stated in a line with others
@@ -105,8 +105,8 @@ class Domain:
         found: dict[str, None] = {}
         for item in self.inputs:
             if item.path in paths:
-                name = first_step(item.path)
-                whole = all(other.path in paths for other in self.inputs if first_step(other.path) == name)
+                name = first_name(item.path)
+                whole = all(other.path in paths for other in self.inputs if first_name(other.path) == name)
                 found[name if whole else item.path] = None
         return ", ".join(found)
 

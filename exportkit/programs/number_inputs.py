@@ -7,18 +7,18 @@ follow neither, the number stays a constant, and there are several programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from exportkit._torch_compat.graph import is_assertion, takes_number
-from exportkit.calls.call import Call, NumberKind, number_as_tensor, number_in
-from exportkit.calls.observation import Observation, SeenShapes
-from exportkit.probing.simplify import first_step
+from exportkit.arguments.table import further_numbers, numbers_of
+from exportkit.calls.call import NumberKind, number_as_tensor, number_in
+from exportkit.calls.observation import Observation
 from exportkit.running.program import tensor_placeholders
-from exportkit.trees import flatten, is_cache_class, join
+from exportkit.trees import flatten
 
 _ARITHMETIC = frozenset({"add", "sub", "mul", "truediv", "neg", "sym_float"})
 
@@ -65,36 +65,6 @@ class WithNumbers(torch.nn.Module):
         return found
 
 
-def varying_numbers(observation: Observation) -> dict[str, NumberKind]:
-    """Returns the Python numbers among the arguments that are of one type in all calls, and vary, by path.
-
-    Calls in which the whole object is absent say nothing about a number in it.
-    """
-    calls = [dict(_numbers(call)) for call in observation.calls]
-    found: dict[str, NumberKind] = {}
-    for path in dict.fromkeys(path for numbers in calls for path in numbers):
-        name = first_step(path)
-        told = [n for n, call in zip(calls, observation.calls, strict=True) if name == path or call.has(name)]
-        values = [numbers.get(path) for numbers in told]
-        values += [numbers[path] for numbers in map(_further_numbers, observation.further) if path in numbers]
-        if len({type(value) for value in values}) == 1 and len(set(map(repr, values))) > 1:
-            found[path] = "int" if type(values[0]) is int else "float"
-    return found
-
-
-def _numbers(call: Call) -> Iterator[tuple[str, float]]:
-    """Yields the Python numbers of a call by path, those in defaults of arguments that it leaves out included."""
-    defaults = {name: flatten(call.signature.defaults[name]) for name in call.signature.defaults}
-    for name, tree in {**defaults, **call.arguments}.items():
-        for path, value in tree.constants().items() if not is_cache_class(tree.cls) else ():
-            if type(value) in (int, float):
-                yield join(name, path), value
-
-
-def _further_numbers(seen: SeenShapes) -> dict[str, float]:
-    return {path: v for path, v in seen.constants.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-
-
 def as_sizes(observation: Observation, numbers: Numbers, sizes: Collection[str]) -> dict[str, NumberKind]:
     """Returns the numbers in which some make sizes: integers that are never negative, and others are left out.
 
@@ -103,7 +73,7 @@ def as_sizes(observation: Observation, numbers: Numbers, sizes: Collection[str])
         numbers: The numbers.
         sizes: Paths of those that make sizes, or may.
     """
-    calls = [*map(dict, map(_numbers, observation.calls)), *map(_further_numbers, observation.further)]
+    calls = [*map(dict, map(numbers_of, observation.calls)), *map(further_numbers, observation.further)]
     found: dict[str, NumberKind] = {}
     for path, kind in numbers.items():
         if path not in sizes:
@@ -131,7 +101,7 @@ def with_numbers(model: torch.nn.Module, observation: Observation, numbers: Numb
         calls.append(replace(call, arguments=ordered, named=named, signature=signature))
     further = []
     for seen in observation.further:
-        values = {**observation.signature.defaults, **_further_numbers(seen)}
+        values = {**observation.signature.defaults, **further_numbers(seen)}
         if all(type(values.get(path)) in (int, float) for path in numbers):
             shapes = {path: tuple(number_as_tensor(values[path], kind).shape) for path, kind in numbers.items()}
             constants = {path: value for path, value in seen.constants.items() if path not in numbers}

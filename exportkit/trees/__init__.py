@@ -13,7 +13,7 @@ from exportkit.trees.constants import check_opened, check_unchanged, constants_i
 from exportkit.trees.fingerprint import Fingerprint, fingerprint
 from exportkit.trees.flatten import flatten, with_list
 from exportkit.trees.registry import caches_opened, opens_in_order, register_flattening_functions, registered_caches
-from exportkit.trees.structure import join, joined
+from exportkit.trees.structure import first_name, join, joined
 from exportkit.trees.tree import Tree, string_type
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "check_unchanged",
     "constants_in",
     "fingerprint",
+    "first_name",
     "flatten",
     "is_cache_class",
     "join",

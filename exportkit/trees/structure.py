@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -372,6 +373,11 @@ def containers(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tupl
         is_leaf: Says which containers are not opened.
     """
     return optree.tree_flatten(value, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
+
+
+def first_name(path: str) -> str:
+    """Returns the name that a path begins with."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
 def join(name: str, path: str) -> str:

@@ -159,3 +159,13 @@ def test_other_values_after_the_stored_calls_are_a_finding_if_the_graph_refuses_
     assert torch.equal(graph(x, unread="b"), x)
     with pytest.raises(ArgumentError, match="negated"):
         graph(x, negated=True)
+
+
+def test_a_plan_says_which_numbers_an_export_makes_inputs():
+    model, observer = Scales(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 3), 2.0, step=3)
+        model(torch.randn(3, 5), 0.5, step=3)
+    text = str(observer.plan())
+    assert "scale has several values; export(model, observer) makes it an input" in text
+    assert "step has several values" not in text
