@@ -6,17 +6,16 @@ place of the model writes them back into what the caller gave.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, Written
-from exportkit.overrides import Attribute, replaced
 from exportkit.running.compare import same_value
 from exportkit.running.eager import Around, run_eager, sampled_answer
 from exportkit.running.module_state import ModuleState
@@ -67,32 +66,20 @@ def changed_state(model: torch.nn.Module, method: str, *calls: Call, or_written:
         calls: The calls.
         or_written: Also return what is replaced by equal objects, and tensors and numbers written with the same values.
     """
-    changed: dict[str, None] = {}
+    changed: list[str] = []
 
-    def noted(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
+    def noted(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any], marks_numbers: bool) -> None:
         state = ModuleState(model)
-        with _numbers_set(model) as numbers:
-            run(values)
-        changed.update(dict.fromkeys([*state.changed(or_written), *(numbers if or_written else ())]))
+        if marks_numbers:
+            state.mark_numbers()
+        run(values)
+        changed.extend(state.changed(or_written))
 
-    any(_runs(model, method, call, noted) for call in calls)
-    return list(changed)
-
-
-@contextlib.contextmanager
-def _numbers_set(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Gives a list of the paths of attributes of modules that code sets to integers in the block."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    slot, found = Attribute(torch.nn.Module, "__setattr__"), list[str]()
-    original = slot.read()
-
-    def noting(module: torch.nn.Module, name: str, value: Any) -> None:
-        original(module, name, value)
-        if type(value) is int and id(module) in paths:
-            found.append(path_of((name,), paths[id(module)]))
-
-    with replaced([(slot, noting)]):
-        yield found
+    for call in calls:
+        for marks_numbers in (True, False) if or_written else (False,):  # code may ask for the type of a number
+            if _runs(model, method, call, functools.partial(noted, marks_numbers=marks_numbers)):
+                return changed
+    return changed
 
 
 def _runs(model: torch.nn.Module, method: str, call: Call, noted: Around) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.modules import buffer_table
-from exportkit.calls.call import Call, Signature, number_as_tensor, number_in
+from exportkit.calls.call import Call, NumberKind, Signature, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import UnregisteredClassError
 from exportkit.probing.effects import changed_state
@@ -42,30 +42,36 @@ class Place:
     Attributes:
         module: Path of the module.
         attribute: The attribute or buffer.
-        numbers: Paths of the integers in it that calls change.
+        numbers: What the numbers in it are that calls change, by path.
     """
 
     module: str
     attribute: str
-    numbers: tuple[str, ...]
+    numbers: Mapping[str, NumberKind]
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the state is one number."""
+        return self.numbers.keys() == {""}
 
     def opened(self, state: Any) -> Any:
         """Returns a state as the model keeps it; it may be written, and the caller keeps what it gave."""
         tree = flatten(state).map(_copied)
         given = tree.tensors()
-        return tree.with_leaves({path: number_in(given[path], "size") for path in self.numbers}).build()
+        return tree.with_leaves({path: number_in(given[path], kind) for path, kind in self.numbers.items()}).build()
 
     def closed(self, state: Any) -> Any:
-        """Returns a state as it is returned: an integer is the size of a tensor without elements."""
+        """Returns a state as it is returned, with tensors for numbers; an integer is a size of one without elements."""
         tree = flatten(state)
         leaves = dict(zip(tree.paths, tree.leaves, strict=True))
-        return tree.with_leaves({path: number_as_tensor(leaves[path], "size") for path in self.numbers}).build()
+        made = {path: number_as_tensor(leaves[path], kind) for path, kind in self.numbers.items()}
+        return tree.with_leaves(made).build()
 
     def at_start(self, state: Any, start: Callable[[Any], Any], shift: int = 0) -> Any:
-        """Returns the state before the first call, in which integers are 0, and another one if it is shifted."""
-        numbers = dict.fromkeys(self.numbers, shift)
+        """Returns the state before the first call, in which numbers are 0, and another one if it is shifted."""
+        numbers = {path: float(shift) if kind == "float" else shift for path, kind in self.numbers.items()}
         value = flatten(state).with_leaves(numbers).build()
-        value = value if self.numbers == ("",) else start(value)
+        value = value if self.is_number else start(value)
         return _filled(value, functools.partial(torch.add, other=shift)) if shift else value
 
 
@@ -124,8 +130,8 @@ class WithEffects(torch.nn.Module):
         observation: Its calls: which method, and which arguments are given by name.
         places: Where each state is, by the name that it has in ``module_state``.
         written: Arguments that the model changes in place and does not return.
-        start: Makes the state before the first call of a state that a call left; integers are 0 before it.
-        shifts: What is added to the tensors and integers of this state, by its name.
+        start: Makes the state before the first call of a state that a call left; numbers are 0 before it.
+        shifts: What is added to the tensors and numbers of this state, by its name.
 
     Attributes:
         begins_anew: Whether each call is a first call: the state is neither taken nor returned.
@@ -195,9 +201,9 @@ def with_module_state(
 ) -> tuple[WithEffects, Observation] | None:
     """Returns the model and its calls with the state that it keeps on its modules, or None if it keeps none.
 
-    A state is an attribute or a buffer of a module that holds tensors, or an integer, and that calls change. The calls
+    A state is an attribute or a buffer of a module that holds tensors, or a number, and that calls change. The calls
     are made again, one after the other, to learn what the state was before each. What it was before the first one is
-    not known any more: None, zeros and an empty list or dict are tried, and 0 for integers. If the calls are the same
+    not known any more: None, zeros and an empty list or dict are tried, and 0 for numbers. If the calls are the same
     whether the model goes on or begins anew, it goes on.
 
     Args:
@@ -259,7 +265,7 @@ def _is_known(
 
 
 def _changed_places(model: torch.nn.Module, method: str, observation: Observation) -> dict[str, Place]:
-    """Where a call changes tensors and integers on modules, by a name for it."""
+    """Where a call changes tensors and numbers on modules, by a name for it."""
     # the model may raise for the first call in the state that the last one left
     changed = changed_state(model, method, observation.calls[0], observation.calls[-1], or_written=True)
     places = {}
@@ -269,16 +275,19 @@ def _changed_places(model: torch.nn.Module, method: str, observation: Observatio
             if any(item == place or item.startswith((f"{place}.", f"{place}[")) for item in changed):
                 with contextlib.suppress(UnregisteredClassError):
                     tree = flatten(value)
-                    numbers = [inner for inner, leaf in tree.constants().items() if type(leaf) is int]
-                    numbers = [inner for inner in numbers if place in changed or join(place, inner) in changed]
+                    numbers: dict[str, NumberKind] = {
+                        inner: "size" if type(leaf) is int else "float"
+                        for inner, leaf in tree.constants().items()
+                        if type(leaf) in (int, float) and (place in changed or join(place, inner) in changed)
+                    }
                     if numbers or tree.tensors():
-                        places[f"{path}.{name}".replace(".", "_")] = Place(path, name, tuple(numbers))
+                        places[f"{path}.{name}".replace(".", "_")] = Place(path, name, numbers)
     return places
 
 
 def _may_be_statistics(model: torch.nn.Module, place: Place) -> bool:
     """Whether a state is a buffer or a number, which models also count and average with."""
-    return place.attribute in buffer_table(model.get_submodule(place.module)) or place.numbers == ("",)
+    return place.attribute in buffer_table(model.get_submodule(place.module)) or place.is_number
 
 
 def _are_read(places: Mapping[str, Place], model: torch.nn.Module, method: str, observation: Observation) -> bool:

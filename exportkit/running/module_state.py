@@ -33,6 +33,17 @@ _FEW_ELEMENTS = 2**16  # larger tensors are copied only if they are written
 _Tensor = tuple[str, torch.Tensor, torch.Tensor | None, int | None]
 
 
+class _MarkedInt(int):
+    """An integer that only marking puts somewhere."""
+
+
+class _MarkedFloat(float):
+    """A floating-point number that only marking puts somewhere."""
+
+
+_MARKED: dict[type, Any] = {int: _MarkedInt, float: _MarkedFloat}
+
+
 class ModuleState:
     """What the modules of a model hold now, so that changes show, and can be taken back.
 
@@ -72,11 +83,19 @@ class ModuleState:
         elif hasattr(value, "__dict__") and not type(value).__module__.startswith("torch"):
             self._keep(path, vars(value))
 
+    def mark_numbers(self) -> None:
+        """Puts equal numbers of other classes in the place of numbers, so that it shows if they are set again."""
+        for _, table, entries in self._tables:
+            for key, value in [] if isinstance(table, set) else list(_entries(table)):
+                if type(value) in _MARKED:
+                    table[key] = entries[key] = _MARKED[type(value)](value)
+
     def changed(self, or_written: bool = False) -> list[str]:
         """Returns the paths of what was replaced, added or written since, with other values.
 
         Args:
-            or_written: Also return what was replaced by equal objects, and tensors written with the same values.
+            or_written: Also return what was replaced by equal objects, marked numbers among them, and tensors that were
+                written with the same values.
         """
         found: dict[str, None] = {}
         for path, table, entries in self._tables:

@@ -158,12 +158,23 @@ class SetOnce(torch.nn.Module):
         return x + self.shift
 
 
+class Clock(torch.nn.Module):
+    """Counts time in steps of half a second."""
+
+    time = 0.0
+
+    def forward(self, x):
+        self.time += 0.5
+        return x * self.time
+
+
 def tokens(rows, length):
     return torch.randn(rows, length, 4)
 
 
 STATES = {
     "an integer": (Positions, [(tokens(2, 5),), (tokens(2, 1),), (tokens(2, 1),)]),
+    "a number": (Clock, [(tokens(2, 5),), (tokens(2, 1),), (tokens(3, 2),)]),
     "an object": (InAnObject, [(tokens(2, 5),), (tokens(2, 1),), (tokens(2, 2),)]),
     "a list": (InAList, [(tokens(2, 5),), (tokens(2, 1),), (tokens(2, 2),)]),
     "set once": (SetOnce, [(tokens(2, 5), tokens(2, 5)), (tokens(2, 1),), (tokens(2, 2),)]),

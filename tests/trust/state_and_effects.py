@@ -354,17 +354,41 @@ def asserts_something_about_a_value(self, x, lengths):
     return x * longest
 
 
-@case(
+# One prompt is recorded, so that a second run of it sets what is already there.
+one_prompt = case(
     [call(x(2, 6, 4)), call(x(2, 1, 4), x(2, 1)), call(x(3, 1, 4), x(3, 1))],
     truth=[call(x(4, 9, 4)), call(x(4, 1, 4), x(4, 1))],
     may_refuse=True,
 )
-class KeepsTheLengthOfThePrompt(nn.Module):
-    """One prompt is recorded, so that a second run of it sets the same length."""
 
+
+@one_prompt
+class KeepsTheLengthOfThePrompt(nn.Module):
     length = 0
 
     def forward(self, x, previous=None):
         if previous is None:
             self.length = x.shape[1]
         return x * self.length
+
+
+@one_prompt
+class KeepsAQuotientOfThePrompt(nn.Module):
+    scale = 1.0
+
+    def forward(self, x, previous=None):
+        if previous is None:
+            self.scale = 1 / x.shape[1]
+        return x * self.scale
+
+
+@one_prompt
+class KeepsTheLengthOfThePromptInADict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sizes = {"length": 0}
+
+    def forward(self, x, previous=None):
+        if previous is None:
+            self.sizes["length"] = x.shape[1]
+        return x * self.sizes["length"]
