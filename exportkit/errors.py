@@ -110,11 +110,13 @@ class ExportError(ExportkitError, RuntimeError):
         details: The full message of torch; empty if there is none.
         request: What was traced; None if unknown.
         loops: What torch raised when loops over a length were to become operators; None if that was not tried.
+        sides: The condition on sizes that some recorded calls break, and their numbers; None if that is not the cause.
     """
 
     details: str = ""
     request: Any = None
     loops: BaseException | None = None
+    sides: tuple[str, frozenset[int]] | None = None
 
     def repro(self, directory: str | os.PathLike[str]) -> Path:
         """Writes a script that fails in the same way with torch alone, and returns its path.

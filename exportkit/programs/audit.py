@@ -118,7 +118,12 @@ def _with_recorded(
         return domain
     difference = probe.difference_in(call)
     if difference or any(condition.text in fixed for condition in broken):
-        raise _narrower(traced, broken[0], at, f"recorded call {call.index}", difference)
+        error = _narrower(traced, broken[0], at, f"recorded call {call.index}", difference)
+        if not _is_of_loop(broken[0]):  # of which each length would be another program
+            sizes = [solve_sizes(traced.plan, each.shapes()) for each in traced.observation.calls]
+            breaking = frozenset(number for number, item in enumerate(sizes) if not broken[0].holds(item))
+            error.sides = broken[0].text, breaking
+        raise error
     exactly = " and ".join(f"{name} == {size}" for name, size in at.items())
     admitted = {c.text: replace(c, text=f"{c.text} or ({exactly})") for c in broken}
     conditions = [admitted.get(condition.text, condition) for condition in domain.conditions]

@@ -29,7 +29,7 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.programs.audit import findings_of
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import in_one_line
-from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of, kinds_of
+from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of, kinds_of, split_by_sizes
 from exportkit.programs.left_out import with_harmless_constants
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.strategies import Attempt, Programs, Search, export_program
@@ -209,20 +209,29 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
         return split_by(with_lists, why) if found is None and with_lists.lists else found
 
     def split_by(landmarks: Landmarks, why: str | ExportkitError) -> Programs | None:
-        if not 1 < len(kinds_of(observation, landmarks)) <= _MOST_PROGRAMS:
+        pending = clusters_of(observation, landmarks)
+        if len(pending) == 1:  # all calls failed together, so only their sizes can tell them apart
+            pending = _sides(pending[0], why)
+        if not 1 < len(pending) <= _MOST_PROGRAMS:
             return None
-        clusters = clusters_of(observation, landmarks)
         try:
             whole = plan_of(observation)
         except ExportkitError:
             whole = None
         programs: dict[str, TracedProgram] = {}
-        for cluster in clusters:
+        clusters: list[Cluster] = []
+        while pending:
+            cluster = pending.pop(0)
             plans = _plans(cluster, landmarks, whole, plan_of)
-            traced = _proven(model, method, plans, landmarks.first, prove)
-            if traced is None:
+            found = _proven(model, method, plans, landmarks.first, prove)
+            if isinstance(found, TracedProgram):
+                clusters.append(cluster)
+                programs[cluster.name] = found
+                continue
+            sides = _sides(cluster, found)
+            if not sides or len(clusters) + len(pending) + len(sides) > _MOST_PROGRAMS:
                 return None
-            programs[cluster.name] = traced
+            pending = [*sides, *pending]
         reason = in_one_line(why) if isinstance(why, ExportkitError) else why
         by_name = {cluster.name: cluster.kind for cluster in clusters}
         return programs, Split(reason, landmarks, by_name, {c.name: c.calls for c in clusters})
@@ -247,10 +256,17 @@ def _refusal(traced: TracedProgram, call: Call) -> str | None:
     return None
 
 
+def _sides(cluster: Cluster, why: object) -> list[Cluster]:
+    """The calls on both sides of the condition on sizes that an error is about; none for anything else."""
+    sides = why.sides if isinstance(why, ExportError) else None
+    return [] if sides is None else split_by_sizes(cluster, *sides)
+
+
 def _proven(
     model: torch.nn.Module, method: str, plans: Iterator[BoundPlan], first: str | None, prove: Prove
-) -> TracedProgram | None:
-    """The program of the first plan with which it can be proven."""
+) -> TracedProgram | ExportkitError | None:
+    """The program of the first plan with which it can be proven, or the first error about both sides of a condition."""
+    sides: ExportkitError | None = None
     tried: list[BoundPlan] = []
     untraceable: list[tuple[PlannedLeaf, ...]] = []
     try:
@@ -262,12 +278,13 @@ def _proven(
                 traced = export_program(model, method, plan)[0]
             except ExportkitError as error:
                 untraceable += [plan.leaves] if isinstance(error, ExportError) and error.__cause__ is not None else []
+                sides = sides or (error if isinstance(error, ExportError) and error.sides is not None else None)
                 continue
             if _serves_one(traced, first) and not prove(traced, True):
                 return traced
     except ExportkitError:  # there is no plan
         return None
-    return None
+    return sides
 
 
 def _plans(cluster: Cluster, landmarks: Landmarks, whole: BoundPlan | None, plan_of: PlanOf) -> Iterator[BoundPlan]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
 from exportkit.json_data import Size, read
-from exportkit.trees import Fingerprint, Tree, constants_in, fingerprint, is_cache_class, join, text_of
+from exportkit.trees import Fingerprint, Tree, constants_in, fingerprint, first_name, is_cache_class, join, text_of
 from exportkit.trees.constants import from_json
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -30,11 +30,13 @@ class Kind:
             an empty cache do not count.
         single: Axes of the first input, other than the leading one, that have size 1.
         constants: Python values that are arguments.
+        sizes: A condition on their sizes, which the domain of a program checks.
     """
 
     given: frozenset[tuple[str, int]]
     single: frozenset[int]
     constants: frozenset[tuple[str, Fingerprint]]
+    sizes: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,9 @@ class Split:
         shared = frozenset.intersection(*(kind.constants for kind in self.kinds.values()))
         names = []
         for name, kind in self.kinds.items():
-            own = ", ".join(f"{path} = {text_of(value)}" for path, value in sorted(kind.constants - shared))
-            names.append(f"{name} ({own})" if own else name)
+            own = [f"{path} = {text_of(value)}" for path, value in sorted(kind.constants - shared)]
+            own += [kind.sizes] if kind.sizes else []
+            names.append(f"{name} ({', '.join(own)})" if own else name)
         return f"one graph failed, so {len(self.kinds)} programs: {', '.join(names)}. The cause: {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
@@ -144,6 +147,7 @@ class Split:
                     "given": sorted(map(list, kind.given)),
                     "single": sorted(kind.single),
                     "constants": dict(sorted(kind.constants)),
+                    "sizes": kind.sizes,
                 }
                 for name, kind in self.kinds.items()
             },
@@ -164,6 +168,7 @@ class Split:
                 read(frozenset[tuple[str, Size]], kind["given"]),
                 read(frozenset[Size], kind["single"]),
                 frozenset((path, from_json(value)) for path, value in constants.items()),
+                read(str, kind.get("sizes", "")),
             )
         landmarks = read(Landmarks, {name: data[name] for name in ("first", "growing", "lists")})
         calls = read(Mapping[str, tuple[Size, ...]], data["calls"])
@@ -186,6 +191,26 @@ def clusters_of(observation: Observation, landmarks: Landmarks) -> list[Cluster]
         Cluster(name, kind, _only(observation, calls, kind, landmarks), tuple(call.index or 0 for call in calls))
         for name, (kind, calls) in zip(names, kinds.items(), strict=True)
     ]
+
+
+def split_by_sizes(cluster: Cluster, condition: str, breaking: Collection[int]) -> list[Cluster]:
+    """Returns the calls of a cluster that fulfil a condition on sizes, and those that break it; none if all are alike.
+
+    Args:
+        cluster: The cluster.
+        condition: The condition.
+        breaking: Numbers of the calls that break it.
+    """
+    found = []
+    for number, breaks in enumerate((False, True), 1):
+        held = [call for call in cluster.observation.calls if (call.index in breaking) == breaks]
+        text = f"not ({condition})" if breaks else condition
+        kind = replace(cluster.kind, sizes=", ".join(filter(None, (cluster.kind.sizes, text))))
+        calls = tuple(replace(call, index=position) for position, call in enumerate(held))
+        numbers = tuple(cluster.calls[call.index or 0] for call in held)
+        only = replace(cluster.observation, calls=calls, further=())
+        found += [Cluster(f"{cluster.name or 'sizes'}_{number}", kind, only, numbers)] if held else []
+    return found if len(found) > 1 else []
 
 
 def constants_of(arguments: Mapping[str, Tree], signature: Signature) -> dict[str, Fingerprint]:
@@ -240,14 +265,14 @@ def _names(observation: Observation, kinds: list[Kind]) -> list[str]:
 
 
 def _roles(kinds: list[Kind], caches: set[str]) -> list[str]:
-    stored = [{item for item in kind.given if _argument(item[0]) in caches} for kind in kinds]
+    stored = [{item for item in kind.given if first_name(item[0]) in caches} for kind in kinds]
     full = set().union(*stored)
     names = ("decode" if kind.single else "continuation" for kind in kinds)
     return ["prefill" if found < full else name if full else "" for found, name in zip(stored, names, strict=True)]
 
 
 def _inputs(kinds: list[Kind], caches: set[str]) -> list[str]:
-    given = [{_argument(path) for path, _ in kind.given} - caches for kind in kinds]
+    given = [{first_name(path) for path, _ in kind.given} - caches for kind in kinds]
     varying = set().union(*given) - given[0].intersection(*given)
     with_ = [f"with_{'_and_'.join(sorted(found & varying))}" if found & varying else "" for found in given]
     return [name or (f"without_{'_and_'.join(sorted(varying))}" if varying else "") for name in with_]
@@ -259,7 +284,7 @@ def _ranks(kinds: list[Kind]) -> list[str]:
     )
     both = {path for path, rank in varying if any(path == other and rank != r for other, r in varying)}
     found = [sorted(item for item in kind.given if item[0] in both) for kind in kinds]
-    return ["_".join(f"{_argument(path)}_of_rank_{rank}" for path, rank in items[:1]) for items in found]
+    return ["_".join(f"{first_name(path)}_of_rank_{rank}" for path, rank in items[:1]) for items in found]
 
 
 def _amounts(kinds: list[Kind]) -> list[str]:
@@ -268,7 +293,3 @@ def _amounts(kinds: list[Kind]) -> list[str]:
 
 def _without_indices(path: str) -> str:
     return re.sub(r"\[\d+\]", "[]", path)
-
-
-def _argument(path: str) -> str:
-    return re.split(r"[.\[]", path, maxsplit=1)[0]
