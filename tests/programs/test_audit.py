@@ -72,8 +72,10 @@ def test_recorded_sizes_that_the_trace_ties_otherwise_are_an_error():
     shapes = [((2, 4, 6), (2, 9, 6)), ((2, 5, 6), (2, 10, 6))]
     calls = [{"a": torch.randn(a), "b": torch.randn(b)} for a, b in shapes]
     model = failing.Doubled()
+    observer = observed(model, *calls)
+    assert len(exportkit.export(model, observer).programs) == 2  # but one program for a plan
     with pytest.raises(ExportError) as caught:
-        exportkit.export(model, observed(model, *calls))
+        exportkit.export(model, observer.plan())
     text = golden(caught.value)
     assert text.startswith(
         "The exported graph serves less than the plan promises: b_axis_1 == 2 * a_axis_1 only.\n"

@@ -378,3 +378,50 @@ def test_other_constants_after_the_stored_calls_are_no_finding_if_a_program_serv
     assert len(exported.programs) == 2
     findings = [finding for traced in exported.programs.values() for finding in traced.plan.findings]
     assert [finding.text for finding in findings if finding.kind == "refused call"] == []
+
+
+class Sides(torch.nn.Module):
+    """Chooses its weights by a length, and for long inputs by another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        if x.shape[1] > 8:
+            return self.layers[0](x) if x.shape[0] < x.shape[1] else self.layers[1](x)
+        return self.layers[2](x)
+
+
+def test_calls_on_both_sides_of_conditions_on_sizes_have_programs_of_their_own(tmp_path):
+    model = Sides()
+    exported = exportkit.export(model, served(model, (2, 5), (3, 12), (20, 11), (4, 7)))
+    graph = exported.to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    exported.save(tmp_path / "folder")
+    for runner in (graph, exportkit.load(tmp_path / "folder")):
+        assert len(runner.split.kinds) == 3
+        assert re.search(r"not \(\w+ (<=|>=) \d\)", runner.split.text)
+        for batch, length in ((1, 1), (9, 8), (3, 9), (9, 9), (30, 14)):
+            x = torch.randn(batch, length, 8)
+            torch.testing.assert_close(runner(x), model(x))
+
+
+def test_loops_of_different_lengths_have_no_program_for_each():
+    class Halves(torch.nn.Module):
+        def forward(self, x):
+            length = x.shape[1]
+            while length > 1:
+                x, length = x + 1, length // 2
+            return x
+
+    with pytest.raises(ExportError, match="serves less than the plan promises"):
+        exportkit.export(Halves(), served(Halves(), (2, 6), (3, 9)))
+
+
+def served(model, *shapes):
+    observer = exportkit.InputObserver()
+    with observer(model, store_n_calls=len(shapes)):
+        for shape in shapes:
+            model(torch.randn(*shape, 8))
+    return observer
