@@ -101,8 +101,9 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
         call = call_without(traced.plan, traced.observation, traced.sizes, pattern)
     except ExportkitError:
         return
-    yield from _compared(traced, call)
-    for item in unseen_sizes(traced.plan, traced.sizes)[:1]:  # a trace may have recorded sizes
+    outcomes = list(_compared(traced, call))
+    yield from outcomes
+    for item in unseen_sizes(traced.plan, traced.sizes)[:1] if outcomes else ():  # a trace may have recorded sizes
         with contextlib.suppress(ExportkitError):
             yield from _compared(traced, call_without(traced.plan, traced.observation, item.sizes, pattern))
 
