@@ -41,8 +41,8 @@ def export(
     """Returns the model as one traced program that serves every call like those that were observed, at any size.
 
     If no single program can, there is one for each kind of calls: calls that give the same inputs, with an empty or a
-    filled cache, and one token or several. Each of them is proven first; if one cannot be, the error is about the
-    single program. A plan always gives a single program.
+    filled cache, one token or several, and on one side of a condition on sizes. Each of them is proven first; if one
+    cannot be, the error is about the single program. A plan always gives a single program.
 
     Several modules that were observed together, those of a pipeline or of a dict, are exported together: each is one of
     the ``parts`` of the result, which has no program of its own.

@@ -1,7 +1,7 @@
 """Groups recorded calls by kind: which inputs they give, whether a cache is filled, one token or several.
 
 A trace holds one path through the Python code of a model. If no program serves all calls, one program serves the calls
-of one kind.
+of one kind. Calls of one kind may still be on both sides of a condition on sizes, and are split by it.
 """
 
 from __future__ import annotations
