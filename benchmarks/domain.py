@@ -34,7 +34,7 @@ def main() -> None:
         conditions=(SizeCondition("past + sequence <= 4096"), SizeCondition("batch * sequence <= 4096")),
         patterns=(SmallSizes({"sequence": 1}), SmallSizes({"past": 0}), SmallSizes({"batch": 1, "sequence": 1})),
         constants={},
-        absent=frozenset([frozenset(), frozenset(paths)]),
+        absent={frozenset(): (), frozenset(paths): ()},
     )
     given = {path: torch.zeros(2, 8, 3, 64) for path in paths}
     given |= {"input_ids": torch.zeros(2, 1, dtype=torch.int64), "attention_mask": torch.ones(2, 4, dtype=torch.int64)}

@@ -22,7 +22,7 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.planning import BoundPlan, plan_calls
 from exportkit.programs.exported import ExportedModel, export_calls
 from exportkit.programs.failure import explained
-from exportkit.programs.number_inputs import Uses, as_sizes
+from exportkit.programs.number_inputs import Uses, as_sizes, decides
 from exportkit.programs.strategies import export_program
 from exportkit.programs.subject import exported_form
 from exportkit.programs.weights import with_weights
@@ -149,10 +149,16 @@ def _with_number_inputs(
         unused, sizes = set[str](), {path for path, kind in numbers.items() if kind == "int"}
         with contextlib.suppress(ExportkitError):
             exported = _exported(*form(numbers=numbers), probe)
-            uses = [Uses.of(t.program, t.input_paths, numbers) for t in exported.programs.values()]
-            unused = set(frozenset.intersection(*(use.nothing for use in uses)))
+            programs = exported.programs.values()
+            uses = [Uses.of(t.program, t.input_paths, numbers) for t in programs]
             sizes = set(frozenset.union(*(use.sizes for use in uses)))
-            if not unused | sizes and not any(problems_of(traced, True) for traced in exported.programs.values()):
+            unused = {
+                path
+                for path in frozenset.intersection(*(use.nothing for use in uses))
+                if numbers[path] != "size"
+                or not any(decides(t.model, t.method, t.observation.calls, path) for t in programs)
+            }
+            if not unused | sizes and not any(problems_of(traced, True) for traced in programs):
                 return exported
         if not unused | sizes or (not unused and "size" in numbers.values()):
             return None

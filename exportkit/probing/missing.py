@@ -54,11 +54,11 @@ class Absences:
     """The sets of inputs that may be left out together, by path.
 
     Attributes:
-        allowed: The sets.
+        allowed: The sets, each with the variables that have to be 0 where these inputs are left out.
         refused: Sets that recorded calls left out, and that no defaults stand for, each with the reason.
     """
 
-    allowed: frozenset[frozenset[str]] = frozenset([frozenset()])
+    allowed: Mapping[frozenset[str], tuple[str, ...]] = field(default_factory=lambda: {frozenset(): ()})
     refused: Mapping[frozenset[str], str] = field(default_factory=dict)
 
 

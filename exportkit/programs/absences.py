@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from exportkit.calls.call import Call
 from exportkit.errors import ExportkitError
-from exportkit.plan.sizes import unseen_sizes
+from exportkit.plan.sizes import solve_sizes, unseen_sizes
 from exportkit.probing.missing import (
     Absences,
     absent_patterns,
@@ -49,7 +49,8 @@ def find_absences(traced: TracedProgram) -> Absences:
     """
     recorded = absent_patterns(traced.plan, traced.observation)
     wrong = {*traced.defaults.unproven}
-    allowed, refused = {Pattern()}, dict[Pattern, str]()
+    allowed: dict[Pattern, tuple[str, ...]] = {Pattern(): ()}
+    refused: dict[Pattern, str] = {}
     never_missing = [leaf.path for leaf in traced.plan.leaves if leaf.ones_if_missing]
     for pattern in [*recorded, *_further(recorded, never_missing)]:
         if not pattern:
@@ -57,15 +58,32 @@ def find_absences(traced: TracedProgram) -> Absences:
         if wrong & {*recorded.get(pattern, ())}:
             refused[pattern] = "no default gives the recorded result"
             continue
-        outcomes = _outcomes(traced, pattern)
-        if pattern not in recorded:
-            if outcomes and not any(outcomes):
-                allowed.add(pattern)
-        elif any(outcomes):
-            refused[pattern] = next(filter(None, outcomes))
-        else:
-            allowed.add(pattern)
-    return Absences(frozenset(allowed), refused)
+        outcomes, empty = _outcomes(traced, traced.sizes, pattern), tuple[str, ...]()
+        if pattern in recorded and not outcomes:  # the model raises unless sizes are 0, as after a reset
+            empty = _always_empty(traced, pattern, recorded[pattern])
+            outcomes = _outcomes(traced, {**traced.sizes, **dict.fromkeys(empty, 0)}, pattern) if empty else []
+        if any(outcomes):
+            if pattern in recorded:
+                refused[pattern] = next(filter(None, outcomes))
+        elif outcomes or pattern in recorded:
+            allowed[pattern] = empty
+    return Absences(allowed, refused)
+
+
+def _always_empty(traced: TracedProgram, pattern: Pattern, numbers: Collection[int]) -> tuple[str, ...]:
+    """The variables that inputs show, and that are 0 in all recorded calls without these inputs.
+
+    Args:
+        traced: The program.
+        pattern: Paths of the inputs.
+        numbers: Numbers of the calls.
+    """
+    plan, observation = traced.plan, traced.observation
+    shapes = [*map(Call.shapes, observation.calls), *(seen.inputs for seen in observation.further)]
+    given = [leaf for leaf in plan.leaves if leaf.path not in pattern]
+    shown = {name for leaf in given for size in leaf.sizes for name in size.variables()}
+    sizes = [solve_sizes(plan, shapes[number]) for number in numbers]
+    return tuple(sorted(name for name in shown if not any(solved[name] for solved in sizes)))
 
 
 def _further(recorded: Collection[Pattern], never_missing: Collection[str]) -> Iterator[Pattern]:
@@ -87,23 +105,24 @@ def _further(recorded: Collection[Pattern], never_missing: Collection[str]) -> I
     yield from itertools.islice((pattern for pattern in found if pattern not in recorded), _MOST_PATTERNS)
 
 
-def _outcomes(traced: TracedProgram, pattern: Pattern) -> list[str]:
-    return traced.sampled_answer(lambda: list(_tried(traced, pattern)), is_sure=lambda outcomes: not any(outcomes))
+def _outcomes(traced: TracedProgram, sizes: Mapping[str, int], pattern: Pattern) -> list[str]:
+    tried = functools.partial(_tried, traced, sizes, pattern)
+    return traced.sampled_answer(lambda: list(tried()), is_sure=lambda outcomes: not any(outcomes))
 
 
-def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
+def _tried(traced: TracedProgram, sizes: Mapping[str, int], pattern: Pattern) -> Iterator[str]:
     """Yields for each call without these inputs how the result with defaults differs; empty if it does not.
 
     The program is asked first, then the model itself with the defaults: at these sizes, a model may treat several
     tokens on a filled state in its own way, with and without the inputs.
     """
     try:
-        call = call_without(traced.plan, traced.observation, traced.sizes, pattern)
+        call = call_without(traced.plan, traced.observation, sizes, pattern)
     except ExportkitError:
         return
     outcomes = list(_compared(traced, call))
     yield from outcomes
-    for item in unseen_sizes(traced.plan, traced.sizes)[:1] if outcomes else ():  # a trace may have recorded sizes
+    for item in unseen_sizes(traced.plan, sizes)[:1] if outcomes else ():  # a trace may have recorded sizes
         with contextlib.suppress(ExportkitError):
             yield from _compared(traced, call_without(traced.plan, traced.observation, item.sizes, pattern))
 
@@ -116,7 +135,7 @@ def _tried(traced: TracedProgram, pattern: Pattern) -> Iterator[str]:
         return
     others = functools.partial(call_without, traced.plan, traced.observation, absent=pattern)
     turns = Turns(traced, lambda sizes: reads(functools.partial(others, sizes=sizes)), completed, at_small_sizes=True)
-    for turn in turns.of(without, traced.sizes):
+    for turn in turns.of(without, sizes):
         if turn.sizes is None:
             yield UNTRIED
             continue

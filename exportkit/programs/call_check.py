@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -65,6 +66,7 @@ class CallCheck:
         ranges: Smallest and largest size of each variable.
         conditions: Conditions on sizes.
         patterns: The variables that may be 0 or 1 together.
+        absent: The sets of inputs that may be left out, each with the variables that have to be 0 then.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class CallCheck:
         ranges: Mapping[str, tuple[int, int | None]],
         conditions: Sequence[SizeCondition],
         patterns: Sequence[SmallSizes],
+        absent: Mapping[frozenset[str], Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self.inputs, self.ranges, self.conditions, self.patterns = inputs, ranges, conditions, patterns
         groups: dict[tuple[str, tuple[Expression, ...], bool], list[str]] = {}
@@ -82,7 +85,7 @@ class CallCheck:
             (getattr(torch, d, None), sizes, paths, optional) for (d, sizes, optional), paths in groups.items()
         ]
         self._shown = {item.path: {size.terms[0][0] for size in item.sizes if len(size.terms) == 1} for item in inputs}
-        self._empty: dict[frozenset[str], tuple[str, ...]] = {}
+        self._absent, self._empty = absent, dict[frozenset[str], tuple[str, ...]]()
         self._frames = {size for item in inputs if item.of_frames for size in item.sizes if _steps(size)}
         self._frames -= {size for item in inputs if not item.of_frames for size in item.sizes}
         self._limits = [(least, math.inf if most is None else most) for least, most in ranges.values()]
@@ -135,17 +138,17 @@ class CallCheck:
         return size in self._frames and abs(missing) < _steps(size)
 
     def _require_empty(self, absent: frozenset[str], sizes: Mapping[str, int]) -> None:
-        """Raises ArgumentError if sums of sizes count elements of inputs that are left out, such as cached tokens."""
+        """Raises ArgumentError if sizes that inputs show count elements of those left out, such as cached tokens."""
         if absent not in self._empty:
             given = set[str]().union(*(names for path, names in self._shown.items() if path not in absent))
             own = set[str]().union(*(self._shown[path] for path in absent))
-            self._empty[absent] = tuple(sorted(own - given))
+            self._empty[absent] = tuple(sorted((own - given).union(self._absent.get(absent, ()))))
         for name in self._empty[absent]:
             if sizes[name]:
-                path = next(path for path, names in self._shown.items() if path in absent and name in names)
+                where = [path for path, names in self._shown.items() if path in absent and name in names]
                 raise ArgumentError(
                     "The sizes of the inputs count elements of an input that is left out.",
-                    where=path,
+                    where=next(iter(where), ", ".join(sorted(absent))),
                     expected=f"{name} = 0",
                     got=f"{name} = {sizes[name]}",
                     hint="give this input, or inputs that have no elements for it.",

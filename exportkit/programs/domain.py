@@ -40,7 +40,8 @@ class Domain:
         constants: Python values that are part of the graph, by path.
         values: What is required of the Python values of a call.
         absent: The sets of inputs that may be left out together, by path: those that recorded calls left out, and
-            those for which the model was seen to return what the graph returns.
+            those for which the model was seen to return what the graph returns. Each has the variables that have to
+            be 0 then, because they were in all recorded calls, and the model accepts no other sizes that were tried.
         returned: Numbers among the outputs that follow from sizes: expressions over the variables of the plan, by path.
         waived: Conditions that the trace recorded and that change nothing, so that they are not required.
         traits: Further requirements on every input, such as being contiguous, because the model decides by them.
@@ -51,7 +52,7 @@ class Domain:
     conditions: tuple[SizeCondition, ...]
     patterns: tuple[SmallSizes, ...]
     constants: Mapping[str, Any]
-    absent: frozenset[frozenset[str]] = frozenset([frozenset()])
+    absent: Mapping[frozenset[str], tuple[str, ...]] = field(default_factory=lambda: {frozenset(): ()})
     values: PythonValues = field(default_factory=lambda: PythonValues({}, {}))
     returned: Mapping[str, str] = field(default_factory=dict)
     waived: tuple[SizeCondition, ...] = ()
@@ -71,7 +72,7 @@ class Domain:
     @cached_property
     def check(self) -> CallCheck:
         """What is required of the tensors of each call."""
-        return CallCheck(self.inputs, self.ranges, self.conditions, self.patterns)
+        return CallCheck(self.inputs, self.ranges, self.conditions, self.patterns, self.absent)
 
     def require(self, given: Mapping[str, torch.Tensor], known: Mapping[str, int] | None = None) -> None:
         """Raises ArgumentError if a call is outside of the domain; the message names the condition that it breaks.
@@ -136,7 +137,7 @@ class Domain:
             "patterns": [{"sizes": dict(pattern.sizes), "waived": list(pattern.waived)} for pattern in self.patterns],
             "constants": {path: dump_constant(value) for path, value in self.constants.items()},
             "values": self.values.to_json(),
-            "absent": sorted(map(sorted, self.absent)),
+            "absent": [[sorted(paths), list(self.absent[paths])] for paths in sorted(self.absent, key=sorted)],
             "waived": [{"text": c.text, "place": c.place, "own": c.own} for c in self.waived],
             "returned": dict(self.returned),
             "traits": list(self.traits),
@@ -156,7 +157,7 @@ class Domain:
                 read(tuple[SizeCondition, ...], data["conditions"]),
                 read(tuple[SmallSizes, ...], data["patterns"]),
                 {path: load_value(value) for path, value in data["constants"].items()},
-                read(frozenset[frozenset[str]], data["absent"]),
+                dict(read(tuple[tuple[frozenset[str], tuple[str, ...]], ...], data["absent"])),
                 PythonValues.from_json(data["values"]),
                 read(Mapping[str, str], data["returned"]),
                 read(tuple[SizeCondition, ...], data["waived"]),

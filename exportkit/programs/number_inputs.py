@@ -7,7 +7,7 @@ follow neither, the number stays a constant, and there are several programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 
 from exportkit._torch_compat.graph import is_assertion, takes_number
 from exportkit.arguments.table import further_numbers, numbers_of
-from exportkit.calls.call import NumberKind, number_as_tensor, number_in
+from exportkit.calls.call import Call, NumberKind, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
+from exportkit.running.compare import outputs_close
+from exportkit.running.eager import run_eager
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import flatten
 
@@ -110,6 +112,35 @@ def with_numbers(model: torch.nn.Module, observation: Observation, numbers: Numb
         observation, calls=tuple(calls), signature=signature, method_name="forward", further=tuple(further)
     )
     return WithNumbers(model, observation, numbers), changed
+
+
+def decides(model: torch.nn.Module, method: str, calls: Iterable[Call], path: str) -> bool:
+    """Returns whether a model does something else for another number in the place of one that is a size.
+
+    A program may not use a number although the model does: that of the tokens in a cache is also the length of its
+    tensors.
+
+    Args:
+        model: A model that takes the number as a tensor.
+        method: Its method.
+        calls: Its calls.
+        path: Path of the number.
+    """
+    for call in calls:
+        given = call.tensors().get(path)
+        if given is None:
+            continue
+        try:
+            same = run_eager(model, method, call)
+        except Exception:  # the call cannot be made again
+            return True
+        try:
+            other = run_eager(model, method, call.with_tensors({path: number_as_tensor(given.shape[-1] + 1, "size")}))
+        except Exception:
+            return True
+        if not outputs_close(*(flatten(outputs).tensors() for outputs in (same, other))):
+            return True
+    return False
 
 
 @dataclass(frozen=True)

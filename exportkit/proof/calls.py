@@ -151,9 +151,10 @@ def _absent_calls(traced: TracedProgram) -> Iterator[Call]:
     plan, observation = traced.plan, traced.observation
     domain, seen = traced.domain, absent_patterns(plan, observation)
     stored = absent_patterns(plan, replace(observation, further=()))
-    for pattern in sorted(domain.absent.difference(stored, [frozenset()]), key=sorted):
+    for pattern in sorted(domain.absent.keys() - stored.keys() - {frozenset()}, key=sorted):
         try:
-            call = call_without(plan, observation, settled(plan, traced.sizes), pattern)
+            sizes = {**traced.sizes, **dict.fromkeys(domain.absent[pattern], 0)}
+            call = call_without(plan, observation, settled(plan, sizes), pattern)
             call = replace(call, label=f"without {domain.names(pattern)}")
             started = time.perf_counter()
             outputs = flatten(run_eager(traced.model, traced.method, call))

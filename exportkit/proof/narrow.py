@@ -109,7 +109,7 @@ def without_pattern(graph: OnnxGraph, call: Call, row: Row, row_of: RowOf) -> Ro
         return row
     together = " together" if len(absent) > 1 else ""
     text = f"{domain.names(absent)} may not be left out{together} in {graph.runtime}: {row.status}, {row.where}."
-    narrower = replace(domain, absent=domain.absent - {absent})
+    narrower = replace(domain, absent={k: v for k, v in domain.absent.items() if k != absent})
     findings = [Finding("limit", domain.names(absent), text)]
     graph.contract = replace(graph.contract, domain=narrower, plan=plan.with_findings(findings))
     return replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)

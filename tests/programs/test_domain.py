@@ -30,7 +30,7 @@ DOMAIN = Domain(
     patterns=(SmallSizes({"rows": 1}), SmallSizes({"columns": 0}, ("columns % 2 == 0",)), SmallSizes({"columns": 1})),
     constants={"mode": "add"},
     values=PythonValues({"x": (TENSOR,), "bias": (TENSOR,), "mode": (fingerprint("add"),)}, {"bias": NONE}),
-    absent=frozenset([frozenset(), frozenset(["bias"])]),
+    absent={frozenset(): (), frozenset(["bias"]): ()},
 )
 
 

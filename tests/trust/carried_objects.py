@@ -179,3 +179,23 @@ class ChangesACacheAndReturnsOther(nn.Module):
         cache = KeysCache() if cache is None else cache
         total = cache.append(x)
         return total, KeysCache(cache.keys * 1)
+
+
+def _from_empty_caches(model):
+    for batch, length in ((2, 5), (3, 7)):
+        cache = KeysCache()
+        for new in (length, 1, 1):
+            model(x(batch, new, 4), cache)
+
+
+@control(
+    _from_empty_caches, serves=[*FILLED[:2], call(x(4, 3, 4), KeysCache())], truth=[call(x(2, 4, 4), KeysCache(seen=3))]
+)
+class AddsTheCountedTokens(nn.Module):
+    """Raises if a cache without keys has counted tokens."""
+
+    def forward(self, x, cache):
+        positions = torch.arange(cache.seen + x.shape[1])
+        cache.seen += x.shape[1]
+        cache.append(x)
+        return cache.keys + positions[None, :, None]
