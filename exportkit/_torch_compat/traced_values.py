@@ -23,6 +23,11 @@ def depends_on_values(condition: Any) -> bool:
     return bool(require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))
 
 
+def size_in_trace(size: torch.SymInt) -> int:
+    """Returns the size that stands for a symbolic one while a trace runs. Seen in torch 2.13."""
+    return int(require(size.node, "hint", "torch 2.13"))
+
+
 def is_counted(size: Any) -> bool:
     """Returns whether a size comes from values, even if the trace has since replaced it. Seen in torch 2.13."""
     first = require(size.node, "_expr", "torch 2.13") if isinstance(size, torch.SymInt) else None

@@ -71,6 +71,7 @@ class TracedProgram:
         domain: Where the program may be used.
         joined_outputs: Paths of lists, such as one tensor for each image, that the graph returns as one tensor.
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
+        skips_entry: Whether a dictionary has an entry for a size of the trace, which the trace did not take.
         absences: The sets of inputs that may be left out together.
         crossings: Sizes that break conditions of the trace which change nothing.
         samples: Sizes for which the model runs, one for each pattern of 0 and 1 in the domain that was tried.
@@ -94,6 +95,7 @@ class TracedProgram:
     domain: Domain
     joined_outputs: tuple[str, ...] = ()
     member_rows: Mapping[str, int] = field(default_factory=dict)
+    skips_entry: bool = False
     absences: Absences = field(default_factory=Absences)
     crossings: tuple[Mapping[str, int], ...] = ()
     samples: tuple[Mapping[str, int], ...] = ()
@@ -224,6 +226,7 @@ def trace(
         replace(Domain.of_plan(plan), values=values),
         example.joined_outputs,
         example.member_rows,
+        skips_entry=traced.skips_entry,
         layers=ReusedLayers.of(program, copied.copies),
     )
 

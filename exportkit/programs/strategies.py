@@ -353,7 +353,7 @@ class Search:
                 everywhere = self._in_called_code(rules, plan)
                 traced = trace(self.model, self.method, plan.plan, plan.observation, example, everywhere)
                 audit = audit_sizes(traced)
-                is_guess = enlarges or strategy.between or LISTS_OF_ONE in rules
+                is_guess = enlarges or strategy.between or LISTS_OF_ONE in rules or traced.skips_entry
                 if is_guess and (difference := ProgramProbe(traced).difference(traced.sizes)):
                     raise ExportError("The program does not return what the model returns.", got=difference)
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])

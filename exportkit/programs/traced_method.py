@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import keyword
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from exportkit.plan.sizes import size_in
 from exportkit.probing.missing import MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.rewrites.known_values import KnownValues
+from exportkit.rewrites.size_keys import size_keys
 from exportkit.rewrites.table import BUFFER_VALUES, GRADIENTS, Rewrite, adapted_call
 from exportkit.running.eager import autocast
 from exportkit.trees import Tree, check_opened, fingerprint, flatten, join, set_stored_length, text_of
@@ -71,6 +72,7 @@ class TracedMethod:
     Attributes:
         forward: The function. It has a parameter for each argument that holds tensors.
         arguments: What to trace it with, by parameter.
+        skips_entry: Whether a dictionary has an entry for a size of the trace, which the trace did not take.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class TracedMethod:
         self._returns_tensors = example.outputs.has_objects or any(
             leaf is not None for leaf in example.outputs.constants().values()
         )
+        self.skips_entry = False
         self._traced: list[Tree] = []  # what the model returned in the trace
         parameters = self._flat.parameters
         self.arguments = {name: parameter.tree.map(_clone).build() for name, parameter in parameters.items()}
@@ -119,7 +122,8 @@ class TracedMethod:
                     set_stored_length(value, length)
             known = KnownValues(zip(model.buffers(), buffers, strict=True)) if is_known else contextlib.nullcontext()
             recorded = torch.enable_grad() if records else contextlib.nullcontext()
-            with known, autocast(dtypes) if dtypes else contextlib.nullcontext(), recorded:
+            looked_up = contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else self._looking_sizes_up()
+            with known, autocast(dtypes) if dtypes else contextlib.nullcontext(), recorded, looked_up:
                 result = adapted_call(rules, model, flat.values(given), flat.signature.names, call_method)
             tree = with_joined_lists(flatten(result), joined)
             inputs = {id(tensor) for tensor in tensors.values()}
@@ -132,6 +136,12 @@ class TracedMethod:
             return tuple(tree.tensors().values()) if returns_tensors else tree.build()
 
         return forward
+
+    @contextlib.contextmanager
+    def _looking_sizes_up(self) -> Iterator[None]:
+        with size_keys() as keys:
+            yield
+        self.skips_entry |= keys.skipped
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """Returns dynamic axes without a minimum: torch.export assumes 2, and the graph serves smaller sizes, too."""

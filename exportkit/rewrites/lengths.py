@@ -25,7 +25,7 @@ from exportkit.overrides import Attribute, replaced, replaced_attributes
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
 
 _OTHERS = {"torch", "exportkit", *sys.stdlib_module_names}
-_Cached = type(functools.cache(len))
+Cached = type(functools.cache(len))
 _CONSTRUCTORS = {
     "LongTensor": torch.int64,
     "IntTensor": torch.int32,
@@ -57,7 +57,7 @@ def symbolic_lengths(
     ]
     for owner in (*own, *classes):
         for name, value in vars(owner).items():
-            if isinstance(value, _Cached):  # a cache cannot look a symbolic length up
+            if isinstance(value, Cached):  # a cache cannot look a symbolic length up
                 replacements.append((Attribute(owner, name), value.__wrapped__))
     replacements += [(Attribute(torch, name), _taking_lists(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     replacements += [(Attribute(torch, name), _constructor(name, dtype)) for name, dtype in _CONSTRUCTORS.items()]

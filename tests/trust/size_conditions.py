@@ -288,3 +288,44 @@ def steps_by_logarithm(self, x):
     for step in range(int(math.log2(x.shape[1]))):
         x = x + x.roll(2**step, 1)
     return x
+
+
+_FACTORS = {5: 2.0, 8: 3.0, (4, 9): 5.0}
+
+
+@case(serves=at((4, 6)), truth=at((4, 9), (2, 8), (9, 4), (8, 2), (1, 5), (1, 1)))
+def factor_from_a_table(self, x):
+    return x * _FACTORS.get(x.shape[1], 1.0)
+
+
+@case(serves=at((4, 6)), truth=at((4, 9), (2, 8), (9, 4), (8, 2), (1, 5), (1, 1)))
+def factor_from_a_table_of_shapes(self, x):
+    return x * _FACTORS.get(tuple(x.shape), 1.0)
+
+
+@case(serves=at((4, 6)), truth=at((4, 9), (2, 8), (9, 4), (8, 2), (1, 5), (1, 1)), may_refuse=True)
+def factor_from_a_table_in_a_list(self, x):
+    tables = [{}, _FACTORS]
+    return x * tables[1].get(x.shape[1], 1.0)
+
+
+@case(serves=at((4, 6)), truth=at((4, 9), (2, 8), (9, 4), (8, 8), (1, 5), (1, 1), (7, 7)))
+def number_of_different_sizes(self, x):
+    sizes = set()
+    sizes.update(x.shape)
+    return x * len(sizes)
+
+
+class TablesByLength(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tables = {8: torch.ones(8), 11: torch.arange(11) * 0.5}
+
+    def forward(self, x):
+        length = x.shape[1]
+        if length not in self.tables:
+            self.tables[length] = torch.arange(length) * 0.5
+        return x + self.tables[length]
+
+
+case(serves=at((4, 6), (2, 9)), truth=at((2, 8), (1, 11), (3, 1), (8, 4)))(TablesByLength)
