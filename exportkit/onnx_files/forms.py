@@ -246,6 +246,19 @@ def _repeat_evenly(x: Any, repeats: Any, dim: int | None = None, **_options: Any
     return op.Reshape(repeated, op.Concat(op.Shape(x, end=axis), size, op.Shape(x, start=axis + 1), axis=0))
 
 
+def _bincount(x: Any, weights: Any = None, minlength: Any = 0) -> Any:
+    """With weights, and with a size as ``minlength``; torch's own form has neither."""
+    kind = onnx_ir.DataType.INT64
+    x, one, zero = op.Cast(x, to=kind), op.Constant(value_ints=[1]), op.Constant(value_ints=[0])
+    length = op.ReduceMax(op.Concat(zero, op.Add(x, one), axis=0), keepdims=True)
+    least = op.Constant(value_ints=[minlength]) if isinstance(minlength, int) else op.Reshape(minlength, one)
+    length = op.Max(length, least)
+    if weights is not None:
+        kind = onnx_ir.DataType.FLOAT if weights.dtype == onnx_ir.DataType.FLOAT else onnx_ir.DataType.DOUBLE
+    added = op.Expand(one, op.Shape(x)) if weights is None else op.Cast(weights, to=kind)
+    return op.ScatterElements(op.Expand(op.Cast(zero, to=kind), length), x, added, axis=0, reduction="add")
+
+
 def _silu_backward(gradient: Any, x: Any) -> Any:
     """The derivative of silu is s(x) + x s(x) s(-x), where s is the sigmoid function."""
     sigmoid = op.Sigmoid(x)
@@ -277,6 +290,7 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.heaviside.default: _heaviside,
     FFT_R2C.default: _transform,
     aten.stft.default: _short_transform,
+    aten.bincount.default: _bincount,
     aten.masked_select.default: _masked_select,
     aten.nonzero.default: _nonzero,
     aten.copy.default: _copy,

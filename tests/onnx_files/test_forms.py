@@ -182,6 +182,16 @@ CASES = {
         ),
         ints(2**31 - 1, 2**31 - 1, 0, 0, 0, 5, 0),
     ),
+    "counts": (
+        lambda x: (
+            torch.bincount(x, minlength=x.shape[0] + 3),
+            torch.bincount(x, minlength=2),
+            torch.bincount(x, x * 0.5, minlength=x.shape[0]),
+            torch.bincount(x, x),
+            torch.bincount(x[:0]),
+        ),
+        ints(0, 4, 1, 4),
+    ),
     "angles": (torch.atan2, *torch.cartesian_prod(ANGLES, ANGLES).T),
     "angles of integers": (torch.atan2, *torch.cartesian_prod(ints(-2, 0, 3), ints(-1, 0, 5)).T),
     "angle, sign bit and step": (lambda x: (x.angle(), x.signbit(), torch.heaviside(x, x.abs() + 2)), ANGLES),
