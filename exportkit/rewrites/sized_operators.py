@@ -30,6 +30,7 @@ _original: dict[str, Callable[..., Any]] = {
     "unique_consecutive": torch.unique_consecutive,
     **{name: getattr(torch.nn.functional, name) for name in ("one_hot", "pad", "scaled_dot_product_attention")},
     **{name: getattr(torch.Tensor, name) for name in ("__setitem__", "fill_diagonal_", "numpy")},
+    "Unflatten": torch.nn.Unflatten.__init__,
 }
 
 
@@ -261,6 +262,13 @@ def _numpy(self: torch.Tensor, **options: Any) -> Any:
         return Sizes(self) if _is_symbolic(*self.shape) else np.array(self.tolist(), dtype=object)
 
 
+def _make_unflatten(self: torch.nn.Unflatten, dim: int, unflattened_size: Any) -> None:
+    """Takes any sizes: a module that is made during a call may get those of a tensor."""
+    is_symbolic = isinstance(unflattened_size, tuple | list) and _is_symbolic(*unflattened_size)
+    _original["Unflatten"](self, dim, (-1,) if is_symbolic else unflattened_size)
+    self.unflattened_size = unflattened_size
+
+
 def _attend(*args: Any, **options: Any) -> Any:
     """Attention that is told by a comparison of sizes whether it is causal."""
     plain = [bool(value) if isinstance(value, torch.SymBool) else value for value in args]
@@ -360,6 +368,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
             **{name: _pool(name, torch.mean) for name in ("avg_pool1d", "avg_pool2d", "avg_pool3d")},
         },
     ),
+    (torch.nn.Unflatten, {"__init__": _make_unflatten}),
     (torch.SymInt, {"__divmod__": _divmod, "__rdivmod__": lambda number, by: _divmod(by, number)}),
     (torch.SymInt, {"__mod__": remainder, "__rsub__": subtracted_from}),
     (torch.Tensor, {"__setitem__": _set_item, "fill_diagonal_": _fill_diagonal_, "numpy": _numpy}),

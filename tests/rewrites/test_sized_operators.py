@@ -72,7 +72,13 @@ def without_repeats(x):
     return labels[labels != 0]
 
 
+def unflattened(x):
+    rows, length = x.shape
+    return torch.nn.Unflatten(0, (rows, length))(x.flatten()), torch.nn.Unflatten(-1, [length, -1])(x)
+
+
 FUNCTIONS = {
+    "modules made of sizes": unflattened,
     "labels without repeats": without_repeats,
     "as many groups as rows": in_as_many_groups_as_rows,
     "slices of a number of elements": last_ones,
