@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -134,6 +134,8 @@ class _RoundingVaried:
 
 
 def _is_rounded(value: torch.Tensor) -> bool:
+    if value.layout is not torch.strided:
+        return False
     return (value.is_floating_point() and value.itemsize > 1) or value.is_complex()
 
 
@@ -161,7 +163,7 @@ def _first_of_equals(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(part.narrow(axis, 0, given["k"]).contiguous() for part in ordered)
 
 
-def rounding_varied(seed: int, constant: Collection[int] = (), errors: float = 1.0) -> Any:
+def rounding_varied(seed: int, constant: Iterable[torch.Tensor] = (), errors: float = 1.0) -> Any:
     """Returns a context manager in which every operator rounds differently, and takes the first of equal elements.
 
     An operator returns its result with a random relative error of up to one unit in the last place. If it adds up, its
@@ -170,12 +172,13 @@ def rounding_varied(seed: int, constant: Collection[int] = (), errors: float = 1
 
     Args:
         seed: For the random numbers; those that the model draws are not affected.
-        constant: Addresses of storages, such as those of weights, that get no error of their own.
+        constant: Tensors, such as weights, that get no error of their own, and neither do views of them.
         errors: How large the errors are, in units in the last place; 0 for the tie rule alone.
     """
     from torch.utils import _python_dispatch
 
     base = require(_python_dispatch, "TorchDispatchMode", "torch 2.13")
     mode = type("RoundingVaried", (_RoundingVaried, base), {})()
-    mode.seed, mode.generators, mode.constant, mode.errors = seed, {}, frozenset(constant), errors
+    mode.seed, mode.generators, mode.errors = seed, {}, errors
+    mode.constant = {tensor.untyped_storage().data_ptr() for tensor in constant if tensor.layout is torch.strided}
     return mode

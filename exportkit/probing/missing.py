@@ -245,7 +245,7 @@ def beyond_rounding(run: Runner, model: torch.nn.Module) -> Compare:
         run: Runs the model; it runs again, rounding differently, where something differs.
         model: The model.
     """
-    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    weights = [*model.parameters(), *model.buffers()]
 
     def compare(call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
         changed: Mapping[str, torch.Tensor] | None = None

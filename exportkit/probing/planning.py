@@ -16,6 +16,7 @@ import torch
 from exportkit.arguments.build import padded
 from exportkit.arguments.table import call_table, constants_of, structure_of, varying_numbers
 from exportkit.calls.observation import Observation
+from exportkit.errors import PlanError
 from exportkit.plan.infer import infer_plan, name_variables
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
@@ -31,6 +32,10 @@ from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import flatten, is_cache_class, stored_length
 
 _SHOWN = 4  # inputs that one finding names
+_INSTEAD = {
+    "sparse": "pass its indices and values as two tensors, and multiply with index_add; or pass x.to_dense().",
+    "nested": "pass a padded tensor and the lengths, or a mask.",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +81,14 @@ def plan_calls(
         model: The model, to confirm by running it what the sizes suggest; None to use the sizes alone.
         method: The observed method.
         needs_cache: Whether a mask is restored only beside a cache; the encoder of a model with a cache has none.
+
+    Raises:
+        PlanError: if an input of a model is sparse or nested.
     """
     if model is None:
         plan = infer_plan(call_table(observation), constants_of(observation))
     else:
+        _check_dense(observation)
         simple = simplify_calls(replayed(observation, model, method), model, method)
         probe = ModelProbe(model, method, simple.observation)
         relations = find_value_relations(probe)
@@ -100,6 +109,21 @@ def plan_calls(
         plan = replace(plan, leaves=tuple(leaves))
     plan = replace(plan, structure=structure_of(observation))
     return BoundPlan.of(plan.with_findings(findings_of_inputs(plan, observation)), observation)
+
+
+def _check_dense(observation: Observation) -> None:
+    """Raises an error for inputs whose shapes do not say what they hold, and which ONNX does not have."""
+    for call in observation.calls:
+        for path, tensor in call.tensors().items():
+            if tensor.is_nested or tensor.layout is not torch.strided:
+                kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+                raise PlanError(
+                    "An input is not a dense tensor.",
+                    where=path,
+                    expected="a dense tensor",
+                    got=f"a {kind} tensor",
+                    hint=_INSTEAD["nested" if tensor.is_nested else "sparse"],
+                )
 
 
 def _confirmed(probe: ModelProbe, relations: ValueRelations) -> Plan:

@@ -75,10 +75,9 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int | No
     if run is None:
         return
     weights = [*run.model.parameters(), *run.model.buffers()]
-    storages = {tensor.untyped_storage().data_ptr() for tensor in weights}
 
     def outputs(seed: int, errors: float) -> tuple[Tensors, bool]:
-        with rounding_varied(seed, storages, errors) as rounding:
+        with rounding_varied(seed, weights, errors) as rounding:
             return as_simplified(run(call), joined, ()), rounding.chooses
 
     most = usual_bound if runs == 0 else most_allowed(graph)

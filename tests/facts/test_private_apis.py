@@ -285,13 +285,21 @@ def test_tensors_are_printed_in_scientific_notation_and_the_options_stay():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
 def test_operators_can_round_differently(dtype):
     x, weight = torch.randn(40, 40).to(dtype), torch.randn(40, 40).to(dtype)
-    with rounding_varied(0, {weight.untyped_storage().data_ptr()}):
+    with rounding_varied(0, [weight]):
         product, total = x @ weight, x.clone().add_(x)
     far = (product - x @ weight).abs().max() / (x @ weight).abs().max()
 
     assert 0 < far.item() < 8 * torch.finfo(dtype).eps
     assert not torch.equal(total, x + x)
     assert torch.allclose(total, x + x, rtol=4 * torch.finfo(dtype).eps)
+
+
+def test_sparse_weights_are_left_as_they_are_where_operators_round_differently():
+    weight, x = torch.eye(3).to_sparse(), torch.randn(3, 2)
+    with rounding_varied(0, [weight]):
+        product = torch.sparse.mm(weight, x)
+    assert torch.allclose(product, x)
+    assert not torch.equal(product, x)
 
 
 def test_what_is_exact_stays_exact_where_operators_round_differently():

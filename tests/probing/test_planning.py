@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from exportkit import InputObserver
+from exportkit.errors import PlanError
 
 
 class Elementwise(torch.nn.Module):
@@ -268,3 +269,23 @@ def test_keys_that_only_other_calls_have_are_said():
     assert [finding.where for finding in observer.plan().findings if finding.kind == "other inputs"] == [
         "data.b (call 1)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("adjacency", "got"),
+    [
+        (torch.eye(3).to_sparse(), "a sparse_coo tensor"),
+        (torch.eye(3).to_sparse_csr(), "a sparse_csr tensor"),
+        (torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged), "a nested tensor"),
+    ],
+)
+def test_an_input_that_is_not_dense_is_refused(adjacency, got):
+    class Convolution(torch.nn.Module):
+        def forward(self, x, adjacency):
+            return x * 2 if adjacency.is_nested else torch.mm(adjacency, x)
+
+    model, observer = Convolution(), InputObserver()
+    with observer(model):
+        model(torch.rand(3, 5), adjacency)
+    with pytest.raises(PlanError, match=f"where: adjacency\n  expected: a dense tensor\n  got: {got}\n  hint: pass "):
+        observer.plan()
