@@ -116,9 +116,12 @@ def tree_unflatten(leaves: Iterable[Any], form: Any) -> Any:
     return torch.utils._pytree.tree_unflatten(leaves, form)
 
 
-def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Returns ``value`` with each leaf changed. Seen in torch 2.13."""
-    return torch.utils._pytree.tree_map(change, value)
+def tree_map(change: Callable[..., Any], value: Any, *others: Any) -> Any:
+    """Returns ``value`` with each leaf changed, given the leaves at its place in other values of the same structure.
+
+    Seen in torch 2.13.
+    """
+    return torch.utils._pytree.tree_map(change, value, *others)
 
 
 class ContextWriter(NamedTuple):

@@ -90,3 +90,31 @@ class Stacked(SymbolicList):
         if index == slice(None, None, -1):
             return Stacked([part.flip(0) for part in reversed(self._parts)])
         return Stacked([self.whole()[index]]) if isinstance(index, slice) else item(self.whole(), index)
+
+
+class StackedLists(SymbolicList):
+    """A list to which every turn of a loop adds a list or tuple of tensors.
+
+    Args:
+        elements: Nested tensors whose first axis goes over elements of the list.
+    """
+
+    def __init__(self, elements: Any) -> None:
+        self.elements = elements
+
+    def whole(self) -> torch.Tensor:
+        """Raises an error: the elements are not tensors."""
+        raise TypeError("the elements of this list of symbolic length are lists")
+
+    @property
+    def count(self) -> Any:
+        """How many elements there are."""
+        return tree_flatten(self.elements)[0][0].shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(SYMBOLIC_LENGTH)
+
+    def __getitem__(self, index: Any) -> Any:
+        change = (lambda tensor: tensor[index]) if isinstance(index, slice) else (lambda tensor: item(tensor, index))
+        found = tree_map(change, self.elements)
+        return StackedLists(found) if isinstance(index, slice) else found

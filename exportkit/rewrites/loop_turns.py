@@ -26,7 +26,7 @@ from exportkit.rewrites.loop_indices import (
     small,
     with_item,
 )
-from exportkit.rewrites.loop_lists import Stacked, Steps, Turn
+from exportkit.rewrites.loop_lists import Stacked, StackedLists, Steps, Turn
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -39,6 +39,9 @@ class Helpers:
     @staticmethod
     def steps(iterated: Any) -> Any:
         """Returns the turns of a loop over something; the thing itself if its length is a number."""
+        if isinstance(iterated, StackedLists):
+            elements = iterated.elements
+            return Steps(elements, lambda element, _: element, lambda: tree_map(lambda tensor: tensor[0], elements))
         if isinstance(iterated, SymbolicList):
             iterated = iterated.whole()
         if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic(iterated.shape[0]):
@@ -273,11 +276,11 @@ class Helpers:
         values = [_opened(value) for value in carried]
         elements = steps.elements
         # what is None, or not there, becomes a tensor in the first turn
-        begun: list[torch.Tensor] | None = None
+        begun: tuple[Any, ...] | None = None
         is_first_apart |= not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(values)[0])
         if is_first_apart:
             first, added = body(tuple(values), steps.first())
-            values, begun = [*first], [_own(part) for part in added]
+            values, begun = [*first], tree_map(_own, added)
         # onnxruntime runs no loop without turns: one that changes nothing is put before them, or is the first one
         has_idle = is_first_apart or _may_be_zero(steps.count)
         if has_idle and not is_first_apart:
@@ -296,8 +299,8 @@ class Helpers:
                 raise TypeError("a loop changes something other than tensors")
             found = [_unless(is_idle, old[place], after[place]) for place in places]
             if begun is not None:
-                added = [_unless(is_idle, one, part) for one, part in zip(begun, added, strict=True)]
-            return tuple([_own(tensor) for tensor in found]), tuple([_own(part) for part in added])
+                added = tree_map(functools.partial(_unless, is_idle), begun, added)
+            return tuple([_own(tensor) for tensor in found]), tree_map(_own, added)
 
         state = tuple([_own(leaves[place]) for place in places]) or (torch.zeros(1),)
         if not places:
@@ -307,7 +310,7 @@ class Helpers:
             if has_idle:
                 is_idle = torch.arange(tree_flatten(elements)[0][0].shape[0]) == 0
                 last, outputs = scan(step, state, (elements, is_idle))
-                outputs = outputs if is_first_apart else [output[1:] for output in outputs]
+                outputs = outputs if is_first_apart else tree_map(lambda output: output[1:], outputs)
             else:
                 last, outputs = scan(step, state, elements)
         for place, tensor in zip(places, last, strict=False):
@@ -316,7 +319,7 @@ class Helpers:
             _closed(old, new, is_changed)
             for old, new, is_changed in zip(carried, tree_unflatten(leaves, form), changed, strict=True)
         ]
-        return tuple(results), tuple(map(Stacked, _extended(before, outputs, in_front)))
+        return tuple(results), tuple(_extended(before, outputs, in_front))
 
 
 def _opened(value: Any) -> Any:
@@ -377,12 +380,15 @@ def _mentions(function: types.FunctionType, cls: type, name: str, seen: set[str]
     )
 
 
-def _extended(
-    lists: Sequence[list[torch.Tensor]], added: Sequence[torch.Tensor], in_front: Sequence[bool]
-) -> list[list[torch.Tensor]]:
-    """The parts of lists, with elements added one by one, which are in the order in which they are added."""
-    found = zip(lists, added, in_front, strict=True)
-    return [[new.flip(0), *parts] if is_in_front else [*parts, new] for parts, new, is_in_front in found]
+def _extended(before: Sequence[list[torch.Tensor]], added: Sequence[Any], in_front: Sequence[bool]) -> Iterator[Any]:
+    """Lists with elements added one by one, which are in the order in which they are added."""
+    for parts, new, is_in_front in zip(before, added, in_front, strict=True):
+        if isinstance(new, torch.Tensor):
+            yield Stacked([new.flip(0), *parts] if is_in_front else [*parts, new])
+        elif parts:
+            raise TypeError("a turn adds a list to a list that is not empty")
+        else:
+            yield StackedLists(tree_map(lambda tensor: tensor.flip(0), new) if is_in_front else new)
 
 
 def _without_state(step: Callable[..., Any], state: Any, element: Any) -> Any:

@@ -296,6 +296,16 @@ def through_layers(self, x):
     return torch.stack(tops, 1), states[0], total, seen
 
 
+def into_lists_of_several(self, x):
+    levels, of_each, pairs = [x.mean(1), x.sum(1)], [], []
+    for token in x.unbind(1):
+        of_each.append([level + token for level in levels])
+        pairs.append((token, token.sum()))
+    of_each = [torch.cat(several) for several in of_each]
+    products = [first * second + i for i, (first, second) in enumerate(pairs)]
+    return torch.stack(of_each), torch.stack(products), pairs[0][1], torch.stack([pair[0] for pair in pairs[:2]])
+
+
 def with_the_first_turn_apart(self, x):
     tokens, outputs, differences, i = x.unbind(1), [], [], 0
     for number in range(len(tokens)):
@@ -347,6 +357,7 @@ def with_recurrent_layers(self, x):
     "function",
     [
         into_everything_that_grows,
+        into_lists_of_several,
         through_layers,
         by_sizes_from_around_it,
         with_recurrent_layers,
