@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exportkit.rewrites.loop_bodies import is_in_place, set_first, walk
+from exportkit.rewrites.loop_bunches import Bunched, bunched_lists
 
 _CATS = {"cat", "concat", "concatenate"}
 
@@ -39,12 +40,14 @@ class PlainLoop:
         loop: The loop.
         places: Attributes and items that the body sets, by the local names that stand for them in the loop.
         grown: Tensors that grow.
+        bunched: Lists to which every turn adds several elements.
         counter: The loop's counter, if it was a ``while``; it has a value after the loop.
     """
 
     loop: ast.For
     places: dict[str, ast.expr] = field(default_factory=dict)
     grown: list[Grown] = field(default_factory=list)
+    bunched: list[Bunched] = field(default_factory=list)
     counter: str | None = None
 
 
@@ -65,6 +68,7 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     found.loop.body = [each for statement in found.loop.body for each in rewriter.statements(statement)]
     _name_places(found, number)
     _find_grown(found, number)
+    found.bunched = bunched_lists(found.loop, number)
     ast.fix_missing_locations(found.loop)
     return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,3 +119,35 @@ class StackedLists(SymbolicList):
         change = (lambda tensor: tensor[index]) if isinstance(index, slice) else (lambda tensor: item(tensor, index))
         found = tree_map(change, self.elements)
         return StackedLists(found) if isinstance(index, slice) else found
+
+
+def lists_of(before: Sequence[list[torch.Tensor]], added: Sequence[Any], in_front: Sequence[bool]) -> Iterator[Any]:
+    """Yields lists with elements added one by one, which are in the order in which they are added."""
+    for parts, new, is_in_front in zip(before, added, in_front, strict=True):
+        if isinstance(new, torch.Tensor):
+            yield Stacked([new.flip(0), *parts] if is_in_front else [*parts, new])
+        elif parts:
+            raise TypeError("a turn adds a list to a list that is not empty")
+        else:
+            yield StackedLists(tree_map(lambda tensor: tensor.flip(0), new) if is_in_front else new)
+
+
+def product_of(all_steps: Sequence[Steps]) -> Steps:
+    """Returns the turns of ``itertools.product`` over several loops."""
+
+    def elements(place: int) -> Any:
+        before = math.prod(steps.count for steps in all_steps[:place])
+        after = math.prod(steps.count for steps in all_steps[place + 1 :])
+
+        def repeated(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[None, :, None].expand(before, -1, after, *tensor.shape[1:]).flatten(0, 2)
+
+        return tree_map(repeated, all_steps[place].elements)
+
+    def given(turn_elements: Any, turn: Turn) -> Any:
+        pairs = zip(all_steps, turn_elements, strict=True)  # later turns may have a first element again
+        return tuple([steps.given(each, Turn(is_idle=turn.is_idle)) for steps, each in pairs])
+
+    return Steps(
+        tuple(map(elements, range(len(all_steps)))), given, lambda: tuple([each.first() for each in all_steps])
+    )

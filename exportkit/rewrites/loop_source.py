@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from exportkit.rewrites.loop_bodies import appended, carried, obstacle, rebound, walk
+from exportkit.rewrites.loop_bunches import HELPERS
 from exportkit.rewrites.loop_comprehensions import with_loops_for_comprehensions
 from exportkit.rewrites.loop_forms import PlainLoop, plain_loop
 
-HELPERS = "_exportkit_loops"  # the name under which the source finds `loops.Helpers`
 _BODY, _STEPS = "_exportkit_body", "_exportkit_steps"
 _ITERATIONS = {"range", "enumerate", "zip", "reversed"}
+_PRODUCTS = {"product", "itertools.product"}
 _OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
 _LISTING = {"unbind", "chunk", "split"}
 # Operators whose results for numbers are others in single precision, or in 64 bits, by the name of the helper.
@@ -73,6 +74,13 @@ class _Loops(ast.NodeTransformer):
         return [ast.fix_missing_locations(ast.copy_location(statement, node)) for statement in new]
 
     visit_While = visit_For
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("torch"), "Tensor") as cls, [ast.Name() as given], []):
+                return ast.copy_location(_call("tensor", cls, given), node)
+        return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         return self.generic_visit(node) if node is self._definition else node  # a function inside is left alone
@@ -164,6 +172,8 @@ def _before(plain: PlainLoop) -> list[ast.stmt]:
         found.append(ast.Assign([ast.Name(name, ast.Store())], value))
     for grown in plain.grown:
         found.append(ast.Assign([ast.Name(grown.elements, ast.Store())], ast.List([], ast.Load())))
+    for bunched in plain.bunched:
+        found.append(ast.Assign([ast.Name(bunched.elements, ast.Store())], ast.List([], ast.Load())))
     return found
 
 
@@ -176,6 +186,9 @@ def _after(plain: PlainLoop, loop: ast.For) -> list[ast.stmt]:
         elements = ast.Name(grown.elements, ast.Load())
         joined = _call("joined", start, elements, grown.dim, ast.Constant(grown.in_front))
         found.append(ast.Assign([ast.Name(grown.name, ast.Store())], joined))
+    for bunched in plain.bunched:
+        longer = _call("extended", ast.Name(bunched.name, ast.Load()), ast.Name(bunched.elements, ast.Load()))
+        found.append(ast.Assign([ast.Name(bunched.name, ast.Store())], longer))
     for name, place in plain.places.items():
         target = copy.deepcopy(place)
         target.ctx = ast.Store()  # type: ignore[attr-defined]
@@ -315,9 +328,15 @@ class _Iterated(ast.NodeTransformer):
     """Makes what a loop runs over something that may have a symbolic length."""
 
     def visit_Call(self, node: ast.Call) -> Any:
-        self.generic_visit(node)
         function = node.func
-        if isinstance(function, ast.Name) and function.id in _ITERATIONS:
+        is_listing = isinstance(function, ast.Attribute) and function.attr in {*_LISTING, "tolist"}
+        is_product = ast.unparse(function) in _PRODUCTS
+        if not (is_listing or is_product or (isinstance(function, ast.Name) and function.id in _ITERATIONS)):
+            return node  # what it does with what it gets is not known
+        self.generic_visit(node)
+        if is_product:
+            node.func, node.args = _helper("product"), [function, *node.args]
+        elif isinstance(function, ast.Name):
             node.func = _helper(function.id)
         elif isinstance(function, ast.Attribute) and function.attr in _LISTING:
             is_method = not (isinstance(function.value, ast.Name) and function.value.id == "torch")

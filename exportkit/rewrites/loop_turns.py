@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit.rewrites.lengths import Repeated, SymbolicList, own_types
+from exportkit.rewrites.loop_bunches import bunch, extended
 from exportkit.rewrites.loop_indices import (
     Position,
     SliceOfUnknownLength,
@@ -26,7 +28,7 @@ from exportkit.rewrites.loop_indices import (
     small,
     with_item,
 )
-from exportkit.rewrites.loop_lists import Stacked, StackedLists, Steps, Turn
+from exportkit.rewrites.loop_lists import Stacked, StackedLists, Steps, Turn, lists_of, product_of
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -98,6 +100,23 @@ class Helpers:
             lambda elements, turn: tuple([given(each, turn) for given, each in zip(givens, elements, strict=True)]),
             lambda: tuple([first() for first in firsts]),
         )
+
+    @staticmethod
+    def product(function: Callable[..., Any], *iterated: Any, **options: Any) -> Any:
+        """Returns the turns of ``itertools.product``, if this is the function."""
+        all_steps = [Helpers.steps(each) for each in iterated] * options.get("repeat", 1)
+        if not any(isinstance(steps, Steps) for steps in all_steps):
+            return function(*iterated, **options)
+        if function is not itertools.product or not all(isinstance(steps, Steps) for steps in all_steps):
+            raise TypeError("a loop runs over a length and over something else")
+        return product_of(all_steps)
+
+    bunch, extended = staticmethod(bunch), staticmethod(extended)
+
+    @staticmethod
+    def tensor(make: type, data: Any) -> Any:
+        """Returns ``torch.Tensor(data)``, also of a list of symbolic length."""
+        return data.whole().to(torch.get_default_dtype()) if isinstance(data, SymbolicList) else make(data)
 
     @staticmethod
     def reversed(iterated: Any) -> Any:
@@ -319,7 +338,7 @@ class Helpers:
             _closed(old, new, is_changed)
             for old, new, is_changed in zip(carried, tree_unflatten(leaves, form), changed, strict=True)
         ]
-        return tuple(results), tuple(_extended(before, outputs, in_front))
+        return tuple(results), tuple(lists_of(before, outputs, in_front))
 
 
 def _opened(value: Any) -> Any:
@@ -342,6 +361,10 @@ def _closed(old: Any, new: Any, is_changed: bool) -> Any:
         old.update(new)
         return old
     return new
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, int | float) and one == other)
 
 
 def _may_be_zero(count: Any) -> bool:
@@ -378,17 +401,6 @@ def _mentions(function: types.FunctionType, cls: type, name: str, seen: set[str]
     return name in names or any(
         _mentions(each, cls, name, seen) for called in names for each in _functions(cls, called)
     )
-
-
-def _extended(before: Sequence[list[torch.Tensor]], added: Sequence[Any], in_front: Sequence[bool]) -> Iterator[Any]:
-    """Lists with elements added one by one, which are in the order in which they are added."""
-    for parts, new, is_in_front in zip(before, added, in_front, strict=True):
-        if isinstance(new, torch.Tensor):
-            yield Stacked([new.flip(0), *parts] if is_in_front else [*parts, new])
-        elif parts:
-            raise TypeError("a turn adds a list to a list that is not empty")
-        else:
-            yield StackedLists(tree_map(lambda tensor: tensor.flip(0), new) if is_in_front else new)
 
 
 def _without_state(step: Callable[..., Any], state: Any, element: Any) -> Any:

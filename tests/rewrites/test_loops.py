@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import math
 from collections import deque
 
@@ -306,6 +307,19 @@ def into_lists_of_several(self, x):
     return torch.stack(of_each), torch.stack(products), pairs[0][1], torch.stack([pair[0] for pair in pairs[:2]])
 
 
+def over_pairs_of_places(self, x):
+    boxes, slices = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], []
+    for i, j in itertools.product(range(len(x)), range(x.shape[1])):
+        size = 0.25
+        boxes += [(j + 0.5) / 7, (i + 0.5) / 3]
+        for ratio in (2.0, 3.0):
+            boxes += [size * ratio, j - ratio]
+    for token in x.unbind(1):
+        slices.append(token)
+        slices.append(token * 2)
+    return torch.Tensor(boxes).view(-1, 6), torch.stack(slices)
+
+
 def with_the_first_turn_apart(self, x):
     tokens, outputs, differences, i = x.unbind(1), [], [], 0
     for number in range(len(tokens)):
@@ -358,6 +372,7 @@ def with_recurrent_layers(self, x):
     [
         into_everything_that_grows,
         into_lists_of_several,
+        over_pairs_of_places,
         through_layers,
         by_sizes_from_around_it,
         with_recurrent_layers,
