@@ -55,7 +55,10 @@ class SizeKeys:
             size: The size.
             frame: The code that looks it up.
         """
-        if depends_on_values(size) or not is_model_code(frame.f_code.co_filename):
+        expression = traced_expression(size)
+        if not is_model_code(frame.f_code.co_filename):  # an OrderedDict asks again when its keys are listed
+            return hash((expression, self._trace)) if expression in self._sizes else None
+        if depends_on_values(size):
             return None
         site = id(frame), frame.f_lasti
         if site != self._site:
@@ -63,7 +66,6 @@ class SizeKeys:
             self._site = site
         found = _containers(frame)
         self._keys |= {tuple(_numbers_in(key)) for container in found for key in container}
-        expression = traced_expression(size)
         equal = [size == other for known, other in self._sizes.items() if known != expression]
         if not found or len(self._keys) > _MOST_KEYS or any(equal):  # as in len({height, width})
             return None

@@ -1,5 +1,7 @@
 """Dictionaries and sets in which models look lengths up, such as tables of positions by length."""
 
+import collections
+
 import pytest
 import torch
 
@@ -24,6 +26,22 @@ class OnTheModule(torch.nn.Module):
         length = x.shape[1]
         if length not in self.tables:
             self.tables[length] = positions(length)
+        return x + self.tables[length]
+
+
+class LastTwo(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tables = collections.OrderedDict()
+
+    def forward(self, x):
+        length = x.shape[1]
+        if length in self.tables:
+            self.tables.move_to_end(length)
+        else:
+            self.tables[length] = positions(length)
+            if len(self.tables) > 2:
+                self.tables.popitem(last=False)
         return x + self.tables[length]
 
 
@@ -84,7 +102,7 @@ def served(model, tmp_path):
     return found
 
 
-@pytest.mark.parametrize("cls", [OnTheModule, WithGet, Shared])
+@pytest.mark.parametrize("cls", [OnTheModule, WithGet, Shared, LastTwo])
 def test_tables_by_length_are_computed_in_the_graph(cls, tmp_path):
     assert served(cls(), tmp_path) == set(LENGTHS)
 
