@@ -30,9 +30,9 @@ _HEADER = "import torch\n\nDYNAMIC = torch.export.Dim.DYNAMIC\n"
 
 def plan_table(leaves: Sequence[PlannedLeaf], variables: Sequence[Variable], findings: Sequence[Finding]) -> str:
     """Returns a row for each input (alike ones together), the variables and their evidence, and the findings."""
-    lines = _aligned(_input_rows(leaves))
+    lines = aligned(_input_rows(leaves))
     if variables:
-        lines += ["", *_aligned(_variable_rows(variables))]
+        lines += ["", *aligned(_variable_rows(variables))]
     if findings:
         lines += ["", *(f"note: {finding.text}" for finding in findings)]
     return "\n".join(lines)
@@ -69,9 +69,11 @@ def seen_shapes(leaf: PlannedLeaf) -> str:
     return " ".join(dict.fromkeys(shapes))
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+def aligned(rows: Sequence[Sequence[str]], ruled: bool = False) -> list[str]:
+    """Returns the lines of a table; with ``ruled``, dashes below its first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]] if ruled else lines
 
 
 def explain_axis(leaf: PlannedLeaf, axis: int, leaves: Sequence[PlannedLeaf], variables: Sequence[Variable]) -> str:

@@ -18,6 +18,7 @@ from exportkit.plan.condition_bounds import bounds_of, leaves_out_sizes
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.notebook import html_lines, html_of, html_table
 from exportkit.plan.plan import Plan
+from exportkit.plan.text import aligned
 from exportkit.probing.traits import PLAIN, require_traits
 from exportkit.programs.call_check import SMALLEST, CallCheck, DomainInput, SmallSizes, ranged
 from exportkit.programs.python_values import PythonValues
@@ -248,10 +249,7 @@ class Domain:
         return " or ".join([*apart, ranged(name, smallest, largest)])
 
     def __str__(self) -> str:
-        rows = self._rows()
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, *self._lines()])
+        return "\n".join([*aligned(self._rows()), *self._lines()])
 
     def _repr_html_(self) -> str:
         """Returns the same for notebooks."""

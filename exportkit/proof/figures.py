@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from exportkit.onnx_files.quantised import Quantised
+from exportkit.plan.text import aligned
 from exportkit.running.compare import distance
 
 Tensors = Mapping[str, torch.Tensor]
@@ -72,7 +73,7 @@ def together(figures: Iterable[Figures]) -> Figures | None:
     if not elements:
         return None
     error = math.sqrt(sum(item.error**2 * item.elements for item in found) / elements)
-    logits = [(item.top1, item.kl, item.positions) for item in found if item.top1 is not None and item.kl is not None]
+    logits = _of_logits(found)
     positions = sum(count for _, _, count in logits)
     if not positions:
         return Figures(error, elements)
@@ -89,7 +90,7 @@ def worst(figures: Mapping[str, Figures]) -> Figures:
     """
     found = figures.values()
     error, elements = max(item.error for item in found), sum(item.elements for item in found)
-    logits = [(item.top1, item.kl, item.positions) for item in found if item.top1 is not None and item.kl is not None]
+    logits = _of_logits(found)
     if not logits:
         return Figures(error, elements)
     return Figures(
@@ -99,6 +100,10 @@ def worst(figures: Mapping[str, Figures]) -> Figures:
         max(kl for _, kl, _ in logits),
         sum(count for *_, count in logits),
     )
+
+
+def _of_logits(found: Iterable[Figures]) -> list[tuple[float, float, int]]:
+    return [(item.top1, item.kl, item.positions) for item in found if item.top1 is not None and item.kl is not None]
 
 
 def over_budget(figures: Mapping[str, Figures], budget: Mapping[str, float], where: str) -> Iterator[str]:
@@ -130,6 +135,4 @@ def layer_table(quantised: Quantised) -> list[str]:
         (layer.name, str(layer.elements), layer.stored, "" if layer.harm is None else f"{layer.harm:.2g}")
         for layer in quantised.layers
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, table[0], "  ".join("-" * width for width in widths), *table[1:]]
+    return [*lines, *aligned(rows, ruled=True)]

@@ -13,6 +13,7 @@ import torch
 from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.notebook import html_details, html_lines, html_of, html_table, html_verdict
+from exportkit.plan.text import aligned
 from exportkit.proof.figures import Figures, layer_table, over_budget, together, worst
 
 _SHOWN_PROBLEMS = 3
@@ -215,10 +216,7 @@ class Report:
         """Returns where the graph may be used, the table of the calls, the findings and the attempts."""
         if not self.rows and self.parts:
             return [f"note: {text}" for text in self.findings] + [f"tried: {text}" for text in self.attempts]
-        rows = [_HEADER, *map(_cells, self.rows)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines = aligned([_HEADER, *map(_cells, self.rows)], ruled=True)
         hints = [LOCATE_HINT] if self._to_locate() is not None else []
         tried = [f"tried: {text}" for text in self.attempts]
         if self.limits:
