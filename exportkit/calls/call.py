@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from exportkit.errors import ArgumentError, UnknownInputError
-from exportkit.trees import Tree, flatten, join, joined, set_stored_length
+from exportkit.trees import Tree, cloned, flatten, join, joined, set_stored_length
 
 NumberKind = Literal["int", "float", "size"]  # a number to calculate with, by its type, or one that makes sizes
 NOTHING = flatten(None)  # the outputs of a call that was not made
@@ -306,7 +306,7 @@ class Call:
 
     def copies(self) -> dict[str, Any]:
         """Returns the nested values by parameter, with copies of the tensors, so that a model may write to them."""
-        return self._built({name: tree.map(_copied) for name, tree in self.arguments.items()})
+        return self._built({name: tree.map(cloned) for name, tree in self.arguments.items()})
 
     def args_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns ``args, kwargs`` to call the method with: copies, given by name wherever the method allows it."""
@@ -356,10 +356,6 @@ class Call:
             for value in values.values():
                 set_stored_length(value, self.cached_tokens)
         return values
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def shapes_text(tensors: Mapping[str, torch.Tensor]) -> str:

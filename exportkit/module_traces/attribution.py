@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from exportkit.module_traces.error_steps import ComparedCall, ErrorStep, Step, TensorPair, Verdict, steps_of
+from exportkit.plan.leaves import is_below
 
 # The thresholds are measured on the four small models of tests/module_traces/faults.py: 93 pairs of runs without a
 # fault (other dtypes, attention kernels, padding), and 50 faults. With each threshold, one at a time, anywhere in the
@@ -94,7 +95,7 @@ def first_step(
 
 def is_known(path: str, wrong: Collection[str]) -> bool:
     """Returns whether a tensor is known to be wrong, or part of a value that is."""
-    return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in wrong)
+    return any(is_below(path, name) for name in wrong)
 
 
 class _UsualErrors:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from exportkit.plan.leaves import is_below
 from exportkit.trees import flatten, join
 from exportkit.trees.caches import ATOMS
 from exportkit.trees.flatten import flattened, holds_tensor
@@ -110,7 +111,7 @@ def _empty(value: dict[str, Any], paths: set[str]) -> dict[str, str]:
     given = {f"args[{i}]": item for i, item in enumerate(value.get("args", ()))}
     given |= {path_of([key], "kwargs"): item for key, item in value.get("kwargs", {}).items()}
     given |= {"outputs": value["outputs"]} if "outputs" in value else {}
-    leading = {path for path in given for leaf in paths if leaf == path or leaf.startswith((f"{path}.", f"{path}["))}
+    leading = {path for path in given for leaf in paths if is_below(leaf, path)}
     return {path: _text(item) for path, item in given.items() if path not in leading}
 
 

@@ -20,7 +20,7 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError, InvalidTypeError, PlanError, UnknownInputError
 from exportkit.plan.infer import infer_plan
-from exportkit.plan.leaves import Leaf
+from exportkit.plan.leaves import Leaf, is_below
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
 from exportkit.running.compare import outputs_close
@@ -332,7 +332,7 @@ def _root(
         root = names[hint] if 0 <= hint < len(names) else "?"
     else:
         root = hint if hint in names else join(var_keyword or "?", hint)
-    if root not in names and not any(path == root or path.startswith((f"{root}.", f"{root}[")) for path in known):
+    if root not in names and not any(is_below(path, root) for path in known):
         raise UnknownInputError(
             f"set_batch_dimension_for names an input {hint!r} that was not observed; a position is out of boundary "
             "where the method has fewer inputs.",

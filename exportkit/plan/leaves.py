@@ -28,6 +28,11 @@ def listed(sizes: Sizes) -> str:
     return ", ".join(["absent" if size is None else str(size) for size in sizes])
 
 
+def is_below(path: str, root: str) -> bool:
+    """Returns whether a path leads to the value at another path, or to something inside it."""
+    return path == root or path.startswith((f"{root}.", f"{root}["))
+
+
 class _RecordedShapes:
     """What recorded and planned inputs have in common."""
 

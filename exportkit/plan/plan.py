@@ -9,7 +9,18 @@ from typing import Any, Self
 
 from exportkit.errors import PlanError
 from exportkit.plan.expression import Expression
-from exportkit.plan.leaves import AxisKey, Constant, Finding, PlannedLeaf, Role, Sizes, Variable, known, listed
+from exportkit.plan.leaves import (
+    AxisKey,
+    Constant,
+    Finding,
+    PlannedLeaf,
+    Role,
+    Sizes,
+    Variable,
+    is_below,
+    known,
+    listed,
+)
 from exportkit.plan.placeholders import Grids, Marker, Placeholder
 from exportkit.plan.text import dump_plan, explain_axis, load_plan, plan_html, plan_source, plan_table
 
@@ -263,7 +274,7 @@ class Plan:
             PlanError: if these are none or all of its axes.
         """
         old, every = self.variable(name), self.axes_of(name)
-        axes = [(path, axis) for path, axis in every if any(_is_below(path, target) for target in paths)]
+        axes = [(path, axis) for path, axis in every if any(is_below(path, target) for target in paths)]
         if not axes or len(axes) == len(every):
             raise PlanError(
                 f"These inputs do not divide the variable {name!r}.",
@@ -348,17 +359,13 @@ class Plan:
 
     def _leaves_at(self, target: str, axis: int) -> list[PlannedLeaf]:
         """The leaves that a path names, alone or as the root of many; each must have the axis."""
-        leaves = [leaf for leaf in self.leaves if _is_below(leaf.path, target)]
+        leaves = [leaf for leaf in self.leaves if is_below(leaf.path, target)]
         if not leaves:
             raise PlanError(f"The plan has no input {target!r}.", expected=", ".join(self.by_path), got=target)
         for leaf in leaves:
             if not 0 <= axis < len(leaf.sizes):
                 raise PlanError(f"{leaf.path} has no axis {axis}.", expected=f"0 to {len(leaf.sizes) - 1}", got=axis)
         return leaves
-
-
-def _is_below(path: str, target: str) -> bool:
-    return path == target or path.startswith((f"{target}.", f"{target}["))
 
 
 def _only_size(what: str, seen: Sizes) -> int:

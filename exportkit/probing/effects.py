@@ -19,7 +19,7 @@ from exportkit.calls.observation import Observation, Written
 from exportkit.running.compare import same_value
 from exportkit.running.eager import Around, run_eager, sampled_answer
 from exportkit.running.module_state import ModuleState
-from exportkit.trees import Tree, flatten, is_cache_class
+from exportkit.trees import Tree, cloned, flatten, is_cache_class
 from exportkit.trees.object_parts import Unread, build_object
 from exportkit.trees.objects import open_object
 from exportkit.trees.structure import path_of
@@ -38,7 +38,7 @@ def written_arguments(observation: Observation, model: torch.nn.Module, method: 
 
     def noted(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
         before = {name: flatten(value) for name, value in values.items()}
-        copies = {name: tree.map(_copied) for name, tree in before.items()}
+        copies = {name: tree.map(cloned) for name, tree in before.items()}
         result = run(values)
         for name, tree in before.items():
             after = flatten(values[name])
@@ -169,7 +169,3 @@ def _constants_differ(before: Tree, after: Tree) -> bool:
     return {path: repr(value) for path, value in before.constants().items()} != {
         path: repr(value) for path, value in after.constants().items()
     }
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

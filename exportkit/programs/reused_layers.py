@@ -20,7 +20,7 @@ from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.overrides import replaced_attributes
 from exportkit.programs.layer import CopiedLayer, Place, Steps, described, hook_tables, places_in
 from exportkit.running.program import tensor_placeholders, values_reused
-from exportkit.trees import Tree, flatten
+from exportkit.trees import Tree, cloned, flatten
 from exportkit.trees.caches import ATOMS
 
 Node = torch.fx.Node
@@ -128,12 +128,12 @@ class _Latest:
                     inside = _holders(places)
                     for steps, value in call.written.items():
                         *holder, name = layer.moved(steps)
-                        Place(None, inside[tuple(holder)], name).write(_copy(value))
+                        Place(None, inside[tuple(holder)], name).write(cloned(value))
                     passed = iter(call.passed)
 
                     def leaf(value: Any) -> Any:
                         steps = next(passed)
-                        return _copy(value) if steps is None else places[layer.moved(steps)].value
+                        return cloned(value) if steps is None else places[layer.moved(steps)].value
 
                     return call.returned.map(leaf).build()
             return forward(*args, **kwargs)
@@ -181,10 +181,6 @@ def _holders(places: Mapping[Steps, Place]) -> dict[Steps, Any]:
 def _versions(places: Mapping[Steps, Place]) -> list[int | None]:
     """How often each tensor was written."""
     return [version_of(place.value) for place in places.values() if isinstance(place.value, torch.Tensor)]
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _inside(nodes: Mapping[str, list[Node]], path: str) -> list[Node]:

@@ -30,7 +30,7 @@ from exportkit.rewrites.known_values import KnownValues
 from exportkit.rewrites.size_keys import size_keys
 from exportkit.rewrites.table import BUFFER_VALUES, GRADIENTS, Rewrite, adapted_call
 from exportkit.running.eager import autocast
-from exportkit.trees import Tree, check_opened, fingerprint, flatten, join, set_stored_length, text_of
+from exportkit.trees import Tree, check_opened, cloned, fingerprint, flatten, join, set_stored_length, text_of
 from exportkit.trees.object_parts import Unread, Unreadable
 from exportkit.trees.structure import path_of
 
@@ -360,6 +360,4 @@ def _not_followed(where: str, expected: str, got: str) -> ExportError:
 
 
 def _clone(leaf: Any) -> Any:
-    if type(leaf) is Unread:
-        return Unread(Unreadable(leaf.cls), leaf.cls)
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    return Unread(Unreadable(leaf.cls), leaf.cls) if type(leaf) is Unread else cloned(leaf)

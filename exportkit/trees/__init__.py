@@ -14,7 +14,7 @@ from exportkit.trees.fingerprint import Fingerprint, fingerprint
 from exportkit.trees.flatten import flatten, with_list
 from exportkit.trees.registry import caches_opened, opens_in_order, register_flattening_functions, registered_caches
 from exportkit.trees.structure import first_name, join, joined
-from exportkit.trees.tree import Tree, string_type
+from exportkit.trees.tree import Tree, cloned, string_type
 
 __all__ = [
     "Fingerprint",
@@ -23,6 +23,7 @@ __all__ = [
     "caches_opened",
     "check_opened",
     "check_unchanged",
+    "cloned",
     "constants_in",
     "fingerprint",
     "first_name",

@@ -134,6 +134,11 @@ class Tree:
         return build(self.structure, iter(self.leaves))
 
 
+def cloned(leaf: Any) -> Any:
+    """Returns a copy of a tensor, and any other leaf as it is."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
 class HeldTensors:
     """Tensors at hand: see `Tensors`."""
 
