@@ -1,4 +1,4 @@
-"""Checks JSON data from files against types, before anything is built from it.
+"""Checks JSON data from files against types, before anything is built from it; and makes JSON data of values.
 
 The annotations of the dataclasses that a file describes are its schema. A file may come from anywhere: whatever it
 holds, the result is either values of the annotated types or `InvalidDataError`, which says where in the data.
@@ -71,6 +71,19 @@ def read(kind: Any, data: Any) -> Any:
         exportkit.json_data.InvalidDataError: expected an integer from 0 to 9223372036854775807, got -1
     """
     return _reader(kind)(data)
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON data: a dataclass as a dict, NaN as None, and an infinity as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exportkit.errors import InvalidRequestError
+from exportkit.json_data import plain
 from exportkit.module_traces.align import (
     Padding,
     Pair,
@@ -58,7 +59,7 @@ class PrintedResult(abc.ABC):
 
     def as_json(self) -> str:
         """Returns all of it as JSON text; what is not finite is null or a string."""
-        return json.dumps(_finite(self._data()), indent=1, allow_nan=False)
+        return json.dumps(plain(self._data()), indent=1, allow_nan=False)
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -108,14 +109,6 @@ def printed_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Rende
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 
 from exportkit.errors import InvalidRequestError
+from exportkit.json_data import plain
 from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.notebook import html_details, html_lines, html_of, html_table, html_verdict
 from exportkit.plan.text import aligned
@@ -182,20 +182,20 @@ class Report:
 
     def to_json(self) -> str:
         """Returns the report as JSON text; values that were not measured are null."""
-        return json.dumps(self._data(), indent=1, allow_nan=False)
+        return json.dumps(plain(self._data()), indent=1, allow_nan=False)
 
     def _data(self) -> dict[str, Any]:
         return {
             "ok": self.ok,
             "measured": self.is_measured,
             "verdict": self.verdict(),
-            "problems": list(self.problems()),
-            "limits": list(self.limits),
-            "rows": [{key: _plain(value) for key, value in vars(row).items() if key != "locator"} for row in self.rows],
-            "findings": list(self.findings),
-            "attempts": list(self.attempts),
-            "quantised": _plain(self.quantised),
-            "figures": _plain(self.figures),
+            "problems": self.problems(),
+            "limits": self.limits,
+            "rows": [{key: value for key, value in vars(row).items() if key != "locator"} for row in self.rows],
+            "findings": self.findings,
+            "attempts": self.attempts,
+            "quantised": self.quantised,
+            "figures": self.figures,
             "parts": {name: part._data() for name, part in self.parts.items()},
         }
 
@@ -241,16 +241,6 @@ class Report:
         if self.is_measured:
             return "measured" if self.ok else "measured, NOT ACCEPTED"
         return "proven" if self.ok else "NOT PROVEN"
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return {key: _plain(part) for key, part in value.items()} if isinstance(value, Mapping) else value
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str]:
