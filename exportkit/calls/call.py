@@ -276,17 +276,11 @@ class Call:
 
     @functools.cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for name, tree in self.arguments.items():
-            found |= zip(joined(name, tree.tensor_paths), tree.tensors().values(), strict=True)
-        return found
+        return tensors_in(self.arguments)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the input tensors by full path."""
-        found: dict[str, tuple[int, ...]] = {}
-        for name, tree in self.arguments.items():
-            found |= zip(joined(name, tree.tensor_paths), tree.shapes(), strict=True)
-        return found
+        return shapes_in(self.arguments)
 
     def constants(self) -> dict[str, Any]:
         """Returns the inputs that are not tensors by full path, ``None`` included."""
@@ -311,6 +305,10 @@ class Call:
     def args_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns ``args, kwargs`` to call the method with: copies, given by name wherever the method allows it."""
         return self.signature.unbind(self.copies())
+
+    def args_kwargs_as_given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the same, with arguments given by position or by name as the caller of a recorded call gave them."""
+        return self.args_kwargs() if self.index is None else self.signature.unbind(self.copies(), self.named)
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor | None]) -> Call:
         """Returns a call, not made yet, with other tensors.
@@ -356,6 +354,22 @@ class Call:
             for value in values.values():
                 set_stored_length(value, self.cached_tokens)
         return values
+
+
+def tensors_in(arguments: Mapping[str, Tree]) -> dict[str, torch.Tensor]:
+    """Returns the tensors among arguments by full path."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tree in arguments.items():
+        found |= zip(joined(name, tree.tensor_paths), tree.tensors().values(), strict=True)
+    return found
+
+
+def shapes_in(arguments: Mapping[str, Tree]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors among arguments by full path."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tree in arguments.items():
+        found |= zip(joined(name, tree.tensor_paths), tree.shapes(), strict=True)
+    return found
 
 
 def shapes_text(tensors: Mapping[str, torch.Tensor]) -> str:

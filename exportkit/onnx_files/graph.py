@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit.calls.call import Call
+from exportkit.calls.call import Call, tensors_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError, RuntimeFailure
 from exportkit.files import Stamp, stamp_of
@@ -26,7 +26,7 @@ from exportkit.running.eager import EagerRunner
 from exportkit.running.placement import Placement
 from exportkit.running.program import tensor_placeholders
 from exportkit.running.session import GraphSession, Session, SessionRunner
-from exportkit.trees import check_opened, first_name, flatten, join, joined, set_stored_length
+from exportkit.trees import check_opened, first_name, flatten, join, set_stored_length
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -286,16 +286,13 @@ class OnnxGraph:
             raise ArgumentError(
                 f"The model has no input {unknown!r}.", expected=", ".join(signature.names), got=unknown
             )
-        found: dict[str, torch.Tensor] = {}
         values = signature.bind(args, kwargs)
-        for name, value in values.items():
-            tree = flatten(value)
+        trees = {name: flatten(value) for name, value in values.items()}
+        for name, tree in trees.items():
             check_opened(name, tree)
-            found |= zip(joined(name, tree.tensor_paths), tree.tensors().values(), strict=True)
-        given = as_simplified({**found, **(made or {})}, plan.joined, plan.unused)
+        given = as_simplified({**tensors_in(trees), **(made or {})}, plan.joined, plan.unused)
         unknown_empty = {path for path, tensor in given.items() if path not in plan.by_path and not tensor.numel()}
         if unknown_empty:  # an empty cache means no cache; for other tensors without elements, nothing is known
-            trees = {name: flatten(value) for name, value in values.items()}
             of_caches = {join(name, path) for name, tree in trees.items() for path in tree.growing}
             given = {path: tensor for path, tensor in given.items() if path not in unknown_empty & of_caches}
         check_counted(plan, given, values.values())

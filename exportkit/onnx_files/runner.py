@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from exportkit.calls.call import Call
+from exportkit.calls.call import Call, shapes_in
 from exportkit.calls.parts import Edge
 from exportkit.errors import ArgumentError
 from exportkit.onnx_files.contract import Contract
@@ -21,7 +21,7 @@ from exportkit.probing.simplify import value_at
 from exportkit.programs.domain import Domain
 from exportkit.programs.exported import ExportedModel, require_own
 from exportkit.programs.kept_state import RESULT, STATE
-from exportkit.programs.kinds import Split, constants_of, shapes_of
+from exportkit.programs.kinds import Split, constants_of
 from exportkit.programs.strategies import Attempt
 from exportkit.running.placement import Placement, Provider, placed
 from exportkit.running.runner import Returned
@@ -212,7 +212,7 @@ class OnnxRunner:
         if self.split is None:
             return self.graph.call(args, kwargs, self.graph.given(args, own, made))
         trees = {name: flatten(value) for name, value in self.contract.signature.bind(args, own).items()}
-        shapes = shapes_of(trees) | {path: tuple(tensor.shape) for path, tensor in made.items()}
+        shapes = shapes_in(trees) | {path: tuple(tensor.shape) for path, tensor in made.items()}
         kind = self.split.landmarks.kind(shapes, constants_of(trees, self.contract.signature))
         reasons = []
         for name in sorted(self.graphs, key=lambda name: self.split is not None and self.split.kinds[name] != kind):
@@ -253,7 +253,7 @@ class OnnxRunner:
             ArgumentError: if the call does not fit the graph, or any of several graphs.
             RuntimeFailure: if onnxruntime refuses it.
         """
-        args, kwargs = call.args_kwargs() if call.index is None else call.signature.unbind(call.copies(), call.named)
+        args, kwargs = call.args_kwargs_as_given()
         return Returned.of(self.run(args, kwargs))
 
     def move(self, folder: Path) -> None:

@@ -229,14 +229,6 @@ def constants_of(arguments: Mapping[str, Tree], signature: Signature) -> dict[st
     return found
 
 
-def shapes_of(arguments: Mapping[str, Tree]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors among arguments, by path."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, tree in arguments.items():
-        found |= {join(name, path): shape for path, shape in zip(tree.tensor_paths, tree.shapes(), strict=True)}
-    return found
-
-
 def _only(observation: Observation, calls: list[Call], kind: Kind, landmarks: Landmarks) -> Observation:
     """The observation with only these calls; of the calls that were not stored, it keeps those of the kind."""
     further, constants = [], dict(kind.constants)

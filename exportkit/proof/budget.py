@@ -43,7 +43,7 @@ def cases_of(graph: OnnxGraph, kind: Kind, call: Call) -> Iterator[Case]:
     if not call.is_made:
         return
     try:
-        args, kwargs = call.args_kwargs() if call.index is None else call.signature.unbind(call.copies(), call.named)
+        args, kwargs = call.args_kwargs_as_given()
         feeds = OnnxRunner({"": graph}).feeds(*args, **kwargs)
     except Exception:  # the proof, which makes the same call, says why
         return
