@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from exportkit.probing.size_reads import tensors_read
 from exportkit.running.eager import replayed
 from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import Tree, first_name, is_cache_class, join, with_list
+
+Value = TypeVar("Value")
 
 _MEMBER = re.compile(r"^(?P<list>.+)\[(?P<index>\d+)\]$")
 _STEPS = re.compile(r"\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]|\.?(?P<name>[^.\[]+)")
@@ -81,14 +83,20 @@ def as_simplified(
         joined: Paths of lists that are one tensor.
         unused: Paths of tensors that the model never reads; they count at all positions of a list.
     """
-    hidden, kept = set(map(_unnumbered, unused)), dict(tensors)
+    return _simplified(tensors, joined, unused, torch.cat)
+
+
+def _simplified(
+    by_path: Mapping[str, Value], joined: Iterable[str], unused: Iterable[str], merge: Callable[[list[Value]], Value]
+) -> dict[str, Value]:
+    hidden, kept = set(map(_unnumbered, unused)), dict(by_path)
     if hidden:
-        kept = {path: tensor for path, tensor in tensors.items() if _unnumbered(path) not in hidden}
+        kept = {path: value for path, value in by_path.items() if _unnumbered(path) not in hidden}
     for parent in joined:
         members = _members(kept, parent)
         if members:
-            kept = {path: tensor for path, tensor in kept.items() if path not in members}
-            kept[f"{parent}[0]"] = torch.cat(list(members.values()))
+            kept = {path: value for path, value in kept.items() if path not in members}
+            kept[f"{parent}[0]"] = merge(list(members.values()))
     return kept
 
 
@@ -101,8 +109,7 @@ def lists_of_many(calls: Sequence[Mapping[str, torch.Tensor]]) -> tuple[str, ...
     counts: dict[str, set[int]] = defaultdict(set)
     for tensors in calls:
         for parent, members in _lists_in(tensors).items():
-            kinds = {(member.dtype, tuple(member.shape[1:])) for member in members.values()}
-            counts[parent].add(len(members) if len(kinds) == 1 and next(iter(members.values())).ndim else -1)
+            counts[parent].add(len(members) if _are_alike(members.values()) else -1)
     return tuple([parent for parent, found in counts.items() if len(found) > 1 and -1 not in found])
 
 
@@ -264,10 +271,15 @@ def _joinable(observation: Observation, names: set[str]) -> list[str]:
     found: dict[str, bool] = {}
     for call in observation.calls:
         for parent, members in _lists_in(call.tensors()).items():
-            kinds = {(member.dtype, tuple(member.shape[1:])) for member in members.values()}
-            is_alike = len(kinds) == 1 and next(iter(members.values())).ndim > 1
+            is_alike = _are_alike(members.values(), least_rank=2)
             found[parent] = found.get(parent, True) and is_alike and first_name(parent) in names
     return [parent for parent, is_joinable in found.items() if is_joinable]
+
+
+def _are_alike(tensors: Iterable[torch.Tensor], least_rank: int = 1) -> bool:
+    """Whether tensors have one dtype, and differ in the size of their first axis at most."""
+    kinds = {(tensor.ndim, tensor.shape[1:], tensor.dtype) for tensor in tensors}
+    return len(kinds) == 1 and next(iter(kinds))[0] >= least_rank
 
 
 def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
@@ -307,15 +319,11 @@ def _with_joined(observation: Observation, parents: Sequence[str]) -> Observatio
 
 def _seen(seen: SeenShapes, joined: Sequence[str], unused: Sequence[str]) -> SeenShapes:
     """The shapes of a call in the form of simplified calls."""
-    hidden = set(map(_unnumbered, unused))
-    inputs = {path: shape for path, shape in seen.inputs.items() if _unnumbered(path) not in hidden}
-    for parent in joined:
-        members = _members(inputs, parent)
-        if members:
-            inputs = {path: shape for path, shape in inputs.items() if path not in members}
-            first = next(iter(members.values()))
-            inputs[f"{parent}[0]"] = (sum(shape[0] for shape in members.values()), *first[1:])
-    return replace(seen, inputs=inputs)
+
+    def merge(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+        return sum(shape[0] for shape in shapes), *shapes[0][1:]
+
+    return replace(seen, inputs=_simplified(seen.inputs, joined, unused, merge))
 
 
 def _lists_in(by_path: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
