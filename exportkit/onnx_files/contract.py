@@ -20,6 +20,7 @@ from typing import Literal
 from exportkit.calls.call import Signature
 from exportkit.calls.observation import Written
 from exportkit.onnx_files.quantised import Quantised
+from exportkit.plan.leaves import unique_name
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import MissingDefaults, dependent_outputs
 from exportkit.programs.domain import Domain
@@ -185,9 +186,6 @@ def _unique(names: Sequence[str], taken: Iterable[str]) -> list[str]:
     seen = set(taken)
     found = []
     for name in names:
-        unique, number = name, 2
-        while unique in seen:
-            unique, number = f"{name}_{number}", number + 1
-        seen.add(unique)
-        found.append(unique)
+        found.append(unique_name(name, seen))
+        seen.add(found[-1])
     return found

@@ -11,7 +11,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from exportkit.plan.expression import Expression
-from exportkit.plan.leaves import AxisKey, CallTable, Constant, Finding, PlannedLeaf, Role, Variable, known, listed
+from exportkit.plan.leaves import (
+    AxisKey,
+    CallTable,
+    Constant,
+    Finding,
+    PlannedLeaf,
+    Role,
+    Variable,
+    known,
+    listed,
+    unique_name,
+)
 from exportkit.plan.placeholders import Grids, Placeholder
 from exportkit.plan.plan import Plan
 from exportkit.plan.relations import DISTINCT_OBSERVATIONS, Group, draft_name, find_relations, group_axes, with_past
@@ -150,9 +161,7 @@ def name_variables(plan: Plan) -> Plan:
         role: Role = "batch"
         if variable.name != batch:
             name, role = _name_and_role(plan, variable, roles)
-        unique, number = name, 2
-        while unique in roles:
-            unique, number = f"{name}_{number}", number + 1
+        unique = unique_name(name, roles)
         names[variable.name], roles[unique] = unique, role
     named = plan.with_names(names)
     variables = [

@@ -5,8 +5,9 @@ This is all that the reasoning knows of a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any, Literal
 
 from exportkit.errors import PlanError
@@ -26,6 +27,11 @@ def known(sizes: Sizes) -> set[int]:
 def listed(sizes: Sizes) -> str:
     """Returns the sizes of an axis in all calls as text."""
     return ", ".join(["absent" if size is None else str(size) for size in sizes])
+
+
+def unique_name(name: str, taken: Container[str]) -> str:
+    """Returns a name that is not taken: the name itself, or with a number."""
+    return next(unique for unique in chain([name], (f"{name}_{number}" for number in count(2))) if unique not in taken)
 
 
 def is_below(path: str, root: str) -> bool:

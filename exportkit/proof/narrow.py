@@ -51,7 +51,7 @@ def narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[R
     def leave(number: int, what: str) -> None:
         row = rows[number]
         findings.append(Finding("limit", what, f"{graph.runtime} does not serve {what}: {row.status}, {row.where}."))
-        rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
+        rows[number] = _outside(row)
 
     for number, (row, call) in enumerate(unseen):
         if is_wrong(row) and (not small(row.sizes) or small(row.sizes) in map(small, kept)):
@@ -66,7 +66,7 @@ def narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[R
                 leave(number, f"sizes without {' and '.join(new)}")
     for number, row in enumerate(rows):
         if is_wrong(row) and not domain.check.contains(row.sizes):
-            rows[number] = replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
+            rows[number] = _outside(row)
     suspects = [
         (number, call)
         for number, (row, call) in enumerate(unseen)
@@ -112,6 +112,10 @@ def without_pattern(graph: OnnxGraph, call: Call, row: Row, row_of: RowOf) -> Ro
     narrower = replace(domain, absent={k: v for k, v in domain.absent.items() if k != absent})
     findings = [Finding("limit", domain.names(absent), text)]
     graph.contract = replace(graph.contract, domain=narrower, plan=plan.with_findings(findings))
+    return _outside(row)
+
+
+def _outside(row: Row) -> Row:
     return replace(row, status="outside", where=f"left the domain: {row.where}", locator=None)
 
 
