@@ -23,7 +23,7 @@ from exportkit.probing.planning import BoundPlan, plan_calls
 from exportkit.programs.exported import ExportedModel, export_calls
 from exportkit.programs.failure import explained
 from exportkit.programs.number_inputs import Uses, as_sizes, decides
-from exportkit.programs.strategies import export_program
+from exportkit.programs.search import export_program
 from exportkit.programs.subject import exported_form
 from exportkit.programs.weights import with_weights
 from exportkit.proof.prove import problems_of

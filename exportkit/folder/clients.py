@@ -25,7 +25,8 @@ from exportkit.plan.leaves import Finding, PlannedLeaf
 from exportkit.probing.planning import plan_calls
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.strategies import Attempt, export_program
+from exportkit.programs.search import export_program
+from exportkit.programs.strategies import Attempt
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, flatten, is_cache_class, make_dynamic_cache

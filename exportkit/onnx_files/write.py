@@ -16,8 +16,9 @@ from exportkit.onnx_files.translate import fused_opset, translate
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.failure import explained
 from exportkit.programs.program import TracedProgram
+from exportkit.programs.search import after_failed_translation
 from exportkit.programs.stages import TRANSLATION_PER_TRACE, stage
-from exportkit.programs.strategies import Attempt, after_failed_translation
+from exportkit.programs.strategies import Attempt
 from exportkit.running.eager import autocast
 
 

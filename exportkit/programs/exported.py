@@ -32,7 +32,8 @@ from exportkit.programs.failure import in_one_line
 from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of, kinds_of, split_by_sizes
 from exportkit.programs.left_out import with_harmless_constants
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.strategies import Attempt, Programs, Search, export_program
+from exportkit.programs.search import Programs, Search, export_program
+from exportkit.programs.strategies import Attempt
 from exportkit.running.compare import Difference, Tensors, compare_outputs
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import ProgramRunner
