@@ -161,6 +161,11 @@ def replaced_functions(
     return replaced([(slot, function) for slot, function in found if callable(slot.read())])
 
 
+def classes_of(model: torch.nn.Module) -> dict[type, None]:
+    """Returns the classes of a model's modules and their base classes, each once, in the order of the modules."""
+    return dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
+
+
 def namespaces(model: torch.nn.Module) -> list[ModuleType]:
     """Returns the Python modules in which the classes of a model's modules are defined."""
     names = {type(module).__module__ for module in model.modules()} & sys.modules.keys()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from exportkit import rewrites
 from exportkit._torch_compat.loop_operators import why_no_operator
-from exportkit.rewrites.branches import is_model_code
+from exportkit.rewrites.branches import is_model_code, parsed
 from exportkit.rewrites.loop_bodies import Obstacle, appended, obstacle
 from exportkit.rewrites.loop_forms import plain_loop
 
@@ -77,10 +77,7 @@ def _reason_at(file: str, line: int) -> Obstacle | None:
 
     The line is the first one of the loop, or a statement in its body.
     """
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return None
+    tree = parsed(file)
     around = [node for node in ast.walk(tree) if isinstance(node, _Function) and _holds(node, line)]
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and _begins(node, line)]
     inner = [node for node in ast.walk(tree) if isinstance(node, _Comprehension) and _holds(node, line)]

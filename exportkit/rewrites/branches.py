@@ -308,14 +308,18 @@ class _Source(NamedTuple):
     catching: tuple[range, ...] = ()
 
 
+def parsed(file: str) -> ast.Module:
+    """Returns the syntax tree of a source file; an empty one if there is no such file, or it is not Python."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
 @functools.lru_cache(maxsize=64)
 def _source(file: str) -> _Source:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return _Source()
     checks, catching = list[_Check](), list[range]()
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _only_raises(node.orelse)):
             checks.append(_Check(node, True))
         elif isinstance(node, ast.If) and _only_raises(node.body):

@@ -17,7 +17,15 @@ import torch
 
 from exportkit._torch_compat.modules import forward_of
 from exportkit._torch_compat.transformers import REDUCED_MASK, cache_class, causal_mask_shortcut
-from exportkit.overrides import Attribute, namespaces, original_attribute, original_in, replaced, replaced_attributes
+from exportkit.overrides import (
+    Attribute,
+    classes_of,
+    namespaces,
+    original_attribute,
+    original_in,
+    replaced,
+    replaced_attributes,
+)
 
 Adapted = tuple[dict[str, Any], Callable[[Any], Any]]  # arguments of a traced call, and what completes its result
 _Context = contextlib.AbstractContextManager[None]
@@ -167,8 +175,7 @@ def with_uncached_states(model: torch.nn.Module, arguments: dict[str, Any], name
 
 def _reducing(model: torch.nn.Module) -> list[type]:
     """The classes that define how the mask of an audio encoder is reduced to its states."""
-    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
-    return [cls for cls in classes if REDUCED_MASK in vars(cls)]
+    return [cls for cls in classes_of(model) if REDUCED_MASK in vars(cls)]
 
 
 def _states(arguments: Mapping[str, Any]) -> torch.Tensor | None:

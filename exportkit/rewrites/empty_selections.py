@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import linecache
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 
 from exportkit._torch_compat.traced_values import answer_for_some
 from exportkit.overrides import Attribute, replaced
-from exportkit.rewrites.branches import is_model_code
+from exportkit.rewrites.branches import is_model_code, parsed
 
 Line = tuple[str, int]  # file and line
 _REWRITES = str(Path(__file__).parent)
@@ -121,12 +120,8 @@ def _asks_for_its_caller(frame: FrameType) -> bool:
 @functools.lru_cache(maxsize=64)
 def _branches(file: str) -> Mapping[int, _Branch]:
     """The branches of a file by line."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return {}
     found = {}
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(file)):
         for statements in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             if not isinstance(statements, list) or not statements:
                 continue

@@ -23,7 +23,7 @@ from exportkit._torch_compat.modules import forward_parameters
 from exportkit._torch_compat.traced_values import at_least
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit._torch_compat.transformers import VISION_MODULES, interpolation_taps
-from exportkit.overrides import Attribute, replaced
+from exportkit.overrides import Attribute, classes_of, replaced
 from exportkit.rewrites.attention import has_grids
 
 _WINDOWS = 1 << 12  # more than the windows of an image along an axis
@@ -56,7 +56,7 @@ def grids_in_graph(model: torch.nn.Module) -> Iterator[None]:
 
 def _users(model: torch.nn.Module) -> list[tuple[Attribute, Any]]:
     """Each name in a Python module that stands for a function of grids, with the function that replaces it."""
-    defined_in = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    defined_in = {cls.__module__ for cls in classes_of(model)}
     modules = [sys.modules[name] for name in sorted({*defined_in, *VISION_MODULES} & {*sys.modules})]
     named = [(module, name, value) for module in modules for name, value in vars(module).items()]
     functions = [each for each in named if isinstance(each[2], types.FunctionType) and _is_ours(each[2])]

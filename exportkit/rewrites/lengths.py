@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.size_arithmetic import slices_of_any_length
-from exportkit.overrides import Attribute, replaced, replaced_attributes
+from exportkit.overrides import Attribute, classes_of, replaced, replaced_attributes
 
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
 
@@ -43,7 +43,7 @@ def symbolic_lengths(
         model: The model.
         called: Python modules with functions that the model calls.
     """
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    classes = classes_of(model)
     members = [value for owner in (*classes, *model.modules()) for value in vars(owner).values()]
     methods = [value for value in members if inspect.isfunction(value) or inspect.ismethod(value)]
     names = {value.__module__ for value in (*classes, *methods)}  # a method may have been put there from elsewhere

@@ -146,7 +146,7 @@ def _made_in_turn(loop: ast.For) -> tuple[set[str], set[str]]:
                 case ast.Name(name), ast.Call(ast.Attribute(_, method)) if method not in _VIEWS:
                     tensors.add(name)
                 case _:
-                    others |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+                    others |= names_in(target)
     own = {name for name, is_set in first.items() if is_set} - others
     return lists & own, tensors & own
 
@@ -189,7 +189,7 @@ def carried(
         needed: Names that are needed after the loop in any case.
     """
     stored, first = dict[str, None](), set_first(loop.body)
-    targets = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    targets = names_in(loop.target)
     for node in _in_order(loop.body):
         name = _base(node) if isinstance(node, ast.Subscript) else node
         is_set = isinstance(node, ast.Name | ast.Subscript) and isinstance(node.ctx, ast.Store)
@@ -210,7 +210,13 @@ def carried(
 
 def rebound(loop: ast.For | ast.While) -> set[str]:
     """Returns the names that a loop's body sets as such, not only items of what they stand for."""
-    return {node.id for node in walk(loop.body) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names_in(*loop.body, context=ast.Store)
+
+
+def names_in(*nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
+    """Returns the names in some nodes; with ``context``, only those that are set, or that are read."""
+    names = [each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)]
+    return {name.id for name in names if isinstance(name.ctx, context)}
 
 
 def _targets(statement: ast.stmt) -> Iterator[ast.Name]:

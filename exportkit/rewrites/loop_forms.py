@@ -7,7 +7,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from exportkit.rewrites.loop_bodies import is_in_place, set_first, walk
+from exportkit.rewrites.loop_bodies import is_in_place, names_in, set_first, walk
 from exportkit.rewrites.loop_bunches import Bunched, bunched_lists
 
 _CATS = {"cat", "concat", "concatenate"}
@@ -62,7 +62,7 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(loop)
     if found is None:
         return None
-    targets = {node.id for node in ast.walk(found.loop.target) if isinstance(node, ast.Name)}
+    targets = names_in(found.loop.target)
     own = {name for name, is_set in set_first(found.loop.body).items() if is_set}
     rewriter = _Statements(targets, targets | own)
     found.loop.body = [each for statement in found.loop.body for each in rewriter.statements(statement)]
@@ -84,8 +84,8 @@ def _counted(loop: ast.While) -> PlainLoop | None:
         case _:
             return None
     rest = loop.body[:-1]
-    stored = {node.id for node in walk(rest) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    used = {node.id for node in ast.walk(limit) if isinstance(node, ast.Name)}
+    stored = names_in(*rest, context=ast.Store)
+    used = names_in(limit)
     calls = [node for node in ast.walk(limit) if isinstance(node, ast.Call)]
     if not rest or loop.orelse or name in stored or used & {*stored, name} or not all(map(_is_size, calls)):
         return None
@@ -155,15 +155,12 @@ class _Statements(ast.NodeTransformer):
         )
         return value if found and is_older else None
 
-    def visit_If(self, node: ast.If) -> ast.stmt:
+    def visit_If(self, node: ast.If | ast.IfExp) -> ast.AST:
         self.generic_visit(node)
         node.test = self._test(node.test)
         return node
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        self.generic_visit(node)
-        node.test = self._test(node.test)
-        return node
+    visit_IfExp = visit_If
 
     def _test(self, test: ast.expr) -> ast.expr:
         """``if i`` as ``if i != 0``, and ``if 0 < i`` as ``if i > 0``."""
@@ -193,12 +190,12 @@ def _appending(target: ast.expr, element: ast.expr, place: ast.stmt, method: str
 
 def _assigned(base: ast.expr, value: ast.expr, place: ast.stmt) -> ast.stmt:
     """``tensor = tensor.clone().mul_(x)`` in place of ``tensor.mul_(x)``."""
-    target, inner = _loaded(base), value
+    target, inner = _in_context(base, ast.Store()), value
     while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.value is not base:
         inner = inner.func.value
     if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
         inner.func.value = ast.Call(ast.Attribute(base, "clone", ast.Load()), [], [])
-    return ast.copy_location(ast.Assign([_stored(target)], value), place)
+    return ast.copy_location(ast.Assign([target], value), place)
 
 
 def _same(one: ast.expr, other: ast.expr) -> bool:
@@ -206,16 +203,13 @@ def _same(one: ast.expr, other: ast.expr) -> bool:
 
 
 def _loaded(node: ast.expr) -> ast.expr:
-    again = copy.deepcopy(node)
-    if isinstance(again, ast.Name | ast.Attribute | ast.Subscript):
-        again.ctx = ast.Load()
-    return again
+    return _in_context(node, ast.Load())
 
 
-def _stored(node: ast.expr) -> ast.expr:
+def _in_context(node: ast.expr, context: ast.expr_context) -> ast.expr:
     again = copy.deepcopy(node)
     if isinstance(again, ast.Name | ast.Attribute | ast.Subscript):
-        again.ctx = ast.Store()
+        again.ctx = context
     return again
 
 
@@ -225,9 +219,7 @@ def _stored(node: ast.expr) -> ast.expr:
 def _name_places(found: PlainLoop, number: int) -> None:
     """Puts local names in place of attributes and items that the body changes, where that is the same."""
     body = found.loop.body
-    stored = {
-        node.id for node in ast.walk(found.loop) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+    stored = names_in(found.loop, context=ast.Store)
     stores = [node for node in walk(body) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)]
     items = {node.value.id for node in stores if isinstance(node.value, ast.Name)}
     for node in [each for statement in body for each in ast.walk(statement)]:

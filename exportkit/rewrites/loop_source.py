@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from exportkit.rewrites.loop_bodies import appended, carried, obstacle, rebound, walk
+from exportkit.rewrites.loop_bodies import appended, carried, names_in, obstacle, rebound, walk
 from exportkit.rewrites.loop_bunches import HELPERS
 from exportkit.rewrites.loop_comprehensions import with_loops_for_comprehensions
 from exportkit.rewrites.loop_forms import PlainLoop, plain_loop
@@ -110,7 +110,7 @@ def _with_body(
     found = ast.Attribute(local, "get", ast.Load())  # a name may stand for nothing before the loop
     before: list[ast.expr] = [ast.Call(found, [ast.Constant(name)], []) for name in names]
     added = {id(statement): f"_exportkit_added_{lists.index(name)}" for name, statement in appended.items()}
-    targets = {name.id for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
+    targets = names_in(loop.target)
     inside = _Inside(added, targets)
     is_first_apart = _decides_by(targets, loop)
     kept = {*names} - rebound(node) - (rebound(loop) & plain.places.keys())

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from exportkit.overrides import Attribute, namespaces, replaced
+from exportkit.overrides import Attribute, classes_of, namespaces, replaced
 from exportkit.rewrites.loop_bunches import HELPERS
 from exportkit.rewrites.loop_source import with_loops_as_functions
 from exportkit.rewrites.loop_turns import Helpers
@@ -35,7 +35,7 @@ def loops_as_operators(
         model: The model.
         called: Python modules with functions that the model calls.
     """
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    classes = classes_of(model)
     modules = dict.fromkeys([*namespaces(model), *called])
     owners = (*classes, *modules, *model.modules())  # a module may hold a function as its attribute
     own = [owner for owner in owners if _package(owner) not in ("torch", "builtins", "exportkit")]

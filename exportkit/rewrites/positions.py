@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.tracing import apart_from_modes
-from exportkit.overrides import Attribute, replaced
+from exportkit.overrides import Attribute, classes_of, replaced
 from exportkit.rewrites.grids import rows_of
 
 ROPE_INDEX_METHOD = "get_rope_index"
@@ -120,8 +120,7 @@ def table_in_graph(model: torch.nn.Module) -> contextlib.AbstractContextManager[
 
 def resizing_classes(model: torch.nn.Module) -> list[tuple[type, Callable[..., torch.Tensor]]]:
     """The classes with the method, and the function that gives the same."""
-    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
-    methods = {cls: vars(cls).get(TABLE_METHOD) for cls in classes}
+    methods = {cls: vars(cls).get(TABLE_METHOD) for cls in classes_of(model)}
     return [
         (cls, function)
         for cls, method in methods.items()
