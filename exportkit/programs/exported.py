@@ -29,7 +29,7 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.programs.audit import findings_of
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import in_one_line
-from exportkit.programs.kinds import Cluster, Landmarks, Split, clusters_of, kinds_of, split_by_sizes
+from exportkit.programs.kinds import Cluster, Kind, Landmarks, Split, clusters_of, kinds_of, split_by_sizes
 from exportkit.programs.left_out import with_harmless_constants
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.search import Programs, Search, export_program
@@ -186,63 +186,77 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
         PlanError: if the recorded calls contradict each other.
         ExportError: if torch cannot trace the model, or its program serves less than the plan.
     """
-    method, landmarks = observation.method_name, Landmarks.of(observation)
+    landmarks = Landmarks.of(observation)
     with_lists = landmarks.with_lists(observation)
     kinds = kinds_of(observation, landmarks)
 
-    def wrong_on_a_kind(traced: TracedProgram) -> str:
-        if len(kinds) < 2 and not with_lists.lists:
-            return ""
-        if traced.absences.refused:
-            return next(finding.text for finding in findings_of(traced) if finding.kind == "missing input")
-        plan, defaults = traced.plan, traced.defaults.values
-        refusal = next(filter(None, (_refusal(traced, first) for first, *_ in kinds.values())), None)
-        if refusal is not None:
-            return refusal
-        for first, *_ in kinds.values():
-            call = completed_call(plan, traced.observation, traced.observation.calls[first.index or 0], defaults)
-            if not _serves(traced, recorded, [call]):
-                return next(iter(prove(traced, False)), "")
-        return ""
+    def check(traced: TracedProgram) -> str:
+        return _wrong_on_a_kind(traced, kinds, prove) if len(kinds) > 1 or with_lists.lists else ""
 
     def split(why: str | ExportkitError) -> Programs | None:
-        found = split_by(landmarks, why)
-        return split_by(with_lists, why) if found is None and with_lists.lists else found
+        found = _by_kind(model, observation, landmarks, why, plan_of, prove)
+        if found is None and with_lists.lists:
+            found = _by_kind(model, observation, with_lists, why, plan_of, prove)
+        return found
 
-    def split_by(landmarks: Landmarks, why: str | ExportkitError) -> Programs | None:
-        pending = clusters_of(observation, landmarks)
-        if len(pending) == 1:  # all calls failed together, so only their sizes can tell them apart
-            pending = _sides(pending[0], why)
-        if not 1 < len(pending) <= _MOST_PROGRAMS:
-            return None
-        try:
-            whole = plan_of(observation)
-        except ExportkitError:
-            whole = None
-        programs: dict[str, TracedProgram] = {}
-        clusters: list[Cluster] = []
-        while pending:
-            cluster = pending.pop(0)
-            plans = _plans(cluster, landmarks, whole, plan_of)
-            found = _proven(model, method, plans, landmarks.first, prove)
-            if isinstance(found, TracedProgram):
-                clusters.append(cluster)
-                programs[cluster.name] = found
-                continue
-            sides = _sides(cluster, found)
-            if not sides or len(clusters) + len(pending) + len(sides) > _MOST_PROGRAMS:
-                return None
-            pending = [*sides, *pending]
-        reason = in_one_line(why) if isinstance(why, ExportkitError) else why
-        by_name = {cluster.name: cluster.kind for cluster in clusters}
-        return programs, Split(reason, landmarks, by_name, {c.name: c.calls for c in clusters})
-
-    search = Search(model, method, functools.partial(plan_of, observation), check=wrong_on_a_kind, split=split)
+    search = Search(model, observation.method_name, functools.partial(plan_of, observation), check=check, split=split)
     search.walk()
     if search.several is not None:
         programs, why_split = search.several
         return ExportedModel(programs, split=why_split, attempts=tuple(search.attempts))
     return ExportedModel({"": search.found()}, attempts=tuple(search.attempts))
+
+
+def _wrong_on_a_kind(traced: TracedProgram, kinds: Mapping[Kind, list[Call]], prove: Prove) -> str:
+    """What is wrong with a program for some kind of calls; nothing if it serves all of them."""
+    if traced.absences.refused:
+        return next(finding.text for finding in findings_of(traced) if finding.kind == "missing input")
+    refusal = next(filter(None, (_refusal(traced, first) for first, *_ in kinds.values())), None)
+    if refusal is not None:
+        return refusal
+    plan, defaults = traced.plan, traced.defaults.values
+    for first, *_ in kinds.values():
+        call = completed_call(plan, traced.observation, traced.observation.calls[first.index or 0], defaults)
+        if not _serves(traced, recorded, [call]):
+            return next(iter(prove(traced, False)), "")
+    return ""
+
+
+def _by_kind(
+    model: torch.nn.Module,
+    observation: Observation,
+    landmarks: Landmarks,
+    why: str | ExportkitError,
+    plan_of: PlanOf,
+    prove: Prove,
+) -> Programs | None:
+    """A program for each kind of calls, given why no single one serves all; None if one of them cannot be proven."""
+    pending = clusters_of(observation, landmarks)
+    if len(pending) == 1:  # all calls failed together, so only their sizes can tell them apart
+        pending = _sides(pending[0], why)
+    if not 1 < len(pending) <= _MOST_PROGRAMS:
+        return None
+    try:
+        whole = plan_of(observation)
+    except ExportkitError:
+        whole = None
+    programs: dict[str, TracedProgram] = {}
+    clusters: list[Cluster] = []
+    while pending:
+        cluster = pending.pop(0)
+        plans = _plans(cluster, landmarks, whole, plan_of)
+        found = _proven(model, observation.method_name, plans, landmarks.first, prove)
+        if isinstance(found, TracedProgram):
+            clusters.append(cluster)
+            programs[cluster.name] = found
+            continue
+        sides = _sides(cluster, found)
+        if not sides or len(clusters) + len(pending) + len(sides) > _MOST_PROGRAMS:
+            return None
+        pending = [*sides, *pending]
+    reason = in_one_line(why) if isinstance(why, ExportkitError) else why
+    by_name = {cluster.name: cluster.kind for cluster in clusters}
+    return programs, Split(reason, landmarks, by_name, {c.name: c.calls for c in clusters})
 
 
 def _refusal(traced: TracedProgram, call: Call) -> str | None:

@@ -109,17 +109,16 @@ class _Fixed:
     place: Place | None
 
 
-def failure(what: str, error: Exception, request: TraceRequest) -> ExportError:
-    """Returns the error for an exception of torch, without looking for its root cause.
+def failure(error: Exception, request: TraceRequest) -> ExportError:
+    """Returns the error for an exception that torch raised while tracing, without looking for its root cause.
 
     Args:
-        what: One sentence: what could not be done.
         error: The exception.
         request: What torch was asked to do.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     failed = ExportError(
-        what,
+        f"{_TRACE}.",
         where=f"variables {', '.join(v.name for v in request.plan.variables) or 'none'}",
         got=f"{type(error).__name__}: {' '.join(lines[:3])[:500]}",
         hint="the full message of torch is the cause of this exception (__cause__).",

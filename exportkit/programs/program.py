@@ -6,6 +6,7 @@ While torch traces, the ``forward`` of the model is a `TracedMethod`; afterwards
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -192,17 +193,13 @@ def trace(
         specs, input_paths = traced.dynamic_shapes(), traced.input_paths()
         try:
             with modules_kept(model), _no_error_caught():
-                strict, arguments = STRICT in rules, traced.arguments
-                if GRADIENTS in rules:
-                    program = export_with_gradients(model, arguments, specs, strict)
-                else:
-                    program = torch.export.export(model, (), kwargs=arguments, dynamic_shapes=specs, strict=strict)
+                program = _exported(model, traced.arguments, specs, rules)
         except ExportError:
             raise
         except Exception as error:
-            again = lambda: trace(model, method, plan, observation, example, rules)  # noqa: E731
+            again = functools.partial(trace, model, method, plan, observation, example, rules)
             request = TraceRequest(model, method, plan, example.call, names, again)
-            raise failure("torch.export could not trace the model.", error, request) from error
+            raise failure(error, request) from error
         program = with_constants_outside(without_regions(program))
         _leave_buffers(program)
         _settle_views(program)
@@ -229,6 +226,15 @@ def trace(
         skips_entry=traced.skips_entry,
         layers=ReusedLayers.of(program, copied.copies),
     )
+
+
+def _exported(
+    model: torch.nn.Module, arguments: dict[str, Any], specs: dict[str, Any], rules: Sequence[Rewrite]
+) -> torch.export.ExportedProgram:
+    strict = STRICT in rules
+    if GRADIENTS in rules:
+        return export_with_gradients(model, arguments, specs, strict)
+    return torch.export.export(model, (), kwargs=arguments, dynamic_shapes=specs, strict=strict)
 
 
 def _leave_buffers(program: torch.export.ExportedProgram) -> None:
