@@ -125,10 +125,10 @@ def require_matches(model: torch.nn.Module, targets: Iterable[Target], matches: 
             )
 
 
-def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Returns the candidates that are most similar to a text, best first."""
+def nearest(text: str, candidates: Iterable[str]) -> list[str]:
+    """Returns up to three candidates that are most similar to a text, best first."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(text.lower(), by_lower, n=count, cutoff=0.4)
+    found = difflib.get_close_matches(text.lower(), by_lower, n=3, cutoff=0.4)
     return [by_lower[name] for name in found]
 
 

@@ -64,9 +64,7 @@ def attribute_error(calls: Sequence[ComparedCall], complete: Collection[int] = (
         calls = _without_inside(calls, right.index)
 
 
-def first_step(
-    steps: Sequence[ErrorStep], calls: Sequence[ComparedCall], wrong: Collection[str] = ()
-) -> ErrorStep | None:
+def first_step(steps: Sequence[ErrorStep], calls: Sequence[ComparedCall], wrong: Collection[str]) -> ErrorStep | None:
     """Returns the step where the first difference begins, or None if nothing differs.
 
     Outputs that differ always have a first step, also where no step adds more than it may.

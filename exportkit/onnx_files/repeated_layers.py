@@ -53,7 +53,7 @@ class RepeatedLayers:
         NotRepeated: if no two layers are alike, or if a layer writes to a tensor that is read elsewhere.
     """
 
-    def __init__(self, program: torch.export.ExportedProgram, zeros: Sequence[Mapping[Any, int]] | None = None) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, zeros: Sequence[Mapping[Any, int]] | None) -> None:
         signature = program.graph_signature
         outputs: Any = next(node for node in program.graph.nodes if node.op == "output").args[0]
         returns_inputs = any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs)

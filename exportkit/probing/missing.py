@@ -321,9 +321,7 @@ def _by_likelihood(plan: Plan, observation: Observation, path: str) -> tuple[flo
     return (1, 0) if 2 * ones > total else (0, 1)
 
 
-def dependent_outputs(
-    observation: Observation, returned: Iterable[str] = (), joined: Iterable[str] = ()
-) -> dict[str, str]:
+def dependent_outputs(observation: Observation, returned: Iterable[str], joined: Iterable[str]) -> dict[str, str]:
     """Returns the outputs that some calls lack, by path, and the input on which they depend.
 
     It is the input that the same calls have and lack: features of an image are returned where they were given. What no

@@ -206,7 +206,7 @@ def _computed_otherwise(graph: OnnxGraph) -> Iterator[str]:
             yield graph.session.finding
 
 
-def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None = None) -> Row:
+def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None) -> Row:
     """The row of a call at unseen sizes; if it differs, several new tokens may have to be given one by one."""
     row = Row("unseen", call.label, call.sizes, "no call", where=call.error)
     given = call.shapes()
