@@ -6,6 +6,8 @@ import inspect
 
 import torch
 
+import exportkit
+
 VOCABULARY, IMAGE_TOKEN = 99, 98
 TEXT = {
     "hidden_size": 32,
@@ -30,6 +32,15 @@ def padded_left(length):
     mask = torch.ones_like(tokens)
     tokens[0, 0] = mask[0, 0] = 0
     return {"input_ids": tokens, "attention_mask": mask}
+
+
+def observed(model, inputs, tokens=4):
+    """The observer of a model that generates tokens."""
+    model.generation_config.eos_token_id = None
+    observer = exportkit.InputObserver()
+    with observer(model, store_n_calls=tokens), torch.no_grad():
+        model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return observer
 
 
 def llama():

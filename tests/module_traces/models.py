@@ -1,5 +1,6 @@
 """Models that the tests of tracing run, and tensors of every kind."""
 
+import threading
 import warnings
 from dataclasses import dataclass
 
@@ -153,3 +154,12 @@ def dense(tensor):
     if tensor.dtype.itemsize == 1 or tensor.dtype is torch.complex32:
         return tensor.reshape(-1).view(torch.uint8)
     return tensor
+
+
+def in_threads(*steps):
+    """Runs each step in a thread of its own."""
+    threads = [threading.Thread(target=step) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

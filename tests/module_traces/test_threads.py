@@ -9,15 +9,7 @@ import torch
 from torch import nn
 
 from exportkit import trace_model
-from tests.module_traces.models import Block, Stack
-
-
-def in_threads(*steps):
-    threads = [threading.Thread(target=step) for step in steps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+from tests.module_traces.models import Block, Stack, in_threads
 
 
 def test_two_threads_inside_of_one_trace():

@@ -13,7 +13,7 @@ from torch import nn
 from exportkit import Trace, model_addition_debugger_context
 from exportkit.errors import DestinationError, InvalidTypeError
 from tests.models import IMAGE_TOKEN, random_ids, tiny_llama, tiny_llava
-from tests.module_traces.models import Block, Fails, Pair, Passes, Stack
+from tests.module_traces.models import Block, Fails, Pair, Passes, Stack, in_threads
 
 FILES = ("FULL_TENSORS", "SUMMARY")
 
@@ -244,21 +244,13 @@ def test_two_threads_inside_of_one_block_and_with_a_block_each(tmp_path):
             shared()
 
     with model_addition_debugger_context(model, tmp_path / "shared"):
-        run_in_threads(shared, shared)
-    run_in_threads(lambda: own("a"), lambda: own("b"))
+        in_threads(shared, shared)
+    in_threads(lambda: own("a"), lambda: own("b"))
 
     assert sys.stdout is output
     assert not output.closed
     assert len(written(tmp_path / "shared", "Block")["children"]) == 2
     assert written(tmp_path / "a", "Block") == written(tmp_path / "b", "Block")
-
-
-def run_in_threads(*steps):
-    threads = [threading.Thread(target=step) for step in steps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_only_modules_and_only_directories(tmp_path):

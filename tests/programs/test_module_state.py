@@ -6,6 +6,7 @@ import torch
 import exportkit
 from exportkit.programs.kept_state import with_module_state
 from tests.arguments.generative import VOCABULARY, ids
+from tests.models import Growing
 
 
 class Running(torch.nn.Module):
@@ -83,24 +84,13 @@ class Positions(torch.nn.Module):
         return x + self.cache.mean(1, keepdim=True)
 
 
-class Kept:
-    def __init__(self):
-        self.keys, self.length = None, 0
-
-    def update(self, x):
-        self.keys = x if self.keys is None else torch.cat([self.keys, x], 1)
-        self.length += x.shape[1]
-        return self.keys, self.length
-
-
 class InAnObject(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.kept = Kept()
+        self.kept = Growing()
 
     def forward(self, x):
-        keys, length = self.kept.update(x)
-        return x + keys.sum(1, keepdim=True) / length
+        return x + self.kept.update(x).sum(1, keepdim=True) / self.kept.offset
 
 
 class InAList(torch.nn.Module):

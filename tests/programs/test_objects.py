@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 import exportkit
 from exportkit.errors import ArgumentError, ExportError, TreeError
 from exportkit.trees.objects import changing_classes
+from tests.models import Growing
 
 pytestmark = pytest.mark.runtime
 
@@ -196,18 +197,6 @@ def test_an_object_may_hold_a_list_of_tensors_that_the_first_call_lacks(tmp_path
     for args in ((x,), (x, past)):
         (expected, kept), (got, other) = model(*args), graph(*args)
         torch.testing.assert_close([got, *other.keys], [expected, *kept.keys])
-
-
-class Growing:
-    """A cache of one layer that begins without tensors."""
-
-    def __init__(self):
-        self.keys, self.offset = None, 0
-
-    def update(self, keys):
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 1)
-        self.offset += keys.shape[1]
-        return self.keys
 
 
 class Listed:

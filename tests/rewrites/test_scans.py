@@ -9,7 +9,7 @@ import exportkit
 from exportkit.rewrites.chunk_scans import attend_in_chunks, delta_rule, state_space_scan
 from exportkit.rewrites.table import applied, matching_rewrites
 from exportkit.rewrites.token_scans import traced_lightning_attention, weighted_average
-from tests.arguments.generative import VOCABULARY, ids, padded_left
+from tests.arguments.generative import VOCABULARY, ids, observed, padded_left
 
 SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LENGTHS = [1, 19]  # one token, and more than a chunk
@@ -88,14 +88,6 @@ def minimax():
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "block_size": 4}
     config = MiniMaxConfig(**SPECIAL, **sizes, **experts, **layers, head_dim=8)
     return with_larger_weights(MiniMaxForCausalLM(config), 1.5)
-
-
-def observed(model, inputs, tokens=4):
-    model.generation_config.eos_token_id = None
-    observer = exportkit.InputObserver()
-    with observer(model, store_n_calls=tokens), torch.no_grad():
-        model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
-    return observer
 
 
 def randn(*shape):

@@ -13,6 +13,7 @@ from tests.arguments.generative import (
     falcon_h1,
     gemma3_text,
     llama,
+    observed,
     padded_left,
     speech_encoder_decoder,
     speech_to_text,
@@ -31,14 +32,6 @@ def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(MixtralConfig(**TEXT, num_local_experts=4, num_experts_per_tok=2)).eval()
-
-
-def observed(model, inputs, tokens=4):
-    model.generation_config.eos_token_id = None
-    observer = exportkit.InputObserver()
-    with observer(model, store_n_calls=tokens), torch.no_grad():
-        model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
-    return observer
 
 
 def window_layers():

@@ -241,13 +241,17 @@ def negated_if_single_and_alone(self, x, y=None):
     return x if y is None else x + y
 
 
+def _added_if_alike(x, y):
+    return x if y is None or y.shape != x.shape else x + y
+
+
 @case(
     [call(x(2, 5)), call(x(3, 5), x(2, 5))],
     serves=[call(x(4, 5)), call(x(4, 5), x(2, 5))],
     truth=[call(x(2, 5), x(2, 5)), call(x(4, 5), x(4, 5)), call(x(3, 5), x(4, 5))],
 )
 def added_if_of_one_shape(self, x, y=None):
-    return x if y is None or y.shape != x.shape else x + y
+    return _added_if_alike(x, y)
 
 
 @case(
@@ -256,7 +260,7 @@ def added_if_of_one_shape(self, x, y=None):
     truth=[call(x(2, 5), x(2, 5)), call(x(2, 9), x(2, 5)), call(x(4, 9), x(4, 9))],
 )
 def added_if_of_the_shape_of_another_call(self, x, y=None):
-    return x if y is None or y.shape != x.shape else x + y
+    return _added_if_alike(x, y)
 
 
 @case(
@@ -265,7 +269,7 @@ def added_if_of_the_shape_of_another_call(self, x, y=None):
     truth=[call(x(2, 5), {"y": x(2, 5)}), call(x(4, 9), {"y": x(4, 9)}), call(x(4, 9), {"y": x(4, 8)})],
 )
 def added_if_of_one_shape_in_a_dict(self, x, more=None):
-    return x if more is None or more["y"].shape != x.shape else x + more["y"]
+    return x if more is None else _added_if_alike(x, more["y"])
 
 
 @case(
