@@ -20,7 +20,7 @@ from exportkit.api.onnx_model import OnnxModel
 from exportkit.calls.method_wrapper import attach
 from exportkit.errors import ExportkitError, InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.runner import ApplicationRun
-from exportkit.plan.notebook import html_lines, html_of, html_verdict
+from exportkit.plan.tables import html_lines, html_of, html_verdict
 from exportkit.running.compare import Difference, compare_outputs
 from exportkit.trees import flatten
 from exportkit.trees.constants import text_of

@@ -11,8 +11,8 @@ from typing import Any
 from exportkit.errors import PlanError
 from exportkit.json_data import InvalidDataError, parse_json, read
 from exportkit.plan.leaves import Constant, Finding, PlannedLeaf, Variable, known, listed
-from exportkit.plan.notebook import html_lines, html_of, html_table
 from exportkit.plan.placeholders import Grids, Marker, Placeholder
+from exportkit.plan.tables import aligned, html_lines, html_of, html_table
 
 _FORMAT = "exportkit-plan"
 _VERSION = 1
@@ -67,13 +67,6 @@ def seen_shapes(leaf: PlannedLeaf) -> str:
     """Returns the shapes that an input had in the recorded calls, each once."""
     shapes = ["absent" if shape is None else "x".join(map(str, shape)) or "scalar" for shape in leaf.shapes]
     return " ".join(dict.fromkeys(shapes))
-
-
-def aligned(rows: Sequence[Sequence[str]], ruled: bool = False) -> list[str]:
-    """Returns the lines of a table; with ``ruled``, dashes below its first row."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]] if ruled else lines
 
 
 def explain_axis(leaf: PlannedLeaf, axis: int, leaves: Sequence[PlannedLeaf], variables: Sequence[Variable]) -> str:

@@ -14,11 +14,9 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, PlanError
 from exportkit.json_data import Size, read
-from exportkit.plan.condition_bounds import bounds_of, leaves_out_sizes
-from exportkit.plan.conditions import SizeCondition
-from exportkit.plan.notebook import html_lines, html_of, html_table
+from exportkit.plan.conditions import SizeCondition, bounds_of, leaves_out_sizes
 from exportkit.plan.plan import Plan
-from exportkit.plan.text import aligned
+from exportkit.plan.tables import aligned, html_lines, html_of, html_table
 from exportkit.probing.traits import PLAIN, require_traits
 from exportkit.programs.call_check import SMALLEST, CallCheck, DomainInput, SmallSizes, ranged
 from exportkit.programs.python_values import PythonValues

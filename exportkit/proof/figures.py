@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from exportkit.onnx_files.quantised import Quantised
-from exportkit.plan.text import aligned
+from exportkit.plan.tables import aligned
 from exportkit.running.compare import distance
 
 Tensors = Mapping[str, torch.Tensor]

@@ -12,8 +12,7 @@ import torch
 from exportkit.errors import InvalidRequestError
 from exportkit.json_data import plain
 from exportkit.onnx_files.quantised import Quantised
-from exportkit.plan.notebook import html_details, html_lines, html_of, html_table, html_verdict
-from exportkit.plan.text import aligned
+from exportkit.plan.tables import aligned, html_details, html_lines, html_of, html_table, html_verdict
 from exportkit.proof.figures import Figures, layer_table, over_budget, together, worst
 
 _SHOWN_PROBLEMS = 3

@@ -1,4 +1,4 @@
-"""Values as HTML for notebooks: tables and lines in the colours of the notebook, light or dark."""
+"""Tables for the terminal, and tables and lines as HTML for notebooks, in their colours, light or dark."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from html import escape
 _GOOD, _BAD = "#1a7f37", "#cf222e"
 _LINE = "1px solid rgba(127, 127, 127, .35)"
 _CELL = f"text-align: left; vertical-align: top; padding: .2em .8em .2em 0; border-bottom: {_LINE}"
+
+
+def aligned(rows: Sequence[Sequence[str]], ruled: bool = False) -> list[str]:
+    """Returns the lines of a table; with ``ruled``, dashes below its first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]] if ruled else lines
 
 
 def html_of(*parts: str) -> str:
