@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -131,6 +131,20 @@ def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> GraphRun:
     onnx_model.open()
     with seeded(0):
         run = script.run(enter, quiet=True)
+    took = [watch.seconds for watch in watches.values() if watch.seconds]
+    return GraphRun(
+        run,
+        tuple(_problems(first, run, places, watches)),
+        sum(place.inside for place in places),
+        sum(sum(part) for part in took),
+        sum(part[0] for part in took),
+    )
+
+
+def _problems(
+    first: ObservedScript, run: ScriptRun, places: Sequence[InPlace], watches: Mapping[str, Watch]
+) -> list[str]:
+    """What is not as it was in the first run, a sentence each."""
     calls, outside = sum(place.inside for place in places), sum(place.outside for place in places)
     problems = [*run.problems]
     if run.error is not None:
@@ -149,5 +163,4 @@ def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> GraphRun:
             problems.append(f"call {watch.first_step}{of} returns something else")
         elif before is not None and len(before.seconds) != len(watch.seconds):
             problems.append(f"{len(before.seconds)} calls{of} became {len(watch.seconds)}")
-    took = [watch.seconds for watch in watches.values() if watch.seconds]
-    return GraphRun(run, tuple(problems), calls, sum(sum(part) for part in took), sum(part[0] for part in took))
+    return problems

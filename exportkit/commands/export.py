@@ -195,12 +195,7 @@ def export(
     from exportkit.running.placement import require_onnxruntime
 
     to_file = out.suffix == ".onnx"
-    if activations is not None and weights != "int8":
-        raise typer.BadParameter("--activations are quantised together with --weights int8.")
-    stored = weights if activations is None else exportkit.Quantisation("int8", activations=activations)
-    options = {"runtime": runtime, "weights": stored, "dtype": dtype, "accuracy": accuracy}
-    if accuracy is not None and weights is None and dtype is None:
-        raise typer.BadParameter("--accuracy is for graphs that are measured: add --weights or --dtype.")
+    options = {"runtime": runtime, "dtype": dtype, **_quantised(weights, activations, dtype, accuracy)}
     if to_file and runtime == "genai":
         raise typer.BadParameter("onnxruntime-genai needs a folder: --out may not end in .onnx.")
     if to_file and parts is not None:
@@ -230,6 +225,18 @@ def export(
         typer.echo(f"{files}: {pipeline.onnx_model.size / 1e6:.1f} MB; {durations}\n")
         typer.echo(text)  # its last line is the verdict
     raise typer.Exit(0 if ok else NOT_PROVEN)
+
+
+def _quantised(
+    weights: Weights | None, activations: Activations | None, dtype: Dtype | None, accuracy: float | None
+) -> dict[str, Any]:
+    """How a graph is quantised, and how accurate it has to be; BadParameter for what does not go together."""
+    if activations is not None and weights != "int8":
+        raise typer.BadParameter("--activations are quantised together with --weights int8.")
+    if accuracy is not None and weights is None and dtype is None:
+        raise typer.BadParameter("--accuracy is for graphs that are measured: add --weights or --dtype.")
+    stored = weights if activations is None else exportkit.Quantisation("int8", activations=activations)
+    return {"weights": stored, "accuracy": accuracy}
 
 
 def _names(text: str | None) -> list[str]:

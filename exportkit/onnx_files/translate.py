@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,22 +69,8 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None, runti
 
     extra = exporter_translations() if LIBRARY_PATCHES.name in traced.rules else None
     zeros = None if runtime is None else _zeros(traced)
-    unchecked = _assertions(traced.program, inside=True)
-    try:
-        program = onnx_program(traced.program, opset, extra, zeros)
-    except Exception as error:
-        asserted = _assertions(traced.program)
-        try:
-            if not asserted:
-                raise
-            program = onnx_program(without_assertions(traced.program), opset, extra, zeros)
-            unchecked += asserted
-        except Exception:
-            raise ExportError(
-                "The program could not be translated to ONNX.",
-                got=_summary(error),
-                hint="the full message of torch.onnx is the cause of this exception (__cause__).",
-            ) from error
+    translated = functools.partial(onnx_program, opset=opset, extra=extra, zeros=zeros)
+    program, unchecked = _with_assertions(traced.program, translated)
     written = int(program.model.opset_imports.get("") or 0)
     if opset is not None and written != opset:
         raise ExportError(
@@ -113,6 +99,27 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None, runti
         findings.append(Finding("fused", "onnxruntime", f"fused for onnxruntime: {fused_text(program.model)}."))
     traced = replace(traced, plan=traced.plan.with_findings(findings))
     return Contract.of(traced, path, inputs, outputs, axes, written, runtime=runtime)
+
+
+def _with_assertions(
+    program: torch.export.ExportedProgram, translated: Callable[[torch.export.ExportedProgram], torch.onnx.ONNXProgram]
+) -> tuple[torch.onnx.ONNXProgram, list[torch.fx.Node]]:
+    """The program in ONNX, if need be without its assertions; and the assertions that it does not make."""
+    unchecked = _assertions(program, inside=True)
+    try:
+        return translated(program), unchecked
+    except Exception as error:
+        asserted = _assertions(program)
+        try:
+            if not asserted:
+                raise
+            return translated(without_assertions(program)), [*unchecked, *asserted]
+        except Exception:
+            raise ExportError(
+                "The program could not be translated to ONNX.",
+                got=_summary(error),
+                hint="the full message of torch.onnx is the cause of this exception (__cause__).",
+            ) from error
 
 
 def _copy_views_when_written(graph: onnx_ir.Graph) -> None:

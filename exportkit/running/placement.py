@@ -80,10 +80,7 @@ def placed(
         MissingPackageError: if onnxruntime is not installed, or not with a provider.
     """
     module = require_onnxruntime()
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidRequestError("No such device.", where="device", got=repr(device)) from error
+    place = _device(device)
     if options is not None and not isinstance(options, module.SessionOptions):
         raise InvalidTypeError(
             "Wrong session options.",
@@ -91,6 +88,29 @@ def placed(
             expected="an onnxruntime.SessionOptions",
             got=type(options).__name__,
         )
+    if providers is None:
+        on_cuda = (_CUDA, {"device_id": str(place.index), "use_tf32": str(int(multiplies_in_tf32()))})
+        providers = [on_cuda, CPU] if place.type == "cuda" else [CPU]
+    providers = [providers] if isinstance(providers, str) else providers
+    placement = Placement(place, tuple(providers) or (CPU,), options)
+    missing = [name for name in placement.names if name not in module.get_available_providers()]
+    if missing:
+        raise MissingPackageError(
+            "The installed onnxruntime does not have this execution provider.",
+            where="providers",
+            expected=", ".join(missing),
+            got=", ".join(module.get_available_providers()),
+            hint="pip install onnxruntime-gpu instead of onnxruntime." if _CUDA in missing else None,
+        )
+    return placement
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """The device, with its index; InvalidRequestError if it does not exist, or is neither the CPU nor a CUDA device."""
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidRequestError("No such device.", where="device", got=repr(device)) from error
     if place.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if str(place) == "cuda":
@@ -110,18 +130,4 @@ def placed(
             got=str(place),
             hint='give the tensors on the CPU, and name what computes: .to("cpu", providers=[...]).',
         )
-    if providers is None:
-        on_cuda = (_CUDA, {"device_id": str(place.index), "use_tf32": str(int(multiplies_in_tf32()))})
-        providers = [on_cuda, CPU] if place.type == "cuda" else [CPU]
-    providers = [providers] if isinstance(providers, str) else providers
-    placement = Placement(place, tuple(providers) or (CPU,), options)
-    missing = [name for name in placement.names if name not in module.get_available_providers()]
-    if missing:
-        raise MissingPackageError(
-            "The installed onnxruntime does not have this execution provider.",
-            where="providers",
-            expected=", ".join(missing),
-            got=", ".join(module.get_available_providers()),
-            hint="pip install onnxruntime-gpu instead of onnxruntime." if _CUDA in missing else None,
-        )
-    return placement
+    return place
