@@ -12,6 +12,9 @@ import torch
 
 from exportkit._torch_compat import require
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # the classes of numbers in a trace
+SYMBOL_NAME = re.compile(r"\b[su]\d+\b")  # of a size, or of a number that comes from the values of tensors
+
 
 def source_names(values: Any) -> list[str]:
     """Returns what torch.export's messages call the leaves of ``kwargs``, in torch's order. Seen in torch 2.13."""
@@ -109,7 +112,7 @@ def traced_expression(value: Any) -> Any:
 
     Seen in torch 2.13.
     """
-    return value.node.expr if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else None
+    return value.node.expr if isinstance(value, SYMBOLIC) else None
 
 
 def _place(location: Any) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat import require
+from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 
 
 def depends_on_values(condition: Any) -> bool:
@@ -18,7 +19,7 @@ def depends_on_values(condition: Any) -> bool:
     """
     from torch.fx.experimental import symbolic_shapes
 
-    if not isinstance(condition, torch.SymInt | torch.SymFloat | torch.SymBool):
+    if not isinstance(condition, SYMBOLIC):
         return isinstance(condition, torch.Tensor)
     return bool(require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))
 

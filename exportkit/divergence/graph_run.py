@@ -22,6 +22,7 @@ from exportkit._torch_compat.graph import schema_of
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.rewrites.branches import is_model_code
+from exportkit.running.kernels import add_outputs
 from exportkit.running.placement import Placement
 from exportkit.running.program import run_nodes, state_of
 from exportkit.running.session import Session
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+(?:\n(?P<code>[^\n]*))?')
 _LONGEST_LINE = 100
 _PREFIX = "pkg.torch.onnx."
-# Operators whose outputs are sequences and optional values, which onnxruntime cannot return.
-_NO_TENSOR = ("Sequence", "SplitToSequence", "Optional")
 # What torch writes in place of a module for nodes that it added itself.
 _NO_MODULE = "_empty_nn_module_stack"
 
@@ -335,11 +334,7 @@ def run_onnx(
     """
     outputs = tuple(value.name for value in model.graph.output)
     nodes = tuple(nodes_of(model))
-    for node in model.graph.node:
-        if not node.op_type.startswith(_NO_TENSOR):
-            for name in node.output:
-                if name and name not in outputs:
-                    model.graph.output.add().name = name
+    add_outputs(model)
     try:
         session = Session(model.SerializeToString(), folder, optimised=False, placement=placement)
     finally:

@@ -13,6 +13,7 @@ import torch
 
 from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.quantisers import quiet_logging
+from exportkit.running.kernels import FLOATS, add_outputs
 from exportkit.running.session import Session
 
 if TYPE_CHECKING:
@@ -23,13 +24,10 @@ _ROOM = 0.25
 # What masks hide by, such as the lowest value of float32. It becomes the lowest value of float16, which hides as well.
 _HIDDEN = -1e30
 _LARGEST = torch.finfo(torch.float16).max
-_FLOATS = 1, 10, 11, 16  # float32, float16, float64, bfloat16, as ONNX numbers them
 # Operators with small results whatever the integers that they are given.
 _BOUNDED = {"Cos", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Sin"}
 _SIZES = {"Shape", "Size"}
 _LARGEST_PROTO = 2**31 - 2**20
-# Operators whose outputs are sequences, which onnxruntime cannot return.
-_NO_TENSOR = ("Sequence", "SplitToSequence", "Optional")
 
 
 def overflowing_nodes(model: onnx.ModelProto, calls: Iterable[Mapping[str, torch.Tensor]]) -> frozenset[str]:
@@ -43,11 +41,7 @@ def overflowing_nodes(model: onnx.ModelProto, calls: Iterable[Mapping[str, torch
 
     whole = type(model)()
     whole.CopyFrom(model)
-    names = {value.name for value in whole.graph.output}
-    for node in whole.graph.node:
-        for name in node.output if not node.op_type.startswith(_NO_TENSOR) else ():
-            if name and name not in names:
-                whole.graph.output.add().name = name
+    add_outputs(whole)
     too_large = {tensor.name for tensor in whole.graph.initializer if _overflows(onnx.numpy_helper.to_array(tensor))}
     with tempfile.TemporaryDirectory(prefix="exportkit-half-") as folder:
         path = Path(folder) / "model.onnx"
@@ -67,10 +61,10 @@ def counting_nodes(model: onnx.ModelProto) -> frozenset[str]:
     Args:
         model: The graph, whose nodes have names.
     """
-    graph, floats = model.graph, {*_FLOATS}
-    tables = {tensor.name for tensor in graph.initializer if tensor.data_type in floats}
+    graph = model.graph
+    tables = {tensor.name for tensor in graph.initializer if tensor.data_type in FLOATS}
     counted = {tensor.name for tensor in graph.initializer}
-    counted |= {value.name for value in graph.input if value.type.tensor_type.elem_type not in floats}
+    counted |= {value.name for value in graph.input if value.type.tensor_type.elem_type not in FLOATS}
     made = []
     for node in graph.node:
         is_looked_up = node.op_type.startswith("Gather") and node.input[0] in tables
@@ -81,7 +75,7 @@ def counting_nodes(model: onnx.ModelProto) -> frozenset[str]:
     needed, found = {value.name for value in graph.output}, set[str]()
     for node in reversed(made):
         to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), None)
-        decides = node.op_type in _BOUNDED or (node.op_type == "Cast" and to not in floats)
+        decides = node.op_type in _BOUNDED or (node.op_type == "Cast" and to not in FLOATS)
         if decides or needed.intersection(node.output):
             needed |= {*node.input}
             found.add(node.name)

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.graph import written_tensors
-from exportkit._torch_compat.symbolic_shapes import traced_expression
+from exportkit._torch_compat.symbolic_shapes import SYMBOLIC, traced_expression
+from exportkit.programs.copied_layers import SIZE
 
 Node = torch.fx.Node
-SIZE = torch.ops.aten.sym_size.int
 _MEMBER = re.compile(r"(?:.*?\.)?\d+")
-_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class NotRepeated(Exception):
@@ -116,7 +115,7 @@ def _sizes_of_inputs(graph: torch.fx.Graph) -> set[Node]:
     found: set[Node] = set()
     for node in graph.nodes:
         read = node.all_input_nodes
-        if not isinstance(node.meta.get("val"), _SIZES):
+        if not isinstance(node.meta.get("val"), SYMBOLIC):
             continue
         is_input = node.op == "placeholder" or (node.target is SIZE and read[0].op == "placeholder")
         if is_input or (node.op == "call_function" and read and all(other in found for other in read)):
@@ -218,7 +217,7 @@ class _Description:
             return (str(value.dtype), *sizes)
         if isinstance(value, list | tuple):
             return tuple(map(self._value, value))
-        return (type(value).__name__, self._text(value)) if isinstance(value, _SIZES) else repr(value)
+        return (type(value).__name__, self._text(value)) if isinstance(value, SYMBOLIC) else repr(value)
 
     def _text(self, size: Any) -> Any:
         """A size, with symbols numbered in order of first use; the order of terms must not depend on their names."""

@@ -17,9 +17,8 @@ import torch
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
 from exportkit._torch_compat.graph import operator_name, program_of
-from exportkit._torch_compat.symbolic_shapes import traced_expression
+from exportkit._torch_compat.symbolic_shapes import SYMBOL_NAME, traced_expression
 from exportkit.onnx_files.like_layers import (
-    SIZE,
     Kind,
     Layer,
     LikeLayers,
@@ -27,11 +26,10 @@ from exportkit.onnx_files.like_layers import (
     NotRepeated,
     require_tensors,
 )
+from exportkit.programs.copied_layers import SIZE
 
 if TYPE_CHECKING:
     import onnx_ir
-
-_SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
 class RepeatedLayers:
@@ -325,7 +323,7 @@ def _rename(nodes: Sequence[onnx_ir.Node], first: Layer, layer: Layer) -> None:
             value.name = f"{value.name}.{layer.path}"
             if symbols and value.shape is not None:
                 value.shape = onnx_ir.Shape(
-                    _SYMBOL.sub(lambda m: symbols.get(m[0], m[0]), dim.value)
+                    SYMBOL_NAME.sub(lambda m: symbols.get(m[0], m[0]), dim.value)
                     if isinstance(dim, onnx_ir.SymbolicDim) and dim.value
                     else dim
                     for dim in value.shape

@@ -28,7 +28,7 @@ from exportkit._torch_compat.onnx import (
     quiet_onnx_export,
     slices_kept,
 )
-from exportkit._torch_compat.symbolic_shapes import forget_pending_sizes, input_axes
+from exportkit._torch_compat.symbolic_shapes import SYMBOL_NAME, forget_pending_sizes, input_axes
 from exportkit._torch_compat.traced_values import sizes_that_follow
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     import onnx_ir
 
 DOMAIN_KEY = "exportkit.domain"  # where the metadata of a file says for which calls it may be used
-_SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
 def translate(traced: TracedProgram, path: Path, opset: int | None = None, runtime: Runtime | None = None) -> Contract:
@@ -293,7 +292,7 @@ def _symbols(traced: TracedProgram) -> Iterator[tuple[Any, Expression]]:
     sizes = input_axes(traced.program)
     for placeholder, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True):
         for symbol, size in zip(sizes[placeholder], traced.plan.by_path[path].sizes, strict=True):
-            if _SYMBOL.fullmatch(str(symbol)):
+            if SYMBOL_NAME.fullmatch(str(symbol)):
                 yield symbol, size
 
 
@@ -368,6 +367,6 @@ def _name_axes(model: onnx_ir.Model, traced: TracedProgram) -> None:
             elif text in names:
                 dims.append(names[text])
             else:
-                dims.append(_SYMBOL.sub(lambda m: f"({n})" if " " in (n := names.get(m[0], m[0])) else n, text))
+                dims.append(SYMBOL_NAME.sub(lambda m: f"({n})" if " " in (n := names.get(m[0], m[0])) else n, text))
         if dims != list(value.shape):
             value.shape = onnx_ir.Shape(dims)

@@ -18,10 +18,10 @@ import torch
 from torch.fx.node import map_aggregate
 
 from exportkit._torch_compat.pytree import tree_leaves, tree_map
+from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit._torch_compat.tracing import in_module, node_of, tensor_of
 from exportkit.overrides import replaced_attributes
 from exportkit.programs.layer import (
-    SIZES,
     CopiedLayer,
     Layer,
     LayerNumber,
@@ -208,7 +208,7 @@ class _Run:
             if node in self.nodes:
                 return None if marks(value) else (Node, self.nodes[node])
             return next(((Place, steps) for steps, place in self.layer.places.items() if place.value is value), None)
-        return description(value) if type(value) in ATOMS or isinstance(value, SIZES) else None
+        return description(value) if type(value) in ATOMS or isinstance(value, SYMBOLIC) else None
 
 
 def _graph_rows(module: torch.fx.GraphModule | None) -> Any:
@@ -255,7 +255,7 @@ def _read_after(last: Node) -> list[Node]:
         found.append(last)
     unread = set[Node]()
     for node in reversed(found):
-        if isinstance(node.meta.get("val"), SIZES) and unread.issuperset(node.users):
+        if isinstance(node.meta.get("val"), SYMBOLIC) and unread.issuperset(node.users):
             unread.add(node)
     return [node for node in found if node not in unread]
 

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from exportkit._torch_compat.modules import buffer_table, module_table, parameter_table
-from exportkit._torch_compat.symbolic_shapes import traced_expression
+from exportkit._torch_compat.symbolic_shapes import SYMBOLIC, traced_expression
 from exportkit._torch_compat.tracing import node_of
 from exportkit.trees.caches import ATOMS, is_cache_class
 from exportkit.trees.fingerprint import fingerprint
 
 Node = torch.fx.Node
 Steps = tuple[Any, ...]  # the attributes and items that lead to a value
-SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _OF_ANY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
@@ -245,7 +244,7 @@ def description(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         sizes = tuple(map(description, (*value.shape, *value.stride())))
         return type(value), sizes, value.dtype, value.device, value.requires_grad, marks(value)
-    if isinstance(value, SIZES):
+    if isinstance(value, SYMBOLIC):
         return type(value), traced_expression(value)
     if isinstance(value, list | tuple):
         return type(value), *map(description, value)

@@ -19,13 +19,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.size_arithmetic import quotient_parts
+from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.rewrites.lengths import SYMBOLIC_LENGTH
 
 _LARGEST = 1024
 _READS = {"__bool__", "__float__", "__index__", "__int__", "__len__", "item", "tolist"}
 _MADE = ("tensor", "as_tensor", "scalar_tensor")
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Functions with arguments that are sizes, or places along an axis.
 _CREATES = {"arange", "zeros", "ones", "full", "empty", "rand", "randn"}
 _TAKES_SIZES = _CREATES | {
@@ -222,7 +222,7 @@ def _is_of_numbers(value: Any) -> bool:
     """Whether a value is an integer or a symbolic number, or a list of integers that may be symbolic."""
     if isinstance(value, list | tuple):
         return 0 < len(value) <= _LARGEST and all(map(_is_of_integers, value))
-    return isinstance(value, _SYMBOLIC)
+    return isinstance(value, SYMBOLIC)
 
 
 def _is_of_integers(value: Any) -> bool:
@@ -236,7 +236,7 @@ def _is_symbolic(value: Any) -> bool:
         return any(map(_is_symbolic, value))
     if isinstance(value, slice):
         return _is_symbolic((value.start, value.stop, value.step))
-    return isinstance(value, (*_SYMBOLIC, np.ndarray))
+    return isinstance(value, (*SYMBOLIC, np.ndarray))
 
 
 def _of_arrays(name: str, value: Any, *rest: Any, **options: Any) -> Any:

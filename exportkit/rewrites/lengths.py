@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.size_arithmetic import slices_of_any_length
+from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit.overrides import Attribute, classes_of, replaced, replaced_attributes
 
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
@@ -357,7 +358,7 @@ def holds_sizes(data: Any) -> bool:
     """Returns whether this is a symbolic number, or a nested list with one."""
     if isinstance(data, list | tuple):
         return any(map(holds_sizes, data))
-    return isinstance(data, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return isinstance(data, SYMBOLIC)
 
 
 def _stacked(data: Any) -> torch.Tensor:

@@ -17,12 +17,13 @@ Opened = TypeVar("Opened")
 
 _EITHER = ([["GroupQueryAttention"], ["Attention"]], [["Attention"], ["GroupQueryAttention"]])
 _FLOAT32 = 1  # TensorProto.FLOAT
-_FLOATS = {1, 10, 11, 16}  # the above, TensorProto.FLOAT16, DOUBLE and BFLOAT16
+FLOATS = {1, 10, 11, 16}  # the above, TensorProto.FLOAT16, DOUBLE and BFLOAT16
 _WITHOUT_KERNELS = {11, 16}  # TensorProto.DOUBLE and BFLOAT16, which few operators have kernels for
 # How onnxruntime names the first operator without a kernel, or without one by its definition. It can list its
 # kernels, too, but ends the process by SIGSEGV on the way if it was built for TensorRT, and the libraries of TensorRT
 # are missing (seen in 1.31.1).
 _MISSING = re.compile(r"Could not find an implementation for (\w+)\(|of operator \((\w+)\) in node .* is invalid")
+_NO_TENSOR = ("Sequence", "SplitToSequence", "Optional")  # operators that return sequences or optional values
 
 
 def opened_with_float32(
@@ -103,7 +104,7 @@ def _convert(graph: onnx.GraphProto, outer: Mapping[str, int], names: Collection
             for part in (attribute.g, *attribute.graphs):
                 if part.node:
                     changed |= _convert(part, types, names)
-        kind = next((types[name] for name in node.input if types.get(name) in _FLOATS), 0)
+        kind = next((types[name] for name in node.input if types.get(name) in FLOATS), 0)
         for name in node.output:  # onnx infers nothing for onnxruntime's own operators, nor for what comes after them
             types[name] = types.get(name) or kind
         if node.op_type not in names:
@@ -153,6 +154,15 @@ def without_cpu_branches(source: str | bytes) -> bytes | None:
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     return bytes(model.SerializeToString())
+
+
+def add_outputs(model: onnx.ModelProto) -> None:
+    """Makes all values in a graph outputs, except for sequences and optional values: no session returns them."""
+    known = {value.name for value in model.graph.output}
+    for node in model.graph.node:
+        for name in node.output if not node.op_type.startswith(_NO_TENSOR) else ():
+            if name and name not in known:
+                model.graph.output.add().name = name
 
 
 def late_nodes(source: str | bytes, on_cpu: Collection[str], on_device: Collection[str]) -> list[str]:
