@@ -21,6 +21,7 @@ from torch.export.graph_signature import InputKind
 from exportkit._torch_compat.graph import schema_of
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.errors import InvalidRequestError, InvalidTypeError
+from exportkit.programs.places import short_name
 from exportkit.rewrites.branches import is_model_code
 from exportkit.running.kernels import add_outputs
 from exportkit.running.placement import Placement
@@ -239,8 +240,7 @@ def run_program(program: torch.export.ExportedProgram, inputs: Mapping[str, Any]
 def _program_node(node: torch.fx.Node) -> GraphNode:
     target, scopes = node.target, []
     for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
-        class_name = cls.__name__ if isinstance(cls, type) else str(cls).rpartition(".")[2]
-        scopes.append(NodeScope(path, class_name, key.rpartition("@")[2] if "@" in key else ""))
+        scopes.append(NodeScope(path, short_name(cls), key.rpartition("@")[2] if "@" in key else ""))
     return GraphNode(
         node.name,
         target.__name__ if callable(target) and not hasattr(target, "overloadpacket") else str(target),

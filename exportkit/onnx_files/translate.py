@@ -38,7 +38,7 @@ from exportkit.onnx_files.findings import operator_findings
 from exportkit.overrides import replaced_attributes
 from exportkit.plan.expression import Expression
 from exportkit.plan.leaves import Finding
-from exportkit.programs.failure import place_of_node
+from exportkit.programs.places import place_of_node
 from exportkit.programs.program import TracedProgram, without_gradients
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import LIBRARY_PATCHES, applied

@@ -26,10 +26,10 @@ from exportkit.probing.effects import changed_state
 from exportkit.probing.missing import absent_patterns
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.domain import Domain
-from exportkit.programs.failure import Place, place_of_node
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.kept_state import STATE
 from exportkit.programs.patterns import ProgramProbe, with_recorded_patterns, without_harmless
+from exportkit.programs.places import Place, place_of_node
 from exportkit.programs.program import TracedProgram
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders

@@ -1,18 +1,13 @@
-"""Explains failed exports: finds the root cause of an exception of torch and the line of the model it comes from.
-
-The line is the innermost one that belongs neither to torch, nor to exportkit, nor to Python itself. The submodule is
-the one whose method was running there.
-"""
+"""Explains failed exports: finds the root cause of an exception of torch and the line of the model it comes from."""
 
 from __future__ import annotations
 
 import contextlib
-import linecache
 import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -27,6 +22,7 @@ from exportkit.calls.call import Call
 from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.plan import Plan
 from exportkit.programs.loop_failures import why_unrolled
+from exportkit.programs.places import Place, place_of_frames, place_of_node
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.traced_method import FlatSignature
 from exportkit.rewrites.branches import is_model_code
@@ -43,40 +39,6 @@ _UNBACKED = re.compile(r"\bz?u[f]?\d+\b")
 _GRAPH_LINE = re.compile(r"# File: (?P<file>.+?):(?P<line>\d+) in ")
 _ACCEPT = " Or accept it: "  # begins the last part of a hint
 _LONGEST_GOT = 300
-_STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-# Longer lines of code are cut.
-_LONGEST_LINE = 120
-
-
-@dataclass(frozen=True)
-class Place:
-    """A line of the model's code.
-
-    Attributes:
-        file: Its file.
-        line: Its number.
-        module: Path of the submodule that was running, such as ``layers.1``; empty for the model itself.
-        cls: Class of that submodule; empty if unknown.
-    """
-
-    file: str
-    line: int
-    module: str = ""
-    cls: str = ""
-
-    @property
-    def code(self) -> str:
-        """The line itself."""
-        return linecache.getline(self.file, self.line).strip()[:_LONGEST_LINE]
-
-    @property
-    def owner(self) -> str:
-        """The submodule, in words."""
-        return f"{self.module or 'the model itself'} ({self.cls})" if self.cls else ""
-
-    def __str__(self) -> str:
-        where = ", ".join(part for part in (self.owner, f"{self.file}:{self.line}") if part)
-        return f"{where}\n         {self.code}" if self.code else where
 
 
 @dataclass(frozen=True)
@@ -228,7 +190,7 @@ def _cause_of_translation(error: BaseException) -> Cause:
 
 
 def _data_dependent(error: BaseException, model: torch.nn.Module) -> Cause:
-    place = _place_of_frames(traceback.walk_tb(error.__traceback__), model)
+    place = place_of_frames(traceback.walk_tb(error.__traceback__), model)
     condition = str(getattr(error, "cond", "")) or str(error).partition("\n")[0][:_LONGEST_GOT]
     unknown = set(_UNBACKED.findall(condition))
     origin = _origin(getattr(error, "partial_fx_graph", ""), unknown)
@@ -299,7 +261,7 @@ def _hint_for_size(code: str, variable: str, plan: Plan) -> str:
 
 
 def _raised(error: BaseException, model: torch.nn.Module) -> Cause:
-    place = _place_of_frames(traceback.walk_tb(error.__traceback__), model)
+    place = place_of_frames(traceback.walk_tb(error.__traceback__), model)
     lines = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
     hint = "this works in eager mode; in a trace, tensors have no values and sizes are symbols: change this line."
     if ".numpy()" in str(error) or (place is not None and ".numpy()" in place.code):
@@ -342,7 +304,7 @@ class _Specializations:
         if message.startswith("create_symbol "):
             self._symbols[str(arguments[2])] = str(arguments[0])
         elif message.startswith("set_replacement ") and str(arguments[0]) not in self._replaced:
-            place = _place_of_frames(_stack(), self._model)
+            place = place_of_frames(_stack(), self._model)
             self._replaced[str(arguments[0])] = (len(self._replaced), str(arguments[1]), place)
 
     def fixed(self, path: str, source: str, axis: int, size: int) -> _Fixed:
@@ -363,42 +325,6 @@ def _stack() -> list[tuple[FrameType, int]]:
     return frames[::-1]
 
 
-def _place_of_frames(frames: Iterable[tuple[FrameType, int]], model: torch.nn.Module) -> Place | None:
-    """Returns the innermost line of the model among stack frames, or None.
-
-    Args:
-        frames: Frames with the line that each is at, outermost first.
-        model: The model.
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    owner: torch.nn.Module | None = None
-    found: Place | None = None
-    inside_torch: Place | None = None
-    for frame, line in frames:
-        owner_here = frame.f_locals.get("self")
-        if isinstance(owner_here, torch.nn.Module) and id(owner_here) in names:
-            owner = owner_here
-        if owner is None:
-            continue
-        place = Place(frame.f_code.co_filename, line, names[id(owner)], type(owner).__name__)
-        if is_model_code(place.file):
-            found = place
-        elif owner_here is owner and frame.f_code.co_name == "forward":  # a module of torch.nn
-            inside_torch = place
-    return found or inside_torch
-
-
-def place_of_node(node: torch.fx.Node) -> Place | None:
-    """Returns where in the model a node of a traced graph comes from, or None if unknown."""
-    lines = _STACK_LINE.findall(node.meta.get("stack_trace") or "")
-    own = [(file, int(line)) for file, line in lines if is_model_code(file)]
-    if not own:
-        return None
-    modules = [*(node.meta.get("nn_module_stack") or {}).values()]
-    path, cls = modules[-1] if modules else ("", "")
-    return Place(*own[-1], path, _class_name(cls))
-
-
 def _nodes_in(error: BaseException) -> Iterator[torch.fx.Node]:
     """Yields the graph nodes that were being worked on as an exception and its causes were raised, innermost last."""
     current: BaseException | None = error
@@ -408,7 +334,3 @@ def _nodes_in(error: BaseException) -> Iterator[torch.fx.Node]:
             if isinstance(node, torch.fx.Node):
                 yield node
         current = current.__cause__ or current.__context__
-
-
-def _class_name(cls: Any) -> str:
-    return cls.__name__ if isinstance(cls, type) else str(cls).rpartition(".")[2]

@@ -36,8 +36,9 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.missing import Absences, MissingDefaults
 from exportkit.programs.copied_layers import CopiedLayers
 from exportkit.programs.domain import Domain
-from exportkit.programs.failure import Place, failure
+from exportkit.programs.failure import failure
 from exportkit.programs.kept_state import WithEffects
+from exportkit.programs.places import Place
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.reused_layers import ReusedLayers
