@@ -78,7 +78,7 @@ class InputObserver(Observer):
             NoCallsError: before any call.
             PlanError: if the calls contradict each other.
         """
-        from exportkit.peers.recorded import recorded_dynamic_shapes
+        from exportkit.peers.dynamic_shapes import recorded_dynamic_shapes
 
         return recorded_dynamic_shapes(self.observation, set_batch_dimension_for, dim_names)
 
@@ -108,7 +108,7 @@ class InputObserver(Observer):
             InvalidRequestError: if the first argument is neither None, an index, a tuple nor a dict.
             PlanError: if positional ``*args`` and named inputs are mixed, unless ``as_args_kwargs`` is set.
         """
-        from exportkit.peers.recorded import exportable_arguments, flags_that_matter, recorded_arguments
+        from exportkit.peers.arguments import exportable_arguments, flags_that_matter, recorded_arguments
 
         model = None if self._model is None or self.is_empty() else self._model()
         flags = {} if model is None else flags_that_matter(self.observation, model)

@@ -1,7 +1,6 @@
-"""What ``torch.onnx.InputObserver`` infers, with the same meaning: axes that varied, and a completed recorded call.
+"""The dynamic shapes that ``torch.onnx.InputObserver`` infers: the axes whose size varied between the recorded calls.
 
-Leaves are aligned by path, so calls need not have the same inputs. These results describe what was recorded; arguments
-to export with come from the plan (`exportable_arguments`).
+Leaves are aligned by path, so calls need not have the same inputs.
 """
 
 from __future__ import annotations
@@ -13,21 +12,12 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.memory import copies_on_write
-from exportkit.arguments.build import build_call
 from exportkit.arguments.table import call_table, growth_of, shapes_of, structure_of
-from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError, InvalidTypeError, PlanError, UnknownInputError
 from exportkit.plan.infer import infer_plan
 from exportkit.plan.leaves import Leaf, is_below
-from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import choose_sizes
-from exportkit.running.compare import outputs_close
-from exportkit.running.eager import EagerRunner
-from exportkit.trees import Growth, Tree, flatten, join
-
-_FEW_ELEMENTS = 2**16  # smaller tensors are copied: many share one memory, which copy-on-write would copy as a whole
+from exportkit.trees import Tree, flatten, join
 
 # What yobx, optimum and onnxruntime-genai call the axes that they know.
 _COMMON_NAMES = {
@@ -56,7 +46,7 @@ def recorded_dynamic_shapes(
     structure, catch_all = structure_of(observation), observation.signature.var_keyword
     if catch_all is not None and catch_all in structure:
         caught = structure.pop(catch_all)
-        kept = _without_caught_flags(observation.merged_arguments, observation)
+        kept = without_caught_flags(observation.merged_arguments, observation)
         if catch_all in kept:
             structure[catch_all] = {key: caught[key] for key in kept[catch_all].build()}
     axes, dynamic = dynamic_axes(observation, batch_hints), torch.export.Dim.DYNAMIC
@@ -69,7 +59,7 @@ def recorded_dynamic_shapes(
 
     specs = {name: _marked(value, spec_of) for name, value in structure.items()}
     _check_collisions(observation.merged_arguments, observation)
-    if observation.signature.var_positional is not None or _any_named(observation):
+    if observation.signature.var_positional is not None or any_named(observation):
         return specs
     names = observation.signature.names
     last = max((names.index(name) for name in specs), default=-1)
@@ -88,59 +78,26 @@ def _marked(value: Any, spec_of: Callable[[str], dict[int, Any]]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def recorded_arguments(observation: Observation, which: Any, flat: bool, as_args_kwargs: bool) -> Any:
-    """Returns a recorded call, or given values, completed with empty tensors for what is missing.
+def without_caught_flags(trees: Mapping[str, Tree], observation: Observation) -> dict[str, Tree]:
+    """Returns the arguments without flags (booleans and None) that ``**kwargs`` caught, such as ``return_dict=True``.
 
-    The arguments are those of `InputObserver.infer_arguments`.
+    ``generate`` passes such flags to every model, and torch.export accepts no Python value there, in whatever form its
+    dynamic shapes are written (seen in torch 2.13). Other values are kept, so that torch.export raises an error:
+    without them, it would take the model's own defaults, unnoticed. `exportkit.export` needs none of this, as it makes
+    all of them part of the graph.
     """
-    observation.require_calls()
-    given = _given(observation, which)
-    axes, growth = dynamic_axes(observation, None), growth_of(observation)
-    last = {path: tensor for call in observation.calls for path, tensor in call.tensors().items()}
-    completed = {}
-    for name, tree in _without_caught_flags(observation.merged_arguments, observation).items():
-        have = given.get(name)
-        own = {} if have is None else have.tensors()
-        is_none = have is None or (len(have.leaves) == 1 and have.leaves[0] is None)
-        complete = not is_none and len(own) >= len(tree.tensors())
-        if have is not None and complete and name != observation.signature.var_keyword:
-            completed[name] = have
-            continue
-        for path in tree.tensors():
-            full = join(name, path)
-            own.setdefault(path, _empty(last[full], axes[full], growth.get(full)))
-        completed[name] = tree.with_leaves(own)
-    past = (tensor for tree in completed.values() for path, tensor in tree.tensors().items() if path in tree.growing)
-    empty = all(0 in tensor.shape for tensor in past)
-    return _shaped(
-        Call(completed, observation.signature, cached_tokens=0 if empty else None),
-        _any_named(observation),
-        flat,
-        as_args_kwargs,
-    )
+    kept = dict(trees)
+    catch_all = observation.signature.var_keyword
+    if catch_all in kept:
+        extra = {key: value for key, value in kept.pop(catch_all).build().items() if not isinstance(value, bool | None)}
+        if extra:
+            kept[catch_all] = flatten(extra)
+    return kept
 
 
-def _protected(call: Call) -> dict[str, Tree]:
-    """The arguments of a call with tensors that a model may write without changing the recording.
-
-    Large ones share memory with it until then.
-    """
-    return {name: tree.map(_own) for name, tree in call.arguments.items()}
-
-
-def _own(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    (shared,) = copies_on_write([leaf]) if leaf.numel() > _FEW_ELEMENTS else (None,)
-    return leaf.clone() if shared is None else shared
-
-
-def exportable_arguments(plan: Plan, observation: Observation, flat: bool, as_args_kwargs: bool) -> Any:
-    """Returns arguments whose variable sizes are distinct and greater than 1, in the form of `recorded_arguments`."""
-    observation.require_calls()
-    call = build_call(plan, observation, choose_sizes(plan))
-    kept = Call(_without_caught_flags(call.arguments, observation), call.signature)
-    return _shaped(kept, _any_named(observation), flat, as_args_kwargs)
+def any_named(observation: Observation) -> bool:
+    """Returns whether some call gave an argument by name."""
+    return any(call.named for call in observation.calls)
 
 
 def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str, list[int]]:
@@ -180,119 +137,6 @@ def _varying_axes(shapes: tuple[tuple[int, ...] | None, ...], growing: int | Non
     if growing is not None and len({0 if shape is None else shape[growing] for shape in shapes}) > 1:
         axes.add(growing)  # of length 0 where it is absent
     return sorted(axes)
-
-
-def _shaped(call: Call, any_named: bool, flat: bool, as_args_kwargs: bool) -> Any:
-    """A call as a list of tensors, as ``(args, kwargs)``, as a tuple, or as a dict."""
-    if flat:
-        return list(call.tensors().values())
-    signature = call.signature
-    args, kwargs = signature.unbind(call.values(), None if any_named else ())
-    if as_args_kwargs:
-        return args, kwargs
-    if args and kwargs:
-        raise PlanError(
-            "Inputs of *args are mixed with named inputs, so they are neither one tuple nor one dict.",
-            where=f"*{signature.var_positional}" if signature.var_positional else ", ".join(signature.positional_only),
-            hint="infer_arguments(as_args_kwargs=True) returns (args, kwargs).",
-        )
-    return kwargs if kwargs or any_named else args
-
-
-def _given(observation: Observation, which: Any) -> Mapping[str, Tree]:
-    if which is None:
-        counts = [sum(map(_is_given, call.arguments.values())) for call in observation.calls]
-        return _protected(observation.calls[counts.index(max(counts))])
-    if isinstance(which, int) and not isinstance(which, bool):
-        if not -len(observation.calls) <= which < len(observation.calls):
-            raise InvalidRequestError(
-                f"There is no recorded call {which}.", expected=f"0 to {len(observation.calls) - 1}", got=which
-            )
-        return _protected(observation.calls[which])
-    if isinstance(which, tuple | dict):
-        args, kwargs = (which, {}) if isinstance(which, tuple) else ((), which)
-        _check_given(observation, args, kwargs)
-        return {name: flatten(value) for name, value in observation.signature.bind(args, kwargs).items()}
-    raise InvalidRequestError(
-        f"Unexpected type {type(which).__name__} for the call to complete.",
-        expected="None, the number of a recorded call, a tuple of positional or a dict of named arguments",
-        got=repr(which)[:100],
-    )
-
-
-def _is_given(tree: Tree) -> bool:
-    """Whether an argument is more than None; a cache without layers is."""
-    return not tree.leaves or any(leaf is not None for leaf in tree.leaves)
-
-
-def _check_given(observation: Observation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    signature = observation.signature
-    for name in kwargs:
-        if signature.var_keyword is None:
-            signature.name_of(name)
-    if signature.var_positional is None and len(args) > len(signature.plain()):
-        raise InvalidRequestError(
-            "More values were given than the method has inputs.",
-            expected=f"at most {len(signature.plain())}: {', '.join(signature.plain())}",
-            got=len(args),
-        )
-
-
-def _without_caught_flags(trees: Mapping[str, Tree], observation: Observation) -> dict[str, Tree]:
-    """The arguments without the flags (booleans and None) that ``**kwargs`` caught, such as ``return_dict=True``.
-
-    ``generate`` passes such flags to every model, and torch.export accepts no Python value there, in whatever form its
-    dynamic shapes are written (seen in torch 2.13). Other values are kept, so that torch.export raises an error:
-    without them, it would take the model's own defaults, unnoticed. `exportkit.export` needs none of
-    this, as it makes all of them part of the graph.
-    """
-    kept = dict(trees)
-    catch_all = observation.signature.var_keyword
-    if catch_all in kept:
-        extra = {key: value for key, value in kept.pop(catch_all).build().items() if not isinstance(value, bool | None)}
-        if extra:
-            kept[catch_all] = flatten(extra)
-    return kept
-
-
-def flags_that_matter(observation: Observation, model: torch.nn.Module) -> dict[str, Any]:
-    """Returns the flags that are left out of inferred arguments, if the model returns something else without them.
-
-    Args:
-        observation: The calls.
-        model: The model, which is run.
-    """
-    catch_all = observation.signature.var_keyword or ""
-    for call in observation.calls if observation.has_values else ():
-        fewer = _without_caught_flags(call.arguments, observation)
-        caught = call.arguments[catch_all].build() if catch_all in call.arguments else {}
-        flags = {key: caught[key] for key in caught if catch_all not in fewer or key not in fewer[catch_all].build()}
-        if not flags:
-            continue
-        run = EagerRunner(model, observation.method_name)
-        try:
-            without = run(call.with_arguments(fewer))
-            matter = not outputs_close(call.outputs.tensors(), without) and not outputs_close(run(call), without)
-        except Exception:  # whatever the model raises without them
-            matter = True
-        return flags if matter else {}
-    return {}
-
-
-def _empty(tensor: torch.Tensor, axes: list[int], growth: Growth | None) -> torch.Tensor:
-    """The default for a missing tensor: empty along the axis that grows or varies, otherwise zeros."""
-    axis = growth.axis if growth is not None else max(axes, default=None)
-    if tensor.numel() == 0:
-        return tensor
-    if axis is None:
-        return torch.zeros_like(tensor)
-    shape = list(tensor.shape)
-    shape[axis] = 0
-    return tensor.new_empty(shape)
-
-
-def _any_named(observation: Observation) -> bool:
-    return any(call.named for call in observation.calls)
 
 
 def _check_collisions(trees: Mapping[str, Tree], observation: Observation) -> None:
