@@ -26,8 +26,7 @@ def failures(tests):
     assert any(test.examples for test in tests)
     said = []
     runner = doctest.DocTestRunner(optionflags=FLAGS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for test in tests:
             runner.run(test, out=said.append)
     clear_patch_mapping()

@@ -22,8 +22,7 @@ def quiet_onnx_export() -> Iterator[None]:
         levels[logger] = logger.level
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         for logger, level in levels.items():

@@ -81,8 +81,7 @@ def quiet_libraries() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(disabled)

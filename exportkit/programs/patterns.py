@@ -65,8 +65,7 @@ class ProgramProbe:
         """
         key = tuple(sizes.values())
         if key not in self._known:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # at sizes that the user did not run
+            with warnings.catch_warnings(action="ignore"):  # at sizes that the user did not run
                 self._known[key] = self._traced.sampled_answer(
                     lambda: self._difference(sizes), is_sure=lambda difference: difference == ""
                 )
@@ -110,8 +109,7 @@ class ProgramProbe:
     def _by_values(self, sizes: Mapping[str, int]) -> Call | None:
         traced = self._traced
         plan, observation, defaults = traced.plan, traced.observation, traced.defaults
-        with warnings.catch_warnings(), contextlib.suppress(Exception):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), contextlib.suppress(Exception):
             call = self._answered(sized_call(plan, observation, defaults, sizes))
             tried = [found for found in sizes_beside(plan, sizes, traced.sizes) if fulfils(traced.domain, (), found)]
             for other in calls_with_values(plan, observation, defaults, call, tried) if call is not None else ():
@@ -164,8 +162,7 @@ class ProgramProbe:
             return run_sized(traced.plan, traced.model, traced.method, call)
 
         if key not in self._read:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # from sizes that the user did not run
+            with warnings.catch_warnings(action="ignore"):  # from sizes that the user did not run
                 self._read[key] = traced.sampled_answer(lambda: size_reads(run))
         return self._read[key]
 

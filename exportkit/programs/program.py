@@ -308,10 +308,9 @@ def _quiet(around: Callable[..., Any] | None) -> Iterator[None]:
     silent = replaced_attributes(trace_module(), {"print": lambda *_, **__: None})
     unlogged = replaced_attributes(logging.getLogger("torch._guards"), {"disabled": True})
     checked = replaced_attributes(owner, {name: False})
-    with warnings.catch_warnings(), silent, unlogged, checked, contextlib.ExitStack() as repaired:
+    with warnings.catch_warnings(action="ignore"), silent, unlogged, checked, contextlib.ExitStack() as repaired:
         lines = lines_without([branches.__file__])
         repairs = (module_calls(around), constraints_that_solve(), limits_of_floats(), modes_that_change(), lines)
         for replacement in repairs:
             repaired.enter_context(replaced_attributes(*replacement))
-        warnings.simplefilter("ignore")
         yield

@@ -78,8 +78,7 @@ class Suite(Interpreter):
             file = path.relative_to(self.root).as_posix()
             try:
                 source = path.read_text(encoding="utf-8")
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", SyntaxWarning)
+                with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
                     tree = ast.parse(source)
             except (OSError, SyntaxError, ValueError) as error:
                 self.problems.append(f"{file}: {type(error).__name__}: {error}")

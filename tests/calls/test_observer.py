@@ -393,8 +393,7 @@ def test_second_method_with_other_inputs_is_refused():
 
 
 def test_observing_says_nothing_when_all_went_well():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         _observe_add(InputObserver(), 1, 2)
 
 

@@ -127,8 +127,7 @@ def test_object_that_cannot_be_built_again_is_passed_through_and_named_when_it_i
 )
 def test_output_that_is_no_tensor_is_returned_and_recorded(value):
     model, observer = Returns(value), InputObserver()
-    with observer(model), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with observer(model), warnings.catch_warnings(action="error"):
         assert model(torch.ones(2)) is value
 
     assert observer.num_obs() == 1
@@ -289,10 +288,8 @@ def test_problem_is_told_once_for_each_block():
     model, observer = Length(), InputObserver()
     with pytest.warns(RuntimeWarning), observer(model):
         model(_unclonable())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with observer(model):
-            model(torch.ones(1))
+    with warnings.catch_warnings(action="error"), observer(model):
+        model(torch.ones(1))
 
 
 def test_error_in_the_block_is_not_hidden_by_a_problem():

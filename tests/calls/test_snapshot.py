@@ -24,10 +24,6 @@ def big():
     return torch.arange(float(BIG))
 
 
-def big_cache():
-    return make_dynamic_cache([(big().view(1, 1, -1, 8), big().view(1, 1, -1, 8).clone()) for _ in range(2)])
-
-
 def owned_cache():
     """Its tensors are nobody else's, as those that a cache made itself."""
     return make_dynamic_cache([(torch.rand(1, 1, BIG // 8, 8), torch.rand(1, 1, BIG // 8, 8)) for _ in range(2)])

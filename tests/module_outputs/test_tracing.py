@@ -161,10 +161,8 @@ def test_layers_that_a_model_calls_under_torch_func_are_captured():
 
     model, x = Mapped(), torch.randn(2, 4)
     before = traces(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with capture(model, {"layers": Layer}) as captured:
-            result = model(x)
+    with warnings.catch_warnings(action="error"), capture(model, {"layers": Layer}) as captured:
+        result = model(x)
     assert len(captured["layers"]) == 3
     torch.testing.assert_close(result, Stack.run(model, x))
     assert traces(model) == before

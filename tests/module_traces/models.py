@@ -135,8 +135,7 @@ MORE_KINDS = {
 
 def made(kind):
     """Returns a tensor of a kind."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, that some of the kinds are new
+    with warnings.catch_warnings(action="ignore"):  # of torch, that some of the kinds are new
         return {**KINDS, **MORE_KINDS}[kind]()
 
 

@@ -345,8 +345,7 @@ def test_other_float_types_go_through(dtype, tmp_path):
 def test_libraries_stay_quiet(tmp_path, capfd):
     model = Nested()
     observer = observe(model, ((), nested_call(2, 5)), ((), nested_call(3, 7)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")

@@ -11,7 +11,6 @@ from exportkit.trees import flatten
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "patch_size": 4}
 SQUARE, WIDE, HIGH, FRAMES = (1, 4, 4), (1, 4, 10), (1, 12, 2), (3, 2, 6)
-MERGED = 2  # the models merge two by two patches
 RAGGED = [[SQUARE], [WIDE, HIGH], [FRAMES, SQUARE, HIGH, FRAMES], [(1, 2, 2), (2, 2, 2)], [(1, 18, 22)]]
 
 
