@@ -28,6 +28,7 @@ _CHUNK = 2**20  # bytes that are read at once; they stay in the cache of the pro
 _unfinished: dict[Path, Path] = {}  # temporary folders that are being written to, and what to remove of them
 
 Stamp = tuple[int, ...]
+Damaged = Callable[[Path, object], ExportkitError]  # given a file, and what is wrong with it
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
@@ -258,7 +259,7 @@ def read_json_file(
     *,
     noun: str,
     written: str,
-    damaged: Callable[[Path, object], ExportkitError],
+    damaged: Damaged,
     foreign: type[ExportkitError] = DestinationError,
 ) -> dict[str, Any]:
     """Returns what a JSON file holds, if it is of this format and version, and as it was written.
@@ -298,6 +299,24 @@ def read_json_file(
     if xxhash.xxh3_128_hexdigest(text) != digest:
         raise damaged(file, "the content does not match the digest in it: the file was changed after it was written")
     return found
+
+
+@contextlib.contextmanager
+def reading(file: Path, damaged: Damaged) -> Iterator[None]:
+    """Raises the error for a damaged file in place of all errors but those of exportkit.
+
+    The file may hold anything, and so anything may be raised for what it holds.
+
+    Args:
+        file: The file that is named.
+        damaged: Makes the error for a file that is not as it was written.
+    """
+    try:
+        yield
+    except ExportkitError:
+        raise
+    except Exception as error:
+        raise damaged(file, f"{type(error).__name__}: {error}") from error
 
 
 def _written_by(data: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from exportkit.calls.call import Call, Signature
@@ -279,10 +280,11 @@ class Observation:
             ObservationError: if a file is damaged, or has a different version.
             TreeError: if a class is missing, because it was not imported or not registered with torch's pytree.
         """
-        from exportkit.calls.storage import load_calls, reading
+        from exportkit.calls.storage import JSON, damaged, load_calls
+        from exportkit.files import reading
 
         signature, calls, data = load_calls(directory)
-        with reading(directory):
+        with reading(Path(directory) / JSON, damaged):
             about = {name: read(kind, data[name]) for name, kind in _ABOUT.items()}
         return cls(signature, calls, has_values=data["values"], **about)
 

@@ -25,8 +25,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from exportkit.calls.call import Call, NumberKind, Signature
-from exportkit.errors import DestinationError, ExportkitError, ObservationError, TreeError
-from exportkit.files import as_path, check_folder, digest_of, read_json_file, replacing, versions, write_json_file
+from exportkit.errors import DestinationError, ObservationError, TreeError
+from exportkit.files import (
+    as_path,
+    check_folder,
+    digest_of,
+    read_json_file,
+    reading,
+    replacing,
+    versions,
+    write_json_file,
+)
 from exportkit.json_data import InvalidDataError, Size, read
 from exportkit.trees import Tree, check_opened, flatten, join
 from exportkit.trees.json_form import dump_constant, dump_tree, load_value
@@ -143,24 +152,13 @@ def load_calls(directory: str | os.PathLike[str]) -> tuple[Signature, tuple[Call
         damaged=damaged,
         foreign=ObservationError,
     )
-    with reading(folder):
+    with reading(folder / JSON, damaged):
         signature = _load_signature(read(_SignatureData, data["signature"]))
         described = read(tuple[_CallData, ...], data["calls"])
         _require_possible(described, has_values=read(bool, data["values"]))
         with opened_tensors(folder / TENSORS, data) as tensors:
             calls = tuple([_load_call(number, call, signature, tensors) for number, call in enumerate(described)])
         return signature, calls, data
-
-
-@contextlib.contextmanager
-def reading(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Reports data that are not as they were written as an ObservationError."""
-    try:
-        yield
-    except ExportkitError:
-        raise
-    except Exception as error:  # the data may be anything, and so may be what is raised for it
-        raise damaged(Path(directory) / JSON, f"{type(error).__name__}: {error}") from error
 
 
 def _require_possible(calls: Sequence[_CallData], has_values: bool) -> None:

@@ -15,14 +15,13 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from exportkit.calls.call import Call
 from exportkit.calls.parts import Edge
-from exportkit.errors import ExportkitError
 from exportkit.files import (
     abandoned_folders,
     as_path,
@@ -30,6 +29,7 @@ from exportkit.files import (
     check_folder,
     digest_of,
     read_json_file,
+    reading,
     replacing,
     versions,
     write_json_file,
@@ -115,22 +115,11 @@ def load_folder(directory: str | os.PathLike[str], check_weights: bool) -> OnnxR
     """Returns the graphs of a folder that `save_folder` wrote; see `exportkit.load`."""
     folder = as_path(directory)
     data = read_manifest(folder)
-    with reading(folder):
+    with reading(folder / MANIFEST, damaged):
         files = CheckedFiles(folder, read(Mapping[str, SavedFile], data["files"]))
         for note in files.check(None if check_weights else lambda path: path.suffix != WEIGHTS):
             warnings.warn(note, RuntimeWarning, stacklevel=3)
         return _load_graphs(folder, data, files)
-
-
-@contextlib.contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Reports files that do not hold what they should as a DestinationError that names the folder."""
-    try:
-        yield
-    except ExportkitError:
-        raise
-    except Exception as error:  # the files may hold anything, and so may be what is raised for it
-        raise damaged(folder / MANIFEST, f"{type(error).__name__}: {error}") from error
 
 
 def _write_graphs(exported: ExportedModel, folder: Path, opset: int | None, runtime: Runtime | None) -> OnnxRunner:

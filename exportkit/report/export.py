@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exportkit.folder.checked import CheckedFiles, SavedFile, inside
-from exportkit.folder.folder import REPORT_JSON, read_manifest, reading
+from exportkit.files import reading
+from exportkit.folder.checked import CheckedFiles, SavedFile, damaged, inside
+from exportkit.folder.folder import MANIFEST, REPORT_JSON, read_manifest
 from exportkit.json_data import parse_json, read
 from exportkit.plan.plan import Plan
 from exportkit.plan.text import alike_leaves, seen_shapes
@@ -147,7 +148,7 @@ def export_page(folder: Path) -> str:
         DestinationError: if the folder holds no exported model, or one of its files is missing or damaged.
     """
     manifest = read_manifest(folder)
-    with reading(folder):
+    with reading(folder / MANIFEST, damaged):
         edited = CheckedFiles(folder, read(Mapping[str, SavedFile], manifest["files"])).check(_is_read)
         proven = folder / REPORT_JSON
         proof = parse_json(proven.read_bytes()) if proven.exists() else None
