@@ -15,6 +15,7 @@ import torch
 
 from exportkit._torch_compat import require
 from exportkit._torch_compat.graph import schema_of
+from exportkit._torch_compat.tracing import dispatch_mode
 
 # Operators that take an index along an axis, with the names of both; the axis is the first one where there is none.
 _ALONG = {
@@ -30,7 +31,7 @@ _NEGATIVE = {"index_fill"}  # counts from the end, too
 
 
 class _IndicesChecked:
-    """What is done with each operator; a mixin for ``TorchDispatchMode``, which is imported where it is used."""
+    """What is done with each operator; see `dispatch_mode`."""
 
     supports_higher_order_operators = True  # loops and branches run as they are
     devices: Collection[str]
@@ -129,22 +130,16 @@ _OTHERS = {
 }  # fmt: skip
 
 
-@contextlib.contextmanager
-def indices_checked(devices: Collection[str]) -> Iterator[None]:
-    """Lets operators on devices raise IndexError and RuntimeError for values that they refuse, as on the CPU.
+def indices_checked(devices: Collection[str]) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context manager in which operators on devices raise the errors that they raise on the CPU.
 
-    Each of these operators is waited for, which takes time.
+    These are IndexError and RuntimeError, for values that they refuse. Each of the operators is waited for, which takes
+    time.
 
     Args:
         devices: Types of the devices.
     """
-    from torch.utils import _python_dispatch
-
-    base = require(_python_dispatch, "TorchDispatchMode", "torch 2.13")
-    mode = type("IndicesChecked", (_IndicesChecked, base), {})()
-    mode.devices = devices
-    with mode:
-        yield
+    return dispatch_mode(_IndicesChecked, devices=devices)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat import require
 from exportkit._torch_compat.graph import schema_of
+from exportkit._torch_compat.tracing import dispatch_mode
 
 # Operators that return numbers they were given, or none: they do not round. Operators whose results are integers or
 # booleans, views, and operators without a floating-point operand are recognized without a list.
@@ -38,7 +38,7 @@ _MOST_EXACT = 2.0**20
 
 
 class _RoundingVaried:
-    """What is done with each operator; a mixin for ``TorchDispatchMode``, which is imported where it is used."""
+    """What is done with each operator; see `dispatch_mode`."""
 
     seed: int
     generators: dict[torch.device, torch.Generator]
@@ -175,10 +175,5 @@ def rounding_varied(seed: int, constant: Iterable[torch.Tensor] = (), errors: fl
         constant: Tensors, such as weights, that get no error of their own, and neither do views of them.
         errors: How large the errors are, in units in the last place; 0 for the tie rule alone.
     """
-    from torch.utils import _python_dispatch
-
-    base = require(_python_dispatch, "TorchDispatchMode", "torch 2.13")
-    mode = type("RoundingVaried", (_RoundingVaried, base), {})()
-    mode.seed, mode.generators, mode.errors = seed, {}, errors
-    mode.constant = {tensor.untyped_storage().data_ptr() for tensor in constant if tensor.layout is torch.strided}
-    return mode
+    storages = {tensor.untyped_storage().data_ptr() for tensor in constant if tensor.layout is torch.strided}
+    return dispatch_mode(_RoundingVaried, seed=seed, generators={}, constant=storages, errors=errors)

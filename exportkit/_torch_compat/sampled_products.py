@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat import require
+from exportkit._torch_compat.tracing import dispatch_mode
 
 # A matrix of so many elements is sampled if all of them together have enough of them. Otherwise, whole products take
 # less time than what is done here with each operator: exporting a Llama of 24 layers took the same time for 38 million
@@ -26,7 +26,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class _SampledProducts:
-    """What is done with each operator; a mixin for ``TorchDispatchMode``, which is imported where it is used."""
+    """What is done with each operator; see `dispatch_mode`."""
 
     weights: Mapping[int, torch.Tensor]  # by address
     known: MutableMapping[torch.Tensor, dict[tuple[int, torch.Size], _Sampled]]  # by address and shape, of each weight
@@ -95,12 +95,7 @@ def sampled_products(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractC
     large = {p.data_ptr(): p for p in parameters if p.ndim == 2 and p.numel() >= LARGE and not p.is_meta}
     if sum(map(torch.numel, large.values())) < ENOUGH:
         return None
-    from torch.utils import _python_dispatch
-
-    base = require(_python_dispatch, "TorchDispatchMode", "torch 2.13")
-    mode: contextlib.AbstractContextManager[Any] = type("SampledProducts", (_SampledProducts, base), {})()
-    mode.weights, mode.known = large, _known()  # type: ignore[attr-defined]
-    return mode
+    return dispatch_mode(_SampledProducts, weights=large, known=_known())
 
 
 @functools.cache

@@ -173,19 +173,35 @@ def operators_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[Any, ...]]]:
 
     Of tensors, the shape and the dtype are noted. Seen in torch 2.13.
     """
-    from torch.utils import _python_dispatch, _pytree
+    from torch.utils import _pytree
 
     log: list[tuple[Any, ...]] = []
     leaves_of = require(_pytree, "tree_leaves", "torch 2.13")
 
-    class Log(require(_python_dispatch, "TorchDispatchMode", "torch 2.13")):  # type: ignore[misc]
+    class Log:
         def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
             noted = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves_of((args, kwargs))]
             log.append((str(func), *noted))
             return func(*args, **(kwargs or {}))
 
-    with Log():
+    with dispatch_mode(Log):
         return run(), log
+
+
+def dispatch_mode(handler: type, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context manager in which a class handles all operators of torch. Seen in torch 2.13.
+
+    torch's base class of such modes is imported here, and not where the module of the handler is.
+
+    Args:
+        handler: Its method ``__torch_dispatch__`` returns what an operator returns.
+        attributes: Attributes of its object.
+    """
+    from torch.utils import _python_dispatch
+
+    base = require(_python_dispatch, "TorchDispatchMode", "torch 2.13")
+    mode: contextlib.AbstractContextManager[Any] = type(handler.__name__.strip("_"), (handler, base), attributes)()
+    return mode
 
 
 def module_calls(around: Callable[..., Any] | None) -> tuple[type, dict[str, Any]]:
