@@ -73,14 +73,14 @@ def read(kind: Any, data: Any) -> Any:
     return _reader(kind)(data)
 
 
-def plain(value: Any) -> Any:
+def as_json_data(value: Any) -> Any:
     """Returns a value as JSON data: a dataclass as a dict, NaN as None, and an infinity as text."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: as_json_data(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: as_json_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [as_json_data(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value

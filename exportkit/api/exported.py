@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from exportkit.api.application import RunComparison
-from exportkit.api.onnx_model import OnnxModel, recorded
+from exportkit.api.onnx_model import OnnxModel, observation_of
 from exportkit.calls.observation import Observation
 from exportkit.calls.observer import Observer
 from exportkit.errors import InvalidRequestError, InvalidTypeError
@@ -78,7 +78,7 @@ class Exported(ExportedModel):
             raise InvalidRequestError(
                 "Unsupported runtime.", where="runtime", expected="'onnxruntime'", got=repr(runtime)
             )
-        lossy = Lossy.of(weights, dtype, accuracy, recorded(data))
+        lossy = Lossy.of(weights, dtype, accuracy, observation_of(data))
         target = check_file(path)
         with replacing(target.parent, "an ONNX file") as folder:
 
@@ -198,8 +198,8 @@ class Exported(ExportedModel):
                 directory,
                 runtime=runtime,
                 opset=opset,
-                lossy=Lossy.of(weights, dtype, accuracy, recorded(data)),
-                given=given_calls(recorded(data)),
+                lossy=Lossy.of(weights, dtype, accuracy, observation_of(data)),
+                given=given_calls(observation_of(data)),
                 values=values,
                 verify=verify,
                 compared=None if compared is None else compared.row,

@@ -74,7 +74,7 @@ class OnnxModel(OnnxRunner):
 
             require_openvino()
             notes = self.check_files() if self.check_files is not None else ()
-            return prove(self.opened_by(OpenVinoSession), unseen, notes, given=given_calls(recorded(data)))
+            return prove(self.opened_by(OpenVinoSession), unseen, notes, given=given_calls(observation_of(data)))
         if runtime != "onnxruntime":
             raise InvalidRequestError(
                 "Unsupported runtime.",
@@ -85,7 +85,7 @@ class OnnxModel(OnnxRunner):
         notes = self.check_files() if self.check_files is not None else ()
         self.reopen_changed()
         before = {graph: graph.contract.domain for graph in _graphs(self)}
-        report = prove(self, unseen, notes, _located, given_calls(recorded(data)))
+        report = prove(self, unseen, notes, _located, given_calls(observation_of(data)))
         for graph, domain in before.items():
             if graph.contract.domain != domain:
                 from exportkit.folder.folder import MANIFEST  # only where the proof found something
@@ -146,7 +146,7 @@ class OnnxModel(OnnxRunner):
         return self.verify().locate(model)
 
 
-def recorded(data: Observer | Observation | None) -> Observation | None:
+def observation_of(data: Observer | Observation | None) -> Observation | None:
     """Returns what an observer recorded; None for no observer.
 
     Raises:

@@ -72,7 +72,7 @@ def observe_script(script: Script) -> ObservedScript:
 
 
 @dataclass(frozen=True)
-class GraphRun:
+class RunOnGraphs:
     """The run of a script on graphs, compared with its first run.
 
     Attributes:
@@ -90,7 +90,7 @@ class GraphRun:
     first_seconds: float
 
 
-def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> GraphRun:
+def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> RunOnGraphs:
     """Runs a script again, with graphs in place of its models, and compares both runs.
 
     Args:
@@ -132,7 +132,7 @@ def run_on_graphs(first: ObservedScript, onnx_model: OnnxModel) -> GraphRun:
     with seeded(0):
         run = script.run(enter, quiet=True)
     took = [watch.seconds for watch in watches.values() if watch.seconds]
-    return GraphRun(
+    return RunOnGraphs(
         run,
         tuple(_problems(first, run, places, watches)),
         sum(place.inside for place in places),

@@ -44,7 +44,7 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
         UnregisteredClassError: if an input is an object that holds tensors out of reach.
     """
     observation.require_calls()
-    growth = growth_of(observation)
+    growth = growth_by_path(observation)
     shapes, outputs = [], []
     dtypes: dict[str, str] = {}
     for call in observation.calls:
@@ -70,7 +70,7 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
     return CallTable(tuple(leaves), tuple(outputs))
 
 
-def growth_of(observation: Observation) -> dict[str, Growth]:
+def growth_by_path(observation: Observation) -> dict[str, Growth]:
     """Returns by full path how the leaves of caches grow."""
     found: dict[str, Growth] = {}
     for name, tree in observation.merged_arguments.items():
@@ -78,7 +78,7 @@ def growth_of(observation: Observation) -> dict[str, Growth]:
     return found
 
 
-def shapes_of(observation: Observation) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
+def shapes_by_path(observation: Observation) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
     """Returns by full path the shapes of a leaf in the stored calls, None where one lacks it."""
     merged = {name: tree for name, tree in observation.merged_arguments.items() if tree.tensor_paths}
     paths = [path for name, tree in merged.items() for path in joined(name, tree.tensor_paths)]

@@ -26,7 +26,7 @@ from exportkit.commands.shared import (
 from exportkit.errors import NoCallsError
 
 if TYPE_CHECKING:
-    from exportkit.api.script_runs import GraphRun, ObservedScript
+    from exportkit.api.script_runs import ObservedScript, RunOnGraphs
 
 
 def run(
@@ -122,7 +122,7 @@ def _require_found(first: ObservedScript) -> None:
     )
 
 
-def _durations(first: ObservedScript, second: GraphRun) -> str:
+def _durations(first: ObservedScript, second: RunOnGraphs) -> str:
     """Returns the durations of both runs as text, leaving out first calls (warm-up) where there are later ones."""
     totals = first.observer.seconds, second.seconds
     later = totals[0] - first.observer.first_seconds, totals[1] - second.first_seconds

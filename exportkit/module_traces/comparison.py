@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exportkit.errors import InvalidRequestError
-from exportkit.json_data import plain
+from exportkit.json_data import as_json_data
 from exportkit.module_traces.align import (
     Padding,
     Pair,
@@ -59,7 +59,7 @@ class PrintedResult(abc.ABC):
 
     def as_json(self) -> str:
         """Returns all of it as JSON text; what is not finite is null or a string."""
-        return json.dumps(plain(self._data()), indent=1, allow_nan=False)
+        return json.dumps(as_json_data(self._data()), indent=1, allow_nan=False)
 
     def __str__(self) -> str:
         from rich.console import Console

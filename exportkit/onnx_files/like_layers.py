@@ -46,7 +46,7 @@ class Layer:
 
 
 @dataclass(eq=False)
-class Kind:
+class LayerKind:
     """Layers that are alike.
 
     Attributes:
@@ -133,7 +133,9 @@ def require_tensors(nodes: Iterable[Node]) -> None:
         raise NotRepeated
 
 
-def _kinds(program: torch.export.ExportedProgram, sizes: set[Node], zeros: Sequence[Mapping[Any, int]]) -> list[Kind]:
+def _kinds(
+    program: torch.export.ExportedProgram, sizes: set[Node], zeros: Sequence[Mapping[Any, int]]
+) -> list[LayerKind]:
     layers: dict[str, Layer] = {}
     for node in program.graph.nodes:
         path = _layer_path(node)
@@ -149,7 +151,7 @@ def _kinds(program: torch.export.ExportedProgram, sizes: set[Node], zeros: Seque
         layer.key, layer.given = (described.rows, limits), described.given
         layer.symbols = list(described.symbols)
         kinds.setdefault(layer.key, []).append(layer)
-    found = [Kind(alike) for alike in kinds.values() if len(alike) > 1]
+    found = [LayerKind(alike) for alike in kinds.values() if len(alike) > 1]
     if not found:
         raise NotRepeated
     return found

@@ -19,8 +19,8 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Outpu
 from exportkit._torch_compat.graph import operator_name, program_of
 from exportkit._torch_compat.symbolic_shapes import SYMBOL_NAME, traced_expression
 from exportkit.onnx_files.like_layers import (
-    Kind,
     Layer,
+    LayerKind,
     LikeLayers,
     Node,
     NotRepeated,
@@ -128,7 +128,7 @@ class _Reduction:
     def _read(self, node: Node) -> Node:
         return self.links[node] if node in self.links else self._copies[node]
 
-    def _reader(self, kind: Kind) -> Callable[[Node], Node]:
+    def _reader(self, kind: LayerKind) -> Callable[[Node], Node]:
         """What the first layer of a kind reads in place of a node."""
 
         def read(node: Node) -> Node:
@@ -140,7 +140,7 @@ class _Reduction:
 
         return read
 
-    def _size(self, node: Node, kind: Kind) -> Node:
+    def _size(self, node: Node, kind: LayerKind) -> Node:
         """A size that a layer reads: computed from its own inputs if it may differ between layers."""
         expression = traced_expression(node.meta["val"])
         if not kind.own_symbols & getattr(expression, "free_symbols", set()):
@@ -157,7 +157,7 @@ class _Reduction:
             self._copies[kind, node] = made
         return self._copies[kind, node]
 
-    def _axis(self, expression: Any, kind: Kind) -> tuple[Node, int]:
+    def _axis(self, expression: Any, kind: LayerKind) -> tuple[Node, int]:
         for place, made in kind.own.items():
             for axis, size in enumerate(kind.first.given[place].meta["val"].shape):
                 if traced_expression(size) == expression:
@@ -234,7 +234,7 @@ class _Copies:
         if not known.issuperset(read):
             raise NotRepeated
 
-    def _copy(self, kind: Kind) -> None:
+    def _copy(self, kind: LayerKind) -> None:
         import onnx_ir
 
         own = {self._inputs[made.name]: place for place, made in kind.own.items()}

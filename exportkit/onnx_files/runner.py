@@ -21,7 +21,7 @@ from exportkit.probing.simplify import value_at
 from exportkit.programs.domain import Domain
 from exportkit.programs.exported import ExportedModel, require_own
 from exportkit.programs.kept_state import RESULT, STATE
-from exportkit.programs.kinds import Split, constants_of
+from exportkit.programs.kinds import Split, given_constants
 from exportkit.programs.strategies import Attempt
 from exportkit.running.placement import Placement, Provider, placed
 from exportkit.running.runner import Returned
@@ -213,7 +213,7 @@ class OnnxRunner:
             return self.graph.call(args, kwargs, self.graph.given(args, own, made))
         trees = {name: flatten(value) for name, value in self.contract.signature.bind(args, own).items()}
         shapes = shapes_in(trees) | {path: tuple(tensor.shape) for path, tensor in made.items()}
-        kind = self.split.landmarks.kind(shapes, constants_of(trees, self.contract.signature))
+        kind = self.split.landmarks.kind(shapes, given_constants(trees, self.contract.signature))
         reasons = []
         for name in sorted(self.graphs, key=lambda name: self.split is not None and self.split.kinds[name] != kind):
             graph = self.graphs[name]

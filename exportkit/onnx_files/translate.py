@@ -38,7 +38,7 @@ from exportkit.onnx_files.findings import operator_findings
 from exportkit.overrides import replaced_attributes
 from exportkit.plan.expression import Expression
 from exportkit.plan.leaves import Finding
-from exportkit.programs.places import place_of_node
+from exportkit.programs.model_lines import line_of_node
 from exportkit.programs.program import TracedProgram, without_gradients
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import LIBRARY_PATCHES, applied
@@ -150,7 +150,7 @@ def _assertions(program: torch.export.ExportedProgram, *, inside: bool = False) 
 
 
 def _line_of(node: torch.fx.Node) -> str:
-    place = place_of_node(node)
+    place = line_of_node(node)
     return "a line of torch" if place is None else f"{place.code} ({Path(place.file).name}:{place.line})"
 
 

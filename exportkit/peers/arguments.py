@@ -12,7 +12,7 @@ import torch
 
 from exportkit._torch_compat.memory import copies_on_write
 from exportkit.arguments.build import build_call
-from exportkit.arguments.table import growth_of
+from exportkit.arguments.table import growth_by_path
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError, PlanError
@@ -33,7 +33,7 @@ def recorded_arguments(observation: Observation, which: Any, flat: bool, as_args
     """
     observation.require_calls()
     given = _given(observation, which)
-    axes, growth = dynamic_axes(observation, None), growth_of(observation)
+    axes, growth = dynamic_axes(observation, None), growth_by_path(observation)
     last = {path: tensor for call in observation.calls for path, tensor in call.tensors().items()}
     completed = {}
     for name, tree in without_caught_flags(observation.merged_arguments, observation).items():

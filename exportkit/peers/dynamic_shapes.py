@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.table import call_table, growth_of, shapes_of, structure_of
+from exportkit.arguments.table import call_table, growth_by_path, shapes_by_path, structure_of
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError, InvalidTypeError, PlanError, UnknownInputError
 from exportkit.plan.infer import infer_plan
@@ -117,11 +117,11 @@ def dynamic_axes(observation: Observation, batch_hints: BatchHints) -> dict[str,
 
 
 def _varying(observation: Observation) -> dict[str, list[int]]:
-    growing = {path: growth.axis for path, growth in growth_of(observation).items()}
+    growing = {path: growth.axis for path, growth in growth_by_path(observation).items()}
     found: dict[str, list[int]] = {}
     axes: list[int] = []
     last: Any = None
-    for path, shapes in shapes_of(observation).items():
+    for path, shapes in shapes_by_path(observation).items():
         key = shapes, growing.get(path)
         if key != last:  # most leaves are like the one before
             if len({len(shape) for shape in shapes if shape is not None}) > 1:

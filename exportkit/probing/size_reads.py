@@ -32,7 +32,7 @@ _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod")
 
 
-class Comparison(NamedTuple):
+class SizeComparison(NamedTuple):
     """A comparison of a size, or of a number that is calculated from sizes.
 
     Attributes:
@@ -190,13 +190,13 @@ class SizeReads(TorchFunctionMode):
         """Returns where text was made of sizes: file and line."""
         return frozenset([entry[0].place for entry in self.log if isinstance(entry[0], Text)])
 
-    def comparisons(self) -> dict[Comparison, tuple[int, float]]:
+    def comparisons(self) -> dict[SizeComparison, tuple[int, float]]:
         """Returns the comparisons with the values of both sides."""
-        return {entry[0]: entry[1:] for entry in self.log if isinstance(entry[0], Comparison)}
+        return {entry[0]: entry[1:] for entry in self.log if isinstance(entry[0], SizeComparison)}
 
-    def decisions(self) -> frozenset[tuple[Comparison, bool]]:
+    def decisions(self) -> frozenset[tuple[SizeComparison, bool]]:
         """Returns what came of the comparisons."""
-        made = [entry for entry in self.log if isinstance(entry[0], Comparison)]
+        made = [entry for entry in self.log if isinstance(entry[0], SizeComparison)]
         return frozenset([(found, getattr(operator, found.operator)(left, right)) for found, left, right in made])
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,7 +244,7 @@ class _Size(int):
         place = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
         if not place[0].startswith(_OWN):
             plain = int(other) if isinstance(other, int) else other
-            comparison = Comparison(place, name, None if isinstance(other, _Size) else plain)
+            comparison = SizeComparison(place, name, None if isinstance(other, _Size) else plain)
             self.log.append((comparison, int(self), plain))
 
     def __repr__(self) -> str:

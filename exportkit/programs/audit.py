@@ -28,8 +28,8 @@ from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.kept_state import STATE
+from exportkit.programs.model_lines import ModelLine, line_of_node
 from exportkit.programs.patterns import ProgramProbe, with_recorded_patterns, without_harmless
-from exportkit.programs.places import Place, place_of_node
 from exportkit.programs.program import TracedProgram
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders
@@ -100,7 +100,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
         if condition.own:
             limits.setdefault(condition.text, _limit(condition, ""))
     for guard in sizes.unenforceable():
-        place = Place(guard.file, guard.line)
+        place = ModelLine(guard.file, guard.line)
         text = f"a decision at {guard.file}:{guard.line} ({place.code}) depends on values; the graph keeps it."
         limits.setdefault(text, Finding("limit", f"{guard.file}:{guard.line}", text))
     _require_ranges(traced, domain)
@@ -197,10 +197,10 @@ def _narrower(
     return error
 
 
-def _place(condition: SizeCondition) -> Place | None:
+def _place(condition: SizeCondition) -> ModelLine | None:
     """The line of the model that asked for a condition; None if it is not the model's."""
     file, _, line = condition.place.rpartition(":")
-    return Place(file, int(line)) if file and condition.own else None
+    return ModelLine(file, int(line)) if file and condition.own else None
 
 
 def _is_of_loop(condition: SizeCondition) -> bool:
@@ -320,7 +320,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
     if ignored:
         text = f"the model does not use these inputs, so the graph does not take them: {ignored}."
         findings.append(Finding("ignored input", ignored, text))
-    drawn = {operator_name(node.target): place_of_node(node) for node in nodes if node.users and draws_numbers(node)}
+    drawn = {operator_name(node.target): line_of_node(node) for node in nodes if node.users and draws_numbers(node)}
     if drawn:
         names = ", ".join(f"{name} in {place.owner}" if place else name for name, place in drawn.items())
         text = (

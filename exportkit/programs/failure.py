@@ -22,7 +22,7 @@ from exportkit.calls.call import Call
 from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.plan import Plan
 from exportkit.programs.loop_failures import why_unrolled
-from exportkit.programs.places import Place, place_of_frames, place_of_node
+from exportkit.programs.model_lines import ModelLine, line_of_frames, line_of_node
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.traced_method import FlatSignature
 from exportkit.rewrites.branches import is_model_code
@@ -54,7 +54,7 @@ class Cause:
     """
 
     what: str
-    place: Place | None = None
+    place: ModelLine | None = None
     expected: str | None = None
     got: str | None = None
     hint: str | None = None
@@ -68,7 +68,7 @@ class _Fixed:
     axis: int
     size: int
     order: int
-    place: Place | None
+    place: ModelLine | None
 
 
 def failure(error: Exception, request: TraceRequest) -> ExportError:
@@ -177,12 +177,12 @@ def _cause_of_translation(error: BaseException) -> Cause:
         root = root.__cause__
     got = f"{type(root).__name__}: {' '.join(str(root).split())}"[:_LONGEST_GOT]
     if node is None or "No ONNX function found" not in got:
-        return Cause(f"{_TRANSLATION}.", None if node is None else place_of_node(node), None, got, None)
+        return Cause(f"{_TRANSLATION}.", None if node is None else line_of_node(node), None, got, None)
     used = node.meta.get("original_aten", node.target)
     operator = str(node.target) if str(used) == str(node.target) else f"{node.target} (from {used})"
     return Cause(
         f"{_TRANSLATION}: there is no translation for an operator of the model.",
-        place_of_node(node),
+        line_of_node(node),
         None,
         operator,
         "write this line with operators that ONNX has, or observe and export the parts before and after it.",
@@ -190,7 +190,7 @@ def _cause_of_translation(error: BaseException) -> Cause:
 
 
 def _data_dependent(error: BaseException, model: torch.nn.Module) -> Cause:
-    place = place_of_frames(traceback.walk_tb(error.__traceback__), model)
+    place = line_of_frames(traceback.walk_tb(error.__traceback__), model)
     condition = str(getattr(error, "cond", "")) or str(error).partition("\n")[0][:_LONGEST_GOT]
     unknown = set(_UNBACKED.findall(condition))
     origin = _origin(getattr(error, "partial_fx_graph", ""), unknown)
@@ -202,7 +202,7 @@ def _data_dependent(error: BaseException, model: torch.nn.Module) -> Cause:
     return Cause(f"{_TRACE}: it decides by the values of a tensor.", place, None, got, _hint_for_values(code, origin))
 
 
-def _hint_for_values(code: str, origin: Place | None) -> str:
+def _hint_for_values(code: str, origin: ModelLine | None) -> str:
     if re.search(r"\.item\(|\.tolist\(", f"{code} {origin.code if origin else ''}"):
         return "keep the tensor instead of .item() or .tolist(); decide with torch.where, or with torch.cond."
     if code.startswith("assert"):
@@ -210,12 +210,12 @@ def _hint_for_values(code: str, origin: Place | None) -> str:
     return "compute both sides and choose with torch.where(condition, a, b), or use torch.cond."
 
 
-def _origin(graph: str, unknown: set[str]) -> Place | None:
+def _origin(graph: str, unknown: set[str]) -> ModelLine | None:
     """Line of the model that made an unknown value, according to the comments in torch's partial graph, or None."""
     place = None
     for line in graph.splitlines():
         if match := _GRAPH_LINE.search(line):
-            place = Place(match["file"], int(match["line"])) if is_model_code(match["file"]) else None
+            place = ModelLine(match["file"], int(match["line"])) if is_model_code(match["file"]) else None
         elif unknown & set(_UNBACKED.findall(line.partition("=")[0])):
             return place
     return None
@@ -261,7 +261,7 @@ def _hint_for_size(code: str, variable: str, plan: Plan) -> str:
 
 
 def _raised(error: BaseException, model: torch.nn.Module) -> Cause:
-    place = place_of_frames(traceback.walk_tb(error.__traceback__), model)
+    place = line_of_frames(traceback.walk_tb(error.__traceback__), model)
     lines = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
     hint = "this works in eager mode; in a trace, tensors have no values and sizes are symbols: change this line."
     if ".numpy()" in str(error) or (place is not None and ".numpy()" in place.code):
@@ -297,14 +297,14 @@ class _Specializations:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._symbols: dict[str, str] = {}
-        self._replaced: dict[str, tuple[int, str, Place | None]] = {}
+        self._replaced: dict[str, tuple[int, str, ModelLine | None]] = {}
 
     def seen(self, message: str, arguments: tuple[Any, ...]) -> None:
         """Takes a log message of torch while the stack still shows what caused it."""
         if message.startswith("create_symbol "):
             self._symbols[str(arguments[2])] = str(arguments[0])
         elif message.startswith("set_replacement ") and str(arguments[0]) not in self._replaced:
-            place = place_of_frames(_stack(), self._model)
+            place = line_of_frames(_stack(), self._model)
             self._replaced[str(arguments[0])] = (len(self._replaced), str(arguments[1]), place)
 
     def fixed(self, path: str, source: str, axis: int, size: int) -> _Fixed:

@@ -79,7 +79,7 @@ class Landmarks:
 
         Args:
             shapes: Shapes of the tensors that it gives, by path.
-            constants: Its other inputs by path, as `constants_of` returns them.
+            constants: Its other inputs by path, as `given_constants` returns them.
         """
         given = {
             (path if (general := _without_indices(path)) in self.lists else general, len(shape))
@@ -179,7 +179,8 @@ def kinds_of(observation: Observation, landmarks: Landmarks) -> dict[Kind, list[
     """Returns the recorded calls by their kind, in the order of their first calls."""
     kinds: dict[Kind, list[Call]] = {}
     for call in observation.calls:
-        kinds.setdefault(landmarks.kind(call.shapes(), constants_of(call.arguments, call.signature)), []).append(call)
+        kind = landmarks.kind(call.shapes(), given_constants(call.arguments, call.signature))
+        kinds.setdefault(kind, []).append(call)
     return kinds
 
 
@@ -213,7 +214,7 @@ def split_by_sizes(cluster: Cluster, condition: str, breaking: Collection[int]) 
     return found if len(found) > 1 else []
 
 
-def constants_of(arguments: Mapping[str, Tree], signature: Signature) -> dict[str, Fingerprint]:
+def given_constants(arguments: Mapping[str, Tree], signature: Signature) -> dict[str, Fingerprint]:
     """Returns the Python values among arguments by path, without those inside caches, which count calls.
 
     Args:

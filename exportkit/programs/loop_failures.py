@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from exportkit import rewrites
 from exportkit._torch_compat.loop_operators import why_no_operator
-from exportkit.programs.places import Place
+from exportkit.programs.model_lines import ModelLine
 from exportkit.rewrites.branches import is_model_code, parsed
 from exportkit.rewrites.loop_bodies import Obstacle, appended, obstacle
 from exportkit.rewrites.loop_forms import plain_loop
@@ -58,7 +58,7 @@ def why_unrolled(file: str, line: int, error: BaseException | None) -> Unrolled 
 
 
 def _at(text: str, file: str, line: int) -> str:
-    return f"the loop is unrolled: {text}, in {file}:{line}\n         {Place(file, line).code}"
+    return f"the loop is unrolled: {text}, in {ModelLine(file, line)}"
 
 
 def _raised(error: BaseException) -> tuple[str, str, int] | None:

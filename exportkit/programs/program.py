@@ -38,7 +38,7 @@ from exportkit.programs.copied_layers import CopiedLayers
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import failure
 from exportkit.programs.kept_state import WithEffects
-from exportkit.programs.places import Place
+from exportkit.programs.model_lines import ModelLine
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.reused_layers import ReusedLayers
@@ -275,7 +275,7 @@ def _no_error_caught() -> Iterator[None]:
     for error in noted:  # its traceback begins where it was caught
         caught = error.__traceback__
         if caught is not None and is_model_code(caught.tb_frame.f_code.co_filename):
-            place = Place(caught.tb_frame.f_code.co_filename, caught.tb_lineno)
+            place = ModelLine(caught.tb_frame.f_code.co_filename, caught.tb_lineno)
             noted.clear()
             raise ExportError(
                 "The model decides by the values of a tensor, and catches the error that a trace raises there.",

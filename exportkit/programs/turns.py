@@ -18,7 +18,7 @@ from typing import NamedTuple
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.sizes import settled
 from exportkit.plan.small_sizes import Pattern, larger_sizes, small
-from exportkit.probing.size_reads import Comparison, SizeReads
+from exportkit.probing.size_reads import SizeComparison, SizeReads
 from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
@@ -153,9 +153,9 @@ class Turns:
 
     def _compared(
         self,
-        own: Mapping[Comparison, tuple[int, float]],
+        own: Mapping[SizeComparison, tuple[int, float]],
         sizes: Mapping[str, int],
-        decisions: frozenset[tuple[Comparison, bool]],
+        decisions: frozenset[tuple[SizeComparison, bool]],
     ) -> Iterator[Turn]:
         """The turns of comparisons, given their results."""
         seen = {tuple(sizes.items()): decisions}
@@ -195,13 +195,13 @@ class Turns:
                     yield Turn(dict(other), name, size, place, other[name] > size, is_near=False)
 
     def _wanted(
-        self, own: Mapping[Comparison, tuple[int, float]], sizes: Mapping[str, int], name: str
-    ) -> list[tuple[Comparison, int]]:
+        self, own: Mapping[SizeComparison, tuple[int, float]], sizes: Mapping[str, int], name: str
+    ) -> list[tuple[SizeComparison, int]]:
         """The sizes of a variable at which comparisons may have a different result, the nearest first.
 
         How both sides follow the variable is seen at a size beside, or at larger ones, as for ``length // 32``.
         """
-        found: dict[int, Comparison] = {}
+        found: dict[int, SizeComparison] = {}
         left_over = dict(own)
         for step in (1, *_STEPS):
             other = self._beside(sizes, name, sizes[name] + step) if left_over else None

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from exportkit.errors import InvalidRequestError
-from exportkit.json_data import plain
+from exportkit.json_data import as_json_data
 from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.tables import aligned, html_details, html_lines, html_of, html_table, html_verdict
 from exportkit.proof.figures import Figures, layer_table, over_budget, together, worst
@@ -181,7 +181,7 @@ class Report:
 
     def to_json(self) -> str:
         """Returns the report as JSON text; values that were not measured are null."""
-        return json.dumps(plain(self._data()), indent=1, allow_nan=False)
+        return json.dumps(as_json_data(self._data()), indent=1, allow_nan=False)
 
     def _data(self) -> dict[str, Any]:
         return {

@@ -22,7 +22,7 @@ _LONGEST_LINE = 120  # longer lines of code are cut
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelLine:
     """A line of the model's code.
 
     Attributes:
@@ -52,7 +52,7 @@ class Place:
         return f"{where}\n         {self.code}" if self.code else where
 
 
-def place_of_frames(frames: Iterable[tuple[FrameType, int]], model: torch.nn.Module) -> Place | None:
+def line_of_frames(frames: Iterable[tuple[FrameType, int]], model: torch.nn.Module) -> ModelLine | None:
     """Returns the innermost line of the model among stack frames, or None.
 
     Args:
@@ -61,15 +61,15 @@ def place_of_frames(frames: Iterable[tuple[FrameType, int]], model: torch.nn.Mod
     """
     names = {id(module): name for name, module in model.named_modules()}
     owner: torch.nn.Module | None = None
-    found: Place | None = None
-    inside_torch: Place | None = None
+    found: ModelLine | None = None
+    inside_torch: ModelLine | None = None
     for frame, line in frames:
         owner_here = frame.f_locals.get("self")
         if isinstance(owner_here, torch.nn.Module) and id(owner_here) in names:
             owner = owner_here
         if owner is None:
             continue
-        place = Place(frame.f_code.co_filename, line, names[id(owner)], type(owner).__name__)
+        place = ModelLine(frame.f_code.co_filename, line, names[id(owner)], type(owner).__name__)
         if is_model_code(place.file):
             found = place
         elif owner_here is owner and frame.f_code.co_name == "forward":  # a module of torch.nn
@@ -77,7 +77,7 @@ def place_of_frames(frames: Iterable[tuple[FrameType, int]], model: torch.nn.Mod
     return found or inside_torch
 
 
-def place_of_node(node: torch.fx.Node) -> Place | None:
+def line_of_node(node: torch.fx.Node) -> ModelLine | None:
     """Returns where in the model a node of a traced graph comes from, or None if unknown."""
     lines = _STACK_LINE.findall(node.meta.get("stack_trace") or "")
     own = [(file, int(line)) for file, line in lines if is_model_code(file)]
@@ -85,7 +85,7 @@ def place_of_node(node: torch.fx.Node) -> Place | None:
         return None
     modules = [*(node.meta.get("nn_module_stack") or {}).values()]
     path, cls = modules[-1] if modules else ("", "")
-    return Place(*own[-1], path, short_name(cls))
+    return ModelLine(*own[-1], path, short_name(cls))
 
 
 def short_name(cls: Any) -> str:
