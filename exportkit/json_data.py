@@ -86,6 +86,11 @@ def as_json_data(value: Any) -> Any:
     return value
 
 
+def as_tuples(data: Any) -> Any:
+    """Returns JSON data with tuples in place of lists, however deep they are."""
+    return tuple(map(as_tuples, data)) if isinstance(data, list | tuple) else data
+
+
 @functools.cache
 def _reader(kind: Any) -> _Reader:
     """The function that checks and converts data for an annotation."""

@@ -15,6 +15,7 @@ from exportkit.divergence.locate import locate_divergence
 from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import JUMP, ROUNDING
 from exportkit.onnx_files.runner import OnnxRunner
+from exportkit.plan.tables import first_of
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.prove import output_differences
 from exportkit.running.compare import distance, unit_of
@@ -119,8 +120,7 @@ def locate_outputs(
     for_right = set(_needed(nodes, right))
     needed = [node for node in _needed(nodes, differing[:1]) if node not in for_right]
     modules = list(dict.fromkeys(node.scopes[-1].path for node in needed if node.scopes))
-    more = f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
-    listed = ", ".join(path or "the model itself" for path in modules[:_SHOWN]) + more
+    listed = first_of([path or "the model itself" for path in modules], _SHOWN)
     return Divergence(
         ONNX,
         _common(modules),

@@ -37,6 +37,7 @@ from exportkit.module_traces.error_steps import (
     worst_steps,
 )
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, TraceData
+from exportkit.plan.tables import first_of
 from exportkit.running.compare import Distance, distance, position_of_largest
 
 if TYPE_CHECKING:
@@ -242,8 +243,7 @@ class Comparison(PrintedResult):
             )
         for title, paths in (("only in the first", self.only_first), ("only in the second", self.only_second)):
             if paths:
-                more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-                yield Text(f"{title}: {', '.join(path or '(model)' for path in paths[:_SHOWN])}{more}")
+                yield Text(f"{title}: {first_of([path or '(model)' for path in paths], _SHOWN)}")
         yield from (Text(f"note: {note}") for note in self.notes)
 
 

@@ -1,4 +1,4 @@
-"""Tables for the terminal, and tables and lines as HTML for notebooks, in their colours, light or dark."""
+"""Tables and lists for the terminal, and tables and lines as HTML for notebooks, in their colours, light or dark."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def aligned(rows: Sequence[Sequence[str]], ruled: bool = False) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]] if ruled else lines
+
+
+def first_of(items: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Returns the first items as text, and how many more there are, if any."""
+    more = f"{separator.strip(', ')} and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + more
 
 
 def html_of(*parts: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from exportkit.errors import PlanError
-from exportkit.json_data import InvalidDataError, parse_json, read
+from exportkit.json_data import InvalidDataError, as_tuples, parse_json, read
 from exportkit.plan.leaves import Constant, Finding, PlannedLeaf, Variable, known, listed
 from exportkit.plan.placeholders import Grids, Marker, Placeholder
 from exportkit.plan.tables import aligned, html_lines, html_of, html_table
@@ -175,7 +175,7 @@ def load_plan(text: str) -> dict[str, Any]:
         raise PlanError("Unsupported plan format.", expected=f"{_FORMAT} {_VERSION}", got=found)
     try:
         plan: dict[str, Any] = {name: read(tuple[kind, ...], data[name]) for name, kind in _LISTS.items()}  # type: ignore[valid-type]
-        plan["constants"] = tuple(replace(c, fingerprint=_as_tuples(c.fingerprint)) for c in plan["constants"])
+        plan["constants"] = tuple(replace(c, fingerprint=as_tuples(c.fingerprint)) for c in plan["constants"])
         plan |= {name: read(tuple[str, ...], data[name]) for name in ("joined", "unused")}
         plan["passed_through"] = read(Mapping[str, str], data["echoes"])
         plan["structure"] = {name: _untagged(value) for name, value in data["structure"].items()}
@@ -225,10 +225,6 @@ def _require_leaves(value: Any, leaves: Mapping[str, PlannedLeaf]) -> None:
             _require_leaves(item, leaves)
     elif value is not None and value not in leaves:
         raise InvalidDataError("a path of an input, or null", value)
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _tagged(value: Any) -> Any:

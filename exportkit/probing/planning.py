@@ -21,6 +21,7 @@ from exportkit.plan.infer import infer_plan, name_variables
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.tables import first_of
 from exportkit.probing.batch import confirm_batch
 from exportkit.probing.lengths import add_relations, extend_tokens, follow_encoder, pull_apart
 from exportkit.probing.model_probe import ModelProbe
@@ -266,6 +267,5 @@ def one_size(plan: Plan) -> list[Finding]:
             texts.append(f"{leaf.path} axis {', '.join(axes)}")
     if not texts:
         return []
-    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    where = "; ".join(texts[:_SHOWN]) + more
+    where = first_of(texts, _SHOWN, "; ")
     return [Finding("one size", where, f"seen with one size only, so static: {where}.")]

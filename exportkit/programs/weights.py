@@ -21,6 +21,7 @@ from exportkit._torch_compat.modules import buffer_table, parameter_table, wraps
 from exportkit._torch_compat.transformers import compute_buffers
 from exportkit.errors import DestinationError, InvalidRequestError
 from exportkit.files import as_path
+from exportkit.plan.tables import first_of
 
 
 def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None) -> torch.nn.Module:
@@ -38,7 +39,7 @@ def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None)
     if wrappers:
         raise InvalidRequestError(
             "Weights that hold several tensors, such as quantised ones, have no place in a graph.",
-            where=_some([name for name, _ in wrappers]),
+            where=first_of([name for name, _ in wrappers], 3),
             expected="plain tensors",
             got=type(wrappers[0][1]).__name__,
             hint="take them apart before the calls are recorded, for instance with "
@@ -50,7 +51,7 @@ def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None)
         if missing:
             raise InvalidRequestError(
                 "This model has no weights: they are on the meta device.",
-                where=_some(missing),
+                where=first_of(missing, 3),
                 hint="export(model, observer, weights='folder with safetensors files').",
             )
         return model
@@ -130,7 +131,7 @@ def _require_values(model: torch.nn.Module, files: Mapping[str, Any]) -> None:
     nearest = difflib.get_close_matches(lacking[0], list(files), n=3)
     raise InvalidRequestError(
         "The files lack weights of the model.",
-        where=_some(lacking),
+        where=first_of(lacking, 3),
         got=f"files with {len(files)} tensors; nearest to {lacking[0]!r}: {', '.join(nearest) or 'nothing similar'}",
         hint="tensors that no file holds need values: create these modules outside of the meta device.",
     )
@@ -169,7 +170,3 @@ def _set(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     parameters = parameter_table(module)
     table = parameters if attribute in parameters else buffer_table(module)
     table[attribute] = value  # type: ignore[assignment]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

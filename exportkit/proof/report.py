@@ -12,7 +12,7 @@ import torch
 from exportkit.errors import InvalidRequestError
 from exportkit.json_data import as_json_data
 from exportkit.onnx_files.quantised import Quantised
-from exportkit.plan.tables import aligned, html_details, html_lines, html_of, html_table, html_verdict
+from exportkit.plan.tables import aligned, first_of, html_details, html_lines, html_of, html_table, html_verdict
 from exportkit.proof.figures import Figures, layer_table, over_budget, together, worst
 
 _SHOWN_PROBLEMS = 3
@@ -232,8 +232,8 @@ class Report:
             found = ": " + "; ".join(texts) if texts else ""
         if not problems:
             return self._word + found
-        more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
-        return f"{self._word}: " + "; ".join(problems[:_SHOWN_PROBLEMS]) + more + found.replace(":", "; measured:", 1)
+        shown = first_of(problems, _SHOWN_PROBLEMS, "; ")
+        return f"{self._word}: {shown}" + found.replace(":", "; measured:", 1)
 
     @property
     def _word(self) -> str:

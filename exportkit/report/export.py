@@ -17,6 +17,7 @@ from exportkit.files import reading
 from exportkit.folder.checked import CheckedFiles, SavedFile, damaged, inside
 from exportkit.folder.folder import MANIFEST, REPORT_JSON, read_manifest
 from exportkit.json_data import parse_json, read
+from exportkit.plan.leaves import listed
 from exportkit.plan.plan import Plan
 from exportkit.plan.text import alike_leaves, seen_shapes
 from exportkit.programs.kinds import Split
@@ -339,7 +340,7 @@ def variable_pictures(plan: Plan) -> list[VariablePicture]:
         known = [size or 0 for size in variable.seen][:_MOST_BARS]
         largest = max([*known, 1])
         bars = tuple((i * _BAR, max(_TALLEST * size / largest, 1)) for i, size in enumerate(known))
-        sizes = ", ".join("absent" if size is None else str(size) for size in variable.seen[:_MOST_BARS])
+        sizes = listed(variable.seen[:_MOST_BARS])
         more = f", and {len(variable.seen) - _MOST_BARS} more" if len(variable.seen) > _MOST_BARS else ""
         pictures.append(VariablePicture(variable.name, colours[variable.name], sizes + more, bars))
     return pictures

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from exportkit.errors import PlanError, UnregisteredClassError
+from exportkit.json_data import as_tuples
 from exportkit.trees.fingerprint import NONE, NOTHING, TENSOR, Fingerprint, fingerprint
 from exportkit.trees.flatten import node_of_object
 from exportkit.trees.object_parts import Path
@@ -332,7 +333,7 @@ def from_json(data: Any) -> Fingerprint:
     Raises:
         PlanError: if the data is not a fingerprint.
     """
-    value = _as_tuples(data)
+    value = as_tuples(data)
     try:
         hash(value)
         for found in () if value is None else _parts_below(value):
@@ -350,7 +351,3 @@ def _parts_below(value: Any) -> Iterator[Fingerprint]:
     yield value
     for part in (parts_of(value) or {}).values():
         yield from _parts_below(part)
-
-
-def _as_tuples(data: Any) -> Any:
-    return tuple(map(_as_tuples, data)) if isinstance(data, list) else data
