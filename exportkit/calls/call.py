@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from exportkit.errors import ArgumentError, UnknownInputError
-from exportkit.trees import Tree, cloned, flatten, join, joined, set_stored_length
+from exportkit.trees import Tree, cloned, first_name, flatten, join, joined, set_stored_length
 
 NumberKind = Literal["int", "float", "size"]  # a number to calculate with, by its type, or one that makes sizes
 NOTHING = flatten(None)  # the outputs of a call that was not made
@@ -100,21 +99,24 @@ class Signature:
             values: Values by parameter name. Defaults are used for parameters that are not given.
         """
         found = {}
-        for name, kinds in self.numbers_by_name().items():
-            tree = flatten(values[name] if name in values else self.defaults.get(name))
-            leaves = dict(zip(tree.paths, tree.leaves, strict=True))
+        for name, kinds, tree, leaves in self._with_numbers(values):
             fitting = {path: kind for path, kind in kinds.items() if _fits(leaves.get(path), kind)}
             if fitting:
                 made = {path: number_as_tensor(leaves[path], kind) for path, kind in fitting.items()}
                 found[name] = tree.with_leaves(made).build()
         return found
 
-    def require_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raises ArgumentError if a Python number that a graph takes as a tensor is given as anything else."""
-        values = self.bind_unchanged(args, kwargs)
+    def _with_numbers(
+        self, values: Mapping[str, Any]
+    ) -> Iterator[tuple[str, dict[str, NumberKind], Tree, dict[str, Any]]]:
+        """Yields each argument with such numbers: its name, the numbers by path, and what it holds."""
         for name, kinds in self.numbers_by_name().items():
             tree = flatten(values[name] if name in values else self.defaults.get(name))
-            leaves = dict(zip(tree.paths, tree.leaves, strict=True))
+            yield name, kinds, tree, dict(zip(tree.paths, tree.leaves, strict=True))
+
+    def require_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises ArgumentError if a Python number that a graph takes as a tensor is given as anything else."""
+        for name, kinds, _, leaves in self._with_numbers(self.bind_unchanged(args, kwargs)):
             for path, kind in kinds.items():
                 value = leaves.get(path)
                 if path in leaves and not _fits(value, kind):
@@ -130,7 +132,7 @@ class Signature:
         """Returns the kinds of the numbers by parameter, and by their path in its value."""
         found: dict[str, dict[str, NumberKind]] = {}
         for full, kind in self.numbers.items():
-            name = re.split(r"[.\[]", full, maxsplit=1)[0]
+            name = first_name(full)
             found.setdefault(name, {})[full[len(name) :].removeprefix(".")] = kind
         return found
 

@@ -103,9 +103,12 @@ class PartRecorder:
         """What could not be recorded."""
         return tuple(text for listener in self._listeners.values() for text in listener.recorder.problems)
 
+    def _paths(self) -> dict[int, str]:
+        return {id(module): path for path, module in self._root[0].named_modules()}
+
     def not_called(self) -> list[str]:
         """Returns the parts that were named and never called, not even by other parts."""
-        paths = {id(module): path for path, module in self._root[0].named_modules()}
+        paths = self._paths()
         unheard = [target for target, listener in self._listeners.items() if not listener.was_called]
         return [] if self.is_auto else [f"{paths[id(module)]}.{method}".lstrip(".") for module, method in unheard]
 
@@ -115,7 +118,7 @@ class PartRecorder:
         Args:
             observation: The calls of the model itself.
         """
-        paths = {id(module): path for path, module in self._root[0].named_modules()}
+        paths = self._paths()
         found: dict[str, Part] = {}
         for (module, method), listener in self._listeners.items():
             if not listener.recorder.num_calls():

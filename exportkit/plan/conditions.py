@@ -176,6 +176,11 @@ def first_broken(conditions: Sequence[SizeCondition], names: Sequence[str]) -> C
     return run
 
 
+def exactly(sizes: Mapping[str, int]) -> str:
+    """Returns the text of the condition that holds for one set of sizes only."""
+    return " and ".join(f"{name} == {size}" for name, size in sizes.items())
+
+
 def bounds_of(condition: SizeCondition, allowed: Range) -> Range | None:
     """Returns the smallest and the largest size for which a condition holds, if it holds for all sizes between.
 

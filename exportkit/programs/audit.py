@@ -18,7 +18,7 @@ from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError, UnregisteredClassError
 from exportkit.overrides import replaced_classes
-from exportkit.plan.conditions import SizeCondition
+from exportkit.plan.conditions import SizeCondition, exactly
 from exportkit.plan.leaves import Finding
 from exportkit.plan.sizes import settled, sizes_between, solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, small
@@ -29,7 +29,7 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.kept_state import STATE
 from exportkit.programs.model_lines import ModelLine, line_of_node
-from exportkit.programs.patterns import ProgramProbe, with_recorded_patterns, without_harmless
+from exportkit.programs.patterns import ProgramProbe, sizes_of_calls, with_recorded_patterns, without_harmless
 from exportkit.programs.program import TracedProgram
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders
@@ -120,12 +120,11 @@ def _with_recorded(
     if difference or any(condition.text in fixed for condition in broken):
         error = _narrower(traced, broken[0], at, f"recorded call {call.index}", difference)
         if not _is_of_loop(broken[0]):  # of which each length would be another program
-            sizes = [solve_sizes(traced.plan, each.shapes()) for each in traced.observation.calls]
-            breaking = frozenset(number for number, item in enumerate(sizes) if not broken[0].holds(item))
+            sizes = enumerate(sizes_of_calls(traced))
+            breaking = frozenset(number for number, item in sizes if not broken[0].holds(item))
             error.sides = broken[0].text, breaking
         raise error
-    exactly = " and ".join(f"{name} == {size}" for name, size in at.items())
-    admitted = {c.text: replace(c, text=f"{c.text} or ({exactly})") for c in broken}
+    admitted = {c.text: replace(c, text=f"{c.text} or ({exactly(at)})") for c in broken}
     conditions = [admitted.get(condition.text, condition) for condition in domain.conditions]
     patterns = []
     for pattern in domain.patterns:

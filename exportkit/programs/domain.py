@@ -14,7 +14,7 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, PlanError
 from exportkit.json_data import Size, read
-from exportkit.plan.conditions import SizeCondition, bounds_of, leaves_out_sizes
+from exportkit.plan.conditions import SizeCondition, bounds_of, exactly, leaves_out_sizes
 from exportkit.plan.plan import Plan
 from exportkit.plan.tables import aligned, html_lines, html_of, html_table
 from exportkit.probing.traits import PLAIN, require_traits
@@ -179,10 +179,9 @@ class Domain:
             recorded: Sizes that stay inside in any case.
         """
         broken = [condition for condition in self.waived if not condition.holds(sizes)]
-        exactly = [" and ".join(f"{name} == {size}" for name, size in call.items()) for call in recorded]
         required = []
         for condition in broken:
-            kept = [f"({text})" for text, at in zip(exactly, recorded, strict=True) if not condition.holds(at)]
+            kept = [f"({exactly(at)})" for at in recorded if not condition.holds(at)]
             required.append(replace(condition, text=" or ".join([*dict.fromkeys(kept), condition.text])))
         waived = tuple(condition for condition in self.waived if condition not in broken)
         return replace(self, conditions=(*self.conditions, *required), waived=waived)
