@@ -147,7 +147,7 @@ def _fitting(probe: ModelProbe, path: str, in_grids: bool) -> Iterator[Placehold
 
 
 def _ratio(numbers: Sequence[int], others: Sequence[int]) -> int:
-    """How many times the others the numbers are; 0 if that is not the same whole number for all."""
+    """By which whole number the others have to be multiplied to give the numbers; 0 if it is not the same for all."""
     found = {divmod(number, other) for number, other in zip(numbers, others, strict=True)}
     quotient, rest = found.pop()
     return 0 if found or rest else quotient

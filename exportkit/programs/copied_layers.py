@@ -354,7 +354,7 @@ class _Kind:
         return flatten(run.result).map(lambda leaf: copied(next(made), leaf)).build()
 
     def copied(self, layer: Layer) -> CopiedLayer:
-        """Returns what a layer is that gets copies of the nodes."""
+        """Returns what describes a layer that gets copies of the nodes."""
         source = self.run.layer
         shift = layer.number - source.number
         return CopiedLayer(layer.path, layer.module, source.path, source.module, self.own, shift)

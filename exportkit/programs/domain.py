@@ -172,7 +172,7 @@ class Domain:
         return [condition for condition in self.conditions if not condition.holds(sizes)]
 
     def requiring(self, sizes: Mapping[str, int], recorded: Sequence[Mapping[str, int]]) -> Domain:
-        """Returns the domain with the waived conditions required that sizes break.
+        """Returns the domain in which the waived conditions that some sizes break are required.
 
         Args:
             sizes: The size of each variable.

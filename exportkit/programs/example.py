@@ -198,7 +198,7 @@ def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Cal
 
 
 def _rules_for_empty_selections(eager: Runner, calls: Sequence[Call]) -> list[Rewrite]:
-    """The rewrite for branches that do the same for an empty selection as the code for others does; none without any.
+    """The rewrite for branches that need no case for an empty selection, as the other code does the same; else none.
 
     Zeros, negative numbers and masks without places are likely to leave a selection empty.
     """

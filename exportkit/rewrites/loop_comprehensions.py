@@ -69,7 +69,7 @@ class _Comprehensions(ast.NodeTransformer):
 
 
 class _Renamed(ast.NodeTransformer):
-    """Gives names others."""
+    """Renames variables."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
