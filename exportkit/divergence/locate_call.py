@@ -17,7 +17,7 @@ from exportkit.module_traces.attribution import JUMP, ROUNDING
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.tables import first_of
 from exportkit.probing.simplify import as_simplified
-from exportkit.proof.prove import output_differences
+from exportkit.proof.differences import output_differences
 from exportkit.running.compare import distance, unit_of
 from exportkit.running.eager import run_eager
 from exportkit.running.placement import Placement

@@ -19,8 +19,8 @@ from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.switches import RewrittenGraph, SwitchedGraph
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.calls import Tensors
+from exportkit.proof.differences import hidden_elements
 from exportkit.proof.figures import Figures, figures_of, over_budget, together, worst
-from exportkit.proof.lossy import hidden_elements
 from exportkit.proof.report import Kind
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,21 +26,16 @@ from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
 from exportkit.proof.calls import Tensors, as_made, assembled_calls, small_calls, unseen_calls
+from exportkit.proof.differences import lossy_differences, output_differences, value_differences
 from exportkit.proof.figures import Figures
-from exportkit.proof.half import distance_from_float32, farther_from_float32, most_allowed
-from exportkit.proof.leeway import measurements, name_of
-from exportkit.proof.lossy import lossy_differences
+from exportkit.proof.half import distance_from_float32
+from exportkit.proof.leeway import name_of
 from exportkit.proof.narrow import is_wrong, narrowed, without_pattern
 from exportkit.proof.report import Divergence, Report, Row, Status
-from exportkit.proof.values import value_differences
-from exportkit.running.bounds import rounding_bound
-from exportkit.running.compare import Difference, compare_outputs
+from exportkit.running.compare import Difference
 from exportkit.running.runner import Returned, Runner, compare_calls
 
 _ENOUGH_UNSEEN = 3
-# A folder is proven without the model, on machines and with kernels that round differently from those that saved it;
-# so do kernels of a GPU and those of the CPU.
-_ELSEWHERE = 4.0
 STEPWISE = "equals the model token by token; with several tokens at once, the model forgets its state"
 
 
@@ -293,51 +287,3 @@ def _arbitrary(graph: OnnxGraph, call: Call, differences: Sequence[Difference]) 
         count = f"{most.left_out} elements are arbitrary in the model, and were not compared"
         found.append(f"{most.path or 'output'}: {count}")
     return "; ".join(found)
-
-
-def _in_float32(tensors: Tensors) -> Tensors:
-    return {path: t.to(torch.float32) if t.dtype is torch.float64 else t for path, t in tensors.items()}
-
-
-def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Tensors) -> tuple[Difference, ...]:
-    """Returns one difference for each output leaf.
-
-    Where rounding in well-conditioned code does not explain a difference, the model is asked what else moves its
-    result, if it is at hand; what was found then is kept in ``graph.measured``.
-
-    Args:
-        graph: The graph.
-        call: The call.
-        expected: What the model returned, by path.
-        got: What the graph returned, by path.
-    """
-    joined = graph.contract.joined_outputs
-    expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
-    if graph.session.in_float32:
-        expected, got = _in_float32(expected), _in_float32(got)
-    is_near = graph.eager is not None and (graph.placement is None or graph.placement.is_cpu)
-    is_near = is_near and not any(tensor.is_cuda for tensor in expected.values())
-    bound = rounding_bound if is_near else functools.partial(rounding_bound, times=_ELSEWHERE)
-
-    most = most_allowed(graph)
-
-    def compared(measured: Measured) -> tuple[Difference, ...]:
-        wanted = {**expected, **measured.ties}
-        return tuple(compare_outputs(wanted, got, exactly=True, bound=bound, leeway=measured.leeway, most=most))
-
-    name = name_of(call)
-    if graph.eager is None:
-        return compared(graph.measured.get(name, Measured()))
-    found = compared(Measured())
-    wrong = {difference.path for difference in found if difference.reason is not None}
-    if expected.keys() != got.keys() or any(math.isnan(difference.absolute) for difference in found):
-        return found  # outputs, shapes or dtypes differ, which nothing explains
-    for measured in measurements(graph, call, expected) if wrong else ():
-        explaining = measured.of(wrong)
-        found = compared(explaining)
-        if all(difference.reason is None for difference in found):
-            farther = farther_from_float32(graph, call, expected, got, explaining.leeway)
-            found = tuple(replace(d, reason=farther.get(d.path)) for d in found)
-            graph.measured[name] = graph.measured.get(name, Measured()).updated(explaining)
-            break
-    return found
