@@ -54,6 +54,11 @@ class SmallSizes:
     sizes: Mapping[str, Size]
     waived: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> SmallSizes:
+        """Returns those of some sizes that are 0 or 1."""
+        return cls({name: size for name, size in sizes.items() if size < SMALLEST})
+
     def __str__(self) -> str:
         return ", ".join(f"{name} = {size}" for name, size in self.sizes.items())
 
@@ -169,7 +174,7 @@ class CallCheck:
         waived = self._waived.get(tuple([value if value < SMALLEST else SMALLEST for value in values]))
         if waived is None and shown is not None and len(shown) < len(values):
             hidden = {name for name in self.ranges if name not in shown}
-            rest = SmallSizes({n: s for n, s in sizes.items() if s < SMALLEST and n not in hidden})
+            rest = SmallSizes.of({name: size for name, size in sizes.items() if name not in hidden})
             waived = self._waived.get(self._key(rest))
             if waived is not None:
                 waived += tuple([c.text for c in self.conditions if c.variables() & hidden])
@@ -215,7 +220,7 @@ class CallCheck:
         for name, (least, most) in self.ranges.items():
             inside = least <= sizes[name] and (most is None or sizes[name] <= most)
             yield inside, f"{ranged(name, least, most)}: {sizes[name]}"
-        small = SmallSizes({name: size for name, size in sizes.items() if size < SMALLEST})
+        small = SmallSizes.of(sizes)
         waived = self._waived.get(self._key(small))
         if small.sizes:
             yield waived is not None, f"small sizes that were shown equal: {small}"
@@ -302,7 +307,7 @@ class CallCheck:
         raise AssertionError("These sizes are in range.")
 
     def _unproven(self, sizes: Mapping[str, int]) -> ArgumentError:
-        small = SmallSizes({name: size for name, size in sizes.items() if size < SMALLEST})
+        small = SmallSizes.of(sizes)
         allowed = "; ".join(map(str, self.patterns))
         return ArgumentError(
             f"The graph is not proven for {small}.",

@@ -22,12 +22,13 @@ from exportkit._torch_compat.modules import buffer_table
 from exportkit.calls.call import Call, NumberKind, Signature, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import UnregisteredClassError
+from exportkit.plan.leaves import is_below
 from exportkit.probing.effects import changed_state
 from exportkit.probing.size_reads import tensors_read
 from exportkit.programs.number_inputs import WithNumbers
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import replayed, run_eager
-from exportkit.trees import flatten, join
+from exportkit.trees import cloned, flatten, join
 from exportkit.trees.structure import path_of
 
 STATE = "module_state"
@@ -56,7 +57,7 @@ class Place:
 
     def opened(self, state: Any) -> Any:
         """Returns a state as the model keeps it; it may be written, and the caller keeps what it gave."""
-        tree = flatten(state).map(_copied)
+        tree = flatten(state).map(cloned)
         given = tree.tensors()
         return tree.with_leaves({path: number_in(given[path], kind) for path, kind in self.numbers.items()}).build()
 
@@ -73,10 +74,6 @@ class Place:
         value = flatten(state).with_leaves(numbers).build()
         value = value if self.is_number else start(value)
         return _filled(value, functools.partial(torch.add, other=shift)) if shift else value
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _nothing(value: Any) -> None:
@@ -272,7 +269,7 @@ def _changed_places(model: torch.nn.Module, method: str, observation: Observatio
     for path, module in model.named_modules() if changed else ():
         for name, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
             place = path_of((name,), path)
-            if any(item == place or item.startswith((f"{place}.", f"{place}[")) for item in changed):
+            if any(is_below(item, place) for item in changed):
                 with contextlib.suppress(UnregisteredClassError):
                     tree = flatten(value)
                     numbers: dict[str, NumberKind] = {
@@ -365,7 +362,7 @@ def _made_again(
             outputs = run_eager(model, "forward", given)
         except Exception:
             continue
-        tree = flatten(outputs).map(_copied)
+        tree = flatten(outputs).map(cloned)
         got = tree.tensors()
         if outputs_close(expected, got):
             return replace(given, outputs=tree), tree.build()[STATE]
