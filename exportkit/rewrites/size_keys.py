@@ -12,7 +12,8 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSet, Set
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet, Set
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -27,7 +28,10 @@ from exportkit.rewrites.lengths import Cached
 
 _MOST_KEYS = 32  # each may cost some runs of the model at its size
 _MOST_SIZES = 4  # in a tuple that is a key
-_DEPTH = 3  # self.tables.positions
+_DEPTH = 4  # self.encoder.tables[0]
+_MOST_ITEMS = 64
+_DIGITS = re.compile(r"\d{1,9}")
+_LOOKS_UP = {"getattr", "hasattr", "get_buffer", "get_parameter", "get_submodule"}
 _Container = Mapping[Any, Any] | Set[Any]
 _numbers = itertools.count()
 
@@ -44,7 +48,7 @@ class SizeKeys:
     _trace: int = field(default_factory=lambda: next(_numbers))  # a key of another trace is another one
     _containers: dict[int, _Container] = field(default_factory=dict)
     _sizes: dict[Any, torch.SymInt] = field(default_factory=dict)  # by expression
-    _site: Any = None  # where the last sizes were looked up, as one tuple or one after the other
+    _line: Any = None  # where the last sizes were looked up, as one tuple or one after the other
     _pending: list[torch.SymInt] = field(default_factory=list)  # these sizes
     _keys: set[tuple[int, ...]] = field(default_factory=set)  # the numbers in keys that they may meet
 
@@ -60,19 +64,44 @@ class SizeKeys:
             return hash((expression, self._trace)) if expression in self._sizes else None
         if depends_on_values(size):
             return None
-        site = id(frame), frame.f_lasti
-        if site != self._site:
-            self.settle()
-            self._site = site
+        self._go_to(frame)
         found = _containers(frame)
         self._keys |= {tuple(_numbers_in(key)) for container in found for key in container}
         equal = [size == other for known, other in self._sizes.items() if known != expression]
-        if not found or len(self._keys) > _MOST_KEYS or any(equal):  # as in len({height, width})
+        is_long = any(len(numbers) > 2 * _MOST_SIZES for numbers in self._keys)
+        if not found or is_long or len(self._keys) > _MOST_KEYS or any(equal):  # as in len({height, width})
             return None
         self._containers |= {id(container): container for container in found}
         self._sizes[expression] = size
         self._pending.append(size)
         return hash((expression, self._trace))
+
+    def note_text(self, size: torch.SymInt, frame: FrameType) -> None:
+        """Compares a size with the numbers in texts that code can reach, as it may look the text of the size up.
+
+        Args:
+            size: The size.
+            frame: The code that makes a text of it.
+        """
+        is_known = traced_expression(size).is_Integer or depends_on_values(size)
+        if is_known or not is_model_code(frame.f_code.co_filename):
+            return
+        self._go_to(frame)
+        texts = [item for item in frame.f_code.co_consts if isinstance(item, str)]
+        found = _reachable(frame, Mapping | Set | torch.nn.ModuleDict | torch.nn.ParameterDict)
+        texts += [key for container in found for key in container if isinstance(key, str)]
+        if not _LOOKS_UP.isdisjoint(frame.f_code.co_names):
+            owners = [owner for owner in frame.f_locals.values() if isinstance(owner, torch.nn.Module)]
+            texts += [name for owner in owners for name in dir(owner)]
+        numbers = {tuple(map(int, _DIGITS.findall(text))) for text in texts}
+        self._keys |= {each for each in numbers if len(each) <= _MOST_SIZES}  # more are those of a docstring
+        self._pending.append(size)
+
+    def _go_to(self, frame: FrameType) -> None:
+        line = id(frame), frame.f_lineno
+        if line != self._line:
+            self.settle()
+            self._line = line
 
     def settle(self) -> None:
         """Compares the sizes that were looked up last with keys: all of a key first, then parts, as others are static.
@@ -82,13 +111,14 @@ class SizeKeys:
         longest = min(_MOST_SIZES, len(self._pending))
         for count in range(longest, 0, -1):
             parts = {part for key in self._keys for part in itertools.combinations(key, count)}
-            for start, part in itertools.product(range(len(self._pending) - count + 1), sorted(parts)):
-                sizes = self._pending[start : start + count]
+            parts_of_sizes = [self._pending[start:][:count] for start in range(len(self._pending) - count + 1)]
+            different = {tuple(map(traced_expression, sizes)): sizes for sizes in parts_of_sizes}
+            for sizes, part in itertools.product(different.values(), sorted(parts)[:_MOST_KEYS]):
                 if part == tuple(map(size_in_trace, sizes)):
                     self.skipped = True
                 else:
                     bool(functools.reduce(operator.and_, map(operator.eq, sizes, part)))
-        self._site, self._pending, self._keys = None, [], set()
+        self._line, self._pending, self._keys = None, [], set()
 
     def forget(self) -> None:
         """Removes the sizes from where the trace put them."""
@@ -105,6 +135,13 @@ class SizeKeys:
 def size_keys() -> Iterator[SizeKeys]:
     """Lets sizes be keys while a trace runs the model."""
     keys, original = SizeKeys(), torch.SymInt.__hash__
+    text_of: Callable[[torch.SymInt], str] = torch.SymInt.__repr__
+
+    def noted_text(size: torch.SymInt) -> str:
+        frame = inspect.currentframe()
+        if frame is not None and frame.f_back is not None:
+            keys.note_text(size, frame.f_back)
+        return text_of(size)
 
     def hash_of(size: torch.SymInt) -> int:
         expression, frame = traced_expression(size), inspect.currentframe()
@@ -113,7 +150,7 @@ def size_keys() -> Iterator[SizeKeys]:
         found = keys.hash_of(size, frame.f_back) if frame is not None and frame.f_back is not None else None
         return original(size) if found is None else found
 
-    with replaced_attributes(torch.SymInt, {"__hash__": hash_of}):
+    with replaced_attributes(torch.SymInt, {"__hash__": hash_of, "__repr__": noted_text}):
         try:
             yield keys
             keys.settle()
@@ -126,32 +163,41 @@ def _containers(frame: FrameType) -> list[_Container]:
 
     There are none if it can reach a function with a cache: that would keep the size, and what the trace makes of it.
     """
+    if any(_reachable(frame, Cached)):
+        return []
+    found: Iterator[_Container] = _reachable(frame, Mapping | Set)
+    return [each for each in found if not each or any(_numbers_in(key) or _is_symbolic(key) for key in each)]
+
+
+def _reachable(frame: FrameType, kind: Any) -> Iterator[Any]:
+    """Yields the objects of a kind that code can reach by the names in it, without the dictionary of its keywords."""
     code, given = frame.f_code, dict(frame.f_locals)
     if code.co_flags & inspect.CO_VARKEYWORDS:
         arguments = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         given.pop(code.co_varnames[arguments], None)
-    names, found = code.co_names, list[_Container]()
+    names = code.co_names
     pending = [*given.values(), *code.co_consts]  # the set in ``length in {3, 5}`` is a constant
     pending += [frame.f_globals[name] for name in names if name in frame.f_globals]
     for _ in range(_DEPTH):
-        if any(isinstance(value, Cached) for value in pending):
-            return []
-        inner = []
-        for value in pending:
-            is_container = isinstance(value, Mapping | Set)
-            if is_container and (not value or any(_numbers_in(key) or _is_symbolic(key) for key in value)):
-                found.append(value)
-            inner += [vars(owner)[name] for owner in _owners(value) for name in names if name in vars(owner)]
-        pending = inner
-    return found
+        yield from (value for value in pending if isinstance(value, kind))
+        inner = [held[name] for value in pending for held in _attributes(value) for name in names if name in held]
+        pending = [*inner, *(item for value in pending for item in _items(value))]
 
 
-def _owners(value: Any) -> Iterator[Any]:
-    """Yields what has attributes of a value: the object itself, and its classes."""
+def _items(value: Any) -> Iterable[Any]:
+    """The items of a small list or dictionary, which may be tables themselves."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return items if len(items) <= _MOST_ITEMS else ()
+
+
+def _attributes(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields the attributes of a value by name: its own, the modules in it, and those of its classes."""
     if hasattr(value, "__dict__"):
-        yield value
+        yield vars(value)
+        if isinstance(value, torch.nn.Module):
+            yield dict(value.named_children())
         if not isinstance(value, type):
-            yield from type(value).__mro__
+            yield from map(vars, type(value).__mro__)
 
 
 def _numbers_in(key: Any) -> list[int]:

@@ -51,6 +51,18 @@ class WithGet(OnTheModule):
         return x + (positions(x.shape[1]) if table is None else table)
 
 
+class InAList(OnTheModule):
+    def __init__(self, tables=()):
+        super().__init__(tables)
+        self.inner = torch.nn.Module()
+        self.inner.lists = [{}, dict(tables)]
+
+    def forward(self, x):
+        made = {}
+        made[x.shape[1]] = positions(x.shape[1])
+        return x + self.inner.lists[1].get(x.shape[1], made[x.shape[1]])
+
+
 class Shared(torch.nn.Module):
     def forward(self, x):
         key = (x.shape[1], x.device)
@@ -107,7 +119,7 @@ def test_tables_by_length_are_computed_in_the_graph(cls, tmp_path):
     assert served(cls(), tmp_path) == set(LENGTHS)
 
 
-@pytest.mark.parametrize("cls", [OnTheModule, WithGet])
+@pytest.mark.parametrize("cls", [OnTheModule, WithGet, InAList])
 def test_a_length_with_an_entry_of_its_own_is_refused(cls, tmp_path):
     entries = {length: torch.ones(length) for length in (5, 8, 12)}
     assert served(cls(entries), tmp_path) == set(LENGTHS) - entries.keys()

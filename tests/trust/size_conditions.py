@@ -329,3 +329,38 @@ class TablesByLength(nn.Module):
 
 
 case(serves=at((4, 6), (2, 9)), truth=at((2, 8), (1, 11), (3, 1), (8, 4)))(TablesByLength)
+
+
+_BY_NAME = {"n=8": 3.0, "4x9": 5.0}
+
+
+@case(serves=at((4, 6)), truth=at((4, 9), (2, 8), (9, 4), (8, 2), (1, 5), (1, 1)))
+def factor_by_the_name_of_a_length(self, x):
+    return x * _BY_NAME.get(f"n={x.shape[1]}", 1.0)
+
+
+@case(serves=at((4, 6)), truth=at((4, 9), (2, 8), (9, 4), (8, 2), (1, 5), (1, 1)))
+def factor_by_the_name_of_a_shape(self, x):
+    rows, columns = x.shape
+    return x * _BY_NAME.get(f"{rows}x{columns}", 1.0)
+
+
+@case(serves=at((4, 6)), truth=at((2, 8), (3, 5), (8, 2), (1, 5), (1, 1)))
+class LayersByLength(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({"8": nn.Linear(8, 8)})
+        self.register_buffer("shift_5", torch.ones(5))
+
+    def forward(self, x):
+        length = str(x.shape[1])
+        x = self.layers[length](x) if length in self.layers else x
+        return x + getattr(self, f"shift_{x.shape[1]}", 0)
+
+
+@case(serves=at((4, 6), (2, 8), (3, 5)))
+def length_in_a_message(self, x):
+    """Returns the same for 5, 8 and any other length."""
+    assert x.shape[1] < 1000, f"expected less than 1000 tokens, got {x.shape[1]}"
+    message = f"{x.shape[1]} tokens of at most 1000"
+    return x * 2 if message else x
