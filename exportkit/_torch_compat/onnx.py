@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from exportkit._torch_compat import require
 
 _TO_THE_END = 2**63 - 1  # the end of a slice without an end
+_registries: dict[Any, Any] = {}  # the translations of torch.onnx, by what they depend on
 
 
 @contextlib.contextmanager
@@ -115,6 +119,34 @@ def limits_kept() -> list[tuple[Any, dict[str, Any]]]:
     except (ImportError, AttributeError):
         return []
     return [(rule, {"_condition_function": lambda *_args, **_values: False}) for rule in rules]
+
+
+def tables_kept() -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the attributes to replace, each with its owner, so that tables of operators are made once.
+
+    torch.onnx reads the source of all its translations for each export, and torch.export lists all operators of torch
+    several times: most of the time that the export of a small model takes. Seen in torch 2.13.
+    """
+    try:
+        from torch._export import utils
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        original = vars(ONNXRegistry)["from_torchlib"].__func__
+        listed = utils._materialize_cpp_cia_ops
+    except (ImportError, AttributeError, KeyError):
+        return []
+
+    def from_torchlib(cls: Any, *args: Any, **options: Any) -> Any:
+        # operators of torchvision are found once it is imported
+        key = cls, "torchvision" in sys.modules, args, tuple(options.items())
+        if key not in _registries:
+            _registries[key] = original(cls, *args, **options)
+        registry = copy.copy(_registries[key])
+        registry.functions = {target: list(found) for target, found in registry.functions.items()}
+        return registry
+
+    kept = {"from_torchlib": classmethod(from_torchlib)}
+    return [(ONNXRegistry, kept), (utils, {"_materialize_cpp_cia_ops": functools.cache(listed)})]
 
 
 def quick_matches() -> list[tuple[Any, dict[str, Any]]]:

@@ -27,6 +27,7 @@ from exportkit._torch_compat.onnx import (
     quick_matches,
     quiet_onnx_export,
     slices_kept,
+    tables_kept,
 )
 from exportkit._torch_compat.symbolic_shapes import SYMBOL_NAME, forget_pending_sizes, input_axes
 from exportkit._torch_compat.traced_values import sizes_that_follow
@@ -217,7 +218,7 @@ def onnx_program(
     ):
         # without these, epsilons, limits and slices may be left out, and large graphs take minutes
         changed = [*exact_no_ops(), *limits_kept(), *limits_with_names(), *quick_matches(), *slices_kept()]
-        changed += sizes_that_follow()
+        changed += [*sizes_that_follow(), *tables_kept()]
         for owner, attributes in changed:
             stack.enter_context(replaced_attributes(owner, attributes))
         if extra is not None:
