@@ -33,7 +33,7 @@ from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Affordable
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import run_eager
-from exportkit.trees import Tree, flatten, join
+from exportkit.trees import Tree, cloned, flatten, join
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -99,6 +99,7 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
     yield from _short_calls(traced)
     yield from _absent_calls(traced)
     yield from _repeated_calls(traced)
+    yield from _calls_in_a_row(traced)
 
 
 def small_calls(traced: TracedProgram, patterns: Iterable[Mapping[str, int]]) -> Iterator[Call]:
@@ -173,7 +174,7 @@ def _repeated_calls(traced: TracedProgram) -> Iterator[Call]:
     first, last = traced.observation.calls[0], traced.observation.calls[-1]
     for call in (first,) if first.shapes().keys() == last.shapes().keys() else (first, last):
         try:
-            results = _made_twice(traced, call)
+            results = _made_in_a_row(traced, (call, 0), (call, 1))
         except Exception:  # the model need not accept the call again
             continue
         if not outputs_close(*(result.tensors() for result in results)):
@@ -183,17 +184,41 @@ def _repeated_calls(traced: TracedProgram) -> Iterator[Call]:
                 yield replace(call, outputs=outputs, label=label, index=None, sizes=sizes)
 
 
-def _made_twice(traced: TracedProgram, call: Call) -> list[Tree]:
+def _calls_in_a_row(traced: TracedProgram) -> Iterator[Call]:
+    """Yields a call at unseen sizes, made after one with other values, if the model then returns something else.
+
+    It keeps what it computed from values, such as results by shape.
+    """
+    sizes = next((item.sizes for item in unseen_sizes(traced.plan, traced.sizes)), traced.sizes)
+    call = call_at(traced, sizes, "made after another one of its sizes: a state that the model keeps")
+    other = call.with_tensors({path: _other_values(tensor) for path, tensor in call.tensors().items()})
+    try:
+        (alone,) = _made_in_a_row(traced, (call, 0))
+        _, after = _made_in_a_row(traced, (other, 1), (call, 0))
+    except Exception:  # the model need not accept these values
+        return
+    if not outputs_close(alone.tensors(), after.tensors()):
+        yield replace(call, outputs=after)
+
+
+def _other_values(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return -tensor
+    return tensor.flip(*range(tensor.ndim)) if tensor.ndim else tensor
+
+
+def _made_in_a_row(traced: TracedProgram, *made: tuple[Call, int]) -> list[Tree]:
+    """What the model returns for calls that are made one after the other, each with its seed of random numbers."""
     results: list[Tree] = []
 
-    def twice(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
-        for seed, given in enumerate((values, call.copies())):
+    def in_a_row(_values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
+        for call, seed in made:
             for generator in (torch.default_generator, *call.generators()):
                 generator.manual_seed(seed)
-            tree = flatten(run(given))
-            results.append(tree.with_leaves({path: tensor.clone() for path, tensor in tree.tensors().items()}))
+            tree = flatten(run(call.copies()))
+            results.append(tree.map(cloned))
 
-    run_eager(traced.model, traced.method, call, twice)
+    run_eager(traced.model, traced.method, made[0][0], in_a_row)
     return results
 
 
