@@ -195,7 +195,7 @@ def carried(
         is_set = isinstance(node, ast.Name | ast.Subscript) and isinstance(node.ctx, ast.Store)
         if is_set and isinstance(name, ast.Name) and name.id not in targets:
             stored[name.id] = None
-    direct = {node.id for statement in loop.body for node in _targets(statement)}
+    direct = {node.id for statement in loop.body for node in _targets(statement)} | _own_of_inner(loop.body)
     inside = {id(node) for node in ast.walk(original)}
     outer = around[0] if around else None
     after = set(needed)
@@ -206,6 +206,17 @@ def carried(
                 after.add(node.id)
     # a name that a turn sets before it reads it is its own, unless the turn may also leave it as it was
     return [name for name in stored if name in after or not first[name] or name not in direct]
+
+
+def _own_of_inner(body: Sequence[ast.stmt]) -> set[str]:
+    """The names that each turn of a loop inside sets, and that nothing else uses."""
+    found = set[str]()
+    for statement in body:
+        if isinstance(statement, ast.For):
+            others = names_in(*(each for each in body if each is not statement), statement.iter)
+            names = {node.id for inner in statement.body for node in _targets(inner)}
+            found |= (names | names_in(statement.target) | _own_of_inner(statement.body)) - others
+    return found
 
 
 def rebound(loop: ast.For | ast.While) -> set[str]:

@@ -313,7 +313,9 @@ def over_pairs_of_places(self, x):
         size = 0.25
         boxes += [(j + 0.5) / 7, (i + 0.5) / 3]
         for ratio in (2.0, 3.0):
-            boxes += [size * ratio, j - ratio]
+            width = size * ratio
+            for left in [place - ratio for place in [j]]:
+                boxes += [width, left]
     for token in x.unbind(1):
         slices.append(token)
         slices.append(token * 2)
