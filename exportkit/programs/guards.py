@@ -8,6 +8,7 @@ which tracing assumes, is left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.program import TracedProgram
-from exportkit.rewrites.branches import is_model_code
+from exportkit.rewrites.branches import EXPORTKIT, is_model_code
 from exportkit.rewrites.table import STRICT
 from exportkit.running.program import tensor_placeholders
 
@@ -174,4 +175,6 @@ class TracedSizes:
 
 
 def _text_of(guard: ShapeGuard) -> str:
+    if Path(guard.file).is_relative_to(EXPORTKIT):  # a rewrite that asked in place of the model
+        return ""
     return f"{guard.file.rpartition('site-packages/')[2]}:{guard.line}" if guard.file else ""

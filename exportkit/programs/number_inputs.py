@@ -115,10 +115,10 @@ def with_numbers(model: torch.nn.Module, observation: Observation, numbers: Numb
 
 
 def decides(model: torch.nn.Module, method: str, calls: Iterable[Call], path: str) -> bool:
-    """Returns whether a model does something else for another number in the place of one that is a size.
+    """Returns whether a number makes a difference to a model that takes it as the size of a tensor.
 
-    A program may not use a number although the model does: that of the tokens in a cache is also the length of its
-    tensors.
+    A program does not show it: the number of tokens in a cache is also the length of its tensors, and the program may
+    read that instead.
 
     Args:
         model: A model that takes the number as a tensor.

@@ -38,7 +38,7 @@ from exportkit.overrides import Attribute, replaced, replaced_attributes
 Place = tuple[str, int, int]  # file, line, and the instruction
 _MASK = "exportkit_mask"  # set on the result of any() and all(): the mask, and the function's name
 _ASKING, _OWNERS = ("any", "all"), (torch, torch.Tensor)
-_TORCH, _EXPORTKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
+_TORCH, EXPORTKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _PYTHON = Path(sysconfig.get_paths()["stdlib"])
 # Code without a file: a prompt, a notebook, a doctest. Other names of this form belong to Python and torch.
 _TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
@@ -222,7 +222,7 @@ def _passes_questions_on(frame: FrameType) -> bool:
     """Whether a function asks on behalf of its caller: of torch's symbolic numbers, and what takes their place."""
     file = Path(frame.f_code.co_filename)
     return any(
-        file.is_relative_to(each) for each in (_TORCH / "fx" / "experimental", _TORCH / "__init__.py", _EXPORTKIT)
+        file.is_relative_to(each) for each in (_TORCH / "fx" / "experimental", _TORCH / "__init__.py", EXPORTKIT)
     )
 
 
@@ -283,7 +283,7 @@ def is_model_code(file: str) -> bool:
     if file.startswith("<"):
         return file.startswith(_TYPED)
     path = Path(file)
-    if not file or path.parts[:1] == ("torch",) or any(path.is_relative_to(each) for each in (_TORCH, _EXPORTKIT)):
+    if not file or path.parts[:1] == ("torch",) or any(path.is_relative_to(each) for each in (_TORCH, EXPORTKIT)):
         return False
     return not path.is_relative_to(_PYTHON) or "site-packages" in file or "dist-packages" in file
 
@@ -309,7 +309,7 @@ class _Source(NamedTuple):
 
 
 def parsed(file: str) -> ast.Module:
-    """Returns the syntax tree of a source file; an empty one if there is no such file, or it is not Python."""
+    """Returns the syntax tree of a source file, which is empty if the file is missing or is not Python."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):

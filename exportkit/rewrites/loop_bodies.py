@@ -225,7 +225,7 @@ def rebound(loop: ast.For | ast.While) -> set[str]:
 
 
 def names_in(*nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
-    """Returns the names in some nodes; with ``context``, only those that are set, or that are read."""
+    """Returns the names in some nodes: all of them, or those in one context, such as ``ast.Store``."""
     names = [each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)]
     return {name.id for name in names if isinstance(name.ctx, context)}
 

@@ -137,6 +137,13 @@ def test_sizes_that_would_be_one_key_are_refused(tmp_path):
         onnx_model(torch.ones(5, 5))
 
 
+def test_the_error_about_an_entry_names_no_line_of_exportkit(tmp_path):
+    onnx_model = exported(WithGet({5: torch.ones(5)})).to_onnx(tmp_path / "model.onnx")
+    with pytest.raises(ArgumentError, match="x_axis_1 != 5, got 5") as caught:
+        onnx_model(torch.ones(2, 5))
+    assert "size_keys.py" not in str(caught.value)
+
+
 def test_a_dictionary_that_is_out_of_sight_is_no_key_by_length():
     with pytest.raises(ExportError, match="unhashable"):
         exported(Hidden({5: 2}))
