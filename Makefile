@@ -47,7 +47,7 @@ demo: $(STAMP)  ## Show exportkit at work on a small model
 test: $(STAMP)  ## Run the tests on two processes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
-test-fast: $(STAMP)  ## Run the tests that take less than two seconds each
+test-fast: $(STAMP)  ## Run the shortest tests, which take about three minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 durations: $(STAMP)  ## Run the tests and write which are slow (tests/durations.json)

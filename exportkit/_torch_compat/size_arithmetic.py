@@ -85,6 +85,9 @@ def quotient_parts(number: torch.SymFloat) -> tuple[Any, Any, int] | None:
     parts = [term for term in terms if not term.is_number]
     rest = [term for term in terms if term.is_number]
     quotient = _quotient(parts[0]) if len(parts) == 1 else None
+    rounded = sympy_functions("RoundToInt", "FloorToInt", "CeilToInt", "TruncToInt")
+    if quotient is not None and any(part.has(*rounded) for part in quotient):  # a graph has them as they were computed
+        return None
     if quotient is None or not all(float(term).is_integer() for term in rest):
         return None
     above, below = (_number(part, number.node.shape_env) for part in quotient)

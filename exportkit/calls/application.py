@@ -11,7 +11,6 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -284,7 +283,7 @@ class ApplicationRecorder:
         for target in self._targets():
             observation = self._heard[target].recorder.observation()
             if self.is_named:
-                replace(observation, called_instead=tuple(self._instead[target.path].names)).require_calls()
+                self._instead[target.path].in_observation(observation).require_calls()
             name = target.path if self.is_named else part_name(target.path, target.method, found, with_module=True)
             found[name] = Part(name, target.path, observation, ())
         if not found:

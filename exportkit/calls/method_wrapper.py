@@ -7,18 +7,22 @@ takes effect.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
 import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from exportkit._torch_compat.tracing import is_tracing
+from exportkit.calls.observation import Observation
 
 _lock = threading.RLock()
 _ABSENT = object()
@@ -175,27 +179,41 @@ def methods_of(module: torch.nn.Module) -> list[str]:
 
 
 class CalledInstead:
-    """Notes by which of its other methods a model is called, until the observed one is called.
+    """Notes what of a model is called instead of the observed method, until that is called.
 
     Args:
         model: The model.
         method_name: The observed method.
         num_calls: Returns how many of its calls were noticed so far.
+
+    Attributes:
+        methods: The other methods that were called, with the number of calls.
+        modules: The modules inside that were called, likewise; those that another one calls are left out.
     """
 
     def __init__(self, model: torch.nn.Module, method_name: str, num_calls: Callable[[], int]) -> None:
-        self.names: dict[str, None] = {}
+        self.methods = collections.Counter[str]()
+        self.modules = collections.Counter[str]()
         self._is_inside = False
         self._num_calls = num_calls
+        self._paths = {id(module): path for path, module in model.named_modules() if path}
         self._attached = contextlib.ExitStack()
         for name in ("forward", *methods_of(model)):
             if name != method_name:
                 note = functools.partial(self._note, name)
                 self._attached.callback(attach(model, name, note, self._is_spent).leave)
+        self._hook = register_module_forward_pre_hook(self._note_module)
+        self._attached.callback(self._hook.remove)
+        self._attached.callback(attach(model, method_name, self._end, self._is_spent).leave)
 
     def leave(self) -> None:
         """Ends this; afterwards the model is as it was, and nothing here refers to it."""
         self._attached.close()
+        self._paths.clear()
+
+    def in_observation(self, observation: Observation) -> Observation:
+        """Returns an observation of the method that says what was called instead."""
+        return replace(observation, called_instead=self.methods, modules_called=self.modules)
 
     def _is_spent(self) -> bool:
         """Whether the observed method was called, so that nothing else matters."""
@@ -205,9 +223,21 @@ class CalledInstead:
         """Runs a method; what it calls itself does not count."""
         if self._is_inside or is_tracing():
             return method(*args, **kwargs)
-        self.names[name] = None
+        self.methods[name] += 1
         self._is_inside = True
         try:
             return method(*args, **kwargs)
         finally:
             self._is_inside = False
+
+    def _note_module(self, module: torch.nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():  # first, since it is then all that torch.compile sees of this function
+            return
+        path = self._paths.get(id(module))
+        if path is not None and not is_tracing() and not any(path.startswith(f"{found}.") for found in self.modules):
+            self.modules[path] += 1
+
+    def _end(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the observed method, from whose first call on no module is noted."""
+        self._hook.remove()
+        return method(*args, **kwargs)

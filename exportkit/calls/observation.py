@@ -83,7 +83,8 @@ class Observation:
         written: Arguments that the method changes in place, by name, once the model was asked.
         target: Path in the model of the method that a graph for these calls stands in for; ``__call__`` if hooks of the
             model are part of the graph. Known once the model was asked.
-        called_instead: Methods of the model that were called where the observed one was not.
+        called_instead: Methods of the model that were called where the observed one was not, with the number of calls.
+        modules_called: Modules inside of the model that were called then, by path, with the number of calls.
     """
 
     signature: Signature
@@ -98,7 +99,8 @@ class Observation:
     further: tuple[SeenShapes, ...] = ()
     written: Mapping[str, Written] = field(default_factory=dict)
     target: str = ""
-    called_instead: tuple[str, ...] = ()
+    called_instead: Mapping[str, int] = field(default_factory=dict)
+    modules_called: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         values = "" if self.has_values else ", shapes only"
@@ -121,15 +123,12 @@ class Observation:
                 where=f"{self.model_name}.{self.method_name}",
                 got=self.problems[0],
             )
-        if self.called_instead and not self.further:
-            called = " and ".join(f"`{name}`" for name in self.called_instead)
+        if (self.called_instead or self.modules_called) and not self.further:
+            called = " and ".join(f"`{name}`" for name in self.called_instead or self.modules_called)
             raise NoCallsError(
                 f"No inputs were captured. {called} was called, `{self.method_name}` was not.",
                 where=f"{self.model_name}.{self.method_name}",
-                hint=f"observe that method: pass method_name={self.called_instead[0]!r}, or "
-                f"(model, {self.called_instead[0]!r}) among several modules; for exportkit run, add it to the name: "
-                f"--observe NAME.{self.called_instead[0]}. If it is a loop that calls a module inside, observe that "
-                "module: `with observer(model.inner):`.",
+                hint=self._what_to_observe(),
             )
         raise NoCallsError(
             "No inputs were captured.",
@@ -138,6 +137,24 @@ class Observation:
             "that torch.compile has compiled pass an observer inside: observe the module that torch.compile returned, "
             "or run the model uncompiled (without model.compile()).",
         )
+
+    def _what_to_observe(self) -> str:
+        """What to observe instead of a method that was not called: another, or the module that it calls in a loop."""
+        methods, modules = self.called_instead, self.modules_called
+        most = sorted(modules, key=lambda path: -modules[path])[:1]
+        inner = "".join(f"`with observer(model.{path}):`; for exportkit run: --observe NAME.{path}" for path in most)
+        if not methods:
+            return f"observe that module: {inner}."
+        method = next(iter(methods))
+        if most and modules[most[0]] > sum(methods.values()):
+            return (
+                f"observe the module that it calls: {inner}. All of `{method}` is exported with method_name={method!r}."
+            )
+        this = (
+            f"observe that method: pass method_name={method!r}, or (model, {method!r}) among several modules; for "
+            f"exportkit run, add it to the name: --observe NAME.{method}."
+        )
+        return f"{this} If it only organises calls of a module inside, observe that module: {inner}." if inner else this
 
     @functools.cached_property
     def seen(self) -> tuple[SeenShapes, ...]:

@@ -9,7 +9,6 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -51,7 +50,7 @@ class Observer:
         self._method_name = "forward"
         self._parts: PartRecorder | None = None
         self._application: ApplicationRecorder | None = None
-        self._called_instead: tuple[str, ...] = ()
+        self._instead: CalledInstead | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_obs()} calls)"
@@ -116,14 +115,13 @@ class Observer:
         recorder.allow(store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes)
         known = len(recorder.problems), len(recorder.limits)
         attachment = attach(model, method_name, recorder.call, recorder.is_spent if shapes == "stored" else None)
-        instead = CalledInstead(model, method_name, recorder.num_calls)
+        instead = self._instead = CalledInstead(model, method_name, recorder.num_calls)
         try:
             with part_recorder.recording(store_n_calls, max_bytes) if part_recorder else contextlib.nullcontext():
                 yield self
         finally:
             attachment.leave()
             instead.leave()
-            self._called_instead = tuple(instead.names)
             limits = recorder.limits[known[1] :]
             if part_recorder is not None:
                 limits += tuple(f"The part {name!r} was not called." for name in part_recorder.not_called())
@@ -237,7 +235,7 @@ class Observer:
                 "No inputs were captured.", hint="run the model inside `with observer(model):` before asking."
             )
         found = self._recorder.observation().completed(self.value_if_missing).without(self._removed)
-        return found if found.calls else replace(found, called_instead=self._called_instead)
+        return found if found.calls or self._instead is None else self._instead.in_observation(found)
 
     @property
     def parts(self) -> dict[str, Part]:

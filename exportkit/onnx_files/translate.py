@@ -207,7 +207,8 @@ def onnx_program(
     Raises:
         ExportError: if torch.onnx returns nothing.
     """
-    from exportkit.onnx_files.fused import fuse_across_layers  # onnxscript takes half a second to import
+    from exportkit.onnx_files.forms import keep_small_probabilities  # onnxscript takes half a second to import
+    from exportkit.onnx_files.fused import fuse_across_layers
 
     with (
         quiet_onnx_export(),
@@ -228,6 +229,7 @@ def onnx_program(
         found = found or _translated(program, opset, extra, zeros)
         if zeros is not None:
             fuse_across_layers(found.model)
+        keep_small_probabilities(found.model)
         return found
 
 

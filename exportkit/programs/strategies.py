@@ -94,6 +94,12 @@ class SearchState:
         return self.trace_failed and self.error is not None and is_data_dependent(self.error.__cause__)
 
     @property
+    def computes_in_numpy(self) -> bool:
+        """Whether torch could not trace the model because numpy had no numbers for its arrays, but symbols."""
+        message = str(self.error.__cause__) if self.error is not None and self.trace_failed else ""
+        return "numpy.object_" in message or "loop of ufunc does not support" in message
+
+    @property
     def leaves_out_calls(self) -> bool:
         """Whether there is a program, and it does not serve every recorded call."""
         return self.has_failed and not self.trace_failed
@@ -215,7 +221,7 @@ STRATEGIES = (
     ),
     Strategy(
         "strict tracing",
-        lambda search: search.size_fixed or search.leaves_out_calls,
+        lambda search: search.size_fixed or search.leaves_out_calls or search.computes_in_numpy,
         adds=(STRICT,),
         drops=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, MANY_VALUES),  # which strict tracing would trace, too
     ),

@@ -142,7 +142,11 @@ def _converted(number: Any, dtype: Any, **_options: Any) -> Any:
     return torch.sym_float(number) if kind == np.float64 else torch.sym_int(number)
 
 
-_OF_NUMPY: dict[str, Callable[..., Any]] = {"astype": _converted, "item": lambda number: number}
+_OF_NUMPY: dict[str, Callable[..., Any]] = {
+    "astype": _converted,
+    "item": lambda number: number,
+    "rint": lambda number: torch.sym_float(round(number)),
+}
 
 # What takes the place of attributes, by their owner.
 SIZE_FUNCTIONS: list[tuple[Any, dict[str, Any]]] = [

@@ -183,15 +183,64 @@ class TestObserve:
         assert state(pipe) == before
 
 
-def test_a_model_whose_other_method_ran_says_which():
-    model, observer = VAE(), exportkit.InputObserver()
+def _calls_decode(model):
+    model.decode(torch.ones(1, 2, 3, 3))
+
+
+def _loops(wrapper):
+    wrapper.sample(torch.ones(1, 3))
+
+
+def _calls_the_inner_module(wrapper):
+    wrapper.inner(torch.ones(1, 3))
+
+
+class Sampler(torch.nn.Module):
+    """Calls its inner module in a loop, as the generation of a model with adapters does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(3, 3))
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def sample(self, x):
+        for _ in range(3):
+            x = self.inner(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "run", "said", "hint"),
+    [
+        (VAE, _calls_decode, "`decode` was called, `forward` was not", "pass method_name='decode'"),
+        (
+            Sampler,
+            _loops,
+            "`sample` was called, `forward` was not",
+            "the module that it calls: `with observer(model.inner):`",
+        ),
+        (Sampler, _calls_the_inner_module, "`inner` was called, `forward` was not", "`with observer(model.inner):`"),
+    ],
+)
+def test_what_ran_instead_of_the_observed_method_is_said(make, run, said, hint):
+    model, observer = make(), exportkit.InputObserver()
     before = dict(vars(model))
     with observer(model):
-        model.decode(torch.ones(1, 2, 3, 3))
-    with pytest.raises(NoCallsError, match="`decode` was called, `forward` was not") as raised:
+        run(model)
+    with pytest.raises(NoCallsError, match=said) as raised:
         exportkit.export(model, observer)
-    assert "method_name='decode'" in str(raised.value)
+    assert hint in str(raised.value)
     assert vars(model) == before
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_an_observer_does_not_change_how_an_inner_module_is_compiled():
+    model, observer = Sampler(), exportkit.InputObserver()
+    compiled = torch.compile(model.inner, fullgraph=True, backend="eager")
+    with observer(model):
+        torch.testing.assert_close(compiled(torch.ones(1, 3)), model.inner(torch.ones(1, 3)))
 
 
 @pytest.mark.runtime

@@ -79,6 +79,10 @@ CASES = {
     "log1p": (torch.log1p, SMALL.clamp(min=-0.5)),
     "expm1": (torch.expm1, SMALL),
     "log of a sigmoid": (functional.logsigmoid, FAR),
+    "sigmoids as results": (
+        lambda x: (x.sigmoid(), torch.cat([x, x.sigmoid()])[None], (x.sigmoid() * x.sigmoid()).sqrt()),
+        FAR,
+    ),
     "log of a sum of exponentials": (torch.logaddexp, FAR, FAR.flip(0)),
     "log of a sum, same values": (torch.logaddexp, FAR, FAR),
     "log of a sum of powers of two": (torch.logaddexp2, FAR, FAR.flip(0)),

@@ -77,12 +77,19 @@ def unflattened(x):
     return torch.nn.Unflatten(0, (rows, length))(x.flatten()), torch.nn.Unflatten(-1, [length, -1])(x)
 
 
+def grid_of_numpy(x):
+    rows, columns = np.meshgrid(np.arange(x.shape[0]), np.arange(x.shape[1])[::-1], indexing="ij")
+    return x + torch.from_numpy(np.sin(rows / 7.0) - columns).to(x.dtype)
+
+
 FUNCTIONS = {
     "modules made of sizes": unflattened,
     "labels without repeats": without_repeats,
     "as many groups as rows": in_as_many_groups_as_rows,
     "slices of a number of elements": last_ones,
     "numbers of numpy": lambda x: x[:, : int(np.ceil(np.log(x.shape[1])).astype("int").item())],
+    "numbers that numpy rounds": lambda x: x[:, : int(np.round(x.shape[1] * 0.3))],
+    "arrays of numpy": grid_of_numpy,
     "sizes in tensors of a class": lambda x: (
         x / torch.FloatTensor([x.shape[1], 2.5]).sum() + torch.LongTensor([*x.shape])[1]
     ),
