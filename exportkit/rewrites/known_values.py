@@ -26,6 +26,7 @@ from exportkit.rewrites.lengths import SYMBOLIC_LENGTH
 _LARGEST = 1024
 _READS = {"__bool__", "__float__", "__index__", "__int__", "__len__", "item", "tolist"}
 _MADE = ("tensor", "as_tensor", "scalar_tensor")
+_OF_PLAIN_NUMBERS = (*_MADE, "arange", "linspace", "logspace", "eye", "tril_indices", "triu_indices")
 # Functions with arguments that are sizes, or places along an axis.
 _CREATES = {"arange", "zeros", "ones", "full", "empty", "rand", "randn"}
 _TAKES_SIZES = _CREATES | {
@@ -47,6 +48,7 @@ class KnownValues(TorchFunctionMode):
         self._known: dict[int, tuple[torch.Tensor, Any]] = {
             id(traced): (traced, real) for traced, real in buffers if real.numel() <= _LARGEST
         }
+        self._held = {real.untyped_storage().data_ptr() for _, real in self._known.values()}  # by the model
         self._is_read = self._is_written = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,24 +57,27 @@ class KnownValues(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         tensors = [item for value in (*args, *kwargs.values()) for item in _tensors_in(value)]
         for tensor in tensors:
-            if type(tensor) is torch.Tensor and tensor.device.type != "meta" and tensor.numel() <= _LARGEST:
-                self._known.setdefault(
-                    id(tensor), (tensor, tensor)
-                )  # no tensor of the trace: the model holds it itself
+            is_new = type(tensor) is torch.Tensor and id(tensor) not in self._known
+            if is_new and tensor.device.type != "meta" and tensor.numel() <= _LARGEST:
+                self._known[id(tensor)] = tensor, tensor  # no tensor of the trace: the model holds it itself
+                self._held.add(tensor.untyped_storage().data_ptr())
         known = [tensor for tensor in tensors if id(tensor) in self._known]
         if name in _TAKES_SIZES:
             first = 0 if name in _CREATES else 1  # the tensor itself stays one
             args = (*args[:first], *self._with_sizes(args[first:], name))
             kwargs = self._with_sizes(kwargs, name)
-        if not known and not (name in _MADE and args and _is_of_numbers(args[0])):
+        is_made = name in _MADE and args and _is_of_numbers(args[0])
+        if not known and not is_made and not (name in _OF_PLAIN_NUMBERS and _are_plain((*args, *kwargs.values()))):
             return func(*args, **kwargs)
-        self._is_written |= _writes(name, kwargs)
+        is_followed = True
+        if _writes(name, kwargs):
+            is_followed = self._follows_write(None if "out" in kwargs else args[0], len(known) == len(tensors))
         is_number = name in _READS and len(known) == len(tensors)
         self._is_read |= is_number
         if self._is_written and self._is_read:
             raise TypeError("a buffer is read as a number, and buffers are changed: a graph cannot follow both")
         value = None
-        if len(known) == len(tensors) and not self._is_written:
+        if is_followed and len(known) == len(tensors) and not self._is_written:
             value = self._computed(func, name, args, kwargs)
         if is_number and value is not None:
             if name in ("__int__", "__index__") and isinstance(value, torch.SymInt):
@@ -86,6 +91,20 @@ class KnownValues(TorchFunctionMode):
                 with contextlib.suppress(Exception):  # sizes by values cannot be compared
                     self._note(traced, found)
         return iter(result) if name == "__iter__" else result
+
+    def _follows_write(self, written: Any, is_known: bool) -> bool:
+        """Whether a tensor that is written in place still has a known value: one that the code made, of such values."""
+        _, value = self._known.get(id(written), (None, None))
+        storage = value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
+        if storage is None or storage in self._held:
+            self._is_written = True
+        elif not is_known:  # neither has any view of it
+            self._known = {
+                key: (traced, real)
+                for key, (traced, real) in self._known.items()
+                if not isinstance(real, torch.Tensor) or real.untyped_storage().data_ptr() != storage
+            }
+        return is_known
 
     def _note(self, traced: torch.Tensor, value: Any) -> None:
         is_exact = True
@@ -216,6 +235,17 @@ def _read(number: Any, dtype: torch.dtype) -> Any:
     if isinstance(number, torch.SymFloat):
         raise TypeError("rounded")
     return torch.sym_float(number) if dtype.is_floating_point else number
+
+
+def _are_plain(values: Any) -> bool:
+    """Whether a function makes a small tensor of plain numbers, as ``torch.arange(1, x.ndim)`` does of the axes."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            if len(value) > _LARGEST or not _are_plain(value):
+                return False
+        elif isinstance(value, torch.Tensor) or _is_symbolic(value) or (type(value) is int and value > _LARGEST):
+            return False
+    return True
 
 
 def _is_of_numbers(value: Any) -> bool:

@@ -354,6 +354,55 @@ def asserts_something_about_a_value(self, x, lengths):
     return x * longest
 
 
+# Constants that are written before they decide.
+beyond_a_limit = case(truth=[call(x(2, 5)), call(x(4, 9) + 60), call(x(3, 7) - 60)], may_refuse=True)
+
+
+@beyond_a_limit
+def flag_written_into_a_constant(self, x):
+    flags = torch.tensor([0, 1])
+    flags[0] = (x.max() > 50).long()
+    return x * 2 if flags[0] else x
+
+
+@beyond_a_limit
+def flag_written_into_a_view_of_a_constant(self, x):
+    flags = torch.arange(4)
+    flags.view(2, 2)[0, 0] = (x.max() > 50).long()
+    return x * 2 if flags[0] else x
+
+
+@beyond_a_limit
+class FlagWrittenIntoACopyOfABuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("flags", torch.tensor([0, 1]))
+
+    def forward(self, x):
+        flags = self.flags.clone()
+        flags[0] = (x.max() > 50).long()
+        return x * 2 if flags[0] else x
+
+
+@beyond_a_limit
+class FlagWrittenByAnOperator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("flags", torch.tensor([0, 1]))
+
+    def forward(self, x):
+        flags = torch.linspace(0, 1, 2)
+        torch.mul(self.flags, x.max() > 50, out=flags)
+        return x * 2 if flags[1] else x
+
+
+@case(truth=[call(x(4, 9)), call(x(1, 3, 4, 5)), call(x(1, 1))], may_refuse=True)
+def axes_made_by_arange(self, x):
+    axes = torch.arange(1, x.ndim)
+    axes[-1] = -1
+    return x - x.mean(dim=axes.tolist(), keepdim=True)
+
+
 # One prompt is recorded, so that a second run of it sets what is already there.
 one_prompt = case(
     [call(x(2, 6, 4)), call(x(2, 1, 4), x(2, 1)), call(x(3, 1, 4), x(3, 1))],
