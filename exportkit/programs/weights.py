@@ -52,8 +52,8 @@ def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None)
             raise InvalidRequestError(
                 "This model has no weights: they are on the meta device.",
                 where=first_of(missing, 3),
-                hint="export(model, observer, weights='folder with safetensors files'). If something puts them in place "
-                "while the model runs, as the offloading of accelerate does, take it off first: "
+                hint="export(model, observer, weights='folder with safetensors files'). If something puts them in "
+                "place while the model runs, as the offloading of accelerate does, take it off first: "
                 "accelerate.hooks.remove_hook_from_module(model, recurse=True).",
             )
         return model
