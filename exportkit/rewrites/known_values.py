@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.size_arithmetic import quotient_parts
 from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit._torch_compat.tracing import apart_from_modes
@@ -44,11 +45,11 @@ class KnownValues(TorchFunctionMode):
 
     def __init__(self, buffers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
-        # by identity of a traced tensor, which is kept with its value so that no other takes its place
-        self._known: dict[int, tuple[torch.Tensor, Any]] = {
-            id(traced): (traced, real) for traced, real in buffers if real.numel() <= _LARGEST
-        }
-        self._held = {real.untyped_storage().data_ptr() for _, real in self._known.values()}  # by the model
+        # by identity of a traced tensor, which is kept with its value so that no other takes its place; and its version
+        self._known: dict[int, tuple[torch.Tensor, Any, int | None]] = {}
+        self._held = set[int]()  # by the model: where their values are
+        for traced, real in buffers:
+            self._hold(traced, real)
         self._is_read = self._is_written = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,10 +59,9 @@ class KnownValues(TorchFunctionMode):
         tensors = [item for value in (*args, *kwargs.values()) for item in _tensors_in(value)]
         for tensor in tensors:
             is_new = type(tensor) is torch.Tensor and id(tensor) not in self._known
-            if is_new and tensor.device.type != "meta" and tensor.numel() <= _LARGEST:
-                self._known[id(tensor)] = tensor, tensor  # no tensor of the trace: the model holds it itself
-                self._held.add(tensor.untyped_storage().data_ptr())
-        known = [tensor for tensor in tensors if id(tensor) in self._known]
+            if is_new and tensor.device.type != "meta":  # no tensor of the trace: the model holds it itself
+                self._hold(tensor, tensor)
+        known = [tensor for tensor in tensors if self._is_known(tensor)]
         if name in _TAKES_SIZES:
             first = 0 if name in _CREATES else 1  # the tensor itself stays one
             args = (*args[:first], *self._with_sizes(args[first:], name))
@@ -69,15 +69,14 @@ class KnownValues(TorchFunctionMode):
         is_made = name in _MADE and args and _is_of_numbers(args[0])
         if not known and not is_made and not (name in _OF_PLAIN_NUMBERS and _are_plain((*args, *kwargs.values()))):
             return func(*args, **kwargs)
-        is_followed = True
-        if _writes(name, kwargs):
-            is_followed = self._follows_write(None if "out" in kwargs else args[0], len(known) == len(tensors))
+        written = self._memory_of(None if "out" in kwargs else args[0]) if _writes(name, kwargs) else None
+        self._is_written |= _writes(name, kwargs) and (written is None or written in self._held)
         is_number = name in _READS and len(known) == len(tensors)
         self._is_read |= is_number
         if self._is_written and self._is_read:
             raise TypeError("a buffer is read as a number, and buffers are changed: a graph cannot follow both")
         value = None
-        if is_followed and len(known) == len(tensors) and not self._is_written:
+        if len(known) == len(tensors) and not self._is_written:
             value = self._computed(func, name, args, kwargs)
         if is_number and value is not None:
             if name in ("__int__", "__index__") and isinstance(value, torch.SymInt):
@@ -86,25 +85,39 @@ class KnownValues(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name == "__iter__":
             result = list(result)
+        if written is not None:
+            self._follow_write(written, is_known=len(known) == len(tensors))
         for traced, found in zip(_items_in(result), _items_in(value), strict=False):
             if isinstance(traced, torch.Tensor):
                 with contextlib.suppress(Exception):  # sizes by values cannot be compared
                     self._note(traced, found)
         return iter(result) if name == "__iter__" else result
 
-    def _follows_write(self, written: Any, is_known: bool) -> bool:
-        """Whether a tensor that is written in place still has a known value: one that the code made, of such values."""
-        _, value = self._known.get(id(written), (None, None))
-        storage = value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
-        if storage is None or storage in self._held:
-            self._is_written = True
-        elif not is_known:  # neither has any view of it
-            self._known = {
-                key: (traced, real)
-                for key, (traced, real) in self._known.items()
-                if not isinstance(real, torch.Tensor) or real.untyped_storage().data_ptr() != storage
-            }
-        return is_known
+    def _hold(self, traced: torch.Tensor, real: torch.Tensor) -> None:
+        """Takes a tensor that the model holds, if it is small."""
+        if real.numel() <= _LARGEST:
+            self._known[id(traced)] = traced, real, version_of(traced)
+            self._held.add(real.untyped_storage().data_ptr())
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether the value of a traced tensor is known: neither it nor a view of it was written since."""
+        traced, _, version = self._known.get(id(tensor), (None, None, None))
+        return traced is not None and version_of(traced) == version
+
+    def _follow_write(self, memory: int, *, is_known: bool) -> None:
+        """Takes account of a write to a tensor, its views and its ``data``: their values were written, or are lost."""
+        for key, (traced, real, _) in list(self._known.items()):
+            if self._memory_of(traced) != memory:
+                continue
+            if is_known:
+                self._known[key] = traced, real, version_of(traced)
+            else:
+                del self._known[key]
+
+    def _memory_of(self, tensor: Any) -> int | None:
+        """The address of the value of a traced tensor; None if it has none of torch."""
+        _, value, _ = self._known.get(id(tensor), (None, None, None))
+        return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
 
     def _note(self, traced: torch.Tensor, value: Any) -> None:
         is_exact = True
@@ -115,7 +128,7 @@ class KnownValues(TorchFunctionMode):
         else:
             value = _exact(value, traced.dtype) if traced.ndim == 0 else None
         if is_exact and value is not None:
-            self._known[id(traced)] = traced, value
+            self._known[id(traced)] = traced, value, version_of(traced)
 
     def _computed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What a function returns for the values: a tensor, or a symbolic number; None if that is not known."""
@@ -149,7 +162,7 @@ class KnownValues(TorchFunctionMode):
             return type(value)([self._with_sizes(item, name) for item in value])
         if isinstance(value, slice):
             return slice(*(self._with_sizes(item, "slice") for item in (value.start, value.stop, value.step)))
-        if not isinstance(value, torch.Tensor) or name == "__getitem__" or id(value) not in self._known:
+        if not isinstance(value, torch.Tensor) or name == "__getitem__" or not self._is_known(value):
             return value
         number = self._known[id(value)][1]
         if isinstance(number, torch.Tensor):

@@ -373,6 +373,20 @@ def flag_written_into_a_view_of_a_constant(self, x):
 
 
 @beyond_a_limit
+def flag_written_into_the_data_of_a_constant(self, x):
+    flags = torch.arange(2)
+    flags.data[0] = (x.max() > 50).long()
+    return x * 2 if flags[0] else x
+
+
+@beyond_a_limit
+def flag_written_by_a_function(self, x):
+    flags = torch.linspace(-2, 1, 2)
+    nn.functional.relu(flags.mul_(x.max() > 50), inplace=True)
+    return x * 2 if flags[1] else x
+
+
+@beyond_a_limit
 class FlagWrittenIntoACopyOfABuffer(nn.Module):
     def __init__(self):
         super().__init__()
