@@ -134,6 +134,10 @@ def _sum_along(x: Any, dim: Any = None, keepdim: bool = False, dtype: int = -1) 
         part.shape = x.shape
         return core.aten_sum_dim_IntList(part, [dim] if isinstance(dim, int) else dim, keepdim, dtype)
 
+    if x.dtype.is_floating_point() and len(x.shape):
+        rank = len(x.shape)
+        dims = [dim] if isinstance(dim, int) else [*(dim or range(rank))]
+        return _axis_by_axis(op.ReduceSum, x if dtype in (-1, None) else op.Cast(x, to=dtype), dims, keepdim, rank)
     if x.dtype != onnx_ir.DataType.INT64 or not len(x.shape) or _is_narrow(x):
         return added(x)
     half = number(2**32, x)
@@ -207,7 +211,7 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: int | None = No
         return op.Identity(x)
     dims = [dim] if isinstance(dim, int) else [*(dim or range(len(shape)))]
     axes = op.Constant(value_ints=dims)
-    mean = op.ReduceMean(x, axes, keepdims=keepdim)
+    mean = _axis_by_axis(op.ReduceMean, x, dims, keepdim, len(shape))
     if all(isinstance(shape[axis], int) and shape[axis] for axis in dims):
         return mean
     count = op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=False)
@@ -224,19 +228,29 @@ def _var(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False)
     rank, kind = len(x.shape), x.dtype
     dims = [dim] if isinstance(dim, int) else [*(dim or range(rank))]
     axes = op.Constant(value_ints=dims)
-    distance = op.Sub(x, op.ReduceMean(x, axes, keepdims=True))
+    distance = op.Sub(x, _axis_by_axis(op.ReduceMean, x, dims, True, rank))
     squares = op.Mul(distance, distance)
     taken = float(1 if correction is None else correction)
     if not taken:
         squares.shape, squares.dtype = x.shape, kind
         return _mean(squares, dims, keepdim)
-    total = op.ReduceSum(squares, axes, keepdims=keepdim)
+    total = _axis_by_axis(op.ReduceSum, squares, dims, keepdim, rank)
     if all(isinstance(x.shape[axis], int) for axis in dims):
         divisor = number(max(math.prod(x.shape[axis] for axis in dims) - taken, 0.0), x)
     else:
         count = op.Cast(op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=False), to=kind)
         divisor = op.Max(op.Sub(count, number(taken, x)), number(0, x))
     return op.Div(total, divisor)
+
+
+def _axis_by_axis(reduce: Any, x: Any, dims: Sequence[int], keepdim: bool, rank: int) -> Any:
+    """A sum or a mean along several axes, in sums of fewer numbers: onnxruntime adds all of them one after the other.
+
+    For 64 channels of 8000 numbers, that is off by 2e-6 of the result, and axis by axis by 1e-7.
+    """
+    for axis in sorted((dim % rank for dim in dims), reverse=True):
+        x = reduce(x, op.Constant(value_ints=[axis]), keepdims=keepdim)
+    return x
 
 
 def _prims_var(x: Any, dims: Any, correction: Any = 1.0, output_dtype: int | None = None) -> Any:

@@ -93,6 +93,10 @@ CASES = {
     ),
     "largest and smallest": (lambda x: (x.amax(1), x.amin((0, 1)), x.amax(), x.max(), x.min()), UNKNOWN),
     "largest and smallest with their places": (lambda x: (*x.max(1), *x.min(1, keepdim=True)), UNKNOWN),
+    "means and sums along long axes": (
+        lambda x: (x.mean((1, 2)), x.sum((1, 2)), x.var((1, 2)), x.mean()),
+        torch.linspace(0.5, 1.5, 3 * 64 * 8000).reshape(3, 64, 8000),
+    ),
     "sums of integers": (
         lambda x: (x.sum(), x.sum(1), x.sum((0, 1), keepdim=True), x.cumsum(1), x @ x.T),
         torch.stack([LARGE, LARGE * 2**9 + 1, LARGE.flip(0) - 2**62]),
