@@ -35,6 +35,7 @@ _TERMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 # Whole numbers up to this size are left alone: counts, positions, masks and one-hot vectors are exact.
 _MOST_EXACT = 2.0**20
+_PART = 2**17  # elements that are changed at a time: what fits into a cache takes a third of the time
 
 
 class _RoundingVaried:
@@ -119,10 +120,17 @@ class _RoundingVaried:
             return value
         if value.is_complex():
             return torch.view_as_complex(self._varied(torch.view_as_real(value), weights))
-        wide = value if value.itemsize >= 4 else value.to(torch.float32)
-        errors = self._errors(wide, torch.finfo(value.dtype).eps)
-        exact = (wide == wide.trunc()) & (wide.abs() <= _MOST_EXACT)
-        return torch.where(exact | ~errors.isfinite(), value, (wide + errors).to(value.dtype))
+        found = torch.empty_like(value)  # as value lies in memory, if nothing is left out there
+        source = value if value.stride() == found.stride() else value.contiguous()
+        found = found if source is value else torch.empty_like(source)
+        for part, to in zip(*(_parts(tensor) for tensor in (source, found)), strict=True):
+            wide = part if part.itemsize >= 4 else part.to(torch.float32)
+            errors = self._errors(wide, torch.finfo(value.dtype).eps)
+            fixed = (wide == wide.round()) & (wide.abs() <= _MOST_EXACT)
+            if not errors.sum().isfinite():
+                fixed |= ~errors.isfinite()
+            to.copy_(torch.where(fixed, part, errors.add_(wide).to(value.dtype)))
+        return found
 
     def _errors(self, value: torch.Tensor, unit: float | None = None) -> torch.Tensor:
         """Random errors of up to one unit in the last place of each value, in its dtype if no ``unit`` is given."""
@@ -131,6 +139,12 @@ class _RoundingVaried:
         noise = torch.rand(value.shape, generator=self.generators[value.device], device=value.device, dtype=value.dtype)
         unit = torch.finfo(value.dtype).eps if unit is None else unit
         return noise.sub_(0.5).mul_(2 * self.errors * unit).mul_(value)
+
+
+def _parts(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The elements of a tensor without gaps, in the order of the memory, in parts that a processor keeps at hand."""
+    size = _PART if value.device.type == "cpu" else value.numel()
+    return tuple(value.as_strided((value.numel(),), (1,), value.storage_offset()).split(size))
 
 
 def _is_rounded(value: torch.Tensor) -> bool:
