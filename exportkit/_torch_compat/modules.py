@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat import require
+from exportkit._torch_compat.tracing import apart_from_modes
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 
@@ -135,3 +136,20 @@ def recurrent_functions() -> tuple[ModuleType, ModuleType]:
     import torch.nn.modules.rnn as layers
 
     return functions, layers
+
+
+def conversions_left_out() -> tuple[type[torch.nn.Module], dict[str, Callable[..., Any]]]:
+    """Returns what lets ``module.to(x.device)`` do nothing where a module is already there, as functions by attribute.
+
+    In a trace, torch cannot put even the same parameters in place of those that it has. Seen in torch 2.13.
+    """
+    original = require(torch.nn.Module, "_apply", "torch 2.13")
+
+    def converted(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        kinds = {(tensor.dtype, tensor.device) for tensor in (*module.parameters(recurse), *module.buffers(recurse))}
+        with apart_from_modes():
+            made = {kind: fn(torch.empty(0, dtype=kind[0], device=kind[1])) for kind in kinds}
+        is_there = all((tensor.dtype, tensor.device) == kind for kind, tensor in made.items())
+        return module if is_there else original(module, fn, recurse)
+
+    return torch.nn.Module, {"_apply": converted}

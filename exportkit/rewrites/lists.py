@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.graph import decomposition_attributes
 from exportkit._torch_compat.loop_operators import loops_compiled_afresh, recurrent_kernels, sizes_in_loops
+from exportkit._torch_compat.modules import conversions_left_out
 from exportkit._torch_compat.size_arithmetic import decided_extreme, orders_of_products, views_as_given
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.tracing import traced_tensor_classes
@@ -152,7 +153,7 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     attributes = decomposition_attributes(kernels)
     attributes += [*REPLACED, *SIZE_FUNCTIONS]
     attributes += [loops_compiled_afresh(), sizes_in_loops(), *flexible_attention()] if tracing else []
-    attributes += [views_as_given(), orders_of_products()]
+    attributes += [views_as_given(), orders_of_products(), conversions_left_out()]
     attributes.append((torch.SymInt, {name: decided_extreme(name) for name in ("__sym_max__", "__sym_min__")}))
     return replaced([(Attribute(owner, name), value) for owner, values in attributes for name, value in values.items()])
 

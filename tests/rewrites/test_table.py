@@ -178,6 +178,28 @@ def test_rewrites_are_undone_when_the_export_fails():
     assert dict(vars(window_layers())) == before
 
 
+class MovesItsLayers(torch.nn.Module):
+    """Moves its layers to where they are, as research code does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.to(x.device)
+        return self.second.cpu().float()(self.first.to(device=x.device, dtype=x.dtype)(x))
+
+
+def test_modules_that_are_moved_to_where_they_are_stay_there():
+    model, observer = MovesItsLayers(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 4))
+        model(torch.randn(3, 4))
+    program = exportkit.export(model, observer).program
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(program.module()(x=x), model(x))
+
+
 def test_encoder_decoder_without_a_mask_serves_other_lengths(tmp_path):
     model, _ = t5()
     model.eval().generation_config.eos_token_id = None
