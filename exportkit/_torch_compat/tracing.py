@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -60,15 +61,15 @@ _watching = threading.RLock()  # one at a time: the level of a logger is global 
 def watched_symbols(seen: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
     """Calls ``seen(message, arguments)`` whenever a trace in this thread gives a size a symbol or a value.
 
-    It is called while the trace runs, so that the stack shows the line of the model. Seen in torch 2.13, where ShapeEnv
-    logs ``create_symbol %s = %s for %s`` and ``set_replacement %s = %s``.
+    It is called while the trace runs, so that the stack shows the line of the model, also under ``logging.disable``.
+    Seen in torch 2.13, where ShapeEnv logs ``create_symbol %s = %s for %s`` and ``set_replacement %s = %s``.
     """
     import logging
 
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     thread = threading.get_ident()
     with _watching:
-        level, shown = logger.level, logger.getEffectiveLevel()
+        level, shown = logger.level, max(logger.getEffectiveLevel(), logger.manager.disable + 1)
 
         def watch(record: logging.LogRecord) -> bool:
             if record.thread == thread and isinstance(record.args, tuple):
@@ -76,11 +77,14 @@ def watched_symbols(seen: Callable[[str, tuple[Any, ...]], None]) -> Iterator[No
             return record.levelno >= shown  # what is watched only is not printed
 
         logger.addFilter(watch)
+        logger.manager = copy.copy(logger.manager)  # of this logger alone
+        logger.manager.disable = logging.NOTSET
         logger.setLevel(min(shown, logging.INFO))
         try:
             yield
         finally:
             logger.removeFilter(watch)
+            del logger.manager
             logger.setLevel(level)
 
 

@@ -197,6 +197,15 @@ def test_to_look_for_the_cause_leaves_the_model_and_torchs_loggers_as_they_were(
     assert vars(model) == attributes
 
 
+def test_the_line_is_found_where_logging_is_disabled(tmp_path):
+    logging.disable(logging.WARNING)
+    try:
+        assert golden(failed(failing.Loop(), LENGTHS, tmp_path)) == LOOP
+        assert logging.root.manager.disable == logging.WARNING
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def test_messages_of_other_threads_are_not_taken():
     taken, logger = [], logging.getLogger("torch.fx.experimental.symbolic_shapes")
     with watched_symbols(lambda message, arguments: taken.append((message, arguments))):
