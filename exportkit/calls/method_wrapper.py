@@ -202,9 +202,9 @@ class CalledInstead:
             if name != method_name:
                 note = functools.partial(self._note, name)
                 self._attached.callback(attach(model, name, note, self._is_spent).leave)
+        self._observed = id(model) if method_name == "forward" else None
         self._hook = register_module_forward_pre_hook(self._note_module)
         self._attached.callback(self._hook.remove)
-        self._attached.callback(attach(model, method_name, self._end, self._is_spent).leave)
 
     def leave(self) -> None:
         """Ends this; afterwards the model is as it was, and nothing here refers to it."""
@@ -233,11 +233,9 @@ class CalledInstead:
     def _note_module(self, module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():  # first, since it is then all that torch.compile sees of this function
             return
+        if id(module) == self._observed or self._is_spent():
+            self._hook.remove()
+            return
         path = self._paths.get(id(module))
         if path is not None and not is_tracing() and not any(path.startswith(f"{found}.") for found in self.modules):
             self.modules[path] += 1
-
-    def _end(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the observed method, from whose first call on no module is noted."""
-        self._hook.remove()
-        return method(*args, **kwargs)
