@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat import require
-from exportkit._torch_compat.tracing import apart_from_modes
+from exportkit._torch_compat.tracing import apart_from_modes, is_tracing
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 
@@ -146,6 +146,8 @@ def conversions_left_out() -> tuple[type[torch.nn.Module], dict[str, Callable[..
     original = require(torch.nn.Module, "_apply", "torch 2.13")
 
     def converted(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        if not is_tracing():  # in another thread
+            return original(module, fn, recurse)
         kinds = {(tensor.dtype, tensor.device) for tensor in (*module.parameters(recurse), *module.buffers(recurse))}
         with apart_from_modes():
             made = {kind: fn(torch.empty(0, dtype=kind[0], device=kind[1])) for kind in kinds}
