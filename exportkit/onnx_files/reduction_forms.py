@@ -248,7 +248,8 @@ def _axis_by_axis(reduce: Any, x: Any, dims: Sequence[int], keepdim: bool, rank:
 
     For 64 channels of 8000 numbers, that is off by 2e-6 of the result, and axis by axis by 1e-7.
     """
-    for axis in sorted((dim % rank for dim in dims), reverse=True):
+    # a single one stays as it is: fusions of norms look for the last axis, -1
+    for axis in dims if len(dims) == 1 else sorted((dim % rank for dim in dims), reverse=True):
         x = reduce(x, op.Constant(value_ints=[axis]), keepdims=keepdim)
     return x
 
