@@ -118,8 +118,9 @@ _PROPORTIONAL = {
 def keep_small_probabilities(model: onnx_ir.Model) -> None:
     """Writes the sigmoids that outputs are proportional to as ``1 / (1 + exp(-x))``.
 
-    The sigmoid of onnxruntime 1.31.1 is off by up to 1e-7: by 1 % of the result at -12, and by 20 % at -15. Inside of a
-    model, that is little. Of an output, which may be a score, someone may take the logarithm. It takes 8 times as long.
+    The sigmoid of onnxruntime 1.31.1 has an absolute error of up to 1e-7, which is 1 % of the result at -12 and 20 % at
+    -15. This is negligible inside a model, but not for a score whose logarithm is taken. The exact form takes 8 times
+    as long.
     """
     graph, values, seen = model.graph, list(model.graph.outputs), set[onnx_ir.Value]()
     while values:

@@ -83,10 +83,17 @@ class SearchState:
         return isinstance(self.error, ExportError) and self.error.__cause__ is not None
 
     @property
+    def _trace_message(self) -> str:
+        """What torch said as it could not trace the model; empty if it could."""
+        return str(self.error.__cause__) if self.error is not None and self.trace_failed else ""
+
+    @property
     def size_fixed(self) -> bool:
         """Whether torch could not trace the model because its code fixes a dynamic size."""
-        message = str(self.error.__cause__) if self.error is not None and self.trace_failed else ""
-        return any(text in message for text in ("specialized", SYMBOLIC_LENGTH, "unhashable type: non-nested SymInt"))
+        return any(
+            text in self._trace_message
+            for text in ("specialized", SYMBOLIC_LENGTH, "unhashable type: non-nested SymInt")
+        )
 
     @property
     def needs_values(self) -> bool:
@@ -96,8 +103,7 @@ class SearchState:
     @property
     def computes_in_numpy(self) -> bool:
         """Whether torch could not trace the model because numpy had no numbers for its arrays, but symbols."""
-        message = str(self.error.__cause__) if self.error is not None and self.trace_failed else ""
-        return "numpy.object_" in message or "loop of ufunc does not support" in message
+        return any(text in self._trace_message for text in ("numpy.object_", "loop of ufunc does not support"))
 
     @property
     def leaves_out_calls(self) -> bool:

@@ -66,8 +66,13 @@ class KnownValues(TorchFunctionMode):
             first = 0 if name in _CREATES else 1  # the tensor itself stays one
             args = (*args[:first], *self._with_sizes(args[first:], name))
             kwargs = self._with_sizes(kwargs, name)
-        is_made = name in _MADE and args and _is_of_numbers(args[0])
-        if not known and not is_made and not (name in _OF_PLAIN_NUMBERS and _are_plain((*args, *kwargs.values()))):
+        if name in _OF_PLAIN_NUMBERS and not tensors and not _is_symbolic([*args, *kwargs.values()]):
+            result = func(*args, **kwargs)
+            if result.numel() <= _LARGEST:
+                with apart_from_modes():
+                    self._note(result, func(*args, **kwargs))
+            return result
+        if not known and not (name in _MADE and args and _is_of_numbers(args[0])):
             return func(*args, **kwargs)
         written = self._memory_of(None if "out" in kwargs else args[0]) if _writes(name, kwargs) else None
         self._is_written |= _writes(name, kwargs) and (written is None or written in self._held)
@@ -250,17 +255,6 @@ def _read(number: Any, dtype: torch.dtype) -> Any:
     return torch.sym_float(number) if dtype.is_floating_point else number
 
 
-def _are_plain(values: Any) -> bool:
-    """Whether a function makes a small tensor of plain numbers, as ``torch.arange(1, x.ndim)`` does of the axes."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            if len(value) > _LARGEST or not _are_plain(value):
-                return False
-        elif isinstance(value, torch.Tensor) or _is_symbolic(value) or (type(value) is int and value > _LARGEST):
-            return False
-    return True
-
-
 def _is_of_numbers(value: Any) -> bool:
     """Whether a value is an integer or a symbolic number, or a list of integers that may be symbolic."""
     if isinstance(value, list | tuple):
@@ -327,4 +321,10 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     in_place = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
-    return in_place or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+    return (
+        in_place
+        or name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__"))
+        or "out" in kwargs
+        or kwargs.get("inplace") is True
+    )

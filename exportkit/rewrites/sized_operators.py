@@ -232,7 +232,7 @@ def _pad(input: torch.Tensor, pad: Any, *options: Any, **named: Any) -> Any:
     return _original["pad"](input, [without_remainder(width) for width in pad], *options, **named)
 
 
-@functools.wraps(torch.Tensor.__setitem__)  # likewise
+@functools.wraps(torch.Tensor.__setitem__)  # modes know by the name that it writes
 def _set_item(values: torch.Tensor, index: Any, part: Any) -> None:
     """Sets an item; torch's own function makes a number of a symbolic place."""
     places = index if isinstance(index, tuple) else (index,)

@@ -382,16 +382,18 @@ def flag_written_into_the_data_of_a_constant(self, x):
 @beyond_a_limit
 def flag_written_by_a_function(self, x):
     flags = torch.linspace(-2, 1, 2)
-    nn.functional.relu(flags.mul_(x.max() > 50), inplace=True)
-    return x * 2 if flags[1] else x
+    nn.functional.relu(flags, inplace=True)
+    return x * 2 if flags[0] < 0 else x
 
 
-@beyond_a_limit
-class FlagWrittenIntoACopyOfABuffer(nn.Module):
+class _Flags(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("flags", torch.tensor([0, 1]))
 
+
+@beyond_a_limit
+class FlagWrittenIntoACopyOfABuffer(_Flags):
     def forward(self, x):
         flags = self.flags.clone()
         flags[0] = (x.max() > 50).long()
@@ -399,18 +401,14 @@ class FlagWrittenIntoACopyOfABuffer(nn.Module):
 
 
 @beyond_a_limit
-class FlagWrittenByAnOperator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("flags", torch.tensor([0, 1]))
-
+class FlagWrittenByAnOperator(_Flags):
     def forward(self, x):
         flags = torch.linspace(0, 1, 2)
         torch.mul(self.flags, x.max() > 50, out=flags)
         return x * 2 if flags[1] else x
 
 
-@case(truth=[call(x(4, 9)), call(x(1, 3, 4, 5)), call(x(1, 1))], may_refuse=True)
+@case(serves=at((4, 9)), truth=at((1, 1)))
 def axes_made_by_arange(self, x):
     axes = torch.arange(1, x.ndim)
     axes[-1] = -1
