@@ -147,9 +147,7 @@ class Observation:
             return f"observe that module: {inner}."
         method = next(iter(methods))
         if most and modules[most[0]] > sum(methods.values()):
-            return (
-                f"observe the module that it calls: {inner}. All of `{method}` is exported with method_name={method!r}."
-            )
+            return f"observe the module that it calls: {inner}. To export `{method}` as a whole, pass method_name={method!r}."
         this = (
             f"observe that method: pass method_name={method!r}, or (model, {method!r}) among several modules; for "
             f"exportkit run, add it to the name: --observe NAME.{method}."
