@@ -142,12 +142,17 @@ class Observation:
         """What to observe instead of a method that was not called: another, or the module that it calls in a loop."""
         methods, modules = self.called_instead, self.modules_called
         most = sorted(modules, key=lambda path: -modules[path])[:1]
-        inner = "".join(f"`with observer(model.{path}):`; for exportkit run: --observe NAME.{path}" for path in most)
+        inner = ""
+        for path in most:
+            is_plain = all(map(str.isidentifier, path.split(".")))
+            place = f"model.{path}" if is_plain else f"model.get_submodule({path!r})"
+            inner = f"`with observer({place}):`; for exportkit run: --observe NAME.{path}"
         if not methods:
             return f"observe that module: {inner}."
         method = next(iter(methods))
         if most and modules[most[0]] > sum(methods.values()):
-            return f"observe the module that it calls: {inner}. To export `{method}` as a whole, pass method_name={method!r}."
+            whole = f"To export `{method}` as a whole, pass method_name={method!r}."
+            return f"observe the module that it calls: {inner}. {whole}"
         this = (
             f"observe that method: pass method_name={method!r}, or (model, {method!r}) among several modules; for "
             f"exportkit run, add it to the name: --observe NAME.{method}."
