@@ -178,7 +178,8 @@ def called_namespaces(run: Callable[[], Any]) -> list[ModuleType]:
     Args:
         run: Runs a model.
     """
-    names, before = set[str](), sys.getprofile()
+    names = set[str]()
+    before: Any = sys.getprofile()
 
     def note(frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call":
@@ -189,7 +190,9 @@ def called_namespaces(run: Callable[[], Any]) -> list[ModuleType]:
         with contextlib.suppress(Exception):
             run()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(before if callable(before) else None)
+        if hasattr(before, "enable"):  # cProfile, which is no function
+            before.enable()
     return [sys.modules[name] for name in sorted(names & sys.modules.keys())]
 
 

@@ -1,5 +1,8 @@
 """Overridden attributes, items, classes and children: they are restored in any order, after errors, across threads."""
 
+import cProfile
+import json
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from exportkit.overrides import (
     ChildOf,
     ClassOf,
     Item,
+    called_namespaces,
     is_replaced,
     original_attribute,
     original_class,
@@ -113,3 +117,14 @@ def test_functions_are_replaced_where_the_classes_of_a_model_find_them():
         assert UsesKernel()(1) == 2
     assert UsesKernel()(1) == 1
     assert "missing" not in globals()
+
+
+def test_called_namespaces_go_along_with_a_profiler():
+    def run():
+        json.loads("[1]")
+
+    with cProfile.Profile() as profile:
+        assert json in called_namespaces(run)
+        after = json.dumps([1])
+    assert after == "[1]"
+    assert any(entry.code is json.dumps.__code__ for entry in profile.getstats())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +78,22 @@ def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
     for guard in require(environment, "guards", "torch 2.13") if environment is not None else ():
         found.append(ShapeGuard(guard.expr, guard.expr.xreplace(environment.replacements), *_place(guard.sloc)))
     return found
+
+
+def answered_questions(
+    program: torch.export.ExportedProgram, questions: Iterable[tuple[Any, tuple[str, int]]]
+) -> tuple[ShapeGuard, ...]:
+    """Returns what a trace was asked about sizes, also what torch knew by then, in the form of guards.
+
+    Args:
+        program: The program.
+        questions: Relations that hold, each with the file and the line that asked.
+    """
+    environment = _environment(program)
+    if environment is None:
+        return ()
+    replacements = environment.replacements
+    return tuple([ShapeGuard(asked, asked.xreplace(replacements), *line) for asked, line in questions])
 
 
 def forget_pending_sizes(program: torch.export.ExportedProgram) -> None:

@@ -73,7 +73,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
     sizes, probe = TracedSizes(traced), ProgramProbe(traced)
     domain = replace(traced.domain, conditions=sizes.conditions(), returned=sizes.named(traced.numbers))
     domain = with_recorded_patterns(traced, domain, probe)
-    domain, crossings = without_harmless(traced, domain, probe, sizes.fixed())
+    domain, crossings = without_harmless(traced, domain, probe, sizes)
     for call in traced.observation.calls:
         domain = _with_recorded(traced, domain, call, probe, sizes.fixed())
     limits: dict[str, Finding] = {}

@@ -21,9 +21,9 @@ from exportkit.probing.planning import BoundPlan
 from exportkit.probing.simplify import lists_of_many, rows_of_members, with_joined_lists
 from exportkit.probing.traits import attributes_read
 from exportkit.programs.traced_method import Example
-from exportkit.rewrites.branches import Decisions, Place, decisions_made, decisions_noted, is_check
+from exportkit.rewrites.branches import Decisions, Line, Place, decisions_made, decisions_noted, is_check
 from exportkit.rewrites.chunk_scans import chunk_size_of
-from exportkit.rewrites.empty_selections import Line, never_empty, ways_noted
+from exportkit.rewrites.empty_selections import never_empty, ways_noted
 from exportkit.rewrites.lists import ListingNoted
 from exportkit.rewrites.table import (
     ALL_BUT_NONE,

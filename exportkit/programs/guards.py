@@ -7,12 +7,15 @@ which tracing assumes, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from exportkit._torch_compat.size_arithmetic import is_of_slices
 from exportkit._torch_compat.symbolic_shapes import (
     ShapeGuard,
     always_holds,
@@ -25,7 +28,7 @@ from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.program import TracedProgram
-from exportkit.rewrites.branches import EXPORTKIT, is_model_code
+from exportkit.rewrites.branches import EXPORTKIT, is_idle, is_model_code
 from exportkit.rewrites.table import STRICT
 from exportkit.running.program import tensor_placeholders
 
@@ -47,7 +50,7 @@ class TracedSizes:
 
     def __init__(self, traced: TracedProgram) -> None:
         self._plan, self._program = traced.plan, traced.program
-        self.guards = shape_guards(traced.program)
+        self.guards, self._questions = shape_guards(traced.program), traced.questions
         self._is_strict = STRICT.name in traced.rules
         self._axes: dict[Axis, Any] = {}
         self._homes: dict[Any, Expression] = {}  # the plan's size of the axis that shows a symbol
@@ -62,9 +65,14 @@ class TracedSizes:
 
     def conditions(self) -> tuple[SizeCondition, ...]:
         """Returns the conditions under which the program may be used, those of the model's own code first."""
+        stated = (*self._of_guards(self.guards), *self._of_axes(), *self._of_ranges())
+        return tuple(sorted(self.tightest(stated), key=lambda condition: not condition.own))
+
+    def tightest(self, conditions: Iterable[SizeCondition]) -> tuple[SizeCondition, ...]:
+        """Returns each condition once, and the tightest one of several bounds of a variable."""
         found: dict[str, SizeCondition] = {}
-        tightest: dict[tuple[str, bool], tuple[int, str]] = {}  # of several bounds of a variable, one is enough
-        for condition in (*self._of_guards(), *self._of_axes(), *self._of_ranges()):
+        tightest: dict[tuple[str, bool], tuple[int, str]] = {}
+        for condition in map(_plain, conditions):
             bounds = condition.bounds()
             if bounds is None:
                 found.setdefault(condition.text, condition)
@@ -77,10 +85,22 @@ class TracedSizes:
             if key not in tightest or size > tightest[key][0]:
                 if key in tightest:
                     del found[tightest[key][1]]
-                text = f"{name} >= {least}" if least is not None else f"{name} <= {most}"
-                tightest[key] = size, text
-                found[text] = SizeCondition(text, condition.place, condition.own)
-        return tuple(sorted(found.values(), key=lambda condition: not condition.own))
+                found[condition.text] = condition
+                tightest[key] = size, condition.text
+        return tuple(found.values())
+
+    def unstated(self) -> list[SizeCondition]:
+        """Returns the conditions that the model's code, or a slice, asked for when others implied them."""
+        found = map(_plain, self._of_guards(self._questions))
+        return [condition for condition in found if condition.own or is_of_slices(condition.place)]
+
+    def idle(self) -> frozenset[str]:
+        """Returns the conditions of the model's own code under which it does nothing, such as writing to a log."""
+        places = defaultdict[str, list[bool]](list)
+        for guard in (*self.guards, *self._questions):
+            if self._is_own(guard) and guard.left.free_symbols <= self._homes.keys():
+                places[_plain(self._condition(guard)).text].append(is_idle((guard.file, guard.line)))
+        return frozenset(text for text, are_idle in places.items() if all(are_idle))
 
     def named(self, numbers: Mapping[str, Any]) -> dict[str, str]:
         """Returns traced numbers, by any key, as expressions over the variables of the plan."""
@@ -125,10 +145,13 @@ class TracedSizes:
         """
         return is_model_code(guard.file) or (self._is_strict and not guard.file)
 
-    def _of_guards(self) -> Iterator[SizeCondition]:
-        for guard in sorted(self.guards, key=lambda guard: not self._is_own(guard)):
+    def _of_guards(self, guards: Sequence[ShapeGuard]) -> Iterator[SizeCondition]:
+        for guard in sorted(guards, key=lambda guard: not self._is_own(guard)):
             if guard.left.free_symbols <= self._homes.keys() and not self._is_implied(guard.left):
-                yield SizeCondition(as_python(guard.left, self._names), _text_of(guard), self._is_own(guard))
+                yield self._condition(guard)
+
+    def _condition(self, guard: ShapeGuard) -> SizeCondition:
+        return SizeCondition(as_python(guard.left, self._names), _text_of(guard), self._is_own(guard))
 
     def _of_axes(self) -> Iterator[SizeCondition]:
         import sympy  # 0.4 s; loaded by then, as it is what torch traces with
@@ -172,6 +195,14 @@ class TracedSizes:
     def _is_implied(self, relation: Any) -> bool:
         """Whether the plan, and sizes of 2 and more, leave no other way."""
         return always_holds(relation, {symbol: self._value(planned) for symbol, planned in self._homes.items()})
+
+
+def _plain(condition: SizeCondition) -> SizeCondition:
+    """The condition with the usual text, if it is a bound: ``n >= 10`` for ``n > 9``."""
+    name, least, most = condition.bounds() or ("", None, None)
+    if not name:
+        return condition
+    return replace(condition, text=f"{name} >= {least}" if least is not None else f"{name} <= {most}")
 
 
 def _text_of(guard: ShapeGuard) -> str:

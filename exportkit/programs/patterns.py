@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from exportkit.calls.call import Call
@@ -28,6 +28,7 @@ from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.probing.sized_calls import calls_with_values, run_sized, sized_call, stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
+from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Affordable, Turn, Turns, fulfils
 from exportkit.running.compare import Difference, Tensors, compare_tensors
@@ -227,29 +228,34 @@ def with_recorded_patterns(traced: TracedProgram, domain: Domain, probe: Program
 
 
 def without_harmless(
-    traced: TracedProgram, domain: Domain, probe: ProgramProbe, fixed: Collection[str]
+    traced: TracedProgram, domain: Domain, probe: ProgramProbe, traced_sizes: TracedSizes
 ) -> tuple[Domain, list[dict[str, int]]]:
     """Returns the domain in which conditions that change nothing are waived, and sizes that break them.
 
     torch asks about sizes to choose between ways of computing the same, such as whether a tensor is contiguous. Such a
     condition is waived if the program returns what the model returns at sizes that break it. One that a line of the
-    model asked for stays, because its other branch may compute anything, unless recorded calls took that branch too.
+    model asked for stays, because its other branch may compute anything, unless that branch changes no value, or
+    recorded calls took it too.
 
     Args:
         traced: The program.
         domain: The domain, with the patterns of recorded calls.
         probe: The program and the model.
-        fixed: Texts of conditions that stay in any case.
+        traced_sizes: The sizes as they were traced.
     """
+    stated, implied = domain.conditions, traced_sizes.unstated()  # by what may be waived
+    known = {condition.text for condition in stated}
+    domain = replace(domain, conditions=(*stated, *(c for c in implied if c.text not in known)))
     recorded_wrong, recorded_right = set[str](), set[str]()
     for call, sizes in zip(traced.observation.calls, sizes_of_calls(traced), strict=True):
         broken = {*_broken(domain, sizes)}.difference(*(p.waived for p in domain.patterns if p.sizes == small(sizes)))
         if broken:
             (recorded_wrong if probe.difference_in(call) else recorded_right).update(broken)
+    may_change, idle = {*traced_sizes.fixed(), *recorded_wrong}, traced_sizes.idle()
     asked = {
         condition.text: condition.numbers()
-        for condition in domain.conditions
-        if condition.text not in {*fixed, *recorded_wrong} and (not condition.own or condition.text in recorded_right)
+        for condition in stated
+        if condition.text not in may_change and (not condition.own or condition.text in {*recorded_right, *idle})
     }
     numbers = {n for found in asked.values() for n in found if 0 < n <= _LARGEST_TRIED}
     near = {size for n in numbers for size in (n, n + 1, n + 3, 2 * n)}
@@ -270,9 +276,10 @@ def without_harmless(
         outcomes = [probe.difference(tried[position]) for position in (0, len(tried) // 2, -1)]
         if "" in outcomes and not any(outcomes) and not probe.limits(tried[-1], domain):
             harmless[text] = tried[-1]
-    waived = [condition for condition in domain.conditions if condition.text in harmless]
-    kept = [condition for condition in domain.conditions if condition.text not in harmless]
-    return replace(domain, conditions=tuple(kept), waived=tuple(waived)), list(harmless.values())
+    texts = {*harmless, *(idle & asked.keys() - crossing.keys())}  # of sizes that take too long to be tried
+    waived = [condition for condition in domain.conditions if condition.text in texts]
+    kept = [condition for condition in domain.conditions if condition.text not in texts] if texts else stated
+    return replace(domain, conditions=traced_sizes.tightest(kept), waived=tuple(waived)), list(harmless.values())
 
 
 def add_patterns(traced: TracedProgram) -> TracedProgram:

@@ -17,6 +17,7 @@ import torch
 
 from exportkit._torch_compat.graph import export_with_gradients, trace_module, without_regions
 from exportkit._torch_compat.loop_operators import with_constants_outside
+from exportkit._torch_compat.symbolic_shapes import ShapeGuard, answered_questions
 from exportkit._torch_compat.traced_values import value_error
 from exportkit._torch_compat.tracing import (
     constraints_that_solve,
@@ -44,7 +45,7 @@ from exportkit.programs.repro import TraceRequest
 from exportkit.programs.reused_layers import ReusedLayers
 from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites import branches
-from exportkit.rewrites.branches import is_model_code
+from exportkit.rewrites.branches import is_model_code, questions_noted
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import BUFFER_VALUES, GRADIENTS, STRICT, Rewrite, applied
 from exportkit.running.bounds import HALF
@@ -78,6 +79,7 @@ class TracedProgram:
         crossings: Sizes that break conditions of the trace which change nothing.
         samples: Sizes for which the model runs, one for each pattern of 0 and 1 in the domain that was tried.
         suspects: Calls in which the program departs from the model by their values.
+        questions: What the code of the model asked about sizes during the trace, also what torch knew by then.
         layers: The layers that need not run for questions that are not about weights.
         seconds: Duration of each stage, in seconds.
     """
@@ -102,6 +104,7 @@ class TracedProgram:
     crossings: tuple[Mapping[str, int], ...] = ()
     samples: tuple[Mapping[str, int], ...] = ()
     suspects: tuple[Call, ...] = field(default=(), compare=False)
+    questions: tuple[ShapeGuard, ...] = field(default=(), compare=False, repr=False)
     layers: ReusedLayers | None = field(default=None, compare=False)
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
@@ -193,7 +196,7 @@ def trace(
     ):
         specs, input_paths = traced.dynamic_shapes(), traced.input_paths()
         try:
-            with modules_kept(model), _no_error_caught():
+            with modules_kept(model), _no_error_caught(), questions_noted() as questions:
                 program = _exported(model, traced.arguments, specs, rules)
         except ExportError:
             raise
@@ -225,6 +228,7 @@ def trace(
         example.joined_outputs,
         example.member_rows,
         skips_entry=traced.skips_entry,
+        questions=answered_questions(program, questions),
         layers=ReusedLayers.of(program, copied.copies),
     )
 

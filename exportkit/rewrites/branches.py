@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from exportkit._torch_compat.size_arithmetic import is_of_slices
 from exportkit._torch_compat.traced_values import (
     as_if_many,
     asserted,
@@ -36,12 +37,14 @@ from exportkit._torch_compat.traced_values import (
 from exportkit.overrides import Attribute, replaced, replaced_attributes
 
 Place = tuple[str, int, int]  # file, line, and the instruction
+Line = tuple[str, int]  # file and line
 _MASK = "exportkit_mask"  # set on the result of any() and all(): the mask, and the function's name
 _ASKING, _OWNERS = ("any", "all"), (torch, torch.Tensor)
 _TORCH, EXPORTKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _PYTHON = Path(sysconfig.get_paths()["stdlib"])
 # Code without a file: a prompt, a notebook, a doctest. Other names of this form belong to Python and torch.
 _TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
+_TELLING = frozenset({"print", "warn", "warn_once", "warning", "warning_once", "info", "debug", "error"})
 _OFTEN = 300  # decisions of one line in one call; `while mask.any()` does not end if it goes on in every case
 
 
@@ -206,10 +209,7 @@ def many_values(_model: torch.nn.Module) -> Iterator[None]:
         try:
             return decide(self, question, *args, **options)
         except value_error():
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and _passes_questions_on(frame):
-                frame = frame.f_back
-            found = None if frame is None or is_model_code(frame.f_code.co_filename) else as_if_many(self, question)
+            found = None if is_model_code(_asking(sys._getframe(1))[0]) else as_if_many(self, question)
             if found is None:
                 raise
         return found
@@ -218,12 +218,38 @@ def many_values(_model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def _passes_questions_on(frame: FrameType) -> bool:
-    """Whether a function asks on behalf of its caller: of torch's symbolic numbers, and what takes their place."""
-    file = Path(frame.f_code.co_filename)
-    return any(
-        file.is_relative_to(each) for each in (_TORCH / "fx" / "experimental", _TORCH / "__init__.py", EXPORTKIT)
-    )
+@contextlib.contextmanager
+def questions_noted() -> Iterator[Collection[tuple[Any, Line]]]:
+    """Notes what the code of a model asks about sizes in a trace, as relations that hold, with the line that asked.
+
+    torch makes a guard only of what it does not know by then. How long slices are is noted as well.
+    """
+    owner, name = questions_about_sizes()
+    decide, noted = getattr(owner, name), dict[tuple[Any, Line], None]()
+
+    def answer(self: Any, question: Any, *args: Any, **options: Any) -> Any:
+        made = decide(self, question, *args, **options)
+        if getattr(question, "is_Relational", False):
+            line = _asking(sys._getframe(1))
+            if is_model_code(line[0]) or is_of_slices(line[0]):
+                noted.setdefault((question if made else ~question, line), None)
+        return made
+
+    with replaced_attributes(owner, {name: answer}):
+        yield noted
+
+
+def _asking(frame: FrameType | None) -> Line:
+    """The line that asks: not one of torch's symbolic numbers, nor of what takes their place."""
+    while frame is not None and _passes_questions_on(frame.f_code.co_filename):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+@functools.lru_cache(maxsize=1024)
+def _passes_questions_on(file: str) -> bool:
+    asking_for_others = _TORCH / "fx" / "experimental", _TORCH / "__init__.py", EXPORTKIT
+    return any(Path(file).is_relative_to(each) for each in asking_for_others)
 
 
 def _passing(frame: FrameType | None) -> bool | None:
@@ -294,6 +320,11 @@ def is_check(place: Place) -> bool:
     return any(line in _lines_of(check.statement.test) for check in _source(file).checks)
 
 
+def is_idle(line: Line) -> bool:
+    """Returns whether a line is the condition of a statement that changes no value: it writes to a log, for example."""
+    return any(line[1] in _lines_of(statement.test) for statement in _source(line[0]).idle)
+
+
 class _Check(NamedTuple):
     """A statement one side of which does nothing but raise, and what its test has to be for the other side."""
 
@@ -302,10 +333,11 @@ class _Check(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """What a file says: its checks, and the lines in which errors are caught."""
+    """What a file says: its checks, the lines in which errors are caught, and conditions that change no value."""
 
     checks: tuple[_Check, ...] = ()
     catching: tuple[range, ...] = ()
+    idle: tuple[ast.If, ...] = ()
 
 
 def parsed(file: str) -> ast.Module:
@@ -318,17 +350,19 @@ def parsed(file: str) -> ast.Module:
 
 @functools.lru_cache(maxsize=64)
 def _source(file: str) -> _Source:
-    checks, catching = list[_Check](), list[range]()
+    checks, catching, idle = list[_Check](), list[range](), list[ast.If]()
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _only_raises(node.orelse)):
             checks.append(_Check(node, True))
         elif isinstance(node, ast.If) and _only_raises(node.body):
             checks.append(_Check(node, False))
+        elif isinstance(node, ast.If) and all(map(_changes_no_value, [*node.body, *node.orelse])):
+            idle.append(node)
         elif isinstance(node, ast.Try) and node.handlers:
             catching += map(_lines_of, node.body)
         elif isinstance(node, ast.With) and any("suppress" in ast.dump(item.context_expr) for item in node.items):
             catching.append(_lines_of(node))
-    return _Source(tuple(checks), tuple(catching))
+    return _Source(tuple(checks), tuple(catching), tuple(idle))
 
 
 def _lines_of(node: ast.expr | ast.stmt) -> range:
@@ -339,3 +373,14 @@ def _only_raises(statements: list[ast.stmt]) -> bool:
     simple = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)
     is_raised = bool(statements) and isinstance(statements[-1], ast.Raise)
     return is_raised and all(isinstance(statement, simple) for statement in statements[:-1])
+
+
+def _changes_no_value(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Pass():
+            return True
+        case ast.Expr(ast.Call(ast.Name(name) | ast.Attribute(_, name))):
+            return name in _TELLING
+        case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(ast.Name(held), "contiguous"), [], [])):
+            return name == held
+    return False

@@ -20,9 +20,8 @@ import torch
 
 from exportkit._torch_compat.traced_values import answer_for_some
 from exportkit.overrides import Attribute, replaced
-from exportkit.rewrites.branches import is_model_code, parsed
+from exportkit.rewrites.branches import Line, is_model_code, parsed
 
-Line = tuple[str, int]  # file and line
 _REWRITES = str(Path(__file__).parent)
 
 

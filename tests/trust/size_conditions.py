@@ -3,6 +3,7 @@
 Recorded with (2, 5) and (3, 7) unless a case says otherwise.
 """
 
+import logging
 import math
 
 import torch
@@ -364,3 +365,40 @@ def length_in_a_message(self, x):
     assert x.shape[1] < 1000, f"expected less than 1000 tokens, got {x.shape[1]}"
     message = f"{x.shape[1]} tokens of at most 1000"
     return x * 2 if message else x
+
+
+@case(serves=at((4, 6), (2, 20)), truth=at((2, 3), (4, 3), (8, 2), (1, 3)))
+def one_size_behind_a_line_that_logs(self, x):
+    """Is traced at more than nine columns, where three columns are out of the question."""
+    if x.shape[1] > 9:
+        logging.getLogger(__name__).debug("long")
+    return x + 1 if x.shape[1] == 3 else x * 2
+
+
+@case(serves=at((4, 6), (2, 12), (2, 20)), truth=at((2, 21), (3, 40), (2, 3), (2, 4), (1, 30)))
+def limits_behind_a_line_that_logs(self, x):
+    if x.shape[1] > 9:
+        logging.getLogger(__name__).debug("long")
+    return x + 1 if x.shape[1] > 20 or x.shape[1] < 4 else x * 2
+
+
+@case(serves=at((64, 4), (70, 8)), truth=at((71, 3), (99, 5), (2, 64)))
+def limit_behind_a_line_that_makes_contiguous(self, x):
+    if x.shape[0] >= 64:
+        x = x.contiguous()
+    return x + 1 if x.shape[0] > 70 else x * 2
+
+
+@case(truth=at((4, 6), (2, 9), (2, 10), (3, 20)))
+def same_limit_as_a_line_that_logs(self, x):
+    if x.shape[1] > 9:
+        logging.getLogger(__name__).debug("long")
+    return x + 1 if x.shape[1] >= 10 else x * 2
+
+
+@case(serves=at((4, 6), (2, 20)), truth=at((2, 3), (4, 2), (5, 4), (1, 3)))
+def slice_behind_a_line_that_logs(self, x):
+    if x.shape[1] > 9:
+        logging.getLogger(__name__).debug("long")
+    first = x[:, :4]
+    return first.sum(1) / first.shape[1]
