@@ -146,6 +146,15 @@ def _place(location: Any) -> tuple[str, int]:
     return place.filename, place.lineno
 
 
+def line_of_strict_trace(environment: Any) -> tuple[str, int]:
+    """Returns the file and the line of the model that strict tracing has come to. Seen in torch 2.13.
+
+    Args:
+        environment: The symbols of the trace.
+    """
+    return _place(require(environment, "_get_sloc", "torch 2.13")())
+
+
 def hold_equal(first: Any, second: Any) -> None:
     """Tells the trace that is running that two sizes are the same, so that they have one symbol.
 

@@ -196,7 +196,7 @@ def trace(
     ):
         specs, input_paths = traced.dynamic_shapes(), traced.input_paths()
         try:
-            with modules_kept(model), _no_error_caught(), questions_noted() as questions:
+            with modules_kept(model), _no_error_caught(), questions_noted(STRICT in rules) as questions:
                 program = _exported(model, traced.arguments, specs, rules)
         except ExportError:
             raise

@@ -14,6 +14,7 @@ import ast
 import contextlib
 import functools
 import linecache
+import re
 import sys
 import sysconfig
 from collections import defaultdict
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from exportkit._torch_compat.size_arithmetic import is_of_slices
+from exportkit._torch_compat.symbolic_shapes import line_of_strict_trace
 from exportkit._torch_compat.traced_values import (
     as_if_many,
     asserted,
@@ -44,7 +46,7 @@ _TORCH, EXPORTKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _PYTHON = Path(sysconfig.get_paths()["stdlib"])
 # Code without a file: a prompt, a notebook, a doctest. Other names of this form belong to Python and torch.
 _TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
-_TELLING = frozenset({"print", "warn", "warn_once", "warning", "warning_once", "info", "debug", "error"})
+_LOGGING = re.compile(r"print|warn|(\w+\.)*(_*log(ger|ging)?(\.getLogger\(.*\))?|warnings)\.\w+", re.IGNORECASE)
 _OFTEN = 300  # decisions of one line in one call; `while mask.any()` does not end if it goes on in every case
 
 
@@ -219,10 +221,13 @@ def many_values(_model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def questions_noted() -> Iterator[Collection[tuple[Any, Line]]]:
+def questions_noted(strict: bool) -> Iterator[Collection[tuple[Any, Line]]]:
     """Notes what the code of a model asks about sizes in a trace, as relations that hold, with the line that asked.
 
     torch makes a guard only of what it does not know by then. How long slices are is noted as well.
+
+    Args:
+        strict: Whether the trace is a strict one, which interprets the code.
     """
     owner, name = questions_about_sizes()
     decide, noted = getattr(owner, name), dict[tuple[Any, Line], None]()
@@ -230,7 +235,7 @@ def questions_noted() -> Iterator[Collection[tuple[Any, Line]]]:
     def answer(self: Any, question: Any, *args: Any, **options: Any) -> Any:
         made = decide(self, question, *args, **options)
         if getattr(question, "is_Relational", False):
-            line = _asking(sys._getframe(1))
+            line = line_of_strict_trace(self) if strict else _asking(sys._getframe(1))
             if is_model_code(line[0]) or is_of_slices(line[0]):
                 noted.setdefault((question if made else ~question, line), None)
         return made
@@ -357,7 +362,8 @@ def _source(file: str) -> _Source:
         elif isinstance(node, ast.If) and _only_raises(node.body):
             checks.append(_Check(node, False))
         elif isinstance(node, ast.If) and all(map(_changes_no_value, [*node.body, *node.orelse])):
-            idle.append(node)
+            keeps_result = any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.test))
+            idle += [] if keeps_result else [node]
         elif isinstance(node, ast.Try) and node.handlers:
             catching += map(_lines_of, node.body)
         elif isinstance(node, ast.With) and any("suppress" in ast.dump(item.context_expr) for item in node.items):
@@ -379,8 +385,8 @@ def _changes_no_value(statement: ast.stmt) -> bool:
     match statement:
         case ast.Pass():
             return True
-        case ast.Expr(ast.Call(ast.Name(name) | ast.Attribute(_, name))):
-            return name in _TELLING
+        case ast.Expr(ast.Call(function)):
+            return _LOGGING.fullmatch(ast.unparse(function)) is not None
         case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(ast.Name(held), "contiguous"), [], [])):
             return name == held
     return False
