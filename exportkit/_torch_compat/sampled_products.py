@@ -1,4 +1,4 @@
-"""Runs operators of torch with sampled products: of a large matrix of weights, only a few entries are read.
+"""Runs operators of torch with sampled products: of a large matrix or kernel of weights, only a part is read.
 
 What a model does at some sizes, or with other arguments, does not depend on the values of its weights. So a question
 that is answered by running the model several times can be asked of a model with sparse matrices, whose runs take a
@@ -22,6 +22,9 @@ from exportkit._torch_compat.tracing import dispatch_mode
 # elements, and exporting one of 12 layers two thirds of the time for 83 million (one thread).
 LARGE = 2**18
 ENOUGH = 2**26
+# Convolutions read their weights once for each pixel, so sampling them pays earlier.
+LARGE_KERNEL, ENOUGH_KERNELS = 2**15, 2**22
+_CHANNELS = 8  # of the result that are computed; the others are like them
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -39,6 +42,8 @@ class _SampledProducts:
         if func is aten.addmm.default and self._is_weight(args[2]):
             shift, values, weight = args
             return shift * options.get("beta", 1) + self._product(values, weight) * options.get("alpha", 1)
+        if func is aten.convolution.default and args[8] == 1 and self._is_kernel(args[1]):
+            return _sampled_convolution(*args)
         return func(*args, **options)
 
     def _product(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -51,7 +56,13 @@ class _SampledProducts:
         if matrix.numel() < LARGE:
             return False
         weight = self.weights.get(matrix.data_ptr())
-        return weight is not None and weight.numel() == matrix.numel()
+        return weight is not None and weight.ndim == 2 and weight.numel() == matrix.numel()
+
+    def _is_kernel(self, kernel: torch.Tensor) -> bool:
+        if kernel.numel() < LARGE_KERNEL:
+            return False
+        weight = self.weights.get(kernel.data_ptr())
+        return weight is not None and weight.shape == kernel.shape
 
 
 class _Sampled:
@@ -80,8 +91,25 @@ class _Sampled:
         return result.flatten(1)[:, : self.columns].contiguous()
 
 
+def _sampled_convolution(
+    values: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, *options: Any
+) -> torch.Tensor:
+    """A convolution of which a few channels are computed. The others are multiples of these."""
+    axis = 1 if options[3] else 0  # of the channels of the result; a transposed convolution has them second
+    channels = kernel.shape[axis]
+    few = kernel.narrow(axis, 0, min(_CHANNELS, channels))
+    part: torch.Tensor = torch.ops.aten.convolution(values, few, None, *options)
+    source = torch.arange(channels, device=kernel.device) % few.shape[axis]
+    sums = kernel.transpose(0, axis).flatten(1).sum(1)
+    shape = (-1, *[1] * (kernel.ndim - 2))
+    result = part[:, source].mul_((1 + (sums - sums[source]).tanh() / 2).view(shape))
+    result = result if bias is None else result.add_(bias.view(shape))
+    is_last = part.ndim == 4 and not part.is_contiguous() and part.is_contiguous(memory_format=torch.channels_last)
+    return result.contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
+
+
 def sampled_products(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any] | None:
-    """Returns a context manager in which products with large parameters read a few of their entries.
+    """Returns a context manager in which products and convolutions with large parameters read a few of their entries.
 
     Each row of the result depends on the same row of the other factor, as in a whole product, and equal operators give
     equal results. Seen in torch 2.13.
@@ -92,10 +120,16 @@ def sampled_products(parameters: Iterable[torch.Tensor]) -> contextlib.AbstractC
     Returns:
         The context manager, or None if whole products take less time.
     """
-    large = {p.data_ptr(): p for p in parameters if p.ndim == 2 and p.numel() >= LARGE and not p.is_meta}
-    if sum(map(torch.numel, large.values())) < ENOUGH:
-        return None
-    return dispatch_mode(_SampledProducts, weights=large, known=_known())
+    weights = [parameter for parameter in parameters if not parameter.is_meta]
+    matrices = [weight for weight in weights if weight.ndim == 2 and weight.numel() >= LARGE]
+    kernels = [weight for weight in weights if weight.ndim > 2 and weight.numel() >= LARGE_KERNEL]
+    read = [
+        weight
+        for found, enough in ((matrices, ENOUGH), (kernels, ENOUGH_KERNELS))
+        for weight in (found if sum(map(torch.numel, found)) >= enough else ())
+    ]
+    by_address = {weight.data_ptr(): weight for weight in read}
+    return dispatch_mode(_SampledProducts, weights=by_address, known=_known()) if read else None
 
 
 @functools.cache

@@ -7,7 +7,8 @@ which tracing assumes, is left out.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,7 @@ class TracedSizes:
                 if getattr(size, "is_Symbol", False) and (size not in self._homes or planned.variable is not None):
                     self._homes[size] = planned
         self._names = {symbol: str(size) for symbol, size in self._homes.items()}
+        self._texts: dict[Any, str] = {}  # of expressions
 
     def conditions(self) -> tuple[SizeCondition, ...]:
         """Returns the conditions under which the program may be used, those of the model's own code first."""
@@ -112,7 +114,6 @@ class TracedSizes:
         The weights of attention count as one, as a translated graph has it even where torch computes without it.
         Tensors whose size depends on values are left out.
         """
-        texts: dict[Any, str] = {}
         found: dict[str, None] = {}
         for node in self._program.graph.nodes:
             value = node.meta.get("val")
@@ -120,15 +121,32 @@ class TracedSizes:
             if node.target is torch.ops.aten.scaled_dot_product_attention.default:
                 query, keys = (argument.meta["val"].shape for argument in node.args[:2])
                 shapes.append((*query[:-1], keys[-2]))
-            for shape in shapes:
-                sizes = [size if expr is None else expr for size in shape for expr in [traced_expression(size)]]
-                symbols = {symbol for size in sizes for symbol in getattr(size, "free_symbols", ())}
-                if symbols and symbols <= self._homes.keys():
-                    for size in sizes:
-                        if size not in texts:
-                            texts[size] = str(size) if isinstance(size, int) else f"({as_python(size, self._names)})"
-                    found[" * ".join([texts[size] for size in sizes])] = None
+            found.update(dict.fromkeys(count for shape in shapes if (count := self._count(shape))))
         return list(found)
+
+    def kernel_products(self) -> str:
+        """Returns how many products the convolutions compute, as an expression over the variables of the plan."""
+        found = Counter[str]()
+        for node in self._program.graph.nodes:
+            name = str(node.target)
+            if name.startswith("aten.conv"):
+                values, kernel = (argument.meta["val"].shape for argument in node.args[:2])
+                count = self._count(values if "transpose" in name else node.meta["val"].shape)
+                found[count or "0"] += math.prod(kernel[1:])
+        return " + ".join(f"{factor} * {count}" for count, factor in found.items()) or "0"
+
+    def _count(self, shape: Sequence[Any]) -> str:
+        """How many elements a tensor has, if that follows from sizes of inputs and from nothing else."""
+        sizes = [size if expr is None else expr for size in shape for expr in [traced_expression(size)]]
+        symbols = {symbol for size in sizes for symbol in getattr(size, "free_symbols", ())}
+        if not symbols or not symbols <= self._homes.keys():
+            return ""
+        return " * ".join([str(size) if isinstance(size, int) else self._text(size) for size in sizes])
+
+    def _text(self, size: Any) -> str:
+        if size not in self._texts:
+            self._texts[size] = f"({as_python(size, self._names)})"
+        return self._texts[size]
 
     def fixed(self) -> frozenset[str]:
         """Returns the conditions that an axis became a number or depends on others: a graph takes nothing else."""

@@ -234,8 +234,8 @@ def without_harmless(
 
     torch asks about sizes to choose between ways of computing the same, such as whether a tensor is contiguous. Such a
     condition is waived if the program returns what the model returns at sizes that break it. One that a line of the
-    model asked for stays, because its other branch may compute anything, unless that branch changes no value, or
-    recorded calls took it too.
+    model asked for stays, because its other branch may compute anything, unless recorded calls took that branch too. If
+    no branch changes a value, it is waived as well.
 
     Args:
         traced: The program.
@@ -255,7 +255,7 @@ def without_harmless(
     asked = {
         condition.text: condition.numbers()
         for condition in stated
-        if condition.text not in may_change and (not condition.own or condition.text in {*recorded_right, *idle})
+        if condition.text not in may_change and (not condition.own or condition.text in recorded_right - idle)
     }
     numbers = {n for found in asked.values() for n in found if 0 < n <= _LARGEST_TRIED}
     near = {size for n in numbers for size in (n, n + 1, n + 3, 2 * n)}
@@ -276,10 +276,10 @@ def without_harmless(
         outcomes = [probe.difference(tried[position]) for position in (0, len(tried) // 2, -1)]
         if "" in outcomes and not any(outcomes) and not probe.limits(tried[-1], domain):
             harmless[text] = tried[-1]
-    texts = {*harmless, *(idle & asked.keys() - crossing.keys())}  # of sizes that take too long to be tried
-    waived = [condition for condition in domain.conditions if condition.text in texts]
-    kept = [condition for condition in domain.conditions if condition.text not in texts] if texts else stated
-    return replace(domain, conditions=traced_sizes.tightest(kept), waived=tuple(waived)), list(harmless.values())
+    texts = {*harmless, *(idle - may_change)}
+    waived = tuple([condition for condition in stated if condition.text in texts])
+    kept = [condition for condition in domain.conditions if condition.text not in texts] if waived else stated
+    return replace(domain, conditions=traced_sizes.tightest(kept), waived=waived), list(harmless.values())
 
 
 def add_patterns(traced: TracedProgram) -> TracedProgram:

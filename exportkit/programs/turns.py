@@ -23,7 +23,8 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
 
-# A call at other, larger sizes is run if parameters times rows and tokens stay below this: about two seconds.
+# A call at other, larger sizes is run if parameters times rows and tokens stay below this, and so do the products of
+# convolutions: about two seconds.
 _MOST_WORK = 2**36
 _MOST_ELEMENTS = 2**22  # of all inputs together
 # Elements of one tensor: 512 MiB of float32, of which onnxruntime may hold a few. The logits of 5 rows of 71 tokens
@@ -47,14 +48,14 @@ class Affordable:
 
     Args:
         traced: The program.
-        most_work: The most parameters times rows and tokens.
+        most_work: The most parameters times rows and tokens, and the most products of convolutions.
     """
 
     def __init__(self, traced: TracedProgram, most_work: int = _MOST_WORK) -> None:
-        self._traced, self._most_work = traced, most_work
-        self._parameters = sum(parameter.numel() for parameter in traced.model.parameters())
-        counts = TracedSizes(traced).element_counts()
-        self._small_enough = [SizeCondition(f"{count} <= {_LARGEST_TENSOR}") for count in counts]
+        self._traced, self._most_work, sizes = traced, most_work, TracedSizes(traced)
+        self._parameters = sum(parameter.numel() for parameter in traced.model.parameters() if parameter.ndim <= 2)
+        limits = [*((count, _LARGEST_TENSOR) for count in sizes.element_counts()), (sizes.kernel_products(), most_work)]
+        self._small_enough = [SizeCondition(f"{count} <= {most}") for count, most in limits]
 
     def __contains__(self, sizes: Mapping[str, int]) -> bool:
         shapes = self._traced.plan.shapes(sizes).values()

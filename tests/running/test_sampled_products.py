@@ -15,6 +15,7 @@ from exportkit.probing.effects import changed_state, written_arguments
 @pytest.fixture(autouse=True)
 def _every_large_matrix_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ENOUGH", module.LARGE)
+    monkeypatch.setattr(module, "ENOUGH_KERNELS", module.LARGE_KERNEL)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(512, 512), (600, 1300), (1300, 600)])
@@ -35,7 +36,30 @@ def test_rows_are_apart_and_every_input_counts(inputs: int, outputs: int) -> Non
     assert 0.5 < y.std() / layer(x).std() < 2
 
 
+@pytest.mark.parametrize("make", [torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.ConvTranspose2d])
+def test_every_channel_of_a_convolution_counts(make: type[torch.nn.Module]) -> None:
+    torch.manual_seed(0)
+    layer, x = make(64, 200, 3, stride=2, padding=1), torch.randn(2, 64, *[9] * (1 if make is torch.nn.Conv1d else 2))
+    sampled = sampled_products(layer.parameters())
+    assert sampled is not None
+    with torch.no_grad(), sampled:
+        y, nothing = layer(x), layer(torch.zeros_like(x))
+        shown = [
+            (layer(torch.where(torch.arange(64).view(-1, *[1] * (x.ndim - 2)) == n, x, 0)) - nothing) for n in (0, 63)
+        ]
+    with torch.no_grad():
+        whole = layer(x)
+        assert torch.equal(nothing, layer(torch.zeros_like(x)))  # the shift
+    assert y.shape == whole.shape
+    assert y.stride() == whole.stride()
+    assert not torch.allclose(y, whole)
+    assert 0.5 < y.std() / whole.std() < 2
+    assert all(change.abs().flatten(2).sum(2).gt(0).all() for change in shown)
+    assert len({round(channel.sum().item(), 4) for channel in y[0]}) > 190
+
+
 def test_small_weights_are_read_whole() -> None:
+    assert sampled_products(torch.nn.Conv2d(16, 16, 3).parameters()) is None
     assert sampled_products(torch.nn.Linear(64, 64).parameters()) is None
 
 
