@@ -1,5 +1,7 @@
 """Models that decide by sizes: a call is answered as the model answers it, or refused with the condition it breaks."""
 
+import math
+
 import pytest
 import sympy
 import torch
@@ -10,6 +12,7 @@ from torch.utils._sympy.functions import FloorDiv, Max, Min
 import exportkit
 from exportkit._torch_compat.symbolic_shapes import always_holds
 from exportkit.errors import ArgumentError
+from exportkit.programs.turns import Affordable
 from tests.programs import failing
 
 
@@ -185,3 +188,18 @@ def test_the_domain_is_saved_with_the_graph(tmp_path):
     properties = {item.key: item.value for item in onnx.load(loaded.path, load_external_data=False).metadata_props}
     assert json.loads(properties["exportkit.domain"])["conditions"][0]["text"] == "x_axis_1 <= 8"
     assert (tmp_path / "out" / "report.txt").read_text().startswith("proven for ")
+
+
+def test_what_convolutions_compute_bounds_the_sizes_that_are_tried():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 1), *[torch.nn.Conv2d(64, 64, 3, padding=1) for _ in range(20)])
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, size in ((2, 16), (3, 24)):
+            model(torch.randn(batch, 3, size, size))
+    traced = exportkit.export(model, observer).traced
+    affordable = Affordable(traced)
+    height, width = (name for name in traced.sizes if name != "batch")
+    products = 64 * 3 + 20 * 64 * 64 * 9  # for each pixel
+    side = math.isqrt(2**36 // products)
+    assert {"batch": 1, height: side, width: side} in affordable
+    assert {"batch": 1, height: side + 9, width: side + 9} not in affordable
