@@ -268,7 +268,7 @@ def _is_known(node: torch.fx.Node) -> bool:
     if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
         return is_plain_pool(first, *others)
     if node.target is aten.rsub.Scalar:
-        return not isinstance(others[0], torch.fx.Node)
+        return not isinstance(others[0], torch.fx.Node) and node.meta["val"].dtype is first.meta["val"].dtype
     if node.target is aten.roll.default:
         return all(isinstance(shift, int) for shift in others[0])
     if node.target is aten.scatter_reduce.two:
@@ -374,7 +374,8 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.multiply.Tensor: torch.mul,
     aten.subtract.Tensor: torch.sub,
     aten.true_divide.Tensor: torch.div,
-    aten.rsub.Scalar: lambda x, number, alpha=1: number + x * -alpha,  # the number follows from a size
+    # the number follows from a size, or is one of floats beside integers
+    aten.rsub.Scalar: lambda x, number, alpha=1: number + x.to(torch.result_type(x, number)) * -alpha,
     aten.roll.default: _roll,
     aten.split.Tensor: _split,
     aten.fft_fftshift.default: _fftshift,

@@ -131,3 +131,14 @@ def test_padding_reaches_the_longest_sequence_whichever_it_is(batch_first, tmp_p
     onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
     given = [torch.randn(8, 4), torch.randn(3, 4)]
     assert torch.equal(onnx_model(given), model(given))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_integers_are_subtracted_from_a_number_without_another_trace(dtype, tmp_path):
+    model, observer = Computed(lambda mask: (1.5 - mask) * -10000.0), exportkit.InputObserver()
+    with observer(model):
+        for shape in ((2, 5), (3, 7)):
+            model(torch.randint(0, 3, shape, dtype=dtype))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    assert [str(attempt) for attempt in onnx_model.exported.attempts] == ["plain trace: succeeded"]
