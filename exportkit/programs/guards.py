@@ -36,6 +36,8 @@ from exportkit.running.program import tensor_placeholders
 # A limit that means none to torch.
 _UNLIMITED = 2**31
 
+_CONVOLUTIONS = tuple([f"aten.{name}" for name in ("conv1d", "conv2d", "conv3d", "conv_transpose", "convolution.")])
+
 Axis = tuple[str, int]
 
 
@@ -129,7 +131,7 @@ class TracedSizes:
         found = Counter[str]()
         for node in self._program.graph.nodes:
             name = str(node.target)
-            if name.startswith("aten.conv"):
+            if name.startswith(_CONVOLUTIONS):
                 values, kernel = (argument.meta["val"].shape for argument in node.args[:2])
                 count = self._count(values if "transpose" in name else node.meta["val"].shape)
                 found[count or "0"] += math.prod(kernel[1:])
