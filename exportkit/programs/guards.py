@@ -126,16 +126,20 @@ class TracedSizes:
             found.update(dict.fromkeys(count for shape in shapes if (count := self._count(shape))))
         return list(found)
 
-    def kernel_products(self) -> str:
-        """Returns how many products the convolutions compute, as an expression over the variables of the plan."""
+    def kernel_products(self) -> list[str]:
+        """Returns how many products the convolutions compute, as expressions over the variables of the plan.
+
+        Those of convolutions with equally many results are one of them.
+        """
         found = Counter[str]()
         for node in self._program.graph.nodes:
             name = str(node.target)
             if name.startswith(_CONVOLUTIONS):
                 values, kernel = (argument.meta["val"].shape for argument in node.args[:2])
                 count = self._count(values if "transpose" in name else node.meta["val"].shape)
-                found[count or "0"] += math.prod(kernel[1:])
-        return " + ".join(f"{factor} * {count}" for count, factor in found.items()) or "0"
+                if count and all(isinstance(size, int) for size in kernel):
+                    found[count] += math.prod(kernel[1:])
+        return [f"{products} * {count}" for count, products in found.items()]
 
     def _count(self, shape: Sequence[Any]) -> str:
         """How many elements a tensor has, if that follows from sizes of inputs and from nothing else."""

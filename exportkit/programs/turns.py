@@ -32,6 +32,7 @@ _MOST_ELEMENTS = 2**22  # of all inputs together
 _LARGEST_TENSOR = 2**27
 
 UNTRIED = "it decides by sizes that take too long to be tried"
+_MOST_LEVELS = 4  # of resolution that are taken to compute equally much; a few of them do most of the work
 _MOST_COMPARISONS = 8  # that are turned; a path beside the trace rarely has more than one of its own
 _STEPS = (16, 64)  # at which sides are looked at that do not follow a variable in steps of one
 _MOST_COMPARED = 2**24  # a limit beyond this does not limit the size of a tensor
@@ -54,7 +55,9 @@ class Affordable:
     def __init__(self, traced: TracedProgram, most_work: int = _MOST_WORK) -> None:
         self._traced, self._most_work, sizes = traced, most_work, TracedSizes(traced)
         self._parameters = sum(parameter.numel() for parameter in traced.model.parameters() if parameter.ndim <= 2)
-        limits = [*((count, _LARGEST_TENSOR) for count in sizes.element_counts()), (sizes.kernel_products(), most_work)]
+        products = sizes.kernel_products()
+        limits = [(count, _LARGEST_TENSOR) for count in sizes.element_counts()]
+        limits += [(count, most_work // min(len(products), _MOST_LEVELS)) for count in products]
         self._small_enough = [SizeCondition(f"{count} <= {most}") for count, most in limits]
 
     def __contains__(self, sizes: Mapping[str, int]) -> bool:

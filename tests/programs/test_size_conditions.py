@@ -199,7 +199,7 @@ def test_what_convolutions_compute_bounds_the_sizes_that_are_tried():
     traced = exportkit.export(model, observer).traced
     affordable = Affordable(traced)
     height, width = (name for name in traced.sizes if name != "batch")
-    products = 64 * 3 + 20 * 64 * 64 * 9  # for each pixel
+    products = 64 * 3 + 20 * 64 * 64 * 9  # for each pixel, all at one resolution
     side = math.isqrt(2**36 // products)
     assert {"batch": 1, height: side, width: side} in affordable
     assert {"batch": 1, height: side + 9, width: side + 9} not in affordable
