@@ -41,7 +41,7 @@ from exportkit.rewrites.table import (
     applied,
     matching_rewrites,
 )
-from exportkit.running.eager import EagerRunner, gradients_noted, run_eager
+from exportkit.running.eager import EagerRunner, gradients_noted, needs_gradients, run_eager
 from exportkit.running.runner import Runner, compare_calls, recorded
 from exportkit.trees import flatten
 
@@ -85,7 +85,9 @@ def chosen_example(
             raised = raised or error
     else:
         raise raised or ArgumentError("There are no sizes to trace with.")
-    rules += [GRADIENTS] if gradients else []
+    if gradients:
+        rules.append(GRADIENTS)
+        call = replace(call, gradients=call.gradients or needs_gradients(model, method, call))
     rules += [LISTS_OF_ONE] if listing.found else []
     rules += [PACKED_SEQUENCES] if listing.packs else []
     rules += [ZEROS_AT_PADDING] if listing.asks_for_padding else []

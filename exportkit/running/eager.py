@@ -104,7 +104,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
     try:
         return made(records=False)
     except RuntimeError as error:
-        if not call.gradients or _NO_GRADIENT not in str(error):
+        if _NO_GRADIENT not in str(error):
             raise
     return flatten(made(records=True)).map(detached).build()
 
@@ -125,6 +125,20 @@ def _gradients_kept(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+
+
+def needs_gradients(model: torch.nn.Module, method: str, call: Call) -> bool:
+    """Returns whether a model that computes gradients leaves it to its caller to let torch record them.
+
+    Raises:
+        Exception: whatever the model raises.
+    """
+
+    def are_recorded(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> bool:
+        run(values)
+        return torch.is_grad_enabled()
+
+    return bool(run_eager(model, method, call, are_recorded))
 
 
 @contextlib.contextmanager

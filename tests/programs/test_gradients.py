@@ -34,6 +34,15 @@ class Forces(Energy):
         return {"energy": energy, "forces": -gradient}
 
 
+class ForcesAlone(Energy):
+    """Leaves it to its caller to let torch record gradients, and returns nothing that needs one."""
+
+    def forward(self, kinds, positions, edges):
+        positions = positions.detach().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(self.energy(kinds, positions, edges), positions)
+        return {"forces": -gradient}
+
+
 class ForcesUnderNoGrad(Energy):
     def forward(self, kinds, positions, edges):
         with torch.enable_grad():
@@ -60,6 +69,7 @@ def atoms(count):
     ("make", "mode"),
     [
         (Forces, torch.enable_grad),
+        (ForcesAlone, torch.enable_grad),
         (ForcesUnderNoGrad, torch.no_grad),
         (ForcesOfFunction, torch.no_grad),
         (ForcesOfFunction, torch.enable_grad),
