@@ -286,6 +286,11 @@ def slices_of_any_length() -> tuple[Any, dict[str, Any]]:
     return fake_impls, {"_compute_slice_index": place}
 
 
-def is_of_slices(place: str) -> bool:
-    """Returns whether a line of torch decides how long slices are. Seen in torch 2.13."""
-    return "_subclasses/fake_impls.py" in place
+def is_of_slices(place: str, function: str = "slice") -> bool:
+    """Returns whether a line of torch decides how long slices are. Seen in torch 2.13.
+
+    Args:
+        place: Its file, and maybe its number.
+        function: The function that it belongs to, if known: the same file has what decides about broadcasting.
+    """
+    return "_subclasses/fake_impls.py" in place and "slice" in function

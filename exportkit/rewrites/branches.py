@@ -235,20 +235,20 @@ def questions_noted(strict: bool) -> Iterator[Collection[tuple[Any, Line]]]:
     def answer(self: Any, question: Any, *args: Any, **options: Any) -> Any:
         made = decide(self, question, *args, **options)
         if getattr(question, "is_Relational", False):
-            line = line_of_strict_trace(self) if strict else _asking(sys._getframe(1))
-            if is_model_code(line[0]) or is_of_slices(line[0]):
-                noted.setdefault((question if made else ~question, line), None)
+            file, number, function = (*line_of_strict_trace(self), "") if strict else _asking(sys._getframe(1))
+            if is_model_code(file) or is_of_slices(file, function):
+                noted.setdefault((question if made else ~question, (file, number)), None)
         return made
 
     with replaced_attributes(owner, {name: answer}):
         yield noted
 
 
-def _asking(frame: FrameType | None) -> Line:
-    """The line that asks: not one of torch's symbolic numbers, nor of what takes their place."""
+def _asking(frame: FrameType | None) -> tuple[str, int, str]:
+    """The line and the function that ask: not of torch's symbolic numbers, nor of what takes their place."""
     while frame is not None and _passes_questions_on(frame.f_code.co_filename):
         frame = frame.f_back
-    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    return ("", 0, "") if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 @functools.lru_cache(maxsize=1024)
