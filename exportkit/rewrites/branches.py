@@ -6,6 +6,9 @@ A trace cannot know which way such a line goes, and there are two kinds of lines
   Whether a branch is one of these is found by running the model.
 - A check, one side of which does nothing but raise. A graph goes on with the other side, and asserts that this is the
   model's. It may test a tensor, or a number that was read from one: ``if mask.sum().item() != len(rows): raise``.
+
+Decisions by sizes become conditions of the graph. What the code asks about sizes is noted here, and which of its lines
+do nothing that a graph would have to know, such as writing to a log.
 """
 
 from __future__ import annotations
