@@ -191,7 +191,7 @@ def called_namespaces(run: Callable[[], Any]) -> list[ModuleType]:
             run()
     finally:
         sys.setprofile(before if callable(before) else None)
-        if hasattr(before, "enable"):  # cProfile, which is no function
+        if hasattr(before, "enable"):  # an object of cProfile, which setprofile does not take
             before.enable()
     return [sys.modules[name] for name in sorted(names & sys.modules.keys())]
 

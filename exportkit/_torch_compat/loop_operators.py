@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,18 @@ def loops_compiled_afresh() -> tuple[Any, dict[str, Any]]:
         return original(function, *arguments)
 
     return utils, {"_hop_compile_and_call": compiled}
+
+
+def sizes_seen_afresh() -> tuple[Any, dict[str, Any]]:
+    """Returns the attribute to replace, with its owner, so that loop operators know nothing of sizes of earlier calls.
+
+    torch makes a size dynamic that was another one when the function around a loop operator was compiled before, in
+    eager mode, too. A number in a trace would become a symbol that the trace does not know. Seen in torch 2.13.
+    """
+    from torch._dynamo import pgo
+
+    require(pgo, "_CODE_STATE", "torch 2.13")
+    return pgo, {"_CODE_STATE": defaultdict(require(pgo, "CodeState", "torch 2.13"))}
 
 
 def sizes_in_loops() -> tuple[Any, dict[str, Any]]:

@@ -16,7 +16,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.graph import decomposition_attributes
-from exportkit._torch_compat.loop_operators import loops_compiled_afresh, recurrent_kernels, sizes_in_loops
+from exportkit._torch_compat.loop_operators import (
+    loops_compiled_afresh,
+    recurrent_kernels,
+    sizes_in_loops,
+    sizes_seen_afresh,
+)
 from exportkit._torch_compat.modules import conversions_left_out
 from exportkit._torch_compat.size_arithmetic import decided_extreme, orders_of_products, views_as_given
 from exportkit._torch_compat.traced_values import depends_on_values
@@ -151,7 +156,7 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     """
     kernels = {**recurrent_kernels(), aten.max_pool1d.default: _max_pool1d, **KERNELS, **FAKE_QUANTISATION}
     attributes = decomposition_attributes(kernels)
-    attributes += [*REPLACED, *SIZE_FUNCTIONS]
+    attributes += [*REPLACED, *SIZE_FUNCTIONS, sizes_seen_afresh()]
     attributes += [loops_compiled_afresh(), sizes_in_loops(), *flexible_attention()] if tracing else []
     attributes += [views_as_given(), orders_of_products(), conversions_left_out()]
     attributes.append((torch.SymInt, {name: decided_extreme(name) for name in ("__sym_max__", "__sym_min__")}))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import exportkit
+from exportkit._torch_compat.loop_operators import scan
 from exportkit.errors import ExportError
 from exportkit.rewrites.table import LOOPS
 
@@ -220,6 +221,12 @@ def test_a_recurrent_layer_forgets_the_length_of_traces_that_failed(tmp_path):
     assert graph.verify().ok
     x = torch.randn(4, 13, 4)
     torch.testing.assert_close(graph(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_a_loop_that_ran_before_makes_no_size_of_a_later_one_dynamic(tmp_path):
+    scan(lambda c, x: (c * x[0] + x[1].sum(), c * 2), torch.zeros(2, 3), (torch.randn(5, 2, 3), torch.randn(5, 7)))
+    model, observer = looping(with_recurrent_layers)
+    assert exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify().ok
 
 
 def up_to_the_length_of_each_row(self, x, lengths):
