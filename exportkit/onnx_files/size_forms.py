@@ -60,6 +60,16 @@ def _binary(write: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return form
 
 
+def _comparison(write: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The form of a comparison, in which numbers in single precision are compared with all digits of the others."""
+
+    def form(x: Any, y: Any) -> Any:
+        convert = _exact if _is_float(x) or _is_float(y) else _whole
+        return write(convert(x), convert(y))
+
+    return form
+
+
 def _unary(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def form(x: Any) -> Any:
         return _float(write(_exact(x))) if _is_float(x) else write(x)
@@ -70,6 +80,16 @@ def _unary(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _to_int(write: Callable[[Any], Any]) -> Callable[..., Any]:
     def form(x: Any, _digits: Any = None) -> Any:
         return op.Cast(write(_exact(x)), to=_INT) if _is_float(x) else op.Identity(x)
+
+    return form
+
+
+def _bitwise(write: Callable[[Any, Any], Any], of_booleans: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The form of an operator on the bits of two numbers, as in ``(n + 7) & ~7``, or on two booleans."""
+
+    def form(x: Any, y: Any) -> Any:
+        are_booleans = any(isinstance(value, bool) or getattr(value, "dtype", _INT) != _INT for value in (x, y))
+        return (of_booleans if are_booleans else write)(_whole(x), _whole(y))
 
     return form
 
@@ -152,8 +172,18 @@ SIZE_FORMS: dict[Any, Callable[..., Any]] = {
     operator.mul: _binary(op.Mul),
     operator.pow: _binary(op.Pow),
     operator.neg: _unary(op.Neg),
+    operator.eq: _comparison(op.Equal),
+    operator.ne: _comparison(lambda x, y: op.Not(op.Equal(x, y))),
+    operator.lt: _comparison(op.Less),
+    operator.le: _comparison(op.LessOrEqual),
+    operator.gt: _comparison(op.Greater),
+    operator.ge: _comparison(op.GreaterOrEqual),
     operator.truediv: lambda x, y: _float(op.Div(_exact(x), _exact(y))),
     operator.floordiv: _floordiv,
+    operator.and_: _bitwise(op.BitwiseAnd, op.And),
+    operator.or_: _bitwise(op.BitwiseOr, op.Or),
+    operator.lshift: lambda x, y: op.Mul(x, op.Pow(_whole(2), y)),
+    operator.rshift: lambda x, y: _floordiv(x, op.Pow(_whole(2), y)),
     torch.sym_float: lambda x: _float(_exact(x)),
     symbolic_square_root(): lambda x: _float(op.Sqrt(_exact(x))),
     math.floor: _to_int(op.Floor),

@@ -336,6 +336,8 @@ def _take_numbers(graph: onnx_ir.Graph, inputs: Mapping[str, str], numbers: Mapp
             continue
         number = onnx_ir.val(value.name, onnx_ir.DataType.INT64, ())
         graph.inputs[position] = number
+        if not value.uses():
+            continue
         tape = onnx_ir.tape.Tape()
         zero, one = (tape.initializer(onnx_ir.tensor([n], name=f"{value.name}_{n}")) for n in (0, 1))
         last = tape.op("Reshape", [number, one])

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import export_with_gradients, trace_module, without_regions
+from exportkit._torch_compat.graph import arguments_of, export_with_gradients, trace_module, without_regions
 from exportkit._torch_compat.loop_operators import with_constants_outside
 from exportkit._torch_compat.symbolic_shapes import ShapeGuard, answered_questions
-from exportkit._torch_compat.traced_values import value_error
+from exportkit._torch_compat.traced_values import is_counted, size_in_trace, value_error
 from exportkit._torch_compat.tracing import (
     constraints_that_solve,
     distribution_checks,
@@ -52,6 +52,8 @@ from exportkit.running.bounds import HALF
 from exportkit.running.eager import Answer, autocast, kernels_of, sampled_answer
 from exportkit.running.module_state import modules_kept
 from exportkit.trees import Tree, caches_opened
+
+_SQUEEZES = tuple(getattr(torch.ops.aten.squeeze, name) for name in ("default", "dim", "dims"))
 
 
 @dataclass(frozen=True, repr=False)
@@ -254,14 +256,43 @@ def _leave_buffers(program: torch.export.ExportedProgram) -> None:
 
 
 def _settle_views(program: torch.export.ExportedProgram) -> None:
-    """Writes the size that a -1 stands for where it is always the same: an empty tensor does not show it."""
+    """Writes down what a trace took for granted about shapes, where running the program would ask for it again.
+
+    That is the size that a -1 stands for, as an empty tensor does not show it, and the axes that a squeeze leaves out:
+    in the trace, an axis of any size is one of several elements, so it stays.
+    """
     views = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
     for node in program.graph.nodes:
         shape = getattr(node.meta.get("val"), "shape", None)  # none if the operator raised
         if node.target in views and -1 in node.args[1] and shape is not None:
             sizes = zip(node.args[1], shape, strict=True)
             node.update_arg(1, [real if size == -1 and type(real) is int else size for size, real in sizes])
+        elif node.target in _SQUEEZES and shape is not None:
+            _settle_squeeze(node, len(shape))
     program.graph_module.recompile()
+
+
+def _settle_squeeze(node: torch.fx.Node, rank: int) -> None:
+    """Names the axes that the trace left out; one that has one element under a condition only is selected from."""
+    value: torch.fx.Node = arguments_of(node)["self"]
+    shape, axes = value.meta["val"].shape, arguments_of(node).get("dim", range(len(value.meta["val"].shape)))
+    axes = sorted({axis % max(len(shape), 1) for axis in ([axes] if isinstance(axes, int) else axes)})
+    any_size = [axis for axis in axes if isinstance(shape[axis], torch.SymInt)] if len(shape) else []
+    if not any_size or any(map(is_counted, shape)):
+        return  # of a size that is counted, the graph itself makes sure that it is not 1
+    gone = [axis for axis in axes if (size_in_trace(shape[axis]) if axis in any_size else shape[axis]) == 1]
+    if len(gone) != len(shape) - rank:
+        return
+    if set(any_size).isdisjoint(gone):
+        node.target, node.args, node.kwargs = _SQUEEZES[-1], (value, gone), {}
+        return
+    select = torch.ops.aten.select.int
+    for axis in gone[:0:-1]:
+        with node.graph.inserting_before(node):
+            inner = node.graph.call_function(select, (value, axis, 0))
+        inner.meta = {**node.meta, "val": select(value.meta["val"], axis, 0)}
+        value = inner
+    node.target, node.args, node.kwargs = select, (value, gone[0], 0), {}
 
 
 @contextlib.contextmanager

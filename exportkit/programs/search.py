@@ -14,7 +14,8 @@ from exportkit.overrides import called_namespaces
 from exportkit.probing.planning import BoundPlan
 from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import audit_effects, audit_sizes, findings_of, rule_findings
-from exportkit.programs.example import chosen_example, rules_for_decisions
+from exportkit.programs.decisions import rules_for_decisions, rules_for_every_way
+from exportkit.programs.example import chosen_example
 from exportkit.programs.failure import is_data_dependent
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_harmless_constants, with_traits
@@ -23,12 +24,13 @@ from exportkit.programs.program import TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.programs.strategies import STRATEGIES, Attempt, SearchState, Strategy
 from exportkit.programs.traced_method import Example
-from exportkit.rewrites.branches import is_model_code
+from exportkit.rewrites.branches import Place, is_model_code
 from exportkit.rewrites.table import LIBRARY_PATCHES, LISTS_OF_ONE, LOOPS, SYMBOLIC_LENGTHS, Rewrite
 from exportkit.running.eager import run_eager
 
 Programs = tuple[Mapping[str, TracedProgram], Split]
 
+_MOST_NUMBERS = 16
 _IMPROVING = next(number for number, strategy in enumerate(STRATEGIES) if strategy.between)
 
 
@@ -72,6 +74,7 @@ class Search(SearchState):
         self._example: Example | None = None
         self._called: Sequence[ModuleType] | None = None  # Python modules whose functions the model calls
         self._enlarged = False  # whether a trace at larger sizes got further
+        self._of_numbers: set[Place] = set()  # where code decides by numbers that it reads from tensors
 
     def walk(self) -> None:
         """Tries the strategies in order; afterwards `result` or `several` holds what serves the plan.
@@ -123,14 +126,20 @@ class Search(SearchState):
 
     def _try(self, strategy: Strategy, name: str, plan: BoundPlan) -> None:
         """Traces with the rewrites of a strategy, and keeps the program if it is the first one or a better one."""
-        enlarges = strategy.enlarges or self._enlarged
+        enlarges, known = strategy.enlarges or self._enlarged, len(self._of_numbers)
         try:
             example = self._example_at(plan, larger=enlarges, between=strategy.between)
             if strategy.decides:
                 with stage("arguments", self._seconds):
                     found_rules = rules_for_decisions(self.model, self.method, plan.observation.calls)
                 self.rules = [*strategy.adds, *found_rules, *self.rules]
-            rules = [*strategy.adds, *(rule for rule in self.rules if rule not in (*strategy.adds, *strategy.drops))]
+            adds = strategy.adds
+            if strategy.every_way:
+                calls = plan.observation.calls
+                with stage("arguments", self._seconds):
+                    ways = rules_for_every_way(self.model, self.method, calls, self.rules, self._of_numbers)
+                adds = *adds, *ways
+            rules = [*adds, *(rule for rule in self.rules if rule not in (*adds, *strategy.drops))]
             with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
                 everywhere = self._in_called_code(rules, plan)
                 traced = trace(self.model, self.method, plan.plan, plan.observation, example, everywhere)
@@ -140,6 +149,9 @@ class Search(SearchState):
                     raise ExportError("The program does not return what the model returns.", got=difference)
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
+            if strategy.every_way and known < len(self._of_numbers) <= _MOST_NUMBERS:
+                self._try(strategy, name, plan)  # the calls show the way of the decision that the trace came to
+                return
             self.attempts.append(Attempt(name, "failed", _reason(error)))
             self._learn(strategy, error, enlarges)
             return
@@ -185,6 +197,9 @@ class Search(SearchState):
             self._enlarged |= is_refused and self.size_fixed
             return
         if strategy.between:  # the model may raise for such sizes
+            return
+        if strategy.every_way:  # that the model decides by values is known
+            self._raised = error if error.where is not None and error.__cause__ is None else self._raised
             return
         is_plainer = bool(strategy.drops and not strategy.adds)  # less of it is a guess
         is_other = strategy.decides and not is_data_dependent(error.__cause__)

@@ -152,6 +152,7 @@ class Strategy:
         enlarges: Whether the model is traced at sizes beyond the recorded ones.
         between: Whether the model is traced at sizes that are not multiples of what it may pad to.
         decides: Whether decisions by the values of tensors are looked into. What is found stays in force afterwards.
+        every_way: Whether the model is traced on every way that the recorded calls go.
         replans: Returns another plan to begin again with.
         splits: Whether it makes a program for each kind of calls.
     """
@@ -163,6 +164,7 @@ class Strategy:
     enlarges: bool = False
     between: bool = False
     decides: bool = False
+    every_way: bool = False
     replans: Callable[[BoundPlan], BoundPlan | None] | None = None
     splits: bool = False
 
@@ -224,6 +226,13 @@ STRATEGIES = (
         lambda search: search.size_fixed or search.leaves_out_calls or search.keeps_loop or search.needs_values,
         adds=(SYMBOLIC_LENGTHS, LOOPS),
         drops=(LISTS_OF_ONE,),
+    ),
+    # A value may decide what is computed: the recorded calls show the results that there are to choose between.
+    Strategy(
+        "every way of a decision",
+        lambda search: search.needs_values,
+        adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, SYMBOLIC_LENGTHS),
+        every_way=True,
     ),
     Strategy(
         "strict tracing",

@@ -94,7 +94,7 @@ def decisions_noted(forced: Mapping[Place, bool] | None, emptied: Collection[Pla
         return made
 
     try:
-        with _deciding(decide):
+        with deciding(decide):
             yield noted
     finally:
         for mask, values in reversed(masks):
@@ -121,11 +121,17 @@ def decisions_made(
             return forced.get(place)
         return vars(found)[_MASK][1] == "any" if hasattr(found, _MASK) else None
 
-    with _deciding(decide):
+    with deciding(decide):
         yield
 
 
-def _deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib.AbstractContextManager[None]:
+def deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib.AbstractContextManager[None]:
+    """Asks a function what code decides by the value of a tensor.
+
+    Args:
+        decide: Returns what a place decides, given the tensor; None leaves it to the value.
+    """
+
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(real)  # modes go by the name
         def some(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +142,7 @@ def _deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextli
 
         return some
 
-    def deciding(real: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    def asking(real: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         @functools.wraps(real)
         def value(self: torch.Tensor) -> Any:
             if self.numel() != 1 or (real.__name__ == "item" and not hasattr(self, _MASK)):
@@ -147,7 +153,7 @@ def _deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextli
 
         return value
 
-    made = {name: deciding(getattr(torch.Tensor, name)) for name in ("__bool__", "item")}
+    made = {name: asking(getattr(torch.Tensor, name)) for name in ("__bool__", "item")}
     return replaced(
         [
             *((Attribute(torch.Tensor, name), function) for name, function in made.items()),

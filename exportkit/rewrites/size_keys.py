@@ -7,6 +7,7 @@ that the trace records on which sizes its way depends.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
@@ -23,7 +24,7 @@ import torch
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.traced_values import depends_on_values, size_in_trace
 from exportkit.overrides import replaced_attributes
-from exportkit.rewrites.branches import is_model_code
+from exportkit.rewrites.branches import is_model_code, parsed
 from exportkit.rewrites.lengths import Cached
 
 _MOST_KEYS = 32  # each may cost some runs of the model at its size
@@ -165,8 +166,27 @@ def _containers(frame: FrameType) -> list[_Container]:
     """
     if any(_reachable(frame, Cached)):
         return []
-    found: Iterator[_Container] = _reachable(frame, Mapping | Set)
+    code = frame.f_code
+    last = max(line for *_, line in code.co_lines() if line)
+    found = itertools.chain(
+        _reachable(frame, Mapping | Set),
+        (keys for line, keys in _written_keys(code.co_filename) if code.co_firstlineno <= line <= last),
+    )
     return [each for each in found if not each or any(_numbers_in(key) or _is_symbolic(key) for key in each)]
+
+
+@functools.lru_cache(maxsize=64)
+def _written_keys(file: str) -> tuple[tuple[int, frozenset[Any]], ...]:
+    """The keys of each dictionary that code writes out, as in ``{3: a, 5: b}[length]``, and its line."""
+    tables = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.Dict)]
+    return tuple((table.lineno, frozenset(_constants(table.keys))) for table in tables)
+
+
+def _constants(nodes: Iterable[ast.expr | None]) -> Iterator[Any]:
+    for node in nodes:
+        if isinstance(node, ast.Constant | ast.Tuple):
+            with contextlib.suppress(ValueError):  # what is in the tuple is computed
+                yield ast.literal_eval(node)
 
 
 def _reachable(frame: FrameType, kind: Any) -> Iterator[Any]:

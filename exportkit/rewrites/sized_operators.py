@@ -155,6 +155,15 @@ def _corrcoef(values: torch.Tensor) -> torch.Tensor:
     return ratio.clamp(-1, 1)
 
 
+def _kron(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Every number of the left tensor times the right one; torch makes numbers of the sizes."""
+    rank = max(left.ndim, right.ndim)
+    left, right = (each.reshape([1] * (rank - each.ndim) + [*each.shape]) for each in (left, right))
+    for axis in range(rank):
+        left, right = left.unsqueeze(2 * axis + 1), right.unsqueeze(2 * axis)
+    return (left * right).reshape([left.shape[2 * axis] * right.shape[2 * axis + 1] for axis in range(rank)])
+
+
 def _recurrence(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """A plain recurrent layer as one loop operator for each layer and direction."""
 
@@ -381,6 +390,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten.conv_transpose3d.input: _conv_transpose,
     aten.corrcoef.default: _corrcoef,
     aten.cov.default: _cov,
+    aten.kron.default: _kron,
     aten.take_along_dim.default: _take_along_dim,
     aten.tensor_split.sections: _tensor_split,
     aten.rnn_tanh.input: _recurrence(torch.tanh),

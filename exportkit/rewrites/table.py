@@ -18,6 +18,7 @@ from exportkit._torch_compat.transformers import can_choose_experts, exporter_pa
 from exportkit.overrides import namespaces, replaced_attributes, replaced_functions
 from exportkit.rewrites import (
     attention,
+    both_ways,
     branches,
     caches,
     empty_selections,
@@ -209,6 +210,8 @@ ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(lists.loops_over_all,
 # Branches such as `if mask.any()` that change nothing where they need not be taken; the lines are found by running.
 EVERY_BRANCH = Rewrite("branches by any() and all() taken in every case", branches.decisions_made)
 NEVER_EMPTY = Rewrite("branches for empty selections never taken", empty_selections.never_empty)
+EVERY_WAY = Rewrite("both results of decisions by values", both_ways.every_way)
+ONE_WAY = "decisions by values asserted to be as in all recorded calls"
 CHECKS = "checks of values as assertions"  # the name of a rewrite for lines that only raise, with their places
 
 # A run of the model shows that padding may be left out, or that sequences of different lengths are packed.
@@ -240,6 +243,7 @@ _CHOSEN = (
     NUMBER_CHECKS,
     COUNTS,
     MANY_VALUES,
+    EVERY_WAY,
     LIBRARY_PATCHES,
 )
 BUILT_IN = {rewrite.name: rewrite for rewrite in (*REWRITES, *_CHOSEN)}

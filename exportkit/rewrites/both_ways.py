@@ -1,0 +1,339 @@
+"""Decisions by the values of tensors, such as ``if x.max() > 1:``, in one graph that goes every way that was recorded.
+
+The recorded calls show which ways there are. A trace runs the model once for each, and where two ways part, the graph
+chooses between their results by what the model asks there. A decision that all recorded calls made alike is asserted,
+so that a graph refuses a call that would go another way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableSet, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from exportkit._torch_compat.memory import version_of
+from exportkit._torch_compat.modules import buffer_table
+from exportkit._torch_compat.symbolic_shapes import traced_expression
+from exportkit._torch_compat.traced_values import asserted, value_error
+from exportkit.errors import ExportError
+from exportkit.overrides import Attribute, replaced, replaced_attributes
+from exportkit.rewrites.branches import Place, deciding, is_model_code
+from exportkit.trees import Tree, cloned, flatten
+
+MOST_WAYS = 8  # a trace runs the model once for each
+
+_NUMBERS = {int: torch.int64, float: torch.float64}
+
+Way = Mapping[Place, Sequence[bool]]  # what each place decides, in the order of a call
+
+
+@contextlib.contextmanager
+def way_noted(of_numbers: Collection[Place] = ()) -> Iterator[dict[Place, list[bool]]]:
+    """Notes the way that a call goes.
+
+    Args:
+        of_numbers: The places that decide by numbers read from tensors, which are plain numbers in eager mode.
+    """
+    noted: dict[Place, list[bool]] = defaultdict(list)
+
+    def note(place: Place, found: torch.Tensor) -> None:
+        noted[place].append(bool(found.detach().numpy(force=True)))
+
+    with (
+        deciding(note),
+        _asked_for_equality(note),
+        _jumps_noted(of_numbers, noted) if of_numbers else contextlib.nullcontext(),
+    ):
+        yield noted
+
+
+@contextlib.contextmanager
+def _jumps_noted(places: Collection[Place], noted: Mapping[Place, list[bool]]) -> Iterator[None]:
+    """Notes what places decide, as seen from where the interpreter goes on."""
+
+    def enter(frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
+        jumps = _jumps_of(frame.f_code, frozenset(places))
+        if not jumps:
+            return None
+        frame.f_trace_opcodes = True
+        pending: _Jump | None = None
+
+        def step(frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
+            nonlocal pending
+            if event == "opcode":
+                if pending is not None:
+                    noted[pending.place].append((frame.f_lasti == pending.target) is pending.if_true)
+                pending = jumps.get(frame.f_lasti)
+            return step
+
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class _Jump(NamedTuple):
+    place: Place
+    target: int
+    if_true: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _jumps_of(code: CodeType, places: frozenset[Place]) -> Mapping[int, _Jump]:
+    """The conditional jumps of some code that decide at these places, by their offset."""
+    inside = {offset: line for file, line, offset in places if file == code.co_filename}
+    found: dict[int, _Jump] = {}
+    for instruction in dis.get_instructions(code) if inside else ():
+        offset, line = instruction.offset, instruction.positions and instruction.positions.lineno
+        if inside.get(offset) == line and "JUMP" in instruction.opname and "_IF_" in instruction.opname:
+            place = code.co_filename, inside[offset], offset
+            found[offset] = _Jump(place, int(instruction.argval), "IF_TRUE" in instruction.opname)
+    return found
+
+
+class _Decision(NamedTuple):
+    place: Place
+    condition: torch.Tensor  # of no axes
+    outcome: bool
+
+
+@dataclass
+class _Run:
+    """A run of the model in a trace: what it decided, and what it returned."""
+
+    decisions: list[_Decision]
+    outputs: Tree
+
+    @property
+    def outcomes(self) -> list[tuple[Place, bool]]:
+        """What each place decided, in order."""
+        return [(decision.place, decision.outcome) for decision in self.decisions]
+
+
+@contextlib.contextmanager
+def every_way(
+    model: torch.nn.Module,
+    method: str = "forward",
+    ways: Sequence[Way] = (),
+    of_numbers: MutableSet[Place] | None = None,
+) -> Iterator[None]:
+    """Lets a model go several ways at once while it is traced.
+
+    Args:
+        model: The model.
+        method: The method that is traced.
+        ways: The ways that it goes.
+        of_numbers: Gets the place of a decision by a number that was read from a tensor, if the ways lack it.
+    """
+    cls, is_running, undecided = type(model), False, set() if of_numbers is None else of_numbers
+    original = getattr(cls, method)
+
+    def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_running
+        if self is not model or is_running or not ways:
+            return original(self, *args, **kwargs)
+        is_running = True
+        try:
+            return _chosen(_runs(model, functools.partial(original, self), args, kwargs, ways, undecided))
+        finally:
+            is_running = False
+
+    with replaced_attributes(cls, {method: run}):
+        yield
+
+
+def _runs(
+    model: torch.nn.Module,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    ways: Sequence[Way],
+    undecided: MutableSet[Place],
+) -> list[_Run]:
+    """The runs that differ: code that is not traced may have decided, too."""
+    runs, is_only, given = list[_Run](), len(ways) == 1, flatten((args, kwargs))
+    for way in ways:
+        values, named = (given if is_only else given.map(cloned)).build()
+        decisions: list[_Decision] = []
+        with _going(way, decisions, undecided), contextlib.nullcontext() if is_only else _modules_unchanged(model):
+            run = _Run(decisions, flatten(call(*values, **named)))
+        if all(run.outcomes != other.outcomes for other in runs):
+            runs.append(run)
+    return runs
+
+
+@contextlib.contextmanager
+def _going(way: Way, decisions: list[_Decision], undecided: MutableSet[Place]) -> Iterator[None]:
+    """Lets the places decide as in a way where a trace cannot know, and notes their conditions."""
+    left = {place: list(outcomes) for place, outcomes in way.items()}
+    known: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+
+    def made(place: Place, condition: torch.Tensor) -> bool:
+        outcome = left[place].pop(0)
+        decisions.append(_Decision(place, condition, outcome))
+        return outcome
+
+    def decide(place: Place, found: torch.Tensor) -> bool | None:
+        if not left.get(place):
+            return None
+        with contextlib.suppress(value_error()):
+            is_known = bool(found)  # it may follow from buffers
+            left[place].pop(0)
+            return is_known
+        return made(place, found.detach().reshape(()).bool().clone())
+
+    def of_number(self: torch.SymBool) -> bool:
+        try:
+            return known(self)
+        except value_error():
+            frame = sys._getframe(1)
+            if frame.f_code.co_name == "__bool__" and frame.f_back is not None:  # of a number, torch asks if it is 0
+                frame = frame.f_back
+            place = frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
+            if not left.get(place):
+                if place not in left and is_model_code(place[0]):
+                    undecided.add(place)
+                raise
+        return made(place, torch.scalar_tensor(torch.sym_ite(self, 1, 0)) > 0)
+
+    with replaced_attributes(torch.SymBool, {"__bool__": of_number}), deciding(decide), _asked_for_equality(decide):
+        yield
+
+
+def _asked_for_equality(
+    decide: Callable[[Place, torch.Tensor], bool | None],
+) -> contextlib.AbstractContextManager[None]:
+    """Also asks where code decides whether tensors are equal, for which torch returns a Python value."""
+
+    def asking(real: Callable[..., bool], are_equal: Callable[..., torch.Tensor]) -> Callable[..., bool]:
+        @functools.wraps(real)
+        def value(left: torch.Tensor, right: torch.Tensor, *args: Any, **options: Any) -> bool:
+            if left.shape != right.shape and real.__name__ == "equal":
+                return False
+            caller = sys._getframe(1)
+            place = caller.f_code.co_filename, caller.f_lineno, caller.f_lasti
+            decided = decide(place, are_equal(left, right, *args, **options).all())
+            return real(left, right, *args, **options) if decided is None else decided
+
+        return value
+
+    asked: dict[str, Callable[..., torch.Tensor]] = {"equal": torch.eq, "allclose": torch.isclose}
+    return replaced(
+        [
+            (Attribute(owner, name), asking(getattr(owner, name), function))
+            for name, function in asked.items()
+            for owner in (torch, torch.Tensor)
+        ]
+    )
+
+
+@contextlib.contextmanager
+def _modules_unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Takes back what a run sets on modules, for the next run.
+
+    Raises:
+        ExportError: if it writes to buffers.
+    """
+    tables = [table for module in model.modules() for table in (vars(module), buffer_table(module))]
+    kept = [(table, dict(table)) for table in tables]
+    buffers = [buffer for module in model.modules() for buffer in buffer_table(module).values() if buffer is not None]
+    versions = [*map(version_of, buffers)]
+    try:
+        yield
+    finally:
+        for table, entries in kept:
+            table.clear()
+            table.update(entries)
+    if versions != [*map(version_of, buffers)]:
+        raise ExportError(
+            "The model decides by the values of a tensor, and writes to its buffers.",
+            hint="observe calls that go one way only: the graph refuses the others.",
+        )
+
+
+def _chosen(runs: Sequence[_Run]) -> Any:
+    """What the model returns on the way that its decisions lead to."""
+    first, *others = runs
+    for run in others:
+        _require_same_kind(first, run)
+    constants = [run.outputs.constants() for run in runs]
+    numbers = [path for path, leaf in constants[0].items() if any(leaf != other[path] for other in constants[1:])]
+    returned = []
+    for run, leaves in zip(runs, constants, strict=True):
+        made = {path: torch.scalar_tensor(leaves[path], dtype=_NUMBERS[type(leaves[path])]) for path in numbers}
+        returned.append((run, {**run.outputs.tensors(), **made}))
+    chosen: Mapping[str, Any] = _select(returned, 0, [])
+    return first.outputs.with_leaves(
+        {path: leaf.item() if path in numbers else leaf for path, leaf in chosen.items()}
+    ).build()
+
+
+def _select(
+    runs: Sequence[tuple[_Run, Mapping[str, torch.Tensor]]], depth: int, on_way: Sequence[torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The results of the runs that agree in their first decisions, chosen by the others.
+
+    Args:
+        runs: The runs, and what they returned.
+        depth: In how many decisions they agree.
+        on_way: What holds where the model goes their way.
+    """
+    run, outputs = runs[0]
+    if depth == len(run.decisions):
+        return outputs
+    place, condition, _ = run.decisions[depth]
+    parts = {
+        outcome: [other for other in runs if other[0].decisions[depth].outcome is outcome] for outcome in (True, False)
+    }
+    if all(parts.values()):
+        yes, no = (_select(parts[outcome], depth + 1, [*on_way, _is(condition, outcome)]) for outcome in parts)
+        return {path: torch.where(condition, tensor, no[path]) for path, tensor in yes.items()}
+    (outcome,) = [outcome for outcome, members in parts.items() if members]
+    holds = _is(condition, outcome)
+    for other in on_way:
+        holds = holds | ~other
+    asserted(holds, f"the decision in {place[0]}:{place[1]}, which is {outcome} in all recorded calls")
+    return _select(runs, depth + 1, on_way)
+
+
+def _is(condition: torch.Tensor, outcome: bool) -> torch.Tensor:
+    return condition if outcome else ~condition
+
+
+def _require_same_kind(one: _Run, other: _Run) -> None:
+    """Raises ExportError if a graph cannot choose between two results."""
+    kinds = [
+        {path: _kind(leaf) for path, leaf in zip(t.paths, t.leaves, strict=True)} for t in (one.outputs, other.outputs)
+    ]
+    different = [path for path in {**kinds[0], **kinds[1]} if kinds[0].get(path) != kinds[1].get(path)]
+    if different:
+        pairs = zip(one.outcomes, other.outcomes, strict=False)
+        (file, line, _), _ = next(left for left, right in pairs if left != right)
+        raise ExportError(
+            "The model decides by the values of a tensor what kind of result it returns.",
+            where=f"{file}:{line}",
+            expected="tensors of the same shapes and dtypes on both ways",
+            got=f"{different[0] or 'the result'}: {' and '.join(kind.get(different[0], 'nothing') for kind in kinds)}",
+            hint="observe calls that go one way only: the graph refuses the others.",
+        )
+
+
+def _kind(leaf: Any) -> str:
+    """What has to be the same of two leaves, so that a graph can choose between them; numbers may differ."""
+    if isinstance(leaf, torch.Tensor):
+        sizes = [size if (found := traced_expression(size)) is None else found for size in leaf.shape]
+        return f"{str(leaf.dtype).removeprefix('torch.')} ({', '.join(map(str, sizes))})"
+    found = traced_expression(leaf)
+    return str(found) if found is not None else type(leaf).__name__ if type(leaf) in _NUMBERS else repr(leaf)
