@@ -64,12 +64,14 @@ class ShapeGuard(NamedTuple):
         left: The same relation after torch's replacements of sizes by other sizes.
         file: File of the innermost line outside of torch's tracing code; empty if unknown.
         line: Its number.
+        gives_number: Whether the code got a number for what follows from sizes, by which it may decide anything.
     """
 
     asked: Any
     left: Any
     file: str
     line: int
+    gives_number: bool = False
 
 
 def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
@@ -80,20 +82,60 @@ def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
     return found
 
 
-def answered_questions(
-    program: torch.export.ExportedProgram, questions: Iterable[tuple[Any, tuple[str, int]]]
-) -> tuple[ShapeGuard, ...]:
+class Question(NamedTuple):
+    """What code asked about sizes in a trace.
+
+    Attributes:
+        relation: What it learned.
+        gives_number: Whether it got a number for what follows from sizes.
+        file: File of the line that asked; empty if unknown.
+        line: Its number.
+    """
+
+    relation: Any
+    gives_number: bool
+    file: str
+    line: int
+
+
+def relation_answered(question: Any, answer: Any) -> tuple[Any, bool] | None:
+    """Returns the relation that the answer to a question of a trace states, and whether the answer is a number.
+
+    Args:
+        question: An expression of sympy.
+        answer: Its value.
+
+    Returns:
+        The relation; None if there is nothing to state. Seen in torch 2.13.
+    """
+    import sympy
+
+    if getattr(question, "is_Relational", False):
+        return (question if answer else ~question), False
+    if getattr(question, "free_symbols", None) and getattr(answer, "is_Number", False):
+        return sympy.Eq(question, answer, evaluate=False), True
+    return None
+
+
+def answered_questions(program: torch.export.ExportedProgram, questions: Iterable[Question]) -> tuple[ShapeGuard, ...]:
     """Returns what a trace was asked about sizes, also what torch knew by then, in the form of guards.
 
     Args:
         program: The program.
-        questions: Relations that hold, each with the file and the line that asked.
+        questions: What was asked.
     """
     environment = _environment(program)
     if environment is None:
         return ()
     replacements = environment.replacements
-    return tuple([ShapeGuard(asked, asked.xreplace(replacements), *line) for asked, line in questions])
+    return tuple(
+        [
+            ShapeGuard(
+                asked.relation, asked.relation.xreplace(replacements), asked.file, asked.line, asked.gives_number
+            )
+            for asked in questions
+        ]
+    )
 
 
 def forget_pending_sizes(program: torch.export.ExportedProgram) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from types import CodeType
@@ -61,6 +61,7 @@ class SizeCondition:
         text: The condition over the variables of the plan, such as ``past_sequence + sequence <= 16``.
         place: File and line that asked for it; empty if unknown.
         own: Whether that line belongs to the model, not to torch or another library.
+        gives_number: Whether that line got a number for what follows from sizes, by which the code may decide anything.
 
     Example:
         >>> condition = SizeCondition("rows * columns <= 4096")
@@ -71,6 +72,7 @@ class SizeCondition:
     text: str
     place: str = ""
     own: bool = False
+    gives_number: bool = field(default=False, compare=False)
 
     @cached_property
     def tree(self) -> ast.expr:

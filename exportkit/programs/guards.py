@@ -69,8 +69,11 @@ class TracedSizes:
 
     def conditions(self) -> tuple[SizeCondition, ...]:
         """Returns the conditions under which the program may be used, those of the model's own code first."""
-        stated = (*self._of_guards(self.guards), *self._of_axes(), *self._of_ranges())
-        return tuple(sorted(self.tightest(stated), key=lambda condition: not condition.own))
+        stated = self.tightest((*self._of_guards(self.guards), *self._of_axes(), *self._of_ranges()))
+        own = [guard for guard in self._questions if guard.gives_number and self._is_own(guard)]
+        numbers = {_plain(condition).text for condition in self._of_guards(own)}
+        found = [replace(condition, gives_number=condition.text in numbers) for condition in stated]
+        return tuple(sorted(found, key=lambda condition: not condition.own))
 
     def tightest(self, conditions: Iterable[SizeCondition]) -> tuple[SizeCondition, ...]:
         """Returns each condition once, and the tightest one of several bounds of a variable."""
@@ -95,7 +98,11 @@ class TracedSizes:
 
     def unstated(self) -> list[SizeCondition]:
         """Returns the conditions that the model's code, or a slice, asked for when others implied them."""
-        found = map(_plain, self._of_guards(self._questions))
+        found = [
+            replace(condition, gives_number=guard.gives_number)
+            for guard in self._questions
+            for condition in map(_plain, self._of_guards([guard]))
+        ]
         return [condition for condition in found if condition.own or is_of_slices(condition.place)]
 
     def idle(self) -> frozenset[str]:

@@ -222,7 +222,7 @@ def with_recorded_patterns(traced: TracedProgram, domain: Domain, probe: Program
     for pattern in patterns:
         at = at_pattern(traced.plan, traced.sizes, pattern)
         is_right = probe.difference(at) == ""
-        found.append(SmallSizes(pattern, _broken(domain, at) if is_right else ()))
+        found.append(SmallSizes(pattern, _waived(domain, at) if is_right else ()))
         limits += probe.limits(at, domain) if is_right else []
     return replace(domain, patterns=tuple(found), conditions=(*domain.conditions, *limits))
 
@@ -251,7 +251,8 @@ def without_harmless(
         broken = {*_broken(domain, sizes)}.difference(*(p.waived for p in domain.patterns if p.sizes == small(sizes)))
         if broken:
             (recorded_wrong if probe.difference_in(call) else recorded_right).update(broken)
-    may_change, idle = {*traced_sizes.fixed(), *recorded_wrong}, traced_sizes.idle()
+    numbers_given = {condition.text for condition in domain.conditions if condition.gives_number}
+    may_change, idle = {*traced_sizes.fixed(), *numbers_given, *recorded_wrong}, traced_sizes.idle()
     asked = {
         condition.text: condition.numbers()
         for condition in stated
@@ -294,7 +295,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
         if pattern in known or any(_fails_with(plan, part, pattern) for part in failed):
             continue
         at = at_pattern(plan, traced.sizes, pattern)
-        reason, waived = probe.difference(at), _broken(domain, at)
+        reason, waived = probe.difference(at), _waived(domain, at)
         if reason is None:  # one row may have no room for the images of three
             others = [sizes for sizes in unseen if small(sizes) == pattern]
             others += [sizes for sizes in larger_sizes(plan, traced.sizes, pattern) if sizes in affordable]
@@ -335,6 +336,16 @@ def _fails_with(plan: Plan, part: Pattern, pattern: Pattern) -> bool:
 def _left_out(pattern: SmallSizes, reason: str) -> Finding:
     text = f"the graph does not serve {pattern}: {reason}."
     return Finding("limit", str(pattern), text)
+
+
+def _waived(domain: Domain, at: Mapping[str, int]) -> tuple[str, ...]:
+    """The conditions that sizes of 0 and 1 may break, as the program was seen to be right there.
+
+    A number that code gets from other sizes, too, is not the same at all of these sizes, and may decide anything.
+    """
+    small_ones = small(at).keys()
+    broken = [c for c in domain.broken(at) if not c.gives_number or c.variables() <= small_ones]
+    return tuple([condition.text for condition in broken])
 
 
 def _broken(domain: Domain, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from exportkit._torch_compat.size_arithmetic import is_of_slices
-from exportkit._torch_compat.symbolic_shapes import line_of_strict_trace
+from exportkit._torch_compat.symbolic_shapes import Question, line_of_strict_trace, relation_answered
 from exportkit._torch_compat.traced_values import (
     as_if_many,
     asserted,
@@ -230,23 +230,25 @@ def many_values(_model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def questions_noted(strict: bool) -> Iterator[Collection[tuple[Any, Line]]]:
+def questions_noted(strict: bool) -> Iterator[Collection[Question]]:
     """Notes what the code of a model asks about sizes in a trace, as relations that hold, with the line that asked.
 
-    torch makes a guard only of what it does not know by then. How long slices are is noted as well.
+    torch makes a guard only of what it does not know by then. How long slices are is noted as well, and where code gets
+    a number for what follows from sizes, as by ``int(0.5 * n)``.
 
     Args:
         strict: Whether the trace is a strict one, which interprets the code.
     """
     owner, name = questions_about_sizes()
-    decide, noted = getattr(owner, name), dict[tuple[Any, Line], None]()
+    decide, noted = getattr(owner, name), dict[Question, None]()
 
     def answer(self: Any, question: Any, *args: Any, **options: Any) -> Any:
         made = decide(self, question, *args, **options)
-        if getattr(question, "is_Relational", False):
+        relation = relation_answered(question, made)
+        if relation is not None:
             file, number, function = (*line_of_strict_trace(self), "") if strict else _asking(sys._getframe(1))
             if is_model_code(file) or is_of_slices(file, function):
-                noted.setdefault((question if made else ~question, (file, number)), None)
+                noted.setdefault(Question(*relation, file, number), None)
         return made
 
     with replaced_attributes(owner, {name: answer}):
