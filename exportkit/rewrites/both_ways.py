@@ -11,7 +11,7 @@ import contextlib
 import dis
 import functools
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableSet, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -154,6 +154,10 @@ def every_way(
         yield
 
 
+class _NotRecorded(Exception):
+    """Raised where no recorded call shows what a place decides: a graph need not serve such a call."""
+
+
 def _runs(
     model: torch.nn.Module,
     call: Callable[..., Any],
@@ -162,54 +166,114 @@ def _runs(
     ways: Sequence[Way],
     undecided: MutableSet[Place],
 ) -> list[_Run]:
-    """The runs that differ: code that is not traced may have decided, too."""
-    runs, is_only, given = list[_Run](), len(ways) == 1, flatten((args, kwargs))
-    for way in ways:
-        values, named = (given if is_only else given.map(cloned)).build()
-        decisions: list[_Decision] = []
-        with _going(way, decisions, undecided), contextlib.nullcontext() if is_only else _modules_unchanged(model):
-            run = _Run(decisions, flatten(call(*values, **named)))
-        if all(run.outcomes != other.outcomes for other in runs):
-            runs.append(run)
+    """A run for each combination of recorded outcomes, or, if there are too many, for each recorded combination."""
+    given = flatten((args, kwargs))
+    is_only = all(len({*map(tuple, found)}) == 1 for found in _by_place(ways).values())
+
+    def explored(is_combined: bool) -> list[_Run]:
+        runs, pending = list[_Run](), list[list[bool]]([[]])
+        while pending:
+            values, named = (given if is_only else given.map(cloned)).build()
+            going = _Going(ways, pending.pop(), undecided, is_combined)
+            try:
+                with going.applied(), contextlib.nullcontext() if is_only else _modules_unchanged(model):
+                    runs.append(_Run(going.decisions, flatten(call(*values, **named))))
+            except _NotRecorded:
+                pass
+            pending += going.others
+            if len(runs) + len(pending) > MOST_WAYS and is_combined:
+                return []
+        return runs
+
+    runs = explored(is_combined=True) or explored(is_combined=False)
+    if not runs:
+        raise ExportError("The model decides by the values of tensors, and goes other ways in a trace than before.")
     return runs
 
 
-@contextlib.contextmanager
-def _going(way: Way, decisions: list[_Decision], undecided: MutableSet[Place]) -> Iterator[None]:
-    """Lets the places decide as in a way where a trace cannot know, and notes their conditions."""
-    left = {place: list(outcomes) for place, outcomes in way.items()}
-    known: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+def _by_place(ways: Sequence[Way]) -> Mapping[Place, list[Sequence[bool]]]:
+    found: dict[Place, list[Sequence[bool]]] = defaultdict(list)
+    for way in ways:
+        for place, outcomes in way.items():
+            found[place].append(outcomes)
+    return found
 
-    def made(place: Place, condition: torch.Tensor) -> bool:
-        outcome = left[place].pop(0)
-        decisions.append(_Decision(place, condition, outcome))
+
+class _Going:
+    """Lets places decide as some recorded call did, where a trace cannot know, and notes their conditions.
+
+    Args:
+        ways: The recorded ways.
+        start: What the first places decide.
+        undecided: Gets the place of a decision by a number, if the ways lack it.
+        is_combined: Whether the outcomes of different ways may be combined.
+
+    Attributes:
+        decisions: What was decided.
+        others: How other runs start, which decide otherwise at some place.
+    """
+
+    def __init__(
+        self, ways: Sequence[Way], start: Sequence[bool], undecided: MutableSet[Place], is_combined: bool
+    ) -> None:
+        self._ways, self._start, self._undecided, self._is_combined = [*ways], start, undecided, is_combined
+        self._counts = Counter[Place]()
+        self.decisions: list[_Decision] = []
+        self.others: list[list[bool]] = []
+
+    def _knows(self, place: Place) -> bool:
+        return any(place in way for way in self._ways)
+
+    def _decide(self, place: Place, condition: torch.Tensor) -> bool:
+        position, made = self._counts[place], [decision.outcome for decision in self.decisions]
+        self._counts[place] += 1
+        ways = [way for way in self._ways if position < len(way.get(place, ()))]
+        if not ways:
+            raise _NotRecorded
+        outcomes = {way[place][position] for way in ways}
+        if len(made) < len(self._start):
+            outcome = self._start[len(made)]
+        else:
+            outcome = max(outcomes)
+            self.others += [[*made, False]] if len(outcomes) > 1 else []
+        if not self._is_combined:
+            self._ways = [way for way in ways if way[place][position] is outcome]
+        self.decisions.append(_Decision(place, condition, outcome))
         return outcome
 
-    def decide(place: Place, found: torch.Tensor) -> bool | None:
-        if not left.get(place):
+    def _of_tensor(self, place: Place, found: torch.Tensor) -> bool | None:
+        if not self._knows(place):
             return None
         with contextlib.suppress(value_error()):
             is_known = bool(found)  # it may follow from buffers
-            left[place].pop(0)
+            self._counts[place] += 1
             return is_known
-        return made(place, found.detach().reshape(()).bool().clone())
+        return self._decide(place, found.detach().reshape(()).bool().clone())
 
-    def of_number(self: torch.SymBool) -> bool:
-        try:
-            return known(self)
-        except value_error():
-            frame = sys._getframe(1)
-            if frame.f_code.co_name == "__bool__" and frame.f_back is not None:  # of a number, torch asks if it is 0
-                frame = frame.f_back
-            place = frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
-            if not left.get(place):
-                if place not in left and is_model_code(place[0]):
-                    undecided.add(place)
-                raise
-        return made(place, torch.scalar_tensor(torch.sym_ite(self, 1, 0)) > 0)
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Is in force while the model runs."""
+        known: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
-    with replaced_attributes(torch.SymBool, {"__bool__": of_number}), deciding(decide), _asked_for_equality(decide):
-        yield
+        def of_number(condition: torch.SymBool) -> bool:
+            try:
+                return known(condition)
+            except value_error():
+                frame = sys._getframe(1)
+                if frame.f_code.co_name == "__bool__" and frame.f_back is not None:
+                    frame = frame.f_back  # of a number, torch asks whether it is 0
+                place = frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
+                if not self._knows(place):
+                    self._undecided |= {place} if is_model_code(place[0]) else set()
+                    raise
+            return self._decide(place, torch.scalar_tensor(torch.sym_ite(condition, 1, 0)) > 0)
+
+        with (
+            replaced_attributes(torch.SymBool, {"__bool__": of_number}),
+            deciding(self._of_tensor),
+            _asked_for_equality(self._of_tensor),
+        ):
+            yield
 
 
 def _asked_for_equality(

@@ -402,3 +402,36 @@ def slice_behind_a_line_that_logs(self, x):
         logging.getLogger(__name__).debug("long")
     first = x[:, :4]
     return first.sum(1) / first.shape[1]
+
+
+# Numbers that code gets from sizes, by which it may decide in lines that a trace does not see.
+
+
+@case(serves=at((4, 6), (2, 9)), truth=at((2, 10), (2, 11), (3, 16), (3, 17), (1, 10)))
+def number_from_a_size_that_is_looked_for(self, x):
+    return x * 2 if int(x.shape[1] * 0.5) in (5, 8) else x * 3
+
+
+@case(serves=at((3, 7)), truth=at((4, 6), (2, 18), (2, 23), (3, 22), (1, 40)))
+def number_from_a_size_as_a_place_in_a_list(self, x):
+    return x * [1, 1, 3, 4][int(x.shape[1] * 0.25)]
+
+
+@case(at((1, 5), (1, 6)), truth=at((1, 20), (1, 23), (1, 40), (2, 10), (5, 4), (1, 3)))
+def number_from_sizes_of_one_row(self, x):
+    return x * 2 if [0, 0, 0, 0, 0, 9, 0, 0, 9, 0, 0][int(x.shape[0] * x.shape[1] * 0.25)] else x
+
+
+@case(serves=at((4, 6), (3, 9)), truth=at((2, 8), (3, 12), (2, 13), (3, 16)))
+def bits_of_a_size(self, x):
+    return x * 2 if (x.shape[1] + 3) & ~3 != 8 and x.shape[1] & 4 else x * 3
+
+
+@case(serves=at((4, 6), (3, 12)), truth=at((2, 8), (3, 3)))
+def table_in_the_code_by_length(self, x):
+    return {3: x + 1, 8: x * 2}.get(x.shape[1], x)
+
+
+@case(at((2, 10), (3, 14)), serves=at((4, 11)), truth=at((2, 5), (2, 9), (3, 4), (1, 8)))
+def squeeze_of_a_quotient(self, x):
+    return x[:, : x.shape[1] // 5].squeeze(1)

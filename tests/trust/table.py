@@ -4,6 +4,7 @@ import importlib
 
 FILES = (
     "size_conditions",
+    "value_decisions",
     "small_sizes",
     "computed_sizes",
     "returned_values",

@@ -1,0 +1,133 @@
+"""Decisions by the values of tensors: a graph goes every way that was recorded, and refuses calls that go another."""
+
+import torch
+from torch import nn
+
+from tests.trust.cases import call, case, x
+
+_LOW, _HIGH = torch.rand(2, 5), torch.rand(3, 7) * 9 + 1
+BOTH = [call(_LOW), call(_HIGH)]
+NEW = [call(torch.rand(4, 9)), call(torch.rand(1, 5) * 90 + 2), call(torch.rand(6, 1))]
+OTHER = [call(-torch.rand(3, 4) * 50), call(torch.zeros(2, 3)), call(x(5, 5)), call(torch.full((2, 2), 1.0))]
+
+
+@case(BOTH, serves=NEW, truth=OTHER)
+def scale_of_an_image(self, x):
+    if x.max() > 1:
+        x = x / 255
+    return x * 2
+
+
+@case(BOTH, serves=NEW, truth=OTHER)
+def scale_read_as_a_number(self, x):
+    largest = float(x.max())
+    return x / largest if largest > 1 else x + largest
+
+
+@case(
+    [call(torch.full((2, 5), 0.1)), call(torch.full((3, 7), 0.3))],
+    truth=[call(torch.full((2, 5), v)) for v in (0.1, 0.2)],
+)
+def number_with_all_digits(self, x):
+    """In single precision, 0.1 is larger than Python's."""
+    return x * 2 if x[0, 0].item() > 0.1 else x * 3
+
+
+@case([call(x(2, 5)), call(x(3, 7).abs()), call(-x(4, 6).abs())], truth=[*NEW, *OTHER])
+def several_conditions(self, x):
+    mean, count = x.mean(), int((x > 0).sum())
+    if mean > 0 and not count < 8:
+        return x + 1
+    if count == 0 or mean < -1:
+        return x + 2
+    return x + 3
+
+
+@case(BOTH, serves=NEW, truth=OTHER)
+class WayInAnInnerModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = nn.Linear(1, 3), nn.Linear(1, 3)
+        self.inner = _Chosen(self.large, self.small)
+
+    def forward(self, x):
+        return {"found": self.inner(x.mean(1, keepdim=True))}
+
+
+class _Chosen(nn.Module):
+    def __init__(self, large, small):
+        super().__init__()
+        self.large, self.small = large, small
+
+    def forward(self, x):
+        return self.large(x) if (x > 1).any().item() else self.small(x)
+
+
+@case(BOTH, serves=NEW, truth=OTHER)
+def written_in_place_on_one_way(self, x):
+    y = x.clone()
+    if x.sum() > x.numel():
+        y[:, 0] = 5
+    else:
+        y.mul_(2)
+    return y
+
+
+@case(BOTH, serves=NEW, truth=OTHER)
+def argument_changed_on_one_way(self, x):
+    if x.max() > 1:
+        x.add_(1)
+    return x * 2
+
+
+@case(BOTH, serves=NEW, truth=OTHER)
+def attribute_set_on_one_way(self, x):
+    self.factor = 1
+    if x.max() > 1:
+        self.factor = 3
+    return x * self.factor
+
+
+@case(BOTH, truth=[*NEW, *OTHER])
+def selection_on_one_way(self, x):
+    chosen = x.mean(1) > 0.6
+    return x[chosen].mean(0) if chosen.sum() >= 2 else x.mean(0)
+
+
+@case(BOTH, truth=[*NEW, *OTHER], may_refuse=True)
+def as_often_as_it_takes(self, x):
+    while x.abs().max().item() > 1:
+        x = x / 2
+    return x
+
+
+@case(BOTH, serves=NEW[:1], truth=[*NEW[1:], *OTHER])
+def way_that_no_call_took(self, x):
+    return x if x.min() < -1 else x * 2
+
+
+@case(BOTH, serves=NEW, truth=OTHER)
+def number_by_way(self, x):
+    return (x, 1) if x.max() > 1 else (x * 2, 7)
+
+
+@case([call(torch.rand(3, 2)), call(torch.ones(2, 2))], truth=[call(torch.ones(5, 2)), *OTHER])
+def equality_of_tensors(self, x):
+    return x * 2 if torch.equal(x, x.round()) else x.sum(1, keepdim=True) + x
+
+
+@case(BOTH, truth=[*NEW, *OTHER], may_refuse=True)
+class BufferWrittenOnOneWay(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if x.max() > 1:
+            self.count += 1
+        return x * (self.count + 1)
+
+
+@case(BOTH, truth=[*NEW, *OTHER], may_refuse=True)
+def other_shapes_by_way(self, x):
+    return x[:, :2] if x.max() > 1 else x
