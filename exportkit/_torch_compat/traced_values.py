@@ -127,6 +127,9 @@ def at_most(number: Any, limit: Any) -> Any:
     return number
 
 
+OTHER_WAY = "no recorded call goes another way in "  # how the message of such an assertion begins
+
+
 def asserted(condition: torch.Tensor, message: str) -> None:
     """Lets the trace that is running assert that a condition on values holds. Seen in torch 2.13."""
     require(torch, "_assert_async", "torch 2.13")(condition, message)

@@ -34,7 +34,7 @@ from exportkit.programs.turns import Affordable, Turn, Turns, fulfils
 from exportkit.running.compare import Difference, Tensors, compare_tensors
 from exportkit.running.eager import EagerRunner
 from exportkit.running.masks import find_mask, visible_by_shape
-from exportkit.running.program import ProgramRunner
+from exportkit.running.program import OtherWay, ProgramRunner
 from exportkit.running.runner import compare_calls, recorded
 
 _LARGEST_TRIED = 512
@@ -62,7 +62,7 @@ class ProgramProbe:
             sizes: Sizes of all variables.
 
         Returns:
-            The difference, or None if the model itself does not run.
+            The difference, or None if the model itself does not run, or goes a way that no recorded call went.
         """
         key = tuple(sizes.values())
         if key not in self._known:
@@ -79,7 +79,10 @@ class ProgramProbe:
         except Exception:  # there is no such call
             return None
         answered = self._answered(call)
-        return None if answered is None else self._difference_in(answered)
+        try:
+            return None if answered is None else self._difference_in(answered)
+        except OtherWay:
+            return None
 
     def _answered(self, call: Call) -> Call | None:
         """The call with what the model returns; None if it raises, as for sizes that it does not accept."""
@@ -195,6 +198,8 @@ class ProgramProbe:
 
         expected = recorded(call) if returned is None else returned
         (outcome,) = compare_calls(lambda _: expected, self._program, [call], compare)
+        if isinstance(outcome.error, OtherWay):
+            raise outcome.error
         if outcome.error is not None:
             return f"the program raises {type(outcome.error).__name__}: {' '.join(str(outcome.error).split())[:160]}"
         return next((f"{wrong.path or 'output'}: {wrong.reason}" for wrong in outcome.wrong), "")

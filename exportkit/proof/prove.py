@@ -33,6 +33,7 @@ from exportkit.proof.leeway import name_of
 from exportkit.proof.narrow import is_wrong, narrowed, without_pattern
 from exportkit.proof.report import Divergence, Report, Row, Status
 from exportkit.running.compare import Difference
+from exportkit.running.program import OtherWay, ProgramRunner
 from exportkit.running.runner import Returned, Runner, compare_calls
 
 _ENOUGH_UNSEEN = 3
@@ -227,7 +228,21 @@ def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None) -> Row:
                 return replace(stepwise, where=STEPWISE)
     if not is_wrong(found):
         return found
+    if found.status == "refused" and (reason := _other_way(graph, call)):
+        return replace(row, status="outside", where=reason)
     return without_pattern(graph, call, found, functools.partial(_unseen_row, graph, locate=locate))
+
+
+def _other_way(graph: OnnxGraph, call: Call) -> str:
+    """Where the model decides by values as in no recorded call, which a graph refuses; empty if it does not."""
+    if graph.traced is not None:
+        try:
+            ProgramRunner(graph.traced.program, graph.traced.input_paths, graph.traced.output_paths)(call)
+        except OtherWay as error:
+            return str(error)
+        except Exception:
+            return ""
+    return ""
 
 
 def _row(

@@ -22,10 +22,10 @@ import torch
 from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.modules import buffer_table
 from exportkit._torch_compat.symbolic_shapes import traced_expression
-from exportkit._torch_compat.traced_values import asserted, value_error
+from exportkit._torch_compat.traced_values import OTHER_WAY, asserted, value_error
 from exportkit.errors import ExportError
 from exportkit.overrides import Attribute, replaced, replaced_attributes
-from exportkit.rewrites.branches import Place, deciding, is_model_code
+from exportkit.rewrites.branches import Place, deciding, is_model_code, place_asking
 from exportkit.trees import Tree, cloned, flatten
 
 MOST_WAYS = 8  # a trace runs the model once for each
@@ -218,6 +218,7 @@ class _Going:
     ) -> None:
         self._ways, self._start, self._undecided, self._is_combined = [*ways], start, undecided, is_combined
         self._counts = Counter[Place]()
+        self._value_of: Callable[[torch.Tensor], bool] = torch.Tensor.__bool__
         self.decisions: list[_Decision] = []
         self.others: list[list[bool]] = []
 
@@ -245,7 +246,7 @@ class _Going:
         if not self._knows(place):
             return None
         with contextlib.suppress(value_error()):
-            is_known = bool(found)  # it may follow from buffers
+            is_known = self._value_of(found)  # it may follow from buffers
             self._counts[place] += 1
             return is_known
         return self._decide(place, found.detach().reshape(()).bool().clone())
@@ -262,7 +263,7 @@ class _Going:
                 frame = sys._getframe(1)
                 if frame.f_code.co_name == "__bool__" and frame.f_back is not None:
                     frame = frame.f_back  # of a number, torch asks whether it is 0
-                place = frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
+                place = place_asking(frame)
                 if not self._knows(place):
                     self._undecided |= {place} if is_model_code(place[0]) else set()
                     raise
@@ -286,9 +287,7 @@ def _asked_for_equality(
         def value(left: torch.Tensor, right: torch.Tensor, *args: Any, **options: Any) -> bool:
             if left.shape != right.shape and real.__name__ == "equal":
                 return False
-            caller = sys._getframe(1)
-            place = caller.f_code.co_filename, caller.f_lineno, caller.f_lasti
-            decided = decide(place, are_equal(left, right, *args, **options).all())
+            decided = decide(place_asking(sys._getframe(1)), are_equal(left, right, *args, **options).all())
             return real(left, right, *args, **options) if decided is None else decided
 
         return value
@@ -368,7 +367,7 @@ def _select(
     holds = _is(condition, outcome)
     for other in on_way:
         holds = holds | ~other
-    asserted(holds, f"the decision in {place[0]}:{place[1]}, which is {outcome} in all recorded calls")
+    asserted(holds, f"{OTHER_WAY}{place[0]}:{place[1]}")
     return _select(runs, depth + 1, on_way)
 
 

@@ -147,8 +147,7 @@ def deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib
         def value(self: torch.Tensor) -> Any:
             if self.numel() != 1 or (real.__name__ == "item" and not hasattr(self, _MASK)):
                 return real(self)
-            caller = sys._getframe(1)
-            decided = decide((caller.f_code.co_filename, caller.f_lineno, caller.f_lasti), self)
+            decided = decide(place_asking(sys._getframe(1)), self)
             return real(self) if decided is None else decided
 
         return value
@@ -160,6 +159,13 @@ def deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib
             *((Attribute(owner, name), noting(getattr(owner, name))) for name in _ASKING for owner in _OWNERS),
         ]
     )
+
+
+def place_asking(frame: FrameType) -> Place:
+    """Returns the place that asks for a value, past what exportkit puts in the place of functions of Python."""
+    while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(EXPORTKIT):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import torch
 
 from exportkit._torch_compat.size_arithmetic import slices_of_any_length
 from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
+from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.overrides import Attribute, classes_of, replaced, replaced_attributes
 
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
@@ -243,10 +244,14 @@ def _range(*limits: Any) -> Any:
 
 
 def _over_list(name: str) -> Callable[..., Any]:
-    """``max``, ``min`` or ``sum``, which also takes a list of symbolic length."""
+    """``max``, ``min`` or ``sum``, which also takes a list of symbolic length, or two numbers read from tensors."""
     original = getattr(builtins, name)
+    of_two: Callable[..., Any] | None = {"max": torch.sym_max, "min": torch.sym_min}.get(name)
 
     def reduced(*args: Any, **options: Any) -> Any:
+        are_numbers = len(args) == 2 and not options and not any(map(torch.is_tensor, args))
+        if of_two is not None and are_numbers and any(map(depends_on_values, args)):
+            return of_two(*args)
         is_symbolic = len(args) == 1 and isinstance(args[0], SymbolicList) and not options
         return getattr(args[0].whole(), name)().item() if is_symbolic else original(*args, **options)
 

@@ -13,10 +13,17 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from exportkit._torch_compat.cuda import as_on_cpu
 from exportkit._torch_compat.graph import is_assertion
+from exportkit._torch_compat.traced_values import OTHER_WAY
 from exportkit.calls.call import Call
 from exportkit.running.module_state import tensors_kept
 
 _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+
+
+class OtherWay(Exception):
+    """Raised for a call in which the model decides by values as it did in no recorded call."""
+
+
 _reused: ContextVar[Mapping[torch.fx.Node, torch.fx.Node] | None] = ContextVar("reused", default=None)
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
 
@@ -111,6 +118,9 @@ class _Interpreter(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         """Returns the value of a node."""
         if is_assertion(n):
+            message = str(n.args[1]) if len(n.args) > 1 else ""
+            if message.startswith(OTHER_WAY) and not self.fetch_args_kwargs_from_env(n)[0][0]:
+                raise OtherWay(message)
             return None
         if n in self._reused:
             if n.op == "placeholder":
