@@ -199,7 +199,9 @@ class Search(SearchState):
         if strategy.between:  # the model may raise for such sizes
             return
         if strategy.every_way:  # that the model decides by values is known
-            self._raised = error if error.where is not None and error.__cause__ is None else self._raised
+            self.error_of_ways = error
+            says_more = error.where is not None or (isinstance(error, ExportError) and error.sides is not None)
+            self._raised = error if is_refused and says_more else self._raised
             return
         is_plainer = bool(strategy.drops and not strategy.adds)  # less of it is a guess
         is_other = strategy.decides and not is_data_dependent(error.__cause__)

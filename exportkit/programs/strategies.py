@@ -31,6 +31,9 @@ from exportkit.rewrites.table import (
     Rewrite,
 )
 
+# In what torch says if code fixes the size of a dynamic axis.
+_SIZE_FIXED = ("specialized", SYMBOLIC_LENGTH, "unhashable type: non-nested SymInt")
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -62,6 +65,7 @@ class SearchState:
         audit: What the audit of it found.
         rules: The rewrites that are required, and those that the structure of the model asks for.
         error: What the plainest attempt raised.
+        error_of_ways: What the attempt raised that goes every way of a decision.
     """
 
     def __init__(self, model: torch.nn.Module, required: Sequence[Rewrite] = ()) -> None:
@@ -71,6 +75,7 @@ class SearchState:
         self.audit: Audit | None = None
         self.rules: list[Rewrite] = []
         self.error: ExportkitError | None = None
+        self.error_of_ways: ExportkitError | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -90,10 +95,13 @@ class SearchState:
     @property
     def size_fixed(self) -> bool:
         """Whether torch could not trace the model because its code fixes a dynamic size."""
-        return any(
-            text in self._trace_message
-            for text in ("specialized", SYMBOLIC_LENGTH, "unhashable type: non-nested SymInt")
-        )
+        return any(text in self._trace_message for text in _SIZE_FIXED)
+
+    @property
+    def ways_fix_size(self) -> bool:
+        """Whether code fixes a dynamic size on some way that a decision by values leads to."""
+        error = self.error_of_ways
+        return error is not None and any(text in str(error.__cause__) for text in _SIZE_FIXED)
 
     @property
     def needs_values(self) -> bool:
@@ -232,6 +240,13 @@ STRATEGIES = (
         "every way of a decision",
         lambda search: search.needs_values,
         adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, SYMBOLIC_LENGTHS),
+        every_way=True,
+    ),
+    Strategy(
+        "every way of a decision, loops as one operator",
+        lambda search: search.ways_fix_size,
+        adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, SYMBOLIC_LENGTHS, LOOPS),
+        drops=(LISTS_OF_ONE,),
         every_way=True,
     ),
     Strategy(

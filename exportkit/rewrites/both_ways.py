@@ -25,7 +25,7 @@ from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.traced_values import OTHER_WAY, asserted, value_error
 from exportkit.errors import ExportError
 from exportkit.overrides import Attribute, replaced, replaced_attributes
-from exportkit.rewrites.branches import Place, deciding, is_model_code, place_asking
+from exportkit.rewrites.branches import Place, deciding, instructions_by_line, is_model_code, place_asking
 from exportkit.trees import Tree, cloned, flatten
 
 MOST_WAYS = 8  # a trace runs the model once for each
@@ -93,13 +93,13 @@ class _Jump(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _jumps_of(code: CodeType, places: frozenset[Place]) -> Mapping[int, _Jump]:
     """The conditional jumps of some code that decide at these places, by their offset."""
-    inside = {offset: line for file, line, offset in places if file == code.co_filename}
-    found: dict[int, _Jump] = {}
-    for instruction in dis.get_instructions(code) if inside else ():
-        offset, line = instruction.offset, instruction.positions and instruction.positions.lineno
-        if inside.get(offset) == line and "JUMP" in instruction.opname and "_IF_" in instruction.opname:
-            place = code.co_filename, inside[offset], offset
-            found[offset] = _Jump(place, int(instruction.argval), "IF_TRUE" in instruction.opname)
+    if all(file != code.co_filename for file, _, _ in places):
+        return {}
+    found, lines = dict[int, _Jump](), instructions_by_line(code)
+    for instruction in dis.get_instructions(code):
+        place = code.co_filename, *lines[instruction.offset]
+        if place in places and "JUMP" in instruction.opname and "_IF_" in instruction.opname:
+            found[instruction.offset] = _Jump(place, int(instruction.argval), "IF_TRUE" in instruction.opname)
     return found
 
 

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import functools
 import linecache
 import re
 import sys
 import sysconfig
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ from exportkit._torch_compat.traced_values import (
 )
 from exportkit.overrides import Attribute, replaced, replaced_attributes
 
-Place = tuple[str, int, int]  # file, line, and the instruction
+Place = tuple[str, int, int]  # file, line, and the number of the instruction in it
 Line = tuple[str, int]  # file and line
 _MASK = "exportkit_mask"  # set on the result of any() and all(): the mask, and the function's name
 _ASKING, _OWNERS = ("any", "all"), (torch, torch.Tensor)
@@ -142,13 +143,20 @@ def deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib
 
         return some
 
+    is_asking = False  # modes call the function that takes the place of the real one again
+
     def asking(real: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         @functools.wraps(real)
         def value(self: torch.Tensor) -> Any:
-            if self.numel() != 1 or (real.__name__ == "item" and not hasattr(self, _MASK)):
+            nonlocal is_asking
+            if is_asking or self.numel() != 1 or (real.__name__ == "item" and not hasattr(self, _MASK)):
                 return real(self)
-            decided = decide(place_asking(sys._getframe(1)), self)
-            return real(self) if decided is None else decided
+            is_asking = True
+            try:
+                decided = decide(place_asking(sys._getframe(1)), self)
+                return real(self) if decided is None else decided
+            finally:
+                is_asking = False
 
         return value
 
@@ -165,7 +173,23 @@ def place_asking(frame: FrameType) -> Place:
     """Returns the place that asks for a value, past what exportkit puts in the place of functions of Python."""
     while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(EXPORTKIT):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
+    places = instructions_by_line(frame.f_code)
+    offset = max((offset for offset in places if offset <= frame.f_lasti), default=0)  # it may be inside of a call
+    return frame.f_code.co_filename, *places[offset]
+
+
+@functools.lru_cache(maxsize=1024)
+def instructions_by_line(code: CodeType) -> Mapping[int, tuple[int, int]]:
+    """Returns the line of each instruction, by its offset, and its number in that line.
+
+    These stay the same if another line of a function is rewritten.
+    """
+    counts, found = Counter[int](), dict[int, tuple[int, int]]()
+    for instruction in dis.get_instructions(code):
+        line = (instruction.positions and instruction.positions.lineno) or 0
+        found[instruction.offset] = line, counts[line]
+        counts[line] += 1
+    return found
 
 
 @contextlib.contextmanager

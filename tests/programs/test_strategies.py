@@ -30,6 +30,8 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
         "larger sizes",
         "lengths kept symbolic",
         "loops as one operator",
+        "every way of a decision",
+        "every way of a decision, loops as one operator",
         "strict tracing",
         "transformers' export patches",
         "static lengths",

@@ -1,4 +1,4 @@
-"""Decisions by the values of tensors are left to a graph where they change nothing, and stay errors elsewhere."""
+"""Decisions by the values of tensors that a graph need not make, or that it makes, or asserts."""
 
 import contextlib
 import math
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.errors import ExportError, RuntimeFailure
+from exportkit.errors import RuntimeFailure
 
 CALLS = [torch.tensor([[1, 7, 3], [4, 1, 7]]), torch.tensor([[8, 1, 3, 5, 8], [1, 8, 4, 4, 2], [1, 2, 3, 4, 5]])]
 
@@ -49,10 +49,16 @@ def test_an_assignment_to_places_of_a_mask_needs_no_decision(tmp_path):
     assert "__bool__" not in vars(torch.Tensor)
 
 
-def test_a_branch_that_changes_the_result_stays_an_error():
+def test_a_graph_chooses_where_a_branch_changes_the_result(tmp_path):
     model = Marked(1.0).eval()
-    with pytest.raises(ExportError, match="decides by the values of a tensor"):
-        exportkit.export(model, observed(model))
+    exported = exportkit.export(model, observed(model))
+    assert str(exported.attempts[-1]) == "every way of a decision: succeeded"
+    assert any("both results of decisions by values (test_branches.py:" in str(item) for item in exported.plan.findings)
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    for tokens in ([[1, 2, 3, 4]], [[7, 2], [1, 1]], [[7, 8], [8, 1]], [[8, 8, 8]]):
+        torch.testing.assert_close(onnx_model(torch.tensor(tokens)), model(torch.tensor(tokens)).detach())
+    assert "__bool__" not in vars(torch.Tensor)
 
 
 class Deciding(torch.nn.Module):
@@ -154,17 +160,23 @@ def until_nothing_is_left(layer, x):
 
 
 @pytest.mark.parametrize(
-    "function",
+    ("function", "other"),
     [
-        with_an_error_that_is_caught,
-        with_an_error_inside_a_branch,
-        with_a_limit_that_no_call_reached,
-        until_nothing_is_left,
+        (with_an_error_that_is_caught, 30.0),
+        (with_an_error_inside_a_branch, 30.0),
+        (with_a_limit_that_no_call_reached, math.inf),
+        (until_nothing_is_left, 300.0),
     ],
 )
-def test_a_decision_that_matters_stays_an_error(function):
-    with pytest.raises(ExportError, match="decides by the values of a tensor"):
-        exported_with_decisions(function)
+def test_a_decision_that_matters_goes_as_in_the_recorded_calls(function, other, tmp_path):
+    model, exported = exported_with_decisions(function)
+    assert any("asserted to be as in all recorded calls" in str(finding) for finding in exported.plan.findings)
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    x = -torch.rand(4, 4) if function is not until_nothing_is_left else torch.full((4, 4), 1.5)
+    torch.testing.assert_close(onnx_model(x), model(x).detach())
+    x[0, 0] = other
+    with pytest.raises(RuntimeFailure, match="refused"):
+        onnx_model(x)
 
 
 MARK = 5
@@ -261,9 +273,13 @@ def decided_by_another_number(mask, _embedded, rows):
 
 
 @pytest.mark.parametrize("check", [caught_inside, caught_by_a_caller, decided_by_another_number])
-def test_a_check_that_a_graph_cannot_make_stays_an_error(check):
-    with pytest.raises(ExportError, match="decides by the values of a tensor"):
-        exported_with_marks(check)
+def test_a_check_with_another_way_out_is_a_decision(check, tmp_path):
+    model, exported = exported_with_marks(check)
+    onnx_model = exported.to_onnx(tmp_path / "model.onnx")
+    tokens, embedded, rows = marked_call(4, 7, 6)
+    torch.testing.assert_close(onnx_model(tokens, embedded, rows), model(tokens, embedded, rows).detach())
+    with pytest.raises(RuntimeFailure):
+        onnx_model(torch.full_like(tokens, MARK), embedded, rows)
 
 
 class Limited(torch.nn.Module):
@@ -308,10 +324,12 @@ def wrapped(layer, x):
 
 
 @pytest.mark.parametrize(("function", "values"), [(limited, torch.rand(3, 4)), (wrapped, torch.arange(8).view(2, 4))])
-def test_a_branch_that_changes_nothing_for_values_like_the_recorded_ones_stays_an_error(function, values):
+def test_a_branch_that_changes_nothing_for_the_recorded_values_is_not_taken_for_others(function, values, tmp_path):
     model, observer = Deciding(function).eval(), exportkit.InputObserver()
     with observer(model):
         model(values)
         model(values[:1].repeat(5, 1))
-    with pytest.raises(ExportError, match="decides by the values of a tensor"):
-        exportkit.export(model, observer)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    torch.testing.assert_close(onnx_model(values[:1]), model(values[:1]).detach())
+    with pytest.raises(RuntimeFailure, match="refused"):
+        onnx_model(values - 20)

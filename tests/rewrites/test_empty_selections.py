@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.errors import ExportError
+from exportkit.errors import RuntimeFailure
 
 functional = torch.nn.functional
 
@@ -145,7 +145,10 @@ def test_a_sum_of_nothing_is_zero_in_any_case(tmp_path):
 
 
 @pytest.mark.parametrize("function", [averaged, counted])
-def test_what_is_something_else_for_nothing_is_refused(function):
+def test_what_is_something_else_for_nothing_is_refused(function, tmp_path):
     model, observer = observed(function)
-    with pytest.raises(ExportError, match="decides by the values of a tensor"):
-        exportkit.export(model, observer)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    x = torch.randn(5, 7)
+    torch.testing.assert_close(graph(x), model(x))
+    with pytest.raises(RuntimeFailure, match="refused"):
+        graph(-torch.rand(2, 4))
