@@ -15,7 +15,7 @@ import torch
 from onnx_ir.convenience import replace_nodes_and_values
 from onnx_ir.tape import Tape
 from onnxscript import opset18
-from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.function_libs.torch_lib.ops import core, special
 
 from exportkit._torch_compat.graph import FFT_R2C
 from exportkit.onnx_files.integer_forms import INTEGER_FORMS, as_operand, as_value
@@ -105,6 +105,19 @@ def _expm1(x: Any) -> Any:
 
 def _log_sigmoid(x: Any) -> Any:
     return op.Sub(op.Min(x, number(0, x)), _log1p(op.Exp(op.Neg(op.Abs(x))), x))
+
+
+def _softmax(translated: Callable[..., Any]) -> Callable[..., Any]:
+    """The form of a softmax that computes in the dtype that it returns, as in torch, also of integers."""
+
+    def form(x: Any, dim: int, dtype: int | None = -1) -> Any:
+        if dtype in (-1, None) or x.dtype == dtype:
+            return translated(x, dim)
+        converted = op.Cast(x, to=dtype)
+        converted.shape = x.shape
+        return translated(converted, dim)
+
+    return form
 
 
 # What passes relative errors of its operands on. A sum or a product of matrices does not: there, 6e-8 is little.
@@ -317,6 +330,8 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.log1p.default: _log1p,
     aten.expm1.default: _expm1,
     aten.log_sigmoid.default: _log_sigmoid,
+    aten.softmax.int: _softmax(core.aten_softmax),
+    aten.log_softmax.int: _softmax(special.aten_special_log_softmax),
     aten.logaddexp.default: _logaddexp,
     aten.logaddexp2.default: _logaddexp2,
     aten.atan2.default: _atan2,

@@ -102,6 +102,9 @@ def _pow_to_number(x: Any, exponent: Any) -> Any:
         return op.Sqrt(x) if exponent > 0 else op.Reciprocal(op.Sqrt(x))
     if x.dtype.is_floating_point() or isinstance(exponent, float):
         return core.aten_pow_tensor_scalar(x, exponent)
+    if x.dtype == onnx_ir.DataType.BOOL:
+        x, dtype = op.Cast(x, to=onnx_ir.DataType.INT64), onnx_ir.DataType.INT64
+        return _product(x, exponent, dtype)
     return _product(x, exponent, x.dtype)
 
 

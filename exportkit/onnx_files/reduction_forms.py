@@ -211,8 +211,15 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: int | None = No
         return op.Identity(x)
     dims = [dim] if isinstance(dim, int) else [*(dim or range(len(shape)))]
     axes = op.Constant(value_ints=dims)
+    is_known = all(isinstance(shape[axis], int) for axis in dims)
+    if len(dims) > 1 and kind in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE):
+        # one division, as in torch: numbers that add up to 0 have a mean of 0; sums of half precision may overflow
+        total = _axis_by_axis(op.ReduceSum, x, dims, keepdim, len(shape))
+        if is_known:
+            return op.Div(total, op.Constant(value=onnx_ir.tensor(math.prod(shape[axis] for axis in dims), dtype=kind)))
+        return op.Div(total, op.Cast(op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=False), to=kind))
     mean = _axis_by_axis(op.ReduceMean, x, dims, keepdim, len(shape))
-    if all(isinstance(shape[axis], int) and shape[axis] for axis in dims):
+    if is_known and all(shape[axis] for axis in dims):
         return mean
     count = op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=False)
     nothing = op.Constant(value=onnx_ir.tensor(math.nan, dtype=kind))

@@ -57,6 +57,12 @@ SCORES = torch.tensor([[0.3, -1.0, 2.0, 0.1], [1.5, 0.2, -0.7, 3.0], [0.0, 0.4, 
 ANGLES = floats(0.0, -0.0, 1.0, -1.0, 1e-30, -3e30, INF, -INF, NAN)
 
 CASES = {
+    "softmax of integers": (
+        lambda x: (x.softmax(0, dtype=torch.float32), (x > 0).log_softmax(0, dtype=torch.float32)),
+        ints(3, -2, 0, 5),
+    ),
+    "softmax of half precision in single precision": (lambda x: x.half().softmax(-1, dtype=torch.float32), SCORES * 9),
+    "powers of booleans": (lambda x: ((x > 0) ** 2, (x > 0) ** 0), ints(3, -2, 0, 5)),
     "floor division of integers": (lambda x: torch.div(x, 3, rounding_mode="floor"), LARGE),
     "floor division by a negative integer": (lambda x: torch.div(x, -3, rounding_mode="floor"), LARGE),
     "truncating division of integers": (lambda x: torch.div(x, 3, rounding_mode="trunc"), LARGE),
@@ -325,6 +331,9 @@ SIZES = {
     "pixels between, in cubic form": (lambda x: resized(x, None, (0.7, 1), mode="bicubic"), (5, 90)),
     "elements between": (lambda x: functional.interpolate(x.T[None], scale_factor=1.3, mode="linear"), (2, 90)),
     "several pixels each": (lambda x: resized(x, None, (0.6, 0.7), mode="bilinear", antialias=True), (10, 90)),
+    "mean of numbers that add up to 0": (lambda x: (x - (x.numel() - 1) / 2).mean((0, 1)), (3, 7, 13)),
+    "bits of a size": (lambda x: x[: x.shape[0] & ~1] * (x.shape[0] | 1), (7, 10)),
+    "shifted sizes": (lambda x: x[: x.shape[0] >> 1] * (x.shape[0] << 2), (7, 10)),
     "halves": (lambda x: (*x.chunk(2), *x.chunk(3)), (10, 12)),
     "parts of half the length": (lambda x: torch.sub(*x.split(x.shape[0] // 2)), (10, 12)),
     "parts of a static axis": (lambda x: (*x.split(2, 1), *x.tensor_split(3, 1), *x.chunk(3, 1)), (3, 5)),
