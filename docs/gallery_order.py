@@ -8,6 +8,7 @@ _FIRST = (
     "language_model",
     "own_cache",
     "module_state",
+    "early_exit",
     "encoder_decoder",
     "multimodal",
     "pipeline",

@@ -166,37 +166,53 @@ def _runs(
     ways: Sequence[Way],
     undecided: MutableSet[Place],
 ) -> list[_Run]:
-    """A run for each combination of recorded outcomes, or, if there are too many, for each recorded combination."""
-    given = flatten((args, kwargs))
-    is_only = all(len({*map(tuple, found)}) == 1 for found in _by_place(ways).values())
+    """A run for each combination of outcomes that places had, or, if there are too many, for fewer combinations."""
+    given, outcomes = flatten((args, kwargs)), defaultdict[Place, set[bool]](set)
+    for way in ways:
+        for place, found in way.items():
+            outcomes[place].update(found)
+    is_only = all(len(found) == 1 for found in outcomes.values())
 
-    def explored(is_combined: bool) -> list[_Run]:
+    def explored(outcomes_of: OutcomesOf) -> list[_Run]:
         runs, pending = list[_Run](), list[list[bool]]([[]])
         while pending:
             values, named = (given if is_only else given.map(cloned)).build()
-            going = _Going(ways, pending.pop(), undecided, is_combined)
+            going = _Going(ways, pending.pop(), undecided, outcomes_of)
             try:
                 with going.applied(), contextlib.nullcontext() if is_only else _modules_unchanged(model):
                     runs.append(_Run(going.decisions, flatten(call(*values, **named))))
             except _NotRecorded:
                 pass
             pending += going.others
-            if len(runs) + len(pending) > MOST_WAYS and is_combined:
+            if len(runs) + len(pending) > MOST_WAYS:
                 return []
         return runs
 
-    runs = explored(is_combined=True) or explored(is_combined=False)
-    if not runs:
-        raise ExportError("The model decides by the values of tensors, and goes other ways in a trace than before.")
-    return runs
+    for outcomes_of in (_of_place, _of_position, _of_ways):
+        if runs := explored(outcomes_of):
+            return runs
+    raise ExportError("The model decides by the values of tensors, and goes other ways in a trace than before.")
 
 
-def _by_place(ways: Sequence[Way]) -> Mapping[Place, list[Sequence[bool]]]:
-    found: dict[Place, list[Sequence[bool]]] = defaultdict(list)
-    for way in ways:
-        for place, outcomes in way.items():
-            found[place].append(outcomes)
-    return found
+# What a place may decide, given how often it has decided before, and which ways agree with the run so far.
+OutcomesOf = Callable[[Sequence[Way], Sequence[Way], Place, int], set[bool]]
+
+
+def _of_place(ways: Sequence[Way], _: Sequence[Way], place: Place, position: int) -> set[bool]:
+    """What it decided at any time, as often as in some recorded call."""
+    found = [way[place] for way in ways if place in way]
+    is_recorded = any(position < len(outcomes) for outcomes in found)
+    return {outcome for outcomes in found for outcome in outcomes} if is_recorded else set()
+
+
+def _of_position(ways: Sequence[Way], _: Sequence[Way], place: Place, position: int) -> set[bool]:
+    """What it decided at this time in some recorded call."""
+    return {way[place][position] for way in ways if position < len(way.get(place, ()))}
+
+
+def _of_ways(_: Sequence[Way], agreeing: Sequence[Way], place: Place, position: int) -> set[bool]:
+    """What it decided at this time in a recorded call that went the same way until then."""
+    return _of_position(agreeing, agreeing, place, position)
 
 
 class _Going:
@@ -206,7 +222,7 @@ class _Going:
         ways: The recorded ways.
         start: What the first places decide.
         undecided: Gets the place of a decision by a number, if the ways lack it.
-        is_combined: Whether the outcomes of different ways may be combined.
+        outcomes_of: What places may decide.
 
     Attributes:
         decisions: What was decided.
@@ -214,10 +230,10 @@ class _Going:
     """
 
     def __init__(
-        self, ways: Sequence[Way], start: Sequence[bool], undecided: MutableSet[Place], is_combined: bool
+        self, ways: Sequence[Way], start: Sequence[bool], undecided: MutableSet[Place], outcomes_of: OutcomesOf
     ) -> None:
-        self._ways, self._start, self._undecided, self._is_combined = [*ways], start, undecided, is_combined
-        self._counts = Counter[Place]()
+        self._ways, self._start, self._undecided, self._outcomes_of = ways, start, undecided, outcomes_of
+        self._agreeing, self._counts = [*ways], Counter[Place]()
         self._value_of: Callable[[torch.Tensor], bool] = torch.Tensor.__bool__
         self.decisions: list[_Decision] = []
         self.others: list[list[bool]] = []
@@ -228,17 +244,15 @@ class _Going:
     def _decide(self, place: Place, condition: torch.Tensor) -> bool:
         position, made = self._counts[place], [decision.outcome for decision in self.decisions]
         self._counts[place] += 1
-        ways = [way for way in self._ways if position < len(way.get(place, ()))]
-        if not ways:
+        outcomes = self._outcomes_of(self._ways, self._agreeing, place, position)
+        if not outcomes:
             raise _NotRecorded
-        outcomes = {way[place][position] for way in ways}
         if len(made) < len(self._start):
             outcome = self._start[len(made)]
         else:
             outcome = max(outcomes)
             self.others += [[*made, False]] if len(outcomes) > 1 else []
-        if not self._is_combined:
-            self._ways = [way for way in ways if way[place][position] is outcome]
+        self._agreeing = [way for way in self._agreeing if [*way.get(place, ())][position : position + 1] == [outcome]]
         self.decisions.append(_Decision(place, condition, outcome))
         return outcome
 

@@ -13,12 +13,10 @@ LOCK = threading.RLock()  # Dynamo cannot enter it, so that strict tracing, whic
 
 
 class Positive(torch.nn.Module):
-    """Decides by a value."""
+    """Decides by a value of each row."""
 
     def forward(self, x):
-        if x.sum() > 0:
-            return x * 2
-        return x - 1
+        return torch.stack([row * 2 if row.sum() > 0 else row - 1 for row in x])
 
 
 class Branch(torch.nn.Module):
@@ -39,7 +37,7 @@ class Count(torch.nn.Module):
 
     def forward(self, x, lengths):
         longest = lengths.max().item()
-        return x * 2 if longest > 3 else x
+        return torch.stack([row * 2 if longest > 3 else row for row in x])
 
 
 class Items(torch.nn.Module):

@@ -38,7 +38,7 @@ def golden(error):
     """The text of an error with placeholders for paths and line numbers; the numbers are right."""
     text = str(error)
     for file, number, code in _PLACE.findall(text):
-        assert linecache.getline(file, int(number)).strip() == code
+        assert linecache.getline(file, int(number)).strip() == code.removesuffix(";")  # another reason follows
     text = re.sub(r"all that torch says: \S+", "all that torch says: FILE", text)
     return re.sub(r"\S*failing\.py:\d+", "failing.py:N", text)
 
@@ -50,7 +50,7 @@ DATA = [{"data": {"x": call["x"]}} for call in LENGTHS]
 BRANCH = """\
 torch.export could not trace the model: it decides by the values of a tensor.
   where: layers.1 (Positive), failing.py:N
-         if x.sum() > 0:
+         return torch.stack([row * 2 if row.sum() > 0 else row - 1 for row in x])
   got: whether Eq(u0, 1) is not known before the model runs (data-dependent)
   hint: compute both sides and choose with torch.where(condition, a, b), or use torch.cond.
         all that torch says: FILE"""
@@ -58,11 +58,13 @@ torch.export could not trace the model: it decides by the values of a tensor.
 COUNT = """\
 torch.export could not trace the model: it decides by the values of a tensor.
   where: the model itself (Count), failing.py:N
-         return x * 2 if longest > 3 else x
+         return torch.stack([row * 2 if longest > 3 else row for row in x])
   got: whether u0 > 3 is not known before the model runs (data-dependent);
        u0 comes from failing.py:N
-         longest = lengths.max().item()
-  hint: keep the tensor instead of .item() or .tolist(); decide with torch.where, or with torch.cond.
+         longest = lengths.max().item();
+       the loop is unrolled: Attempted to wrap unbacked SymInt, in failing.py:N
+         return torch.stack([row * 2 if longest > 3 else row for row in x])
+  hint: write this line in another way, so that every turn does the same to tensors of the same shapes and dtypes.
         all that torch says: FILE"""
 
 ITEMS = """\
@@ -248,7 +250,6 @@ def test_torch_prints_no_graph_of_its_own(capfd, tmp_path):
     with observer(model):
         for batch in (2, 3):
             model(torch.rand(batch, 8))
-    with pytest.raises(ExportError):
-        exportkit.export(model, observer)
+    assert str(exportkit.export(model, observer).attempts[0]).startswith("plain trace: failed, GuardOnDataDependent")
     assert "def forward" not in "".join(capfd.readouterr())
     assert "print" not in vars(trace_module())
