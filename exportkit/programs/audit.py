@@ -117,6 +117,8 @@ def _with_recorded(
     if not broken:
         return domain
     difference = probe.difference_in(call)
+    if not difference and any(condition.own for condition in broken) and not probe.is_right_at_other_scales(at):
+        difference = "another result for values of another scale"
     if difference or any(condition.text in fixed for condition in broken):
         error = _narrower(traced, broken[0], at, f"recorded call {call.index}", difference)
         if not _is_of_loop(broken[0]):  # of which each length would be another program

@@ -13,6 +13,7 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError
+from exportkit.probing.sized_calls import scaled
 from exportkit.rewrites.both_ways import MOST_WAYS, Way, every_way, way_noted
 from exportkit.rewrites.branches import Decisions, Line, Place, decisions_made, decisions_noted, is_check
 from exportkit.rewrites.empty_selections import never_empty, ways_noted
@@ -27,7 +28,7 @@ _SCALES = ((1e3, 1), (1e6, 1), (1e38, 1), (-1.0, 1), (1.0, -1), (1.0, 1000))
 def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Call]) -> list[Rewrite]:
     """Returns the rewrites for code that decides by values of tensors; none if a recorded result changes."""
     eager = EagerRunner(model, method)
-    tried = [*calls, *(_scaled(call, *scales) for call in calls[:1] for scales in _SCALES)]
+    tried = [*calls, *(scaled(call, *scales) for call in calls[:1] for scales in _SCALES)]
     made: dict[Place, bool] = {}
     checks, seen = set[Place](), set[Place]()
 
@@ -124,7 +125,7 @@ def _rules_for_empty_selections(eager: Runner, calls: Sequence[Call]) -> list[Re
     Zeros, negative numbers and masks without places are likely to leave a selection empty.
     """
     first = calls[:1]
-    tried = [*calls, *(_scaled(call, *scales) for call in first for scales in (*_SCALES, (0.0, 1)))]
+    tried = [*calls, *(scaled(call, *scales) for call in first for scales in (*_SCALES, (0.0, 1)))]
     tried += map(_unmasked, first)
 
     def going(places: Collection[Line]) -> Runner:
@@ -146,13 +147,3 @@ def _rules_for_empty_selections(eager: Runner, calls: Sequence[Call]) -> list[Re
 def _unmasked(call: Call) -> Call:
     masks = {path: tensor for path, tensor in call.tensors().items() if tensor.dtype is torch.bool}
     return call.with_tensors({path: torch.zeros_like(mask) for path, mask in masks.items()})
-
-
-def _scaled(call: Call, scale: float, integer_scale: int = 1) -> Call:
-    changed = {}
-    for path, tensor in call.tensors().items():
-        if tensor.is_floating_point():
-            changed[path] = tensor * scale
-        elif not tensor.is_complex() and tensor.dtype is not torch.bool:
-            changed[path] = tensor * integer_scale
-    return call.with_tensors(changed)

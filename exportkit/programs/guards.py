@@ -70,9 +70,15 @@ class TracedSizes:
     def conditions(self) -> tuple[SizeCondition, ...]:
         """Returns the conditions under which the program may be used, those of the model's own code first."""
         stated = self.tightest((*self._of_guards(self.guards), *self._of_axes(), *self._of_ranges()))
-        own = [guard for guard in self._questions if guard.gives_number and self._is_own(guard)]
-        numbers = {_plain(condition).text for condition in self._of_guards(own)}
-        found = [replace(condition, gives_number=condition.text in numbers) for condition in stated]
+        asked: dict[str, SizeCondition] = {}  # by the model's own code, maybe of a rewrite that asks torch in its place
+        for condition in self._of_questions():
+            if condition.own and (condition.gives_number or condition.text not in asked):
+                asked[condition.text] = condition
+        found = []
+        for condition in stated:
+            question = asked.get(condition.text, condition)
+            known = condition if condition.own or condition.place else question
+            found.append(replace(known, gives_number=question.gives_number))
         return tuple(sorted(found, key=lambda condition: not condition.own))
 
     def tightest(self, conditions: Iterable[SizeCondition]) -> tuple[SizeCondition, ...]:
@@ -98,12 +104,12 @@ class TracedSizes:
 
     def unstated(self) -> list[SizeCondition]:
         """Returns the conditions that the model's code, or a slice, asked for when others implied them."""
-        found = [
-            replace(condition, gives_number=guard.gives_number)
-            for guard in self._questions
-            for condition in map(_plain, self._of_guards([guard]))
-        ]
-        return [condition for condition in found if condition.own or is_of_slices(condition.place)]
+        return [condition for condition in self._of_questions() if condition.own or is_of_slices(condition.place)]
+
+    def _of_questions(self) -> Iterator[SizeCondition]:
+        for guard in self._questions:
+            for condition in map(_plain, self._of_guards([guard])):
+                yield replace(condition, gives_number=guard.gives_number)
 
     def idle(self) -> frozenset[str]:
         """Returns the conditions of the model's own code under which it does nothing, such as writing to a log."""

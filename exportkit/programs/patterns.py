@@ -25,12 +25,13 @@ from exportkit.plan.small_sizes import (
 from exportkit.probing.missing import beyond_rounding, completed_call
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
-from exportkit.probing.sized_calls import calls_with_values, run_sized, sized_call, stepwise_outputs
+from exportkit.probing.sized_calls import calls_with_values, run_sized, scaled, sized_call, stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Affordable, Turn, Turns, fulfils
+from exportkit.rewrites.table import EVERY_WAY
 from exportkit.running.compare import Difference, Tensors, compare_tensors
 from exportkit.running.eager import EagerRunner
 from exportkit.running.masks import find_mask, visible_by_shape
@@ -38,6 +39,7 @@ from exportkit.running.program import OtherWay, ProgramRunner
 from exportkit.running.runner import compare_calls, recorded
 
 _LARGEST_TRIED = 512
+_SCALES = (0.03, 0.3, 4.0, -0.3, -1.0)  # of floating-point values
 
 
 class ProgramProbe:
@@ -101,6 +103,28 @@ class ProgramProbe:
                 return difference
             difference = difference if stepwise is None else self._outcome(full, stepwise)
         return difference
+
+    def is_right_at_other_scales(self, sizes: Mapping[str, int]) -> bool:
+        """Returns whether the program does what the model does for values of other scales, too.
+
+        A few runs do not show that if the model decides by values: it is False for a program that goes every way.
+
+        Args:
+            sizes: Sizes at which it does for usual values.
+        """
+        traced = self._traced
+        if any(name.startswith(EVERY_WAY.name) for name in traced.rules):
+            return False
+
+        def is_right(scale: float) -> bool:
+            with warnings.catch_warnings(action="ignore"), contextlib.suppress(Exception):
+                answered = self._answered(
+                    scaled(sized_call(traced.plan, traced.observation, traced.defaults, sizes), scale)
+                )
+                return answered is None or not self._difference_in(answered)
+            return True
+
+        return traced.sampled_answer(lambda: all(map(is_right, _SCALES)), is_sure=lambda right: right)
 
     def by_values(self, sizes: Mapping[str, int]) -> Call | None:
         """Returns a call at sizes of 2 and more in which the program departs from the model, too, if there is one.
@@ -227,7 +251,7 @@ def with_recorded_patterns(traced: TracedProgram, domain: Domain, probe: Program
     for pattern in patterns:
         at = at_pattern(traced.plan, traced.sizes, pattern)
         is_right = probe.difference(at) == ""
-        found.append(SmallSizes(pattern, _waived(domain, at) if is_right else ()))
+        found.append(SmallSizes(pattern, _waived(domain, at, probe) if is_right else ()))
         limits += probe.limits(at, domain) if is_right else []
     return replace(domain, patterns=tuple(found), conditions=(*domain.conditions, *limits))
 
@@ -258,6 +282,7 @@ def without_harmless(
             (recorded_wrong if probe.difference_in(call) else recorded_right).update(broken)
     numbers_given = {condition.text for condition in domain.conditions if condition.gives_number}
     may_change, idle = {*traced_sizes.fixed(), *numbers_given, *recorded_wrong}, traced_sizes.idle()
+    own = {condition.text for condition in stated if condition.own}
     asked = {
         condition.text: condition.numbers()
         for condition in stated
@@ -280,7 +305,10 @@ def without_harmless(
         fewest = min(count for count, _ in found)
         tried = [sizes for count, sizes in found if count == fewest]
         outcomes = [probe.difference(tried[position]) for position in (0, len(tried) // 2, -1)]
-        if "" in outcomes and not any(outcomes) and not probe.limits(tried[-1], domain):
+        is_right = "" in outcomes and not any(outcomes)
+        if is_right and text in own:  # what it decides may matter for some values only
+            is_right = probe.is_right_at_other_scales(tried[-1])
+        if is_right and not probe.limits(tried[-1], domain):
             harmless[text] = tried[-1]
     texts = {*harmless, *(idle - may_change)}
     waived = tuple([condition for condition in stated if condition.text in texts])
@@ -300,7 +328,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
         if pattern in known or any(_fails_with(plan, part, pattern) for part in failed):
             continue
         at = at_pattern(plan, traced.sizes, pattern)
-        reason, waived = probe.difference(at), _waived(domain, at)
+        reason, waived = probe.difference(at), _waived(domain, at, probe)
         if reason is None:  # one row may have no room for the images of three
             others = [sizes for sizes in unseen if small(sizes) == pattern]
             others += [sizes for sizes in larger_sizes(plan, traced.sizes, pattern) if sizes in affordable]
@@ -343,13 +371,15 @@ def _left_out(pattern: SmallSizes, reason: str) -> Finding:
     return Finding("limit", str(pattern), text)
 
 
-def _waived(domain: Domain, at: Mapping[str, int]) -> tuple[str, ...]:
-    """The conditions that sizes of 0 and 1 may break, as the program was seen to be right there.
+def _waived(domain: Domain, at: Mapping[str, int], probe: ProgramProbe) -> tuple[str, ...]:
+    """The conditions that sizes of 0 and 1 may break if the program is right there.
 
     A number that code gets from other sizes, too, is not the same at all of these sizes, and may decide anything.
     """
     small_ones = small(at).keys()
     broken = [c for c in domain.broken(at) if not c.gives_number or c.variables() <= small_ones]
+    if any(condition.own for condition in broken) and not probe.is_right_at_other_scales(at):
+        broken = [condition for condition in broken if not condition.own]
     return tuple([condition.text for condition in broken])
 
 
