@@ -49,18 +49,4 @@ with TemporaryDirectory() as folder, torch.no_grad():
         torch.testing.assert_close(onnx_model(x), model(x))
 
 # %%
-# If no recorded call had left early, the graph would refuse calls that do. The report names such lines.
-
-observer = exportkit.InputObserver()
-with observer(model), torch.no_grad():
-    for batch in (2, 3):
-        model(torch.randn(batch, 16) * 0.5)
-
-exported = exportkit.export(model, observer)
-print(exported.plan.findings[-1].text)
-with TemporaryDirectory() as folder:
-    onnx_model = exported.to_onnx(f"{folder}/late_exit.onnx")
-    try:
-        onnx_model(torch.randn(2, 16) * 50)
-    except exportkit.ExportkitError as error:
-        print(error)
+# If no recorded call had left early, the graph would refuse calls that do, and the report would name the line.

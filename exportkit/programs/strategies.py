@@ -243,7 +243,7 @@ STRATEGIES = (
         every_way=True,
     ),
     Strategy(
-        "every way of a decision, loops as one operator",
+        "every way with loops",
         lambda search: search.ways_fix_size,
         adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, SYMBOLIC_LENGTHS, LOOPS),
         drops=(LISTS_OF_ONE,),

@@ -31,7 +31,7 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
         "lengths kept symbolic",
         "loops as one operator",
         "every way of a decision",
-        "every way of a decision, loops as one operator",
+        "every way with loops",
         "strict tracing",
         "transformers' export patches",
         "static lengths",

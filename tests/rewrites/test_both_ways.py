@@ -30,14 +30,14 @@ def exported(function, *calls):
 
 def nested(model, x):
     if x.max() > 1:
-        x = model.layer(x)
+        x = model.layer(x) + x - 5
         if float(x.mean()) > 0:
             return x - 1
     return x + 1
 
 
 def test_decisions_behind_decisions_are_chosen_between(tmp_path):
-    model, found = exported(nested, SMALL, LARGE, -LARGE + 5, LARGE - 30)
+    model, found = exported(nested, SMALL, torch.full((3, 4), 1.5), torch.full((2, 4), 900.0))
     graph = found.to_onnx(tmp_path / "model.onnx")
     assert graph.verify().ok
     for x in (torch.rand(5, 4), torch.rand(1, 4) * 50, torch.randn(7, 4) * 30, -torch.rand(2, 4)):
