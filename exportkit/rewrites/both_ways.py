@@ -154,8 +154,11 @@ def every_way(
         yield
 
 
-class _NotRecorded(Exception):
-    """Raised where no recorded call shows what a place decides: a graph need not serve such a call."""
+class _NotRecorded(BaseException):
+    """Raised where no recorded call shows what a place decides: a graph need not serve such a call.
+
+    Code of a model that catches errors catches no others than those of its own.
+    """
 
 
 def _runs(
@@ -172,17 +175,16 @@ def _runs(
         for place, found in way.items():
             outcomes[place].update(found)
     is_only = all(len(found) == 1 for found in outcomes.values())
+    unchanged = contextlib.nullcontext if is_only else _modules_unchanged
 
     def explored(outcomes_of: OutcomesOf) -> list[_Run]:
         runs, pending = list[_Run](), list[list[bool]]([[]])
         while pending:
             values, named = (given if is_only else given.map(cloned)).build()
             going = _Going(ways, pending.pop(), undecided, outcomes_of)
-            try:
-                with going.applied(), contextlib.nullcontext() if is_only else _modules_unchanged(model):
-                    runs.append(_Run(going.decisions, flatten(call(*values, **named))))
-            except _NotRecorded:
-                pass
+            with contextlib.suppress(_NotRecorded), going.applied(), unchanged(model):
+                run = _Run(going.decisions, flatten(call(*values, **named)))
+                runs += [] if going.is_lost else [run]
             pending += going.others
             if len(runs) + len(pending) > MOST_WAYS:
                 return []
@@ -227,6 +229,7 @@ class _Going:
     Attributes:
         decisions: What was decided.
         others: How other runs start, which decide otherwise at some place.
+        is_lost: Whether a place was to decide what no recorded call shows.
     """
 
     def __init__(
@@ -237,6 +240,7 @@ class _Going:
         self._value_of: Callable[[torch.Tensor], bool] = torch.Tensor.__bool__
         self.decisions: list[_Decision] = []
         self.others: list[list[bool]] = []
+        self.is_lost = False
 
     def _knows(self, place: Place) -> bool:
         return any(place in way for way in self._ways)
@@ -246,6 +250,7 @@ class _Going:
         self._counts[place] += 1
         outcomes = self._outcomes_of(self._ways, self._agreeing, place, position)
         if not outcomes:
+            self.is_lost = True
             raise _NotRecorded
         if len(made) < len(self._start):
             outcome = self._start[len(made)]
@@ -323,21 +328,26 @@ def _modules_unchanged(model: torch.nn.Module) -> Iterator[None]:
     Raises:
         ExportError: if it writes to buffers.
     """
-    tables = [table for module in model.modules() for table in (vars(module), buffer_table(module))]
-    kept = [(table, dict(table)) for table in tables]
-    buffers = [buffer for module in model.modules() for buffer in buffer_table(module).values() if buffer is not None]
-    versions = [*map(version_of, buffers)]
+    kept = [(vars(module), dict(vars(module))) for module in model.modules()]
+    tables = [buffer_table(module) for module in model.modules()]
+    before = [{name: (id(held), _version(held)) for name, held in table.items()} for table in tables]
+    kept += [(table, dict(table)) for table in tables]
     try:
         yield
+        after = [{name: (id(held), _version(held)) for name, held in table.items()} for table in tables]
     finally:
         for table, entries in kept:
             table.clear()
             table.update(entries)
-    if versions != [*map(version_of, buffers)]:
+    if before != after:
         raise ExportError(
             "The model decides by the values of a tensor, and writes to its buffers.",
             hint="observe calls that go one way only: the graph refuses the others.",
         )
+
+
+def _version(buffer: torch.Tensor | None) -> int | None:
+    return None if buffer is None else version_of(buffer)
 
 
 def _chosen(runs: Sequence[_Run]) -> Any:
@@ -371,6 +381,10 @@ def _select(
     if depth == len(run.decisions):
         return outputs
     place, condition, _ = run.decisions[depth]
+    if any(other.decisions[depth].place != place for other, _ in runs):
+        raise ExportError(
+            "The model does not decide in the same order if it is run again.", where=f"{place[0]}:{place[1]}"
+        )
     parts = {
         outcome: [other for other in runs if other[0].decisions[depth].outcome is outcome] for outcome in (True, False)
     }
@@ -381,8 +395,12 @@ def _select(
     holds = _is(condition, outcome)
     for other in on_way:
         holds = holds | ~other
-    asserted(holds, f"{OTHER_WAY}{place[0]}:{place[1]}")
+    asserted(holds, OTHER_WAY + _line(place))
     return _select(runs, depth + 1, on_way)
+
+
+def _line(place: Place) -> str:
+    return f"{place[0]}:{place[1]}"
 
 
 def _is(condition: torch.Tensor, outcome: bool) -> torch.Tensor:
@@ -397,10 +415,10 @@ def _require_same_kind(one: _Run, other: _Run) -> None:
     different = [path for path in {**kinds[0], **kinds[1]} if kinds[0].get(path) != kinds[1].get(path)]
     if different:
         pairs = zip(one.outcomes, other.outcomes, strict=False)
-        (file, line, _), _ = next(left for left, right in pairs if left != right)
+        place, _ = next(left for left, right in pairs if left != right)
         raise ExportError(
             "The model decides by the values of a tensor what kind of result it returns.",
-            where=f"{file}:{line}",
+            where=_line(place),
             expected="tensors of the same shapes and dtypes on both ways",
             got=f"{different[0] or 'the result'}: {' and '.join(kind.get(different[0], 'nothing') for kind in kinds)}",
             hint="observe calls that go one way only: the graph refuses the others.",
