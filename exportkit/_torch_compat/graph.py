@@ -14,7 +14,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from torch.utils._pytree import tree_flatten
 
 from exportkit._torch_compat import require
-from exportkit._torch_compat.traced_values import depends_on_values
+from exportkit._torch_compat.traced_values import OTHER_WAY, depends_on_values
 
 # Operators that check something at run time and compute nothing.
 _CONDITIONS = ("_assert_scalar", "_assert_async")
@@ -131,6 +131,11 @@ def asserts_values(node: torch.fx.Node) -> bool:
     counted, limit = condition.args if condition.target is operator.ge else (None, None)
     is_count = isinstance(counted, torch.fx.Node) and counted.target in _COUNTED
     return not (is_count and limit in (0, 2))
+
+
+def asserts_way(node: torch.fx.Node) -> bool:
+    """Returns whether a node asserts that the model decides by values as in some recorded call."""
+    return is_assertion(node) and len(node.args) > 1 and str(node.args[1]).startswith(OTHER_WAY)
 
 
 def call_inlined(

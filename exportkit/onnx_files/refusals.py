@@ -20,6 +20,7 @@ from exportkit._torch_compat.graph import (
     ITEM,
     arguments_of,
     asserts_values,
+    asserts_way,
     call_inlined,
     copied_module,
     graphs_in,
@@ -27,6 +28,7 @@ from exportkit._torch_compat.graph import (
     with_graph_module,
 )
 from exportkit._torch_compat.traced_values import is_counted
+from exportkit.errors import ExportError
 from exportkit.onnx_files.exact import call_node
 
 aten = torch.ops.aten
@@ -217,6 +219,8 @@ def _refuse(graph: torch.fx.Graph) -> None:
     (output,) = graph.find_nodes(op="output")
     result = next((value for value in output.all_input_nodes if _is_computed(value)), None)
     stated = list(filter(_refuses, graph.nodes))
+    if result is None and any(map(asserts_way, stated)):
+        raise ExportError("A graph that computes none of its results cannot refuse a way that no recorded call went.")
     if result is None or not stated:
         return
     found = dict[Any, torch.fx.Node]()  # whether a condition holds, by what it says: layers repeat the same ones

@@ -15,6 +15,7 @@ import torch
 
 from exportkit._torch_compat.graph import (
     asserts_values,
+    asserts_way,
     copied_module,
     graphs_in,
     with_graph_module,
@@ -111,7 +112,7 @@ def _with_assertions(
     except Exception as error:
         asserted = _assertions(program)
         try:
-            if not asserted:
+            if not asserted or any(map(asserts_way, asserted)):  # without it, the graph would go the wrong way
                 raise
             return translated(without_assertions(program)), [*unchecked, *asserted]
         except Exception:

@@ -361,10 +361,10 @@ def _chosen(runs: Sequence[_Run]) -> Any:
     for run, leaves in zip(runs, constants, strict=True):
         made = {path: torch.scalar_tensor(leaves[path], dtype=_NUMBERS[type(leaves[path])]) for path in numbers}
         returned.append((run, {**run.outputs.tensors(), **made}))
-    chosen: Mapping[str, Any] = _select(returned, 0, [])
-    return first.outputs.with_leaves(
-        {path: leaf.item() if path in numbers else leaf for path, leaf in chosen.items()}
-    ).build()
+    chosen = _select(returned, 0, [])
+    # a result that the graph computes can be refused; it may be a buffer
+    leaves = {path: leaf.item() if path in numbers else leaf.clone() for path, leaf in chosen.items()}
+    return first.outputs.with_leaves(leaves).build()
 
 
 def _select(

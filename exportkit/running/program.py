@@ -12,8 +12,7 @@ import torch
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
 from exportkit._torch_compat.cuda import as_on_cpu
-from exportkit._torch_compat.graph import is_assertion
-from exportkit._torch_compat.traced_values import OTHER_WAY
+from exportkit._torch_compat.graph import asserts_way, is_assertion
 from exportkit.calls.call import Call
 from exportkit.running.module_state import tensors_kept
 
@@ -118,9 +117,8 @@ class _Interpreter(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         """Returns the value of a node."""
         if is_assertion(n):
-            message = str(n.args[1]) if len(n.args) > 1 else ""
-            if message.startswith(OTHER_WAY) and not self.fetch_args_kwargs_from_env(n)[0][0]:
-                raise OtherWay(message)
+            if asserts_way(n) and not self.fetch_args_kwargs_from_env(n)[0][0]:
+                raise OtherWay(n.args[1])
             return None
         if n in self._reused:
             if n.op == "placeholder":

@@ -131,3 +131,18 @@ class BufferWrittenOnOneWay(nn.Module):
 @case(BOTH, truth=[*NEW, *OTHER], may_refuse=True)
 def other_shapes_by_way(self, x):
     return x[:, :2] if x.max() > 1 else x
+
+
+@case([call(torch.rand(2, 4)), call(torch.rand(3, 4))], truth=[call(torch.rand(2, 4) + 60)])
+class BufferReturnedOnTheRecordedWay(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x):
+        return self.table * 2 if x.max() > 50 else self.table
+
+
+@case([call(torch.rand(2, 4)), call(torch.rand(3, 4))], truth=[call(torch.rand(2, 4) + 60)], may_refuse=True)
+def nothing_but_a_number_on_the_recorded_way(self, x):
+    return x.shape[0] if x.max() > 50 else x.shape[0] + 1
