@@ -38,7 +38,7 @@ with observer(model, store_n_calls=5), torch.no_grad():
         model(torch.randn(batch, 16) * scale)
 
 # %%
-# The graph computes all results that there are, and chooses between them as the model does.
+# The graph chooses between the results as the model does. What only one of them needs is computed in a branch.
 
 exported = exportkit.export(model, observer)
 with TemporaryDirectory() as folder, torch.no_grad():

@@ -86,7 +86,7 @@ class Exported(ExportedModel):
                 name = ".".join(filter(None, (part, program)))
                 return folder / (f"{target.stem}.{name}{target.suffix}" if name else target.name)
 
-            runner = write_graphs(self, file_of, opset, runtime)
+            runner = write_graphs(self, file_of, opset, runtime, branches=lossy is None)
             if lossy is not None:
                 runner = lossy_runner(runner, lossy)
         runner.move(target.parent)

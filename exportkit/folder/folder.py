@@ -83,7 +83,7 @@ def save_folder(
         require_onnxruntime()
     exported = for_runtime(exported, runtime)
     with replacing(target, _NOUN, last=MANIFEST, clear=lambda: _remove_old(target)) as folder:
-        runner = _write_graphs(exported, folder, opset, runtime)
+        runner = _write_graphs(exported, folder, opset, runtime, lossy is None)
         if lossy is not None:
             runner = lossy_runner(runner, lossy, verify)
         runner.compared = compared
@@ -122,7 +122,9 @@ def load_folder(directory: str | os.PathLike[str], check_weights: bool) -> OnnxR
         return _load_graphs(folder, data, files)
 
 
-def _write_graphs(exported: ExportedModel, folder: Path, opset: int | None, runtime: Runtime | None) -> OnnxRunner:
+def _write_graphs(
+    exported: ExportedModel, folder: Path, opset: int | None, runtime: Runtime | None, branches: bool
+) -> OnnxRunner:
     """Writes the graphs under the names of files and inputs that the clients of this kind of model know."""
     main, files, renamed = "model.onnx", {name: f"{name}.onnx" for name in exported.parts}, {}
     encoders = [name for name, edges in exported.edges.items() if len(edges) == 1]
@@ -137,7 +139,7 @@ def _write_graphs(exported: ExportedModel, folder: Path, opset: int | None, runt
             return folder / (f"{part}.{program}.onnx" if program else files[part])
         return folder / (f"model.{program}.onnx" if program else main)
 
-    runner = write_graphs(exported, file_of, opset, runtime)
+    runner = write_graphs(exported, file_of, opset, runtime, branches)
     if renamed:
         runner.graph.contract = rename_inputs(runner.contract, renamed)
     return runner

@@ -34,6 +34,7 @@ from exportkit._torch_compat.symbolic_shapes import SYMBOL_NAME, forget_pending_
 from exportkit._torch_compat.traced_values import sizes_that_follow
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
+from exportkit.onnx_files.choices import choices_as_branches
 from exportkit.onnx_files.contract import Contract, Runtime, input_names, output_names
 from exportkit.onnx_files.decompositions import prepared, translatable, without_assertions
 from exportkit.onnx_files.findings import operator_findings
@@ -43,7 +44,7 @@ from exportkit.plan.leaves import Finding
 from exportkit.programs.model_lines import line_of_node
 from exportkit.programs.program import TracedProgram, without_gradients
 from exportkit.rewrites.lists import operators_at_any_length
-from exportkit.rewrites.table import LIBRARY_PATCHES, applied
+from exportkit.rewrites.table import EVERY_WAY, LIBRARY_PATCHES, applied
 from exportkit.running.program import tensor_placeholders
 from exportkit.running.session import FUSED_OPSET, require_fused_operators
 from exportkit.trees import registered_caches
@@ -54,7 +55,13 @@ if TYPE_CHECKING:
 DOMAIN_KEY = "exportkit.domain"  # where the metadata of a file says for which calls it may be used
 
 
-def translate(traced: TracedProgram, path: Path, opset: int | None = None, runtime: Runtime | None = None) -> Contract:
+def translate(
+    traced: TracedProgram,
+    path: Path,
+    opset: int | None = None,
+    runtime: Runtime | None = None,
+    branches: bool = True,
+) -> Contract:
     """Writes a program as ONNX, with its weights as external data, and returns how the graph is called.
 
     Args:
@@ -62,6 +69,7 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None, runti
         path: Where to write.
         opset: ONNX opset; by default torch's own choice.
         runtime: What the graph is fused for; None for a graph of operators that every runtime has.
+        branches: Whether what only one way of a decision needs goes into a branch.
 
     Raises:
         ExportError: if an operator cannot be translated.
@@ -88,6 +96,8 @@ def translate(traced: TracedProgram, path: Path, opset: int | None = None, runti
         for path, value in zip(outputs.values(), program.model.graph.outputs, strict=True)
     }
     program.model.metadata_props[DOMAIN_KEY] = json.dumps(traced.domain.to_json())
+    if branches and any(name.startswith(EVERY_WAY.name) for name in traced.rules):
+        choices_as_branches(program.model.graph)
     path.parent.mkdir(parents=True, exist_ok=True)
     _copy_views_when_written(program.model.graph)
     program.save(path, external_data=True)

@@ -27,6 +27,7 @@ def write_graphs(
     file_of: Callable[[str, str], Path],
     opset: int | None = None,
     runtime: Runtime | None = None,
+    branches: bool = True,
 ) -> OnnxRunner:
     """Writes the programs of an export and of its parts as ONNX, and returns them as something to call.
 
@@ -36,6 +37,7 @@ def write_graphs(
             for the usual case.
         opset: ONNX opset; by default torch's own choice.
         runtime: What the graphs are fused for; None for graphs of operators that every runtime has.
+        branches: Whether what only one way of a decision needs goes into a branch, where nothing can be quantised.
 
     Raises:
         ExportError: if an operator cannot be translated.
@@ -49,13 +51,13 @@ def write_graphs(
         opset = fused_opset(opset)
     programs, graphs, attempts = {}, {}, [*exported.attempts]
     for name, traced in exported.programs.items():
-        programs[name], contract, more = _written(traced, file_of(name, ""), opset, runtime)
+        programs[name], contract, more = _written(traced, file_of(name, ""), opset, runtime, branches)
         attempts += more
         graphs[name] = OnnxGraph(contract, programs[name].observation, programs[name])
     runners, parts = {}, {}
     for name, part in exported.parts.items():
         runners[name] = write_graphs(
-            part, functools.partial(lambda part, program, _: file_of(program, part), name), opset, runtime
+            part, functools.partial(lambda part, program, _: file_of(program, part), name), opset, runtime, branches
         )
         parts[name] = runners[name].exported or part
     written = replace(exported, programs=programs, parts=parts, attempts=tuple(attempts))
@@ -65,17 +67,17 @@ def write_graphs(
 
 
 def _written(
-    traced: TracedProgram, path: Path, opset: int | None, runtime: Runtime | None
+    traced: TracedProgram, path: Path, opset: int | None, runtime: Runtime | None, branches: bool
 ) -> tuple[TracedProgram, Contract, tuple[Attempt, ...]]:
     """The program that could be translated, its contract, and what else was tried."""
     about = TRANSLATION_PER_TRACE * traced.seconds.get("export", 0.0) or None
     with explained(lambda: traced.request(onnx=True)), stage("onnx", traced.seconds, about), autocast(()):
         try:
-            return traced, translate(traced, path, opset, runtime), ()
+            return traced, translate(traced, path, opset, runtime, branches), ()
         except ExportError:
             again = after_failed_translation(traced)
             if again is not None:
                 program, attempts = again
                 with contextlib.suppress(ExportError):  # the first error is the one to report
-                    return program, translate(program, path, opset, runtime), attempts
+                    return program, translate(program, path, opset, runtime, branches), attempts
             raise

@@ -1,5 +1,6 @@
 """Decisions by the values of tensors in a graph: what it chooses between, what it refuses, and what is no graph."""
 
+import onnx
 import pytest
 import torch
 
@@ -41,6 +42,29 @@ def test_decisions_behind_decisions_are_chosen_between(tmp_path):
     graph = found.to_onnx(tmp_path / "model.onnx")
     assert graph.verify().ok
     for x in (torch.rand(5, 4), torch.rand(1, 4) * 50, torch.randn(7, 4) * 30, -torch.rand(2, 4)):
+        torch.testing.assert_close(graph(x), model(x).detach())
+
+
+def products(graph):
+    """The number of matrix products in a graph, without those in its branches."""
+    return sum(node.op_type in ("Gemm", "MatMul") for node in graph.node)
+
+
+def test_what_one_way_alone_needs_is_in_its_branch(tmp_path):
+    def leaves_early(model, x):
+        x = model.layer(x)
+        if x.max() > 1:
+            return x
+        return model.layer(model.layer(x))
+
+    model, found = exported(leaves_early, SMALL * 0.01, LARGE * 100)
+    graph = found.to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    main = onnx.load(tmp_path / "model.onnx").graph
+    (choice,) = [node for node in main.node if node.op_type == "If"]
+    assert products(main) == 1
+    assert sorted(products(branch.g) for branch in choice.attribute) == [0, 2]
+    for x in (torch.rand(5, 4) * 0.01, torch.rand(1, 4) * 500):
         torch.testing.assert_close(graph(x), model(x).detach())
 
 
