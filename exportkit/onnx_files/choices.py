@@ -79,7 +79,7 @@ def _branch(
         value = choice.inputs[position]
         if value in results or value is None or value.producer() not in nodes:
             copied = tape.op("Identity", [value])
-            copied.name = f"{choice.outputs[0].name}_{position}"
+            copied.name = f"{name}_{len(results)}"
             copied.shape, copied.type = choice.outputs[0].shape, choice.outputs[0].type
             value = copied
         results.append(value)
