@@ -77,8 +77,8 @@ class TracedSizes:
         found = []
         for condition in stated:
             question = asked.get(condition.text, condition)
-            known = condition if condition.own or condition.place else question
-            found.append(replace(known, gives_number=question.gives_number))
+            is_own = condition.own or (not condition.place and question.own)
+            found.append(replace(condition, own=is_own, gives_number=question.gives_number))
         return tuple(sorted(found, key=lambda condition: not condition.own))
 
     def tightest(self, conditions: Iterable[SizeCondition]) -> tuple[SizeCondition, ...]:
