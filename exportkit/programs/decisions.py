@@ -86,7 +86,7 @@ def rules_for_every_way(
         method: The method.
         calls: The recorded calls.
         rules: Rewrites for decisions that a graph need not make.
-        of_numbers: The places that decide by numbers read from tensors; a trace adds those that are missing.
+        of_numbers: The places that decide by numbers read from tensors; a trace adds the ones that it comes to.
 
     Raises:
         ExportError: if there are too many ways.

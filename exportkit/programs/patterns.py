@@ -31,7 +31,7 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Affordable, Turn, Turns, fulfils
-from exportkit.rewrites.table import EVERY_WAY
+from exportkit.rewrites.table import DECIDES
 from exportkit.running.compare import Difference, Tensors, compare_tensors
 from exportkit.running.eager import EagerRunner
 from exportkit.running.masks import find_mask, visible_by_shape
@@ -107,13 +107,13 @@ class ProgramProbe:
     def is_right_at_other_scales(self, sizes: Mapping[str, int]) -> bool:
         """Returns whether the program does what the model does for values of other scales, too.
 
-        A few runs do not show that if the model decides by values: it is False for a program that goes every way.
+        A few runs do not show that for a program that decides by values, or asserts how: it is False for these.
 
         Args:
             sizes: Sizes at which it does for usual values.
         """
         traced = self._traced
-        if any(name.startswith(EVERY_WAY.name) for name in traced.rules):
+        if any(name.startswith(DECIDES) for name in traced.rules):
             return False
 
         def is_right(scale: float) -> bool:

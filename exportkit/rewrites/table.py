@@ -212,6 +212,7 @@ EVERY_BRANCH = Rewrite("branches by any() and all() taken in every case", branch
 NEVER_EMPTY = Rewrite("branches for empty selections never taken", empty_selections.never_empty)
 EVERY_WAY = Rewrite("both results of decisions by values", both_ways.every_way)
 ONE_WAY = "decisions by values asserted to be as in all recorded calls"
+DECIDES = EVERY_WAY.name, ONE_WAY  # how the names of rewrites begin with which a graph decides by values
 CHECKS = "checks of values as assertions"  # the name of a rewrite for lines that only raise, with their places
 
 # A run of the model shows that padding may be left out, or that sequences of different lengths are packed.

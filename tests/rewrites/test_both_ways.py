@@ -1,4 +1,4 @@
-"""Decisions by the values of tensors in a graph: what it chooses between, what it refuses, and what is no graph."""
+"""Models that decide by the values of tensors: choices in their graphs, refused calls, and exports that fail."""
 
 import onnx
 import pytest

@@ -452,3 +452,12 @@ def recorded_values_that_make_no_difference(self, x):
 )
 def limit_by_size_of_a_decision_by_values(self, x):
     return x * 2 if x.sum().item() > max(x.shape[0] - 2, 1) else x - 1
+
+
+@case(
+    [call(-torch.rand(4, 4)), call(-torch.rand(8, 5)), call(-torch.rand(3, 6))],
+    truth=[call(torch.full((rows, 5), total / rows / 5)) for rows in (3, 4, 8) for total in (1.2, 2.5, 3.5)],
+    may_refuse=True,
+)
+def limit_by_size_of_a_decision_that_all_calls_made_alike(self, x):
+    return x * 2 if x.sum().item() > min(x.shape[0] - 2, 3) else x - 1
