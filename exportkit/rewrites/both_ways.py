@@ -8,13 +8,11 @@ so that a graph refuses a call that would go another way.
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,83 +22,14 @@ from exportkit._torch_compat.modules import buffer_table
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.traced_values import OTHER_WAY, asserted, value_error
 from exportkit.errors import ExportError
-from exportkit.overrides import Attribute, replaced, replaced_attributes
-from exportkit.rewrites.branches import Place, deciding, instructions_by_line, is_model_code, place_asking
+from exportkit.overrides import replaced_attributes
+from exportkit.rewrites.branches import Place, deciding, is_model_code, place_asking
+from exportkit.rewrites.ways import Way, asked_for_equality
 from exportkit.trees import Tree, cloned, flatten
 
 MOST_WAYS = 8  # a trace runs the model once for each
 
 _NUMBERS = {int: torch.int64, float: torch.float64}
-
-Way = Mapping[Place, Sequence[bool]]  # what each place decides, in the order of a call
-
-
-@contextlib.contextmanager
-def way_noted(of_numbers: Collection[Place] = ()) -> Iterator[dict[Place, list[bool]]]:
-    """Notes the way that a call goes.
-
-    Args:
-        of_numbers: The places that decide by numbers read from tensors, which are plain numbers in eager mode.
-    """
-    noted: dict[Place, list[bool]] = defaultdict(list)
-
-    def note(place: Place, found: torch.Tensor) -> None:
-        noted[place].append(bool(found.detach().numpy(force=True)))
-
-    with (
-        deciding(note),
-        _asked_for_equality(note),
-        _jumps_noted(of_numbers, noted) if of_numbers else contextlib.nullcontext(),
-    ):
-        yield noted
-
-
-@contextlib.contextmanager
-def _jumps_noted(places: Collection[Place], noted: Mapping[Place, list[bool]]) -> Iterator[None]:
-    """Notes what places decide, as seen from where the interpreter goes on."""
-
-    def enter(frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
-        jumps = _jumps_of(frame.f_code, frozenset(places))
-        if not jumps:
-            return None
-        frame.f_trace_opcodes = True
-        pending: _Jump | None = None
-
-        def step(frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
-            nonlocal pending
-            if event == "opcode":
-                if pending is not None:
-                    noted[pending.place].append((frame.f_lasti == pending.target) is pending.if_true)
-                pending = jumps.get(frame.f_lasti)
-            return step
-
-        return step
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-class _Jump(NamedTuple):
-    place: Place
-    target: int
-    if_true: bool
-
-
-@functools.lru_cache(maxsize=4096)
-def _jumps_of(code: CodeType, places: frozenset[Place]) -> Mapping[int, _Jump]:
-    """The conditional jumps of some code that decide at these places, by their offset."""
-    if all(file != code.co_filename for file, _, _ in places):
-        return {}
-    found, lines = dict[int, _Jump](), instructions_by_line(code)
-    for instruction in dis.get_instructions(code):
-        place = code.co_filename, *lines[instruction.offset]
-        if place in places and "JUMP" in instruction.opname and "_IF_" in instruction.opname:
-            found[instruction.offset] = _Jump(place, int(instruction.argval), "IF_TRUE" in instruction.opname)
-    return found
 
 
 class _Decision(NamedTuple):
@@ -291,34 +220,9 @@ class _Going:
         with (
             replaced_attributes(torch.SymBool, {"__bool__": of_number}),
             deciding(self._of_tensor),
-            _asked_for_equality(self._of_tensor),
+            asked_for_equality(self._of_tensor),
         ):
             yield
-
-
-def _asked_for_equality(
-    decide: Callable[[Place, torch.Tensor], bool | None],
-) -> contextlib.AbstractContextManager[None]:
-    """Also asks where code decides whether tensors are equal, for which torch returns a Python value."""
-
-    def asking(real: Callable[..., bool], are_equal: Callable[..., torch.Tensor]) -> Callable[..., bool]:
-        @functools.wraps(real)
-        def value(left: torch.Tensor, right: torch.Tensor, *args: Any, **options: Any) -> bool:
-            if left.shape != right.shape and real.__name__ == "equal":
-                return False
-            decided = decide(place_asking(sys._getframe(1)), are_equal(left, right, *args, **options).all())
-            return real(left, right, *args, **options) if decided is None else decided
-
-        return value
-
-    asked: dict[str, Callable[..., torch.Tensor]] = {"equal": torch.eq, "allclose": torch.isclose}
-    return replaced(
-        [
-            (Attribute(owner, name), asking(getattr(owner, name), function))
-            for name, function in asked.items()
-            for owner in (torch, torch.Tensor)
-        ]
-    )
 
 
 @contextlib.contextmanager
