@@ -351,10 +351,12 @@ class Plan:
                 if size.is_static and not wanted.is_static:
                     changed[leaf.path, axis] = wanted
         names = {name for size in changed.values() for name in size.variables()}
+        names -= {variable.name for variable in self.variables}
         added = []
-        for name in sorted(names - {variable.name for variable in self.variables}):
-            leaf, axis = homes[name]
-            added.append(replace(whole.variable(name), seen=leaf.seen(axis), follows=None))
+        for variable in whole.variables:  # in this order, the first ones keep the sizes that were seen
+            if variable.name in names:
+                leaf, axis = homes[variable.name]
+                added.append(replace(variable, seen=leaf.seen(axis), follows=None))
         return replace(self, variables=(*self.variables, *added)).with_sizes(changed)
 
     def _leaves_at(self, target: str, axis: int) -> list[PlannedLeaf]:

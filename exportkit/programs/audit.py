@@ -6,6 +6,7 @@ user asked for.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,7 +122,7 @@ def _with_recorded(
         difference = "another result for values of another scale"
     if difference or any(condition.text in fixed for condition in broken):
         error = _narrower(traced, broken[0], at, f"recorded call {call.index}", difference)
-        if not _is_of_loop(broken[0]):  # of which each length would be another program
+        if not _fixes_number(broken[0]):
             sizes = enumerate(sizes_of_calls(traced))
             breaking = frozenset(number for number, item in sizes if not broken[0].holds(item))
             error.sides = broken[0].text, breaking
@@ -207,6 +208,12 @@ def _place(condition: SizeCondition) -> ModelLine | None:
 def _is_of_loop(condition: SizeCondition) -> bool:
     place = _place(condition)
     return place is not None and place.code.startswith(("for ", "while "))
+
+
+def _fixes_number(condition: SizeCondition) -> bool:
+    """Whether a condition is about the turns of a loop, or fixes a number: each length would be another program."""
+    is_equation = isinstance(condition.tree, ast.Compare) and isinstance(condition.tree.ops[0], ast.Eq)
+    return _is_of_loop(condition) or (is_equation and _place(condition) is None)
 
 
 def _limit(condition: SizeCondition, more: str) -> Finding:

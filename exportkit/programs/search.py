@@ -193,6 +193,7 @@ class Search(SearchState):
         if LOOPS in strategy.adds:
             self._loops = error.__cause__
         is_refused = error.__cause__ is None  # it could be traced, and serves less than the plan
+        says_more = error.where is not None or (isinstance(error, ExportError) and error.sides is not None)
         if enlarges:  # the model may have no more positions, which says nothing about its trace
             self._enlarged |= is_refused and self.size_fixed
             return
@@ -200,7 +201,6 @@ class Search(SearchState):
             return
         if strategy.every_way:  # that the model decides by values is known
             self.error_of_ways = error
-            says_more = error.where is not None or (isinstance(error, ExportError) and error.sides is not None)
             self._raised = error if is_refused and says_more else self._raised
             return
         is_plainer = bool(strategy.drops and not strategy.adds)  # less of it is a guess
@@ -210,8 +210,7 @@ class Search(SearchState):
         if self.result is not None:
             self.rules = [*strategy.adds, *self.rules] if SYMBOLIC_LENGTHS in strategy.adds else self.rules
             return
-        says_where = is_refused and error.where is not None
-        if self._raised is None or is_plainer or (says_where and self._raised.__cause__ is not None):
+        if self._raised is None or is_plainer or (is_refused and says_more and self._raised.__cause__ is not None):
             self._raised = error
 
     def _in_called_code(self, rules: Sequence[Rewrite], plan: BoundPlan) -> list[Rewrite]:

@@ -95,6 +95,11 @@ class SymbolicList:
         return self.whole().shape[0]
 
     @property
+    def holds_numbers(self) -> bool:
+        """Whether the elements are numbers for Python, not tensors."""
+        return True
+
+    @property
     def parts(self) -> list[torch.Tensor]:
         """Tensors whose first axis goes over elements of the list; only elements of one of them have the same shape."""
         return [self.whole()]
@@ -128,6 +133,11 @@ class Repeated(SymbolicList):
 
     items: list[Any]
     times: Any
+
+    @property
+    def holds_numbers(self) -> bool:
+        """Whether the elements are numbers for Python, not tensors."""
+        return not any(map(torch.is_tensor, self.items))
 
     def whole(self) -> torch.Tensor:
         """Returns all elements along the first axis."""
@@ -252,10 +262,22 @@ def _over_list(name: str) -> Callable[..., Any]:
         are_numbers = len(args) == 2 and not options and not any(map(torch.is_tensor, args))
         if of_two is not None and are_numbers and any(map(depends_on_values, args)):
             return of_two(*args)
-        is_symbolic = len(args) == 1 and isinstance(args[0], SymbolicList) and not options
-        return getattr(args[0].whole(), name)().item() if is_symbolic else original(*args, **options)
+        if not args or not isinstance(args[0], SymbolicList):
+            return original(*args, **options)
+        return _reduced(name, *args, **options)
 
     return reduced
+
+
+def _reduced(name: str, items: SymbolicList, start: Any = 0) -> Any:
+    """The sum, or the largest or smallest element, of a list of symbolic length."""
+    whole = items.whole()
+    if name != "sum" and whole.ndim > 1:
+        raise TypeError("the elements are compared, and have several numbers each")
+    found: Any = getattr(whole, name)() if whole.ndim == 1 else whole.sum(0)
+    found = found.to(whole.dtype) if name == "sum" and whole.dtype is not torch.bool else found
+    found = found.item() if items.holds_numbers else found
+    return found if isinstance(start, int) and start == 0 else start + found
 
 
 def _list(*args: Any) -> Any:

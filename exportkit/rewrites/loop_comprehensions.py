@@ -1,4 +1,4 @@
-"""Comprehensions, such as ``[f(y) for y in x]``, as loops that append to a list."""
+"""Comprehensions, such as ``[f(y) for y in x]``, as loops that append to a list, and ``functools.reduce`` as a loop."""
 
 from __future__ import annotations
 
@@ -19,15 +19,26 @@ class _Comprehensions(ast.NodeTransformer):
         self._count = 0
         self._before: list[ast.stmt] | None = None  # the loops of the statement that is being visited
 
-    def _hoisted(self, node: Any) -> Any:
-        if any(isinstance(each, ast.NamedExpr) for each in ast.walk(node)):  # set before the comprehension, or after it
-            return node
-        around, self._before = self._before, []
-        changed = self.generic_visit(node)
-        before, self._before = self._before, around
-        return [*before, changed]
+    def _hoisted(self, node: Any, header: str = "") -> Any:
+        """Puts the loops before a statement; of one that holds others, those of its header, which is evaluated once."""
+        part = getattr(node, header) if header else node
+        before: list[ast.stmt] = []
+        if not any(isinstance(each, ast.NamedExpr) for each in ast.walk(part)):  # set before it, or after it
+            around, self._before = self._before, before
+            part = self.visit(part) if header else self.generic_visit(part)
+            before, self._before = self._before, around
+        if header:
+            setattr(node, header, part)
+            self.generic_visit(node)
+        return [*before, node]
 
     visit_Assign = visit_AnnAssign = visit_AugAssign = visit_Return = visit_Expr = _hoisted
+
+    def visit_For(self, node: ast.For) -> Any:
+        return self._hoisted(node, "iter")
+
+    def visit_If(self, node: ast.If) -> Any:
+        return self._hoisted(node, "test")
 
     def visit_ListComp(self, node: ast.ListComp) -> Any:
         return self._as_loop(node, node) if self._before is not None else node
@@ -40,13 +51,34 @@ class _Comprehensions(ast.NodeTransformer):
                 self._before is not None
             ):
                 return self._as_loop(given, node, is_sum=True)
+            case ast.Call(_, [_, _] | [_, _, _], []) if self._before is not None and _is_reduction(node):
+                self.generic_visit(node)
+                return self._as_reduction(node)
         return self.generic_visit(node)
+
+    def _as_reduction(self, node: ast.Call) -> ast.expr:
+        """Adds a loop for ``functools.reduce(f, items)``, and returns the name of its result."""
+        self._count += 1
+        name, each, rest, called = (f"_exportkit_{kind}_{self._count}" for kind in ("result", "item", "rest", "called"))
+        target: ast.expr = ast.Name(name, ast.Store())
+        first = [ast.Assign([ast.Tuple([target, ast.Starred(ast.Name(rest, ast.Store()))], ast.Store())], node.args[1])]
+        if node.args[2:]:
+            first = [ast.Assign([ast.Name(rest, ast.Store())], node.args[1]), ast.Assign([target], node.args[2])]
+        turn = ast.Call(ast.Name(called, ast.Load()), [ast.Name(name, ast.Load()), ast.Name(each, ast.Load())], [])
+        loop = ast.For(ast.Name(each, ast.Store()), ast.Name(rest, ast.Load()), [ast.Assign([target], turn)], [])
+        self._put_before(node, ast.Assign([ast.Name(called, ast.Store())], node.args[0]), *first, loop)
+        return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+    def _put_before(self, whole: ast.expr, *statements: ast.stmt) -> None:
+        places = [ast.fix_missing_locations(ast.copy_location(each, whole)) for each in statements]
+        self._before = [*(self._before or []), *places]
 
     def _as_loop(self, node: ast.ListComp | ast.GeneratorExp, whole: ast.expr, is_sum: bool = False) -> ast.expr:
         """Adds the loop, and returns the name of its result; the whole expression if it is more than a plain loop."""
         generator = node.generators[0]
         if len(node.generators) > 1 or generator.ifs or generator.is_async or _has_scopes(node.elt):
             return whole
+        generator.iter = self.visit(generator.iter)  # which is evaluated once
         self._count += 1
         name = f"_exportkit_list_{self._count}"
         own = {each.id: f"{name}_{each.id}" for each in ast.walk(generator.target) if isinstance(each, ast.Name)}
@@ -58,8 +90,7 @@ class _Comprehensions(ast.NodeTransformer):
         first: ast.expr = ast.Constant(0) if is_sum else ast.List([], ast.Load())
         made = ast.Assign([ast.Name(name, ast.Store())], first)
         loop = ast.For(target, generator.iter, [add], [], None)
-        places = [ast.fix_missing_locations(ast.copy_location(each, whole)) for each in (made, loop)]
-        self._before = [*(self._before or []), *places]
+        self._put_before(whole, made, loop)
         return ast.copy_location(ast.Name(name, ast.Load()), whole)
 
     def _left(self, node: Any) -> Any:
@@ -76,6 +107,13 @@ class _Renamed(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> Any:
         return ast.copy_location(ast.Name(self._names.get(node.id, node.id), node.ctx), node)
+
+
+def _is_reduction(node: ast.Call) -> bool:
+    """Whether a call is ``functools.reduce``; einops has a ``reduce``, too, which takes a tensor first."""
+    called, first = ast.unparse(node.func), node.args[0]
+    is_function = isinstance(first, ast.Lambda) or ast.unparse(first).startswith(("torch.", "operator."))
+    return called == "functools.reduce" or (called == "reduce" and is_function)
 
 
 def _has_scopes(node: ast.AST) -> bool:

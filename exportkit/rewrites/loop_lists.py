@@ -62,6 +62,11 @@ class Stacked(SymbolicList):
         return torch.cat(self._parts) if len(self._parts) > 1 else self._parts[0]
 
     @property
+    def holds_numbers(self) -> bool:
+        """Whether the elements are numbers for Python, not tensors."""
+        return False
+
+    @property
     def parts(self) -> list[torch.Tensor]:
         """Tensors whose first axis goes over elements of the list."""
         return self._parts

@@ -28,10 +28,11 @@ def with_loops_as_functions(definition: ast.FunctionDef, names: Sequence[str]) -
         definition: The source of the function.
         names: What it takes from the functions around it.
     """
-    definition = ast.fix_missing_locations(_ListsOfSlices().visit(with_loops_for_comprehensions(definition)))
+    slices = _ListsOfSlices()
+    definition = ast.fix_missing_locations(slices.visit(with_loops_for_comprehensions(definition)))
     loops = _Loops(definition)
     changed = loops.visit(definition)
-    if not loops.found:
+    if not loops.found and not slices.found:
         return None
     arguments = [ast.arg(name) for name in (HELPERS, *names)]
     # a function that calls itself finds itself where it did before
@@ -308,20 +309,36 @@ def _is_read(value: ast.expr) -> bool:
 
 
 class _ListsOfSlices(ast.NodeTransformer):
-    """Makes ``steps = x.unbind(1)`` a list that may have a symbolic length."""
+    """Makes ``x.unbind(1)`` a list that may have a symbolic length, wherever it stands."""
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in _LISTING:
+            return node
+        self.found += 1
+        return _listed(node, node.func)
 
     def visit_Assign(self, node: ast.Assign) -> Any:
-        match node:
-            case ast.Assign([ast.Name()], value):
-                node.value = self._listed(value)
-            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
-                values[:] = map(self._listed, values)
+        """Makes ``first, *rest = items`` an assignment of a part, which may have a symbolic length."""
+        self.generic_visit(node)
+        targets = getattr(node.targets[0], "elts", [])
+        for place, target in enumerate(targets):
+            if isinstance(target, ast.Starred) and len(node.targets) == 1:
+                targets[place] = target.value
+                counts = [ast.Constant(place), ast.Constant(len(targets) - place - 1)]
+                node.value = ast.copy_location(_call("starred", node.value, *counts), node.value)
+                self.found += 1
         return node
 
-    @staticmethod
-    def _listed(value: ast.expr) -> Any:
-        is_listing = isinstance(value, ast.Call) and getattr(value.func, "attr", "") in _LISTING
-        return _Iterated().visit(value) if is_listing else value
+
+def _listed(node: ast.Call, function: ast.Attribute) -> ast.Call:
+    """Returns a call of `unbind` and the like as one that may return a list of symbolic length."""
+    is_method = not (isinstance(function.value, ast.Name) and function.value.id == "torch")
+    tensor = [function.value] if is_method else []
+    return ast.copy_location(ast.Call(_helper(function.attr), [*tensor, *node.args], node.keywords), node)
 
 
 class _Iterated(ast.NodeTransformer):
@@ -329,7 +346,7 @@ class _Iterated(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         function = node.func
-        is_listing = isinstance(function, ast.Attribute) and function.attr in {*_LISTING, "tolist"}
+        is_listing = isinstance(function, ast.Attribute) and function.attr == "tolist"
         is_product = ast.unparse(function) in _PRODUCTS
         if not (is_listing or is_product or (isinstance(function, ast.Name) and function.id in _ITERATIONS)):
             return node  # what it does with what it gets is not known
@@ -338,10 +355,6 @@ class _Iterated(ast.NodeTransformer):
             node.func, node.args = _helper("product"), [function, *node.args]
         elif isinstance(function, ast.Name):
             node.func = _helper(function.id)
-        elif isinstance(function, ast.Attribute) and function.attr in _LISTING:
-            is_method = not (isinstance(function.value, ast.Name) and function.value.id == "torch")
-            name, tensor = function.attr, [function.value] if is_method else []
-            node.func, node.args = _helper(name), [*tensor, *node.args]
         elif isinstance(function, ast.Attribute) and function.attr == "tolist" and not node.args:
             node.func, node.args = _helper("tolist"), [function.value]
         return node

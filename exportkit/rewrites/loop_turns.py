@@ -132,21 +132,25 @@ class Helpers:
         return Steps(flipped, given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped), Turn()))
 
     @staticmethod
-    def unbind(tensor: Any, dim: int = 0) -> Any:
+    def unbind(tensor: Any, *args: Any, **options: Any) -> Any:
         """Returns the slices of a tensor."""
-        return Helpers._slices(tensor, dim, keeps_axis=False) or tensor.unbind(dim)
+        dim = options.get("dim", args[0] if args else 0)
+        return Helpers._slices(tensor, dim, keeps_axis=False) or tensor.unbind(*args, **options)
 
     @staticmethod
-    def chunk(tensor: Any, chunks: Any, dim: int = 0) -> Any:
+    def chunk(tensor: Any, *args: Any, **options: Any) -> Any:
         """Returns the chunks of a tensor, which may be its slices."""
-        is_each = isinstance(tensor, torch.Tensor) and _is_symbolic(chunks) and tensor.shape[dim] == chunks
-        return (Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None) or tensor.chunk(chunks, dim)
+        count, dim = options.get("chunks", args[0] if args else 1), options.get("dim", args[1] if args[1:] else 0)
+        is_each = isinstance(tensor, torch.Tensor) and _is_symbolic(count) and tensor.shape[dim] == count
+        found = Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None
+        return found or tensor.chunk(*args, **options)
 
     @staticmethod
     def split(tensor: Any, *args: Any, **options: Any) -> Any:
         """Returns the parts of a tensor, or of a string."""
-        size, dim = {1: (*args, 0), 2: args}.get(len(args), (None, 0))
-        found = Helpers._slices(tensor, options.get("dim", dim), keeps_axis=True) if size == 1 else None
+        size, dim = args[0] if args else None, options.get("dim", args[1] if args[1:] else 0)
+        is_each = isinstance(size, int) and size == 1
+        found = Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None
         return found or tensor.split(*args, **options)
 
     @staticmethod
@@ -155,6 +159,16 @@ class Helpers:
             return None
         slices = tensor.movedim(dim, 0)
         return Stacked([slices.unsqueeze(dim % tensor.ndim + 1) if keeps_axis else slices])
+
+    @staticmethod
+    def starred(items: Any, before: int, after: int) -> tuple[Any, ...]:
+        """Returns the elements that ``first, *rest, last = items`` unpacks, with the rest as a list in its place."""
+        items = items if isinstance(items, SymbolicList) else [*items]
+        count = items.count if isinstance(items, SymbolicList) else len(items)
+        if count < before + after:
+            raise ValueError(f"not enough values to unpack (expected at least {before + after}, got {count})")
+        last = [items[-place] for place in range(after, 0, -1)]
+        return (*[items[place] for place in range(before)], items[before : -after or None], *last)
 
     @staticmethod
     def plain(value: Any) -> Any:

@@ -133,6 +133,20 @@ def in_comprehensions(self, x):
     return torch.stack(tokens, dim=1).amax(1) * i + sum(torch.tanh(token) for token in x.unbind(1)), others
 
 
+def over_lists_in_expressions(self, x):
+    rows = x.unbind(1)
+    means = [row.mean() for row in x.sum(-1)]
+    first, *rest, last = rows
+    state = first
+    for row in rest:
+        state = torch.tanh(self.layer(state) + row)
+    state = functools.reduce(lambda state, row: torch.tanh(self.layer(state) - row), x.split(1, 1), state.unsqueeze(1))
+    total = sum(rows) / len(rows) + sum(rows[1:], last) + functools.reduce(torch.add, rows)
+    tokens = torch.stack(x.unbind(1)[::2], dim=1)
+    again = torch.stack([row.amax(0) for row in torch.stack([x[:, i] * (i + 1) for i in range(x.shape[1])], 1)])
+    return state, total, tokens, again, max(means) - sum(means)
+
+
 def doubled(value):
     return [doubled(part) for part in value] if isinstance(value, list) else value * 2
 
@@ -172,6 +186,7 @@ def by_a_function_that_calls_itself(self, x):
         by_a_function_that_calls_itself,
         in_a_decorated_function,
         in_comprehensions,
+        over_lists_in_expressions,
         over_slices,
         best_path,
         decoded_from_behind,

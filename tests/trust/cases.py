@@ -49,6 +49,7 @@ class Case:
         same: Says whether two results are the same, for models whose result is not determined, such as ties.
         slack: Factor on the tolerance, for deep models.
         training: Leave the model in training mode.
+        source: The text of a model that was generated.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     same: Callable[[Any, Any], bool] | None = None
     slack: float = 1.0
     training: bool = False
+    source: str = ""
 
     @property
     def id(self) -> str:

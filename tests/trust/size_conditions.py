@@ -223,6 +223,19 @@ def reshape_that_is_tried(self, x):
         return x.abs()
 
 
+@case(
+    [call(x(4, 6, 4), x(4, 6)), call(x(2, 10, 4)), call(x(2, 9, 4), x(2, 9))],
+    serves=[call(x(3, 8, 4), x(3, 8)), call(x(3, 11, 4), x(3, 11))],
+    truth=[call(x(3, 9, 4)), call(x(1, 8, 4)), call(x(1, 1, 4), x(1, 1))],
+)
+def view_that_is_tried_beside_an_optional_input(self, x, mask=None):
+    try:
+        y = x.view(len(x), -1, 2, 4).sum(2)
+    except RuntimeError:
+        y = x
+    return y, 3 if len(x) == 1 else 2
+
+
 @case(truth=[call(x(5, 2).T), call(x(2, 10)[:, ::2])])
 def memory_layout(self, x):
     return x * 2 if x.is_contiguous() else x * 3

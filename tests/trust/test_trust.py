@@ -3,6 +3,7 @@
 import pytest
 
 from tests.trust.cases import CASES
+from tests.trust.generated import generated
 from tests.trust.judge import judge
 from tests.trust.table import FILES
 
@@ -11,6 +12,12 @@ from tests.trust.table import FILES
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
 def test_graph_is_right_or_loud(case):
     assert not judge(case).faults()
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("seed", range(0, 60, 5))
+def test_graph_of_a_random_model_is_right_or_loud(seed):
+    assert not judge(generated(seed)).faults()
 
 
 def test_there_are_enough_models_and_controls():
