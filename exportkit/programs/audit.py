@@ -212,8 +212,14 @@ def _is_of_loop(condition: SizeCondition) -> bool:
 
 def _fixes_number(condition: SizeCondition) -> bool:
     """Whether a condition is about the turns of a loop, or fixes a number: each length would be another program."""
-    is_equation = isinstance(condition.tree, ast.Compare) and isinstance(condition.tree.ops[0], ast.Eq)
-    return _is_of_loop(condition) or (is_equation and _place(condition) is None)
+    match condition.tree:
+        case ast.Compare(ast.BinOp(_, ast.Mod()), [ast.Eq()], [ast.Constant(0)]):
+            is_number = False
+        case ast.Compare(_, [ast.Eq()], _):
+            is_number = _place(condition) is None
+        case _:
+            is_number = False
+    return _is_of_loop(condition) or is_number
 
 
 def _limit(condition: SizeCondition, more: str) -> Finding:

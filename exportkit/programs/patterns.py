@@ -112,9 +112,22 @@ class ProgramProbe:
         Args:
             sizes: Sizes at which it does for usual values.
         """
-        traced = self._traced
-        if any(name.startswith(DECIDES) for name in traced.rules):
+        if any(name.startswith(DECIDES) for name in self._traced.rules):
             return False
+        return self._agrees_at_other_scales(sizes)
+
+    def is_right_on_other_ways(self, sizes: Mapping[str, int]) -> bool:
+        """Returns whether a program does what the model does for values of other scales, if values may decide in it.
+
+        What the model does at sizes of 0 and 1 is then not all run with usual values, and is in no condition.
+
+        Args:
+            sizes: Sizes at which it does for usual values.
+        """
+        return not self._traced.may_decide_by_values or self._agrees_at_other_scales(sizes)
+
+    def _agrees_at_other_scales(self, sizes: Mapping[str, int]) -> bool:
+        traced = self._traced
 
         def is_right(scale: float) -> bool:
             with warnings.catch_warnings(action="ignore"), contextlib.suppress(Exception):
@@ -245,7 +258,7 @@ def with_recorded_patterns(traced: TracedProgram, domain: Domain, probe: Program
     patterns: list[dict[str, int]] = []
     for sizes in sizes_of_calls(traced):
         pattern = small(sizes)
-        if pattern and pattern not in patterns:
+        if pattern and pattern not in patterns and probe.is_right_on_other_ways(sizes):
             patterns.append(pattern)
     found, limits = [], list[SizeCondition]()
     for pattern in patterns:
@@ -341,6 +354,8 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
             smallest = smallest_sizes(plan, traced.sizes, pattern)
             others = [sizes for sizes in (smallest, larger) if sizes is not None and fulfils(domain, waived, sizes)]
             reason = next((text for sizes in others if (text := probe.difference(sizes))), "")
+        if reason == "" and not probe.is_right_on_other_ways(at):
+            reason = "values of another scale have another result"
         if reason == "":
             limits += probe.limits(at, domain)
             found.append(SmallSizes(pattern, waived))

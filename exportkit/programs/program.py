@@ -47,7 +47,7 @@ from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites import branches
 from exportkit.rewrites.branches import is_model_code, questions_noted
 from exportkit.rewrites.lists import operators_at_any_length
-from exportkit.rewrites.table import BUFFER_VALUES, GRADIENTS, STRICT, Rewrite, applied
+from exportkit.rewrites.table import BUFFER_VALUES, DECIDES, GRADIENTS, LOOPS, STRICT, Rewrite, applied
 from exportkit.running.bounds import HALF
 from exportkit.running.eager import Answer, autocast, kernels_of, sampled_answer
 from exportkit.running.module_state import modules_kept
@@ -124,6 +124,11 @@ class TracedProgram:
     def begins_anew(self) -> bool:
         """Whether the model keeps a state on its modules, and each call is a first call."""
         return isinstance(self.model, WithEffects) and self.model.begins_anew
+
+    @property
+    def may_decide_by_values(self) -> bool:
+        """Whether rewrites were in force that let a graph decide by the values of tensors, or by the turn of a loop."""
+        return any(name.startswith((*DECIDES, LOOPS.name)) for name in self.rules)
 
     @property
     def half_dtypes(self) -> tuple[str, ...]:

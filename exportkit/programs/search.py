@@ -144,9 +144,12 @@ class Search(SearchState):
                 everywhere = self._in_called_code(rules, plan)
                 traced = trace(self.model, self.method, plan.plan, plan.observation, example, everywhere)
                 audit = audit_sizes(traced)
+                probe = ProgramProbe(traced)
                 is_guess = enlarges or strategy.between or LISTS_OF_ONE in rules or traced.skips_entry
-                if is_guess and (difference := ProgramProbe(traced).difference(traced.sizes)):
+                if is_guess and (difference := probe.difference(traced.sizes)):
                     raise ExportError("The program does not return what the model returns.", got=difference)
+                if LOOPS in rules and not probe.is_right_on_other_ways(traced.sizes):
+                    raise ExportError("The program does not return what the model returns for other values.")
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
             if strategy.every_way and known < len(self._of_numbers) <= _MOST_NUMBERS:

@@ -26,7 +26,7 @@ from exportkit.plan.sizes import settled, solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, covering, small
 from exportkit.probing.missing import absent_patterns, call_without
 from exportkit.probing.simplify import as_simplified
-from exportkit.probing.sized_calls import calls_with_values, run_sized, sized_call
+from exportkit.probing.sized_calls import calls_with_values, run_sized, scaled, sized_call
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
@@ -36,6 +36,7 @@ from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, cloned, flatten, join
 
 Tensors = Mapping[str, torch.Tensor]
+_SCALES = (0.03, 4.0, -1.0)  # of the values in calls of a program that may decide by them
 
 
 def as_made(plan: Plan, call: Call) -> Call:
@@ -97,6 +98,7 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
     patterns = [pattern.sizes for pattern in domain.patterns]
     yield from small_calls(traced, covering(patterns, covered, [variable.name for variable in plan.variables]))
     yield from _short_calls(traced)
+    yield from _scaled_calls(traced)
     yield from _absent_calls(traced)
     yield from _repeated_calls(traced)
     yield from _calls_in_a_row(traced)
@@ -145,6 +147,15 @@ def _short_calls(traced: TracedProgram) -> Iterator[Call]:
         call = sized_call(plan, observation, traced.defaults, sizes).with_tensors(changed)
         with contextlib.suppress(Exception):  # a model may ask for lengths that reach the size
             yield run_sized(plan, traced.model, traced.method, replace(call, label="integers below sizes"))
+
+
+def _scaled_calls(traced: TracedProgram) -> Iterator[Call]:
+    """Yields calls with smaller, larger and opposite values, if values may decide what is computed."""
+    call = sized_call(traced.plan, traced.observation, traced.defaults, traced.sizes)
+    for scale in _SCALES if traced.may_decide_by_values else ():
+        other = replace(scaled(call, scale), label=f"values x {scale:g}")
+        with contextlib.suppress(Exception):  # the model need not accept them
+            yield run_sized(traced.plan, traced.model, traced.method, other)
 
 
 def _absent_calls(traced: TracedProgram) -> Iterator[Call]:

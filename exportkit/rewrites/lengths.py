@@ -242,6 +242,8 @@ def _int(*args: Any, **options: Any) -> Any:
 def _float(*args: Any) -> Any:
     if len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].dtype is not torch.bool:
         args = (args[0].item(),)
+    if len(args) == 1 and isinstance(args[0], torch.SymBool):
+        args = (builtins.bool(args[0]),)
     is_symbolic = len(args) == 1 and isinstance(args[0], torch.SymInt | torch.SymFloat)
     return torch.sym_float(args[0]) if is_symbolic else builtins.float(*args)
 

@@ -6,6 +6,7 @@ A body that changes anything else, or that ends a turn early, keeps its loop fro
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -196,6 +197,7 @@ def carried(
         if is_set and isinstance(name, ast.Name) and name.id not in targets:
             stored[name.id] = None
     direct = {node.id for statement in loop.body for node in _targets(statement)} | _own_of_inner(loop.body)
+    direct |= own_of_branches(loop.body)
     inside = {id(node) for node in ast.walk(original)}
     outer = around[0] if around else None
     after = set(needed)
@@ -219,6 +221,33 @@ def _own_of_inner(body: Sequence[ast.stmt]) -> set[str]:
     return found
 
 
+def read_after(definition: ast.FunctionDef, loop: ast.stmt) -> set[str]:
+    """Returns the names that the code after a loop reads before it sets them."""
+    found = dict[str, bool]()
+    for node in _in_order([definition]):
+        if isinstance(node, ast.Name) and getattr(node, "lineno", 0) > (loop.end_lineno or 0):
+            found.setdefault(node.id, isinstance(node.ctx, ast.Load))
+    return {name for name, is_read in found.items() if is_read}
+
+
+def own_of_branches(body: Sequence[ast.stmt]) -> set[str]:
+    """Returns the names that only the branches of one ``if`` use, each of which sets them before it reads them."""
+    found, uses = set[str](), _uses(body)
+    for node in walk(body):
+        if isinstance(node, ast.If):
+            firsts = [set_first(branch) for branch in (node.body, node.orelse)]
+            inside = Counter(_uses([node]))
+            inside.subtract(_uses([ast.Expr(node.test)]))
+            for name, count in inside.items():
+                if count == uses[name] and all(first.get(name, True) for first in firsts):
+                    found.add(name)
+    return found
+
+
+def _uses(body: Sequence[ast.stmt]) -> Counter[str]:
+    return Counter(node.id for node in walk(body) if isinstance(node, ast.Name))
+
+
 def rebound(loop: ast.For | ast.While) -> set[str]:
     """Returns the names that a loop's body sets as such, not only items of what they stand for."""
     return names_in(*loop.body, context=ast.Store)
@@ -240,6 +269,9 @@ def _targets(statement: ast.stmt) -> Iterator[ast.Name]:
     elif isinstance(statement, ast.With):
         for inner in statement.body:
             yield from _targets(inner)
+    elif isinstance(statement, ast.If):
+        sides = [[each for inner in side for each in _targets(inner)] for side in (statement.body, statement.orelse)]
+        yield from (each for each in sides[0] if each.id in {other.id for other in sides[1]})
     for target in targets:
         yield from (node for node in ast.walk(target) if isinstance(node, ast.Name))
 

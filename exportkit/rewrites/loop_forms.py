@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exportkit.rewrites.loop_bodies import is_in_place, names_in, set_first, walk
-from exportkit.rewrites.loop_bunches import Bunched, bunched_lists
+from exportkit.rewrites.loop_bunches import HELPERS, Bunched, bunched_lists
+from exportkit.rewrites.loop_choices import with_flag, with_opposite_conditions
 
 _CATS = {"cat", "concat", "concatenate"}
 
@@ -42,6 +43,8 @@ class PlainLoop:
         grown: Tensors that grow.
         bunched: Lists to which every turn adds several elements.
         counter: The loop's counter, if it was a ``while``; it has a value after the loop.
+        targets: The names for what the loop's target is after it, by those of the target.
+        flag: The name of a flag that is set where the loop ends early.
     """
 
     loop: ast.For
@@ -49,6 +52,8 @@ class PlainLoop:
     grown: list[Grown] = field(default_factory=list)
     bunched: list[Bunched] = field(default_factory=list)
     counter: str | None = None
+    targets: dict[str, str] = field(default_factory=dict)
+    flag: str | None = None
 
 
 def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
@@ -59,9 +64,13 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
         number: Makes the new names unique.
     """
     loop = copy.deepcopy(loop)
-    found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(loop)
+    found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(loop) or _counted_to_the_end(loop, number)
     if found is None:
         return None
+    found.loop.body = with_opposite_conditions(found.loop.body)
+    ended = with_flag(found.loop.body, flag := f"_exportkit_ended_{number}") if found.counter is None else None
+    if ended is not None:
+        found.loop.body, found.flag = ended, flag
     targets = names_in(found.loop.target)
     own = {name for name, is_set in set_first(found.loop.body).items() if is_set}
     rewriter = _Statements(targets, targets | own)
@@ -71,6 +80,26 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     found.bunched = bunched_lists(found.loop, number)
     ast.fix_missing_locations(found.loop)
     return found
+
+
+def keep_targets(found: PlainLoop, later: set[str], number: int) -> None:
+    """Lets a loop keep what its target is in the last turn.
+
+    Args:
+        found: The loop, unless it was a ``while``.
+        later: Names that the code after the loop reads.
+        number: Makes the new names unique.
+    """
+    body = found.loop.body
+    if found.flag is not None and isinstance(body[0], ast.If):
+        body = body[0].body
+    targets = names_in(found.loop.target) - found.targets.keys()
+    for name in sorted(targets & later) if found.counter is None else []:
+        found.targets[name] = last = f"_exportkit_last_{number}_{name}"
+        keep = ast.Attribute(ast.Name(HELPERS, ast.Load()), "kept", ast.Load())
+        value = ast.Call(keep, [ast.Name(name, ast.Load())], [])
+        kept = ast.copy_location(ast.Assign([ast.Name(last, ast.Store())], value), body[0])
+        body.insert(0, ast.fix_missing_locations(kept))
 
 
 def _counted(loop: ast.While) -> PlainLoop | None:
@@ -94,6 +123,29 @@ def _counted(loop: ast.While) -> PlainLoop | None:
     turns = ast.Call(ast.Name("range", ast.Load()), [ast.Name(name, ast.Load()), limit], [])
     made = ast.For(ast.Name(name, ast.Store()), turns, rest, [], None)
     return PlainLoop(ast.fix_missing_locations(ast.copy_location(made, loop)), counter=name)
+
+
+def _counted_to_the_end(loop: ast.While, number: int) -> PlainLoop | None:
+    """``while i < n and test: ...; i += 1`` as a loop over ``range(i, n)`` that ends where the test does not hold."""
+    match loop.test:
+        case ast.BoolOp(ast.And(), values):
+            limits = [value for value in values if names_in(value) & names_in(loop.body[-1], context=ast.Store)]
+        case _:
+            return None
+    rest = [value for value in values if value not in limits]
+    found = _counted(ast.While(limits[0], loop.body, loop.orelse)) if len(limits) == 1 and rest else None
+    if found is None or found.counter is None:
+        return None
+    name, count = found.counter, f"_exportkit_count_{number}"
+    test = ast.UnaryOp(ast.Not(), ast.BoolOp(ast.And(), rest) if rest[1:] else rest[0])
+    end = ast.copy_location(ast.If(test, [ast.Break()], []), loop.test)
+    after = ast.Assign(
+        [ast.Name(count, ast.Store())], ast.BinOp(ast.Name(name, ast.Load()), ast.Add(), ast.Constant(1))
+    )
+    found.loop.body = [end, *found.loop.body, ast.copy_location(after, loop.body[-1])]
+    found.targets[name], found.counter = count, None
+    ast.fix_missing_locations(found.loop)
+    return found
 
 
 def _is_size(call: ast.Call) -> bool:

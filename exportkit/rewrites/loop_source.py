@@ -7,10 +7,20 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from exportkit.rewrites.loop_bodies import appended, carried, names_in, obstacle, rebound, walk
+from exportkit.rewrites.loop_bodies import (
+    appended,
+    carried,
+    names_in,
+    obstacle,
+    own_of_branches,
+    read_after,
+    rebound,
+    walk,
+)
 from exportkit.rewrites.loop_bunches import HELPERS
+from exportkit.rewrites.loop_choices import choosing, is_choice, with_tensors
 from exportkit.rewrites.loop_comprehensions import with_loops_for_comprehensions
-from exportkit.rewrites.loop_forms import PlainLoop, plain_loop
+from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, plain_loop
 
 _BODY, _STEPS = "_exportkit_body", "_exportkit_steps"
 _ITERATIONS = {"range", "enumerate", "zip", "reversed"}
@@ -61,7 +71,8 @@ class _Loops(ast.NodeTransformer):
         is_simple = plain is not None and obstacle(plain.loop, lists) is None
         names = []
         if plain is not None and is_simple:
-            needed = {*plain.places, *([plain.counter] if plain.counter else [])}
+            keep_targets(plain, read_after(self._definition, node), number)
+            needed = {*plain.places, *plain.targets.values(), *([plain.counter] if plain.counter else [])}
             names = carried(self._definition, node, plain.loop, self._around, needed)
         self._around.append(node)
         self.generic_visit(node)
@@ -112,10 +123,10 @@ def _with_body(
     before: list[ast.expr] = [ast.Call(found, [ast.Constant(name)], []) for name in names]
     added = {id(statement): f"_exportkit_added_{lists.index(name)}" for name, statement in appended.items()}
     targets = names_in(loop.target)
-    inside = _Inside(added, targets)
+    inside = _Inside(added, targets, own_of_branches(loop.body) - {*names})
     is_first_apart = _decides_by(targets, loop)
     kept = {*names} - rebound(node) - (rebound(loop) & plain.places.keys())
-    statements = [inside.visit(statement) for statement in loop.body]
+    statements = inside.visited(loop.body)
     function = ast.FunctionDef(
         body,
         _arguments([ast.arg("_exportkit_carried"), ast.arg("_exportkit_element")]),
@@ -141,9 +152,10 @@ def _with_body(
     facts = _tuple([_tuple(in_front), _tuple(changes), ast.Constant(is_first_apart)])
     run = _call("run", *loaded, _tuple(before), _names(lists, ast.Load()), facts)
     after = ast.Tuple([_names(names, ast.Store()), _names(lists, ast.Store())], ast.Store())
+    iterated, ends_early = _Iterated().visit(loop.iter), ast.Constant(plain.flag is not None)
     symbolic = [*_before(plain), function, ast.Assign([after], run), *_after(plain, loop)]
     return [
-        ast.Assign([ast.Name(steps, ast.Store())], _call("steps", _Iterated().visit(loop.iter))),
+        ast.Assign([ast.Name(steps, ast.Store())], _call("steps", iterated, ends_early)),
         ast.If(_call("is_symbolic", ast.Name(steps, ast.Load())), symbolic, [again]),
     ]
 
@@ -171,6 +183,12 @@ def _before(plain: PlainLoop) -> list[ast.stmt]:
             names = _tuple([ast.Constant(each) for each in sorted(read)])
             value = _call("attribute", place.value, ast.Constant(place.attr), root, names)
         found.append(ast.Assign([ast.Name(name, ast.Store())], value))
+    for target, name in plain.targets.items():
+        start = ast.Call(ast.Attribute(ast.Call(ast.Name("locals", ast.Load()), [], []), "get", ast.Load()), [], [])
+        start.args = [ast.Constant(target)]
+        found.append(ast.Assign([ast.Name(name, ast.Store())], start))
+    if plain.flag is not None:
+        found.append(ast.Assign([ast.Name(plain.flag, ast.Store())], ast.Constant(False)))
     for grown in plain.grown:
         found.append(ast.Assign([ast.Name(grown.elements, ast.Store())], ast.List([], ast.Load())))
     for bunched in plain.bunched:
@@ -190,6 +208,8 @@ def _after(plain: PlainLoop, loop: ast.For) -> list[ast.stmt]:
     for bunched in plain.bunched:
         longer = _call("extended", ast.Name(bunched.name, ast.Load()), ast.Name(bunched.elements, ast.Load()))
         found.append(ast.Assign([ast.Name(bunched.name, ast.Store())], longer))
+    for target_name, name in plain.targets.items():
+        found.append(ast.Assign([ast.Name(target_name, ast.Store())], ast.Name(name, ast.Load())))
     for name, place in plain.places.items():
         target = copy.deepcopy(place)
         target.ctx = ast.Store()  # type: ignore[attr-defined]
@@ -206,11 +226,37 @@ class _Inside(ast.NodeTransformer):
     Args:
         added: By the identity of the statement that adds to a list, the name that takes the element.
         targets: The names that the loop sets. Their numbers are tensors wherever they are not in an index.
+        own: Names that only the sides of one decision use.
     """
 
-    def __init__(self, added: dict[int, str], targets: set[str]) -> None:
-        self._added, self._targets = added, targets
+    def __init__(self, added: dict[int, str], targets: set[str], own: set[str]) -> None:
+        self._added, self._targets, self._own = added, targets, own
         self._depth = 0  # of indices
+        self._decisions = 0
+
+    def visited(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
+        """Returns what stands for some statements."""
+        found = [self.visit(statement) for statement in statements]
+        return [each for part in found for each in (part if isinstance(part, list) else [part])]
+
+    def visit_If(self, node: ast.If) -> Any:
+        if not is_choice(node):
+            return self.generic_visit(node)
+        self._decisions += 1
+        number, original = self._decisions, copy.deepcopy(node)
+        test = self.visit(with_tensors(node.test))
+        changed = ast.If(test, self.visited(node.body), self.visited(node.orelse))
+        return choosing(original, changed, number, self._own, self._targets)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        self._decisions += 1
+        name = f"_exportkit_test_{self._decisions}"
+        test = _call("truth", self.visit(with_tensors(node.test)))
+        first, other = self.visit(node.body), self.visit(node.orelse)
+        known = ast.Name(name, ast.Load())
+        choice = _call("chosen", known, copy.deepcopy(first), copy.deepcopy(other))
+        is_tensor = _call("is_tensor", ast.NamedExpr(ast.Name(name, ast.Store()), test))
+        return ast.copy_location(ast.IfExp(is_tensor, choice, ast.IfExp(known, first, other)), node)
 
     def visit_Name(self, node: ast.Name) -> Any:
         if self._depth or node.id not in self._targets or not isinstance(node.ctx, ast.Load):
@@ -232,6 +278,10 @@ class _Inside(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         target = node.targets[0]
+        match node:
+            case ast.Assign([ast.Name()], ast.IfExp(test, first, other)):  # what is an index on one side only
+                one, two = (ast.copy_location(ast.Assign(node.targets, value), node) for value in (first, other))
+                return self.visit(ast.copy_location(ast.If(test, [one], [two]), node))
         if len(node.targets) > 1 or not isinstance(target, ast.Subscript):
             return self.generic_visit(node)
         value, whole = self.visit(node.value), target
@@ -276,6 +326,8 @@ class _Inside(ast.NodeTransformer):
                 return ast.copy_location(_call("quotient", left, right), node)
             case ast.Call(ast.Name("int"), [ast.expr() as value], []):
                 return ast.copy_location(_call("int", value, ast.Constant(_is_read(value))), node)
+            case ast.Call(ast.Name("bool"), [ast.expr() as value], []):
+                return ast.copy_location(_call("boolean", value), node)
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:

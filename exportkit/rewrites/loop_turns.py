@@ -16,6 +16,7 @@ from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatte
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit.rewrites.lengths import Repeated, SymbolicList, own_types
 from exportkit.rewrites.loop_bunches import bunch, extended
+from exportkit.rewrites.loop_choices import boolean, both, chosen, either, is_one_of, kept, only_if, opposite, truth
 from exportkit.rewrites.loop_indices import (
     Position,
     SliceOfUnknownLength,
@@ -30,6 +31,9 @@ from exportkit.rewrites.loop_indices import (
 )
 from exportkit.rewrites.loop_lists import Stacked, StackedLists, Steps, Turn, lists_of, product_of
 
+# Turns of a loop over a number of turns that may end early: fewer ones are traced one by one, more would take long.
+_FEWEST_TURNS, _MOST_TURNS = 4, 128
+
 
 def _is_symbolic(value: Any) -> bool:
     return isinstance(value, torch.SymInt)
@@ -39,8 +43,16 @@ class Helpers:
     """What the source of a loop refers to."""
 
     @staticmethod
-    def steps(iterated: Any) -> Any:
-        """Returns the turns of a loop over something; the thing itself if its length is a number."""
+    def steps(iterated: Any, ends_early: bool = False) -> Any:
+        """Returns the turns of a loop over something; the thing itself if its length is a number.
+
+        Args:
+            iterated: The thing.
+            ends_early: Whether the loop may end before the last turn, by the value of a tensor.
+        """
+        if ends_early and isinstance(iterated, range) and _FEWEST_TURNS <= len(iterated) <= _MOST_TURNS:
+            start, stop, step = iterated.start, iterated.stop, iterated.step
+            return Helpers._of_range(start, stop, step)
         if isinstance(iterated, StackedLists):
             elements = iterated.elements
             return Steps(elements, lambda element, _: element, lambda: tree_map(lambda tensor: tensor[0], elements))
@@ -65,6 +77,10 @@ class Helpers:
             return _one_by_one(start, stop, step)
         if isinstance(step, torch.SymInt):
             raise TypeError("the step of a loop is symbolic")
+        return Helpers._of_range(start, stop, step)
+
+    @staticmethod
+    def _of_range(start: Any, stop: Any, step: int) -> Steps:
         least, most = (start, stop - 1) if step > 0 else (stop - start % -step, start)  # not below the last one
 
         def given(element: torch.Tensor, turn: Turn) -> Position:
@@ -112,6 +128,10 @@ class Helpers:
         return product_of(all_steps)
 
     bunch, extended = staticmethod(bunch), staticmethod(extended)
+    truth, is_tensor, boolean = staticmethod(truth), staticmethod(torch.is_tensor), staticmethod(boolean)
+    opposite, both, either = staticmethod(opposite), staticmethod(both), staticmethod(either)
+    is_one_of, chosen, only_if = staticmethod(is_one_of), staticmethod(chosen), staticmethod(only_if)
+    kept = staticmethod(kept)
 
     @staticmethod
     def tensor(make: type, data: Any) -> Any:
@@ -313,7 +333,8 @@ class Helpers:
         is_first_apart |= not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(values)[0])
         if is_first_apart:
             first, added = body(tuple(values), steps.first())
-            values, begun = [*first], tree_map(_own, added)
+            values = [torch.as_tensor(value) if isinstance(value, int) else value for value in first]
+            begun = tree_map(_own, added)
         # onnxruntime runs no loop without turns: one that changes nothing is put before them, or is the first one
         has_idle = is_first_apart or _may_be_zero(steps.count)
         if has_idle and not is_first_apart:

@@ -511,14 +511,6 @@ def that_has_chunks_of_different_lengths(self, x):
     return torch.stack([x[:, i : i + 3].mean(1) for i in range(0, x.shape[1], 3)], 1)
 
 
-def that_ends_early(self, x):
-    for i in range(x.shape[1]):
-        if i > 3:
-            break
-        x = x + self.layer(x[:, i]).unsqueeze(1)
-    return x
-
-
 def that_reads_a_tensor_that_grows(self, x):
     found = x[:, :1]
     for i in range(x.shape[1]):
@@ -556,13 +548,6 @@ def that_changes_a_shape(self, x):
     return total
 
 
-def that_decides_by_its_number(self, x):
-    for i in range(x.shape[1]):
-        if i % 2:
-            x = x + self.layer(x[:, i]).unsqueeze(1)
-    return x
-
-
 def that_sets_a_slice_by_its_number(self, x):
     for i in range(x.shape[1]):
         x = x.clone()
@@ -597,7 +582,6 @@ def that_takes_powers(self, x):
 REFUSED = {
     that_sets_an_attribute_elsewhere: ("it sets the attribute `self.last`", "self.last = torch.tanh"),
     that_has_chunks_of_different_lengths: ("a slice may end behind the last element", "x[:, i : i + 3]"),
-    that_ends_early: ("it ends the loop early", "break"),
     that_reads_a_tensor_that_grows: ("`found` grows with each turn, and the loop also reads it", "found = torch.cat"),
     that_sets_an_attribute_that_a_method_uses: (
         "the attribute last, which of_a_method() also uses",
@@ -606,10 +590,6 @@ REFUSED = {
     that_changes_a_view: ("it changes `row` in place (`mul_`)", "row.mul_(2)"),
     that_goes_on_while: ("it goes on while something holds", "while len(states) < x.shape[1]:"),
     that_changes_a_shape: ("a turn changes the shape of a tensor", "total = total + step"),
-    that_decides_by_its_number: (
-        "the body decides by the value of a tensor, or by the number of the turn",
-        "if i % 2:",
-    ),
     that_sets_a_slice_by_its_number: ("a loop sets a slice", "x[:, :i] = "),
     that_picks_in_a_comprehension: ("it picks elements by a condition", "for i in range(x.shape[1]) if i % 2"),
     that_computes_an_index: ("a number that is computed from others becomes an int", "int(i * 0.29)"),

@@ -23,6 +23,26 @@ from torch import nn
 
 from tests.trust.cases import Call, Case
 
+_BEGIN = "<new states> = <states>\nlast = <same states>\nfilled = torch.zeros_like(x)\n"
+_END = "\n<new rows> = filled + last[:, None]"
+_LOOPS = [
+    f"{_BEGIN}{head}\n    {body}{_END}"
+    for head in (
+        "for i, row in enumerate(x.unbind(1)):",
+        "for i, row in enumerate(x.transpose(0, 1)):",
+        "for i in range(n):\n    row = x[:, i]",
+        "for i in range(1, n):\n    row = x[:, i]",
+    )
+    for body in (
+        "if <decision>:\n        <change>",
+        "if <decision>:\n        <change>\n    else:\n        <change>\n        <change>",
+        "if <decision>:\n        continue\n    <change>\n    <change>",
+        "<change>\n    if <decision>:\n        break\n    <change>",
+        "if <decision>:\n        <change>\n        break\n    <change>",
+        "<change>\n    if <decision>:\n        <change>\n    elif <decision>:\n        <change>",
+    )
+]
+
 # An expression of each kind: "rows" is a tensor of shape (batch, length, 4), "flat" (batch, length), "states"
 # (batch, 4), "whole" an integer (batch, length), "number" a Python integer that is at least 0. <kind> stands for
 # another expression, <kind a> for a variable that is the same wherever it occurs in the text.
@@ -203,6 +223,35 @@ GRAMMAR: dict[str, list[str]] = {
         "str(n) in ('5', '7', '9')",
         "bool(<number>)",
     ],
+    "decision": [
+        "i % <small> == 0",
+        "i % <small>",
+        "i > <digit>",
+        "i == <limit>",
+        "i < n - 1",
+        "i in (0, 2, 5)",
+        "1 <= i < <limit>",
+        "not i",
+        "row.sum() > 0",
+        "row.max().item() > 1",
+        "bool((row < -1.5).any())",
+        "<same states>.abs().max() > <real>",
+        "<decision> and <decision>",
+        "<decision> or <decision>",
+        "not (<decision>)",
+        "<condition>",
+    ],
+    "change": [
+        "<same states> = <same states> * 0.9 + row",
+        "<same states> = torch.tanh(<same states> - row)",
+        "<same states> = <same states> + (1.0 if <decision> else <real>)",
+        "<same states> = row if <decision> else <same states> * 0.5",
+        "step = self.linear(row)\n        <same states> = <same states> * 0.5 + step",
+        "<same states> = <same states> + i",
+        "last = row * i",
+        "filled[:, i] = row * 2",
+        "filled[:, i] = <same states>",
+    ],
     "limit": ["4", "5", "6", "7", "8", "9", "12"],
     "statement": [
         "<new rows> = <rows>",
@@ -223,6 +272,8 @@ GRAMMAR: dict[str, list[str]] = {
         "<new states> = <states>\nfor row in <rows>.unbind(1):\n    <same states> = torch.tanh(<same states> + row)",
         "<new states> = <states>\nfor i in range(<rows a>.shape[1]):\n    if i % <small>:\n        continue\n"
         "    <same states> = <same states> * 0.5 + <rows a>[:, i]",
+        *_LOOPS,
+        *_LOOPS,
         "<new states> = <states>\nfor i, part in enumerate(<rows>.split(<small>, dim=1)):\n"
         "    <same states> = <same states> + part.mean(1) * i\n    if i > <limit>:\n        break",
         "<new rows> = <rows>\nwhile <same rows>.shape[1] > <limit>:\n    <same rows> = <same rows>[:, ::2]",

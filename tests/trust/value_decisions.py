@@ -154,3 +154,37 @@ class BufferReturnedOnTheRecordedWay(nn.Module):
 @case([call(uniform(2, 4)), call(uniform(3, 4))], truth=[call(uniform(2, 4) + 60)], may_refuse=True)
 def nothing_but_a_number_on_the_recorded_way(self, x):
     return x.shape[0] if x.max() > 50 else x.shape[0] + 1
+
+
+LOW_OR_HIGH = [call(x(2, 5, 4) + 1), call(x(3, 8, 4) + 1)]
+SMALL = [call(uniform(2, 9, 4) / 9), call(uniform(1, 7, 4) / 9), call(uniform(4, 1, 4)), call(uniform(1, 1, 4) * 5)]
+
+
+@case(LOW_OR_HIGH, truth=SMALL)
+def loop_that_ends_before_it_decides_by_a_size(self, x):
+    state = x.mean(1)
+    for i in range(x.shape[1]):
+        if x[:, i].max() > 1:
+            break
+        state = state + (1.0 if i in (0, 2, 5) and len(x) == 1 else 2.0)
+    return state
+
+
+@case(LOW_OR_HIGH, truth=SMALL)
+def loop_that_ends_before_its_last_turn(self, x):
+    state = x.amax(1)
+    for i, row in enumerate(x.unbind(1)):
+        if bool((row > 1.5).any()):
+            break
+        state = row if i < x.shape[1] - 1 else state * 0.5
+    return state
+
+
+@case(LOW_OR_HIGH, serves=[call(x(4, 6, 4)), call(x(2, 12, 4) / 9)], truth=SMALL)
+def best_row_of_a_loop(self, x):
+    best, place = None, 0
+    for i in range(x.shape[1]):
+        score = x[:, i].sum()
+        if best is None or score > best:
+            best, place = score, i
+    return x * best + i, torch.as_tensor(place)

@@ -1,0 +1,262 @@
+"""Decisions in the body of a loop operator, such as ``if i % 2 == 0:`` and ``if done: break``, as choices.
+
+A turn that decides by its number, or by the value of a tensor, computes both sides, and chooses what each name gets. A
+loop that ends early runs all of its turns; those after the end change nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from exportkit._torch_compat.pytree import tree_flatten, tree_unflatten
+from exportkit.rewrites.loop_bodies import is_in_place, names_in, set_first
+from exportkit.rewrites.loop_bunches import HELPERS
+from exportkit.rewrites.loop_indices import Position, is_int, plain
+
+
+def with_opposite_conditions(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Returns the body of a loop without ``if test: continue``: the statements after it are under the opposite."""
+    for place, node in enumerate(body):
+        match node:
+            case ast.If(test, [*before, ast.Continue()], []):
+                again = ast.If(test, before or [ast.Pass()], with_opposite_conditions(body[place + 1 :]))
+                return [*body[:place], ast.copy_location(again, node)]
+    return body
+
+
+def with_flag(body: list[ast.stmt], flag: str) -> list[ast.stmt] | None:
+    """Returns the body of a loop with a flag in place of ``if test: break``; None if there is no such statement.
+
+    Args:
+        body: The body.
+        flag: The name of a boolean that is set at the end, and before the loop is not set.
+    """
+    changed = _with_flag(body, flag)
+    if changed is None:
+        return None
+    goes_on = ast.UnaryOp(ast.Not(), ast.Name(flag, ast.Load()))
+    return [ast.copy_location(ast.If(goes_on, changed, []), body[0])]
+
+
+def _with_flag(body: list[ast.stmt], flag: str) -> list[ast.stmt] | None:
+    for place, node in enumerate(body):
+        match node:
+            case ast.If(test, [*before, ast.Break() as end], rest):
+                after = [*rest, *body[place + 1 :]]
+                is_set = ast.copy_location(ast.Assign([ast.Name(flag, ast.Store())], ast.Constant(True)), end)
+                again = ast.If(test, [*before, is_set], _with_flag(after, flag) or after)
+                return [*body[:place], ast.copy_location(again, node)]
+    return None
+
+
+def is_choice(node: ast.If) -> bool:
+    """Returns whether the sides of a decision do nothing but to set names and their items."""
+    return all(map(_is_plain, (*node.body, *node.orelse)))
+
+
+def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targets: set[str]) -> list[ast.stmt]:
+    """Returns statements that compute both sides of a decision, and choose, if it is one by a tensor.
+
+    Args:
+        original: The decision.
+        changed: The same, with what stands for its parts in the body of an operator.
+        number: Makes the new names unique.
+        own: Names that the sides have of their own.
+        targets: Names that the loop sets, whose numbers may be indices on one side only.
+    """
+    stored = [name for name in dict.fromkeys(_stored(original)) if name not in own]
+    firsts = [set_first(side) for side in (original.body, original.orelse)]
+    older = [name for name in stored if not all(first.get(name, False) for first in firsts)]
+    numbers = sorted(targets & names_in(original))
+    saved = [*older, *numbers]
+    test, before, first = (f"_exportkit_{kind}_{number}" for kind in ("test", "before", "first"))
+
+    def side(statements: list[ast.stmt], holds: bool) -> list[ast.stmt]:
+        guards = [_set(name, _call("only_if", _name(name), _name(test), ast.Constant(holds))) for name in numbers]
+        return [*guards, *copy.deepcopy(statements)]
+
+    choice = [
+        _set(before, _names(saved)),
+        *side(changed.body, True),
+        _set(first, _names(stored)),
+        _set(saved, _name(before)),
+        *side(changed.orelse, False),
+        _set(stored, _call("chosen", _name(test), _name(first), _names(stored))),
+        _set(numbers, ast.Subscript(_name(before), ast.Slice(ast.Constant(len(older))), ast.Load())),
+    ]
+    again = ast.If(_name(test), changed.body, changed.orelse)
+    return [
+        _set(test, _call("truth", changed.test)),
+        ast.If(_call("is_tensor", _name(test)), choice, [again]),
+    ]
+
+
+def _is_plain(node: ast.stmt) -> bool:
+    """Whether a statement does nothing but to set names and their items."""
+    if isinstance(node, ast.If):
+        return all(map(_is_plain, (*node.body, *node.orelse)))
+    calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+    if any(isinstance(function, ast.Attribute) and is_in_place(function.attr) for function in calls):
+        return False
+    return isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Pass)
+
+
+def _stored(node: ast.stmt) -> list[str]:
+    """The names that a statement sets, or items of what they stand for."""
+    found = []
+    for each in ast.walk(node):
+        place: Any = each
+        while isinstance(place, ast.Subscript) and isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store):
+            place = place.value
+        if isinstance(place, ast.Name) and (place is not each or isinstance(place.ctx, ast.Store)):
+            found.append(place.id)
+    return found
+
+
+def _set(names: str | list[str], value: ast.expr) -> ast.stmt:
+    target = _names(names, ast.Store()) if isinstance(names, list) else ast.Name(names, ast.Store())
+    return ast.Assign([target], value)
+
+
+def _name(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+def _names(names: Sequence[str], context: ast.expr_context | None = None) -> ast.Tuple:
+    context = context or ast.Load()
+    return ast.Tuple([ast.Name(name, context) for name in names], context)
+
+
+def _call(name: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name(HELPERS, ast.Load()), name, ast.Load()), [*arguments], [])
+
+
+class _Logic(ast.NodeTransformer):
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        first, *rest = node.values
+        found: ast.expr = self.visit(first)
+        for value in rest:
+            name = "both" if isinstance(node.op, ast.And) else "either"
+            found = _call(name, found, ast.Lambda(_no_arguments(), self.visit(value)))
+        return ast.copy_location(found, node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        if not isinstance(node.op, ast.Not):
+            return node
+        return ast.copy_location(_call("opposite", self.visit(node.operand)), node)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        if len(node.ops) > 1:
+            sides = [node.left, *node.comparators]
+            parts = [ast.Compare(a, [op], [b]) for a, op, b in zip(sides, node.ops, sides[1:], strict=False)]
+            return self.visit_BoolOp(ast.copy_location(ast.BoolOp(ast.And(), [*parts]), node))
+        match node:
+            case ast.Compare(value, [ast.In() | ast.NotIn() as relation], [ast.Tuple() | ast.List() as items]):
+                found = _call("is_one_of", value, ast.Tuple(items.elts, ast.Load()))
+                return ast.copy_location(found if isinstance(relation, ast.In) else _call("opposite", found), node)
+        return node
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        return node  # inside of other expressions, these are values
+
+
+def with_tensors(test: ast.expr) -> ast.expr:
+    """Returns a test so that tensors may take part in it: ``and``, ``or``, ``not``, ``in``, chained comparisons."""
+    changed: ast.expr = _Logic().visit(test)
+    return changed
+
+
+def _no_arguments() -> ast.arguments:
+    return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def truth(value: Any) -> Any:
+    """Returns whether a value counts as true, as a tensor without axes if it is a tensor."""
+    value = plain(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.reshape(())
+    return value if value.dtype is torch.bool else value != 0
+
+
+def boolean(value: Any) -> Any:
+    """Returns ``bool(value)``, as a tensor if the value is one."""
+    return truth(value) if isinstance(plain(value), torch.Tensor) else bool(value)
+
+
+def opposite(value: Any) -> Any:
+    """Returns ``not value``."""
+    value = truth(value)
+    return ~value if isinstance(value, torch.Tensor) else not value
+
+
+def both(value: Any, other: Callable[[], Any]) -> Any:
+    """Returns ``value and other()`` in a test."""
+    value = truth(value)
+    if not isinstance(value, torch.Tensor):
+        return value and other()
+    second = truth(other())
+    if isinstance(second, torch.Tensor):
+        return value & second
+    return (
+        value if second else torch.zeros_like(value)
+    )  # torch makes a constant of a condition on sizes beside a tensor
+
+
+def either(value: Any, other: Callable[[], Any]) -> Any:
+    """Returns ``value or other()`` in a test."""
+    return opposite(both(opposite(value), lambda: opposite(other())))
+
+
+def is_one_of(value: Any, items: tuple[Any, ...]) -> Any:
+    """Returns ``value in items``."""
+    value = plain(value)
+    if not isinstance(value, torch.Tensor):
+        return value in items
+    none = torch.zeros_like(value, dtype=torch.bool)
+    return functools.reduce(lambda found, each: found | truth(value == plain(each)), items, none)
+
+
+def kept(value: Any) -> Any:
+    """Returns what a turn gets, with its number as a tensor, for the code after the loop."""
+    return torch.as_tensor(plain(value)) if is_int(value) else plain(value)
+
+
+def only_if(value: Any, test: torch.Tensor, holds: bool) -> Any:
+    """Returns the number of a turn as one that is no index where a test does not hold, or holds; others as they are."""
+    if not isinstance(value, Position):
+        return value
+    is_idle = ~test if holds else test
+    is_idle = is_idle if value.is_idle is None else is_idle | value.is_idle
+    return Position(value.base, value.least, value.most, factor=value.factor, offset=value.offset, is_idle=is_idle)
+
+
+def chosen(test: torch.Tensor, first: Any, other: Any) -> Any:
+    """Returns nested values chosen by a test."""
+    (firsts, form), (others, other_form) = tree_flatten(first), tree_flatten(other)
+    if form != other_form:
+        raise TypeError("the sides of a decision set a name to things of different structures")
+    return tree_unflatten([_chosen(test, a, b) for a, b in zip(firsts, others, strict=True)], form)
+
+
+def _chosen(test: torch.Tensor, first: Any, other: Any) -> Any:
+    first, other = plain(first), plain(other)
+    if first is other or (type(first) is type(other) and isinstance(first, int | float | str) and first == other):
+        return first
+    if any(isinstance(each, bool) for each in (first, other)):
+        first, other = torch.as_tensor(first), torch.as_tensor(other)
+    kinds = torch.Tensor | int | float | torch.SymInt | torch.SymFloat
+    if not isinstance(first, kinds) or not isinstance(other, kinds):
+        raise TypeError("the sides of a decision set a name to things that are not tensors")
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        if first.dtype != other.dtype or first.ndim != other.ndim:
+            raise TypeError("the sides of a decision set a name to tensors of different dtypes or ranks")
+        if any(first.shape[axis] != other.shape[axis] for axis in range(first.ndim)):
+            raise TypeError("the sides of a decision set a name to tensors of different shapes")
+    return torch.where(test, first, other)

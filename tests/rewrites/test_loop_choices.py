@@ -1,0 +1,120 @@
+"""Decisions inside of loops over a length, by the turn or by values: both sides are computed, and the graph chooses."""
+
+import inspect
+
+import pytest
+import torch
+
+import exportkit
+from exportkit.errors import ExportError
+from exportkit.rewrites.table import LOOPS
+from tests.rewrites.test_loops import looping
+
+
+def by_the_number_of_the_turn(self, x):
+    length, state, taken = x.shape[1], x.mean(1), torch.zeros_like(x)
+    for i in range(length):
+        if i < length - 1 and i % 2 == 0:
+            following = x[:, i + 1]
+            state = state + following * 0.1
+        elif i in (1, 5):
+            state = state - x[:, i]
+        else:
+            state = state * 0.5
+        if not 1 <= i < 4:
+            continue
+        taken[:, i] = state * (length if i % 3 else 2)
+    return state, taken
+
+
+def by_values(self, x):
+    state, best, place = x.mean(1), None, 0
+    for i, row in enumerate(x.unbind(1)):
+        score = row.sum()
+        if best is None or score > best:
+            best, place = score, i
+        scale = 1.0 if bool((row > 0).any()) else 0.5
+        state = torch.tanh(self.layer(state) * scale + row) if row.max().item() < 1 or i == 2 else state * 0.9
+    return state, best, torch.as_tensor(place)
+
+
+def up_to_a_value(self, x):
+    state = x.mean(1)
+    for i, row in enumerate(x.unbind(1)):
+        state = torch.tanh(self.layer(state) + row)
+        if state.abs().max() > 0.9:
+            state = state + i
+            break
+        state = state * 0.99
+    return state * i, row
+
+
+def up_to_a_number_of_turns(self, x):
+    state, count = x.mean(1), 0
+    while count < x.shape[1] and state.abs().max() < 0.9:
+        state = torch.tanh(self.layer(state) + x[:, count])
+        count += 1
+    total = x.sum(1)
+    for i in range(x.shape[1]):
+        if i > 3:
+            break
+        total = total * 0.5 + x[:, i]
+    return state, torch.as_tensor(count), total
+
+
+def until_it_converges(self, x):
+    found, turn, error = torch.zeros_like(x), 0, torch.tensor(1.0)
+    while turn < 30 and error > 1e-2:
+        new = torch.tanh(self.layer(found) * 0.5 + x)
+        error = (new - found).abs().max()
+        found = new
+        turn += 1
+    for _ in range(20):
+        x = x * 0.7 + found * 0.1
+        if x.abs().max() < 0.5:
+            break
+    return found, x, torch.as_tensor(turn)
+
+
+@pytest.mark.parametrize(
+    "function", [by_the_number_of_the_turn, by_values, up_to_a_value, up_to_a_number_of_turns, until_it_converges]
+)
+def test_a_loop_that_decides_is_right_at_any_length_and_for_any_values(function, tmp_path):
+    model, observer = looping(function)
+    exported = exportkit.export(model, observer)
+    assert LOOPS.name in exported.rules
+    graph = exported.to_onnx(tmp_path / "model.onnx")
+    report = graph.verify()
+    assert report.ok, str(report)
+    assert "values x 0.03" in str(report)
+    torch.manual_seed(1)
+    for batch, length, scale in ((4, 11, 1.0), (2, 7, 0.05), (3, 16, 0.05), (2, 12, 3.0), (5, 2, -0.5)):
+        x = torch.randn(batch, length, 4) * scale
+        with torch.no_grad():
+            torch.testing.assert_close(graph(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def that_adds_to_a_list_until_it_ends(self, x):
+    rows = []
+    for row in x.unbind(1):
+        rows.append(row)
+        if row.max() > 1:
+            break
+    return torch.stack(rows, 1)
+
+
+def that_decides_about_shapes(self, x):
+    state = x.mean(1)
+    for i in range(x.shape[1]):
+        state = state.sum(0) if i % 2 else state + x[:, i]
+    return state
+
+
+@pytest.mark.parametrize("function", [that_adds_to_a_list_until_it_ends, that_decides_about_shapes])
+def test_sides_that_cannot_be_computed_together_are_refused_with_the_line(function):
+    model, observer = looping(function)
+    with pytest.raises(ExportError) as caught:
+        exportkit.export(model, observer)
+    lines, first = inspect.getsourcelines(function)
+    places = [f"{__file__}:{first + number}" for number in range(len(lines))]
+    assert any(place in str(caught.value) for place in places)
