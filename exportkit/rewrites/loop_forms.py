@@ -67,9 +67,10 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(loop) or _counted_to_the_end(loop, number)
     if found is None:
         return None
-    found.loop.body = with_opposite_conditions(found.loop.body)
-    ended = with_flag(found.loop.body, flag := f"_exportkit_ended_{number}") if found.counter is None else None
-    if ended is not None:
+    body = found.loop.body = with_opposite_conditions(found.loop.body)
+    is_listing = any(isinstance(node, ast.Attribute) and node.attr == "append" for node in walk(body))
+    ended = with_flag(body, flag := f"_exportkit_ended_{number}")
+    if ended is not None and found.counter is None and not is_listing:
         found.loop.body, found.flag = ended, flag
     targets = names_in(found.loop.target)
     own = {name for name, is_set in set_first(found.loop.body).items() if is_set}

@@ -13,10 +13,11 @@ LOCK = threading.RLock()  # Dynamo cannot enter it, so that strict tracing, whic
 
 
 class Positive(torch.nn.Module):
-    """Decides by a value of each row."""
+    """Decides by a value of each row, and keeps the rows in a dict."""
 
     def forward(self, x):
-        return torch.stack([row * 2 if row.sum() > 0 else row - 1 for row in x])
+        rows = {number: row * 2 if row.sum() > 0 else row - 1 for number, row in enumerate(x)}
+        return torch.stack([*rows.values()])
 
 
 class Branch(torch.nn.Module):
@@ -68,12 +69,12 @@ class Loop(torch.nn.Module):
     """Loops over tokens, and ends early where there are too many."""
 
     def forward(self, x):
-        state = torch.zeros_like(x[:, 0])
-        for step in range(x.shape[1]):
+        states = [x[:, 0]]
+        for step in range(1, x.shape[1]):
             if step > 50:
                 break
-            state = state * 0.5 + x[:, step]
-        return state
+            states.append(states[0] * 0.5 + x[:, step])
+        return states[-1]
 
 
 class Folded(torch.nn.Module):

@@ -50,9 +50,11 @@ DATA = [{"data": {"x": call["x"]}} for call in LENGTHS]
 BRANCH = """\
 torch.export could not trace the model: it decides by the values of a tensor.
   where: layers.1 (Positive), failing.py:N
-         return torch.stack([row * 2 if row.sum() > 0 else row - 1 for row in x])
-  got: whether Eq(u0, 1) is not known before the model runs (data-dependent)
-  hint: compute both sides and choose with torch.where(condition, a, b), or use torch.cond.
+         rows = {number: row * 2 if row.sum() > 0 else row - 1 for number, row in enumerate(x)}
+  got: whether Eq(u0, 1) is not known before the model runs (data-dependent);
+       the loop is unrolled: it makes a set or dict, whose length would be fixed, in failing.py:N
+         rows = {number: row * 2 if row.sum() > 0 else row - 1 for number, row in enumerate(x)}
+  hint: use operations on the whole tensor, or torch.scan.
         all that torch says: FILE"""
 
 COUNT = """\
@@ -90,7 +92,7 @@ torch.export could not trace the model: axis 1 of data.x (data_x_axis_1) became 
 LOOP = """\
 torch.export could not trace the model: axis 1 of x (x_axis_1) became static.
   where: the model itself (Loop), failing.py:N
-         for step in range(x.shape[1]):
+         for step in range(1, x.shape[1]):
   expected: any size; recorded: 5, 7
   got: only 7, which is the size it was traced with;
        the loop is unrolled: it ends the loop early, in failing.py:N
