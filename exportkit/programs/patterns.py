@@ -319,8 +319,9 @@ def without_harmless(
         tried = [sizes for count, sizes in found if count == fewest]
         outcomes = [probe.difference(tried[position]) for position in (0, len(tried) // 2, -1)]
         is_right = "" in outcomes and not any(outcomes)
-        if is_right and text in own:  # what it decides may matter for some values only
-            is_right = probe.is_right_at_other_scales(tried[-1])
+        if is_right:  # what it decides may matter for some values only
+            at = tried[-1]
+            is_right = probe.is_right_at_other_scales(at) if text in own else probe.is_right_on_other_ways(at)
         if is_right and not probe.limits(tried[-1], domain):
             harmless[text] = tried[-1]
     texts = {*harmless, *(idle - may_change)}

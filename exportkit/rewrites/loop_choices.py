@@ -138,12 +138,15 @@ def _call(name: str, *arguments: ast.expr) -> ast.Call:
 
 
 class _Logic(ast.NodeTransformer):
+    def __init__(self, targets: set[str]) -> None:
+        self._targets = targets
+
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         first, *rest = node.values
         found: ast.expr = self.visit(first)
         for value in rest:
             name = "both" if isinstance(node.op, ast.And) else "either"
-            found = _call(name, found, ast.Lambda(_no_arguments(), self.visit(value)))
+            found = _call(name, found, *later([self.visit(value)], self._targets))
         return ast.copy_location(found, node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
@@ -166,14 +169,32 @@ class _Logic(ast.NodeTransformer):
         return node  # inside of other expressions, these are values
 
 
-def with_tensors(test: ast.expr) -> ast.expr:
-    """Returns a test so that tensors may take part in it: ``and``, ``or``, ``not``, ``in``, chained comparisons."""
-    changed: ast.expr = _Logic().visit(test)
+class _Number(ast.Name):
+    """The number of a turn, which is to be an index."""
+
+
+def later(values: Sequence[ast.expr], targets: set[str]) -> list[ast.expr]:
+    """Returns functions that compute values, and what to call them with: the numbers of the turn.
+
+    Args:
+        values: The values.
+        targets: Names that the loop sets.
+    """
+    names = sorted(names_in(*values) & targets)
+    arguments = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+    numbers: list[ast.expr] = [_Number(name, ast.Load()) for name in names]
+    return [*[ast.Lambda(copy.deepcopy(arguments), value) for value in values], ast.Tuple(numbers, ast.Load())]
+
+
+def with_tensors(test: ast.expr, targets: set[str]) -> ast.expr:
+    """Returns a test so that tensors may take part in it: ``and``, ``or``, ``not``, ``in``, chained comparisons.
+
+    Args:
+        test: The test.
+        targets: Names that the loop sets.
+    """
+    changed: ast.expr = _Logic(targets).visit(test)
     return changed
-
-
-def _no_arguments() -> ast.arguments:
-    return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
 
 
 def truth(value: Any) -> Any:
@@ -196,12 +217,12 @@ def opposite(value: Any) -> Any:
     return ~value if isinstance(value, torch.Tensor) else not value
 
 
-def both(value: Any, other: Callable[[], Any]) -> Any:
-    """Returns ``value and other()`` in a test."""
+def both(value: Any, other: Callable[..., Any], numbers: tuple[Any, ...]) -> Any:
+    """Returns ``value and other(*numbers)`` in a test."""
     value = truth(value)
     if not isinstance(value, torch.Tensor):
-        return value and other()
-    second = truth(other())
+        return value and other(*numbers)
+    second = truth(other(*[only_if(number, value, True) for number in numbers]))
     if isinstance(second, torch.Tensor):
         return value & second
     return (
@@ -209,9 +230,9 @@ def both(value: Any, other: Callable[[], Any]) -> Any:
     )  # torch makes a constant of a condition on sizes beside a tensor
 
 
-def either(value: Any, other: Callable[[], Any]) -> Any:
-    """Returns ``value or other()`` in a test."""
-    return opposite(both(opposite(value), lambda: opposite(other())))
+def either(value: Any, other: Callable[..., Any], numbers: tuple[Any, ...]) -> Any:
+    """Returns ``value or other(*numbers)`` in a test."""
+    return opposite(both(opposite(value), lambda *given: opposite(other(*given)), numbers))
 
 
 def is_one_of(value: Any, items: tuple[Any, ...]) -> Any:
@@ -235,6 +256,15 @@ def only_if(value: Any, test: torch.Tensor, holds: bool) -> Any:
     is_idle = ~test if holds else test
     is_idle = is_idle if value.is_idle is None else is_idle | value.is_idle
     return Position(value.base, value.least, value.most, factor=value.factor, offset=value.offset, is_idle=is_idle)
+
+
+def one_of_two(test: Any, first: Callable[..., Any], other: Callable[..., Any], numbers: tuple[Any, ...]) -> Any:
+    """Returns ``first(*numbers) if test else other(*numbers)``."""
+    test = truth(test)
+    if not isinstance(test, torch.Tensor):
+        return first(*numbers) if test else other(*numbers)
+    sides = [f(*[only_if(number, test, holds) for number in numbers]) for f, holds in ((first, True), (other, False))]
+    return chosen(test, *sides)
 
 
 def chosen(test: torch.Tensor, first: Any, other: Any) -> Any:

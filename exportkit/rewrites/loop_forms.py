@@ -130,7 +130,8 @@ def _counted_to_the_end(loop: ast.While, number: int) -> PlainLoop | None:
     """``while i < n and test: ...; i += 1`` as a loop over ``range(i, n)`` that ends where the test does not hold."""
     match loop.test:
         case ast.BoolOp(ast.And(), values):
-            limits = [value for value in values if names_in(value) & names_in(loop.body[-1], context=ast.Store)]
+            counters = names_in(loop.body[-1], context=ast.Store)
+            limits = [v for v in values if isinstance(v, ast.Compare) and names_in(v.left) == counters]
         case _:
             return None
     rest = [value for value in values if value not in limits]

@@ -18,7 +18,7 @@ from exportkit.rewrites.loop_bodies import (
     walk,
 )
 from exportkit.rewrites.loop_bunches import HELPERS
-from exportkit.rewrites.loop_choices import choosing, is_choice, with_tensors
+from exportkit.rewrites.loop_choices import choosing, is_choice, later, with_tensors
 from exportkit.rewrites.loop_comprehensions import with_loops_for_comprehensions
 from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, plain_loop
 
@@ -244,19 +244,13 @@ class _Inside(ast.NodeTransformer):
             return self.generic_visit(node)
         self._decisions += 1
         number, original = self._decisions, copy.deepcopy(node)
-        test = self.visit(with_tensors(node.test))
+        test = self.visit(with_tensors(node.test, self._targets))
         changed = ast.If(test, self.visited(node.body), self.visited(node.orelse))
         return choosing(original, changed, number, self._own, self._targets)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
-        self._decisions += 1
-        name = f"_exportkit_test_{self._decisions}"
-        test = _call("truth", self.visit(with_tensors(node.test)))
-        first, other = self.visit(node.body), self.visit(node.orelse)
-        known = ast.Name(name, ast.Load())
-        choice = _call("chosen", known, copy.deepcopy(first), copy.deepcopy(other))
-        is_tensor = _call("is_tensor", ast.NamedExpr(ast.Name(name, ast.Store()), test))
-        return ast.copy_location(ast.IfExp(is_tensor, choice, ast.IfExp(known, first, other)), node)
+        sides = later([node.body, node.orelse], self._targets)
+        return self.visit(ast.copy_location(_call("one_of_two", with_tensors(node.test, self._targets), *sides), node))
 
     def visit_Name(self, node: ast.Name) -> Any:
         if self._depth or node.id not in self._targets or not isinstance(node.ctx, ast.Load):

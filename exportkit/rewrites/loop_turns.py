@@ -16,7 +16,18 @@ from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatte
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit.rewrites.lengths import Repeated, SymbolicList, own_types
 from exportkit.rewrites.loop_bunches import bunch, extended
-from exportkit.rewrites.loop_choices import boolean, both, chosen, either, is_one_of, kept, only_if, opposite, truth
+from exportkit.rewrites.loop_choices import (
+    boolean,
+    both,
+    chosen,
+    either,
+    is_one_of,
+    kept,
+    one_of_two,
+    only_if,
+    opposite,
+    truth,
+)
 from exportkit.rewrites.loop_indices import (
     Position,
     SliceOfUnknownLength,
@@ -130,7 +141,8 @@ class Helpers:
     bunch, extended = staticmethod(bunch), staticmethod(extended)
     truth, is_tensor, boolean = staticmethod(truth), staticmethod(torch.is_tensor), staticmethod(boolean)
     opposite, both, either = staticmethod(opposite), staticmethod(both), staticmethod(either)
-    is_one_of, chosen, only_if = staticmethod(is_one_of), staticmethod(chosen), staticmethod(only_if)
+    is_one_of, chosen, one_of_two = staticmethod(is_one_of), staticmethod(chosen), staticmethod(one_of_two)
+    only_if = staticmethod(only_if)
     kept = staticmethod(kept)
 
     @staticmethod
@@ -332,6 +344,8 @@ class Helpers:
         begun: tuple[Any, ...] | None = None
         is_first_apart |= not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(values)[0])
         if is_first_apart:
+            if not steps.count > 0:
+                raise TypeError("the first turn of a loop is another one, and there may be none")
             first, added = body(tuple(values), steps.first())
             values = [torch.as_tensor(value) if isinstance(value, int) else value for value in first]
             begun = tree_map(_own, added)

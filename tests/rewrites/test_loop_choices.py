@@ -21,6 +21,9 @@ def by_the_number_of_the_turn(self, x):
             state = state - x[:, i]
         else:
             state = state * 0.5
+        state = state * 0.5 + (x[:, i + 1] if i < length - 1 else 0.25)
+        if i + 1 < length and x[:, i + 1].sum() > 0:
+            state = state + 1
         if not 1 <= i < 4:
             continue
         taken[:, i] = state * (length if i % 3 else 2)

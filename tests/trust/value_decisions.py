@@ -188,3 +188,16 @@ def best_row_of_a_loop(self, x):
         if best is None or score > best:
             best, place = score, i
     return x * best + i, torch.as_tensor(place)
+
+
+@case(
+    [call(x(2, 5, 4)), call(x(3, 8, 4))], serves=[call(x(4, 7, 4)), call(x(1, 4, 4) * 9)], truth=[call(x(2, 3, 4) * 9)]
+)
+def first_turn_of_a_loop_that_may_have_none(self, x):
+    state = x.mean(1)
+    for _ in range(3, x.shape[1]):
+        if state.max() > 3:
+            state = state * 2
+            break
+        state = state + (1.0 if state.max() > 2 else 0.0)
+    return state
