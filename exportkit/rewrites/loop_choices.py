@@ -138,6 +138,8 @@ def _call(name: str, *arguments: ast.expr) -> ast.Call:
 
 
 class _Logic(ast.NodeTransformer):
+    """Writes the parts of a test that Python would decide at once as calls that may leave them to the graph."""
+
     def __init__(self, targets: set[str]) -> None:
         self._targets = targets
 
@@ -225,9 +227,8 @@ def both(value: Any, other: Callable[..., Any], numbers: tuple[Any, ...]) -> Any
     second = truth(other(*[only_if(number, value, True) for number in numbers]))
     if isinstance(second, torch.Tensor):
         return value & second
-    return (
-        value if second else torch.zeros_like(value)
-    )  # torch makes a constant of a condition on sizes beside a tensor
+    # beside a tensor, torch makes a constant of a condition on sizes
+    return value if second else torch.zeros_like(value)
 
 
 def either(value: Any, other: Callable[..., Any], numbers: tuple[Any, ...]) -> Any:

@@ -118,9 +118,7 @@ def _with_body(
     again: ast.stmt = node
     if isinstance(node, ast.For):
         again = ast.For(node.target, ast.Name(steps, ast.Load()), node.body, node.orelse, None)
-    local = ast.Call(ast.Name("locals", ast.Load()), [], [])
-    found = ast.Attribute(local, "get", ast.Load())  # a name may stand for nothing before the loop
-    before: list[ast.expr] = [ast.Call(found, [ast.Constant(name)], []) for name in names]
+    before = [*map(_local, names)]
     added = {id(statement): f"_exportkit_added_{lists.index(name)}" for name, statement in appended.items()}
     targets = names_in(loop.target)
     inside = _Inside(added, targets, own_of_branches(loop.body) - {*names})
@@ -160,6 +158,12 @@ def _with_body(
     ]
 
 
+def _local(name: str) -> ast.expr:
+    """What a name stands for; None if that is nothing, as before the loop."""
+    found = ast.Attribute(ast.Call(ast.Name("locals", ast.Load()), [], []), "get", ast.Load())
+    return ast.Call(found, [ast.Constant(name)], [])
+
+
 def _decides_by(targets: set[str], loop: ast.For) -> bool:
     """Whether a loop's body decides by what the loop sets, as in ``if i == 0``: its first turn may be another one."""
     tests = [node.test for node in walk(loop.body) if isinstance(node, ast.If | ast.IfExp)]
@@ -184,9 +188,7 @@ def _before(plain: PlainLoop) -> list[ast.stmt]:
             value = _call("attribute", place.value, ast.Constant(place.attr), root, names)
         found.append(ast.Assign([ast.Name(name, ast.Store())], value))
     for target, name in plain.targets.items():
-        start = ast.Call(ast.Attribute(ast.Call(ast.Name("locals", ast.Load()), [], []), "get", ast.Load()), [], [])
-        start.args = [ast.Constant(target)]
-        found.append(ast.Assign([ast.Name(name, ast.Store())], start))
+        found.append(ast.Assign([ast.Name(name, ast.Store())], _local(target)))
     if plain.flag is not None:
         found.append(ast.Assign([ast.Name(plain.flag, ast.Store())], ast.Constant(False)))
     for grown in plain.grown:
@@ -200,8 +202,7 @@ def _after(plain: PlainLoop, loop: ast.For) -> list[ast.stmt]:
     """Sets what a loop has changed besides local names and lists."""
     found: list[ast.stmt] = []
     for grown in plain.grown:
-        start = ast.Call(ast.Attribute(ast.Call(ast.Name("locals", ast.Load()), [], []), "get", ast.Load()), [], [])
-        start.args = [ast.Constant(None if grown.begins else grown.name)]
+        start = ast.Constant(None) if grown.begins else _local(grown.name)
         elements = ast.Name(grown.elements, ast.Load())
         joined = _call("joined", start, elements, grown.dim, ast.Constant(grown.in_front))
         found.append(ast.Assign([ast.Name(grown.name, ast.Store())], joined))
