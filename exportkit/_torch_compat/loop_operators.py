@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import types
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from exportkit._torch_compat import require
 from exportkit._torch_compat.graph import with_graph_module
+from exportkit._torch_compat.pytree import tree_map
 
 
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -> tuple[Any, Any]:
@@ -26,6 +29,37 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -
     import torch._higher_order_ops as operators
 
     return require(operators, "scan", "torch 2.13")(step, state, inputs)  # type: ignore[no-any-return]
+
+
+def without_aliases(body: types.FunctionType) -> types.FunctionType:
+    """Returns the body of a loop with copies of tensors from around it that share their memory, as two chunks do.
+
+    torch makes no operator of a body that gets two views of one tensor. Seen in torch 2.13.
+
+    Args:
+        body: The function.
+    """
+    seen: set[StorageWeakRef] = set()
+
+    def own(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage in seen:
+            return tensor.clone()
+        seen.add(storage)
+        return tensor
+
+    def without(cell: types.CellType) -> types.CellType:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # the name stands for nothing yet
+            return cell
+        is_plain = isinstance(content, torch.Tensor) or type(content) in (list, tuple, dict)
+        return types.CellType(tree_map(own, content)) if is_plain else cell
+
+    closure = tuple(map(without, body.__closure__ or ()))
+    return types.FunctionType(body.__code__, body.__globals__, body.__name__, body.__defaults__, closure)
 
 
 _RAISED = re.compile(r"raised exception \w+\(['\"](?P<text>.+)['\"]")

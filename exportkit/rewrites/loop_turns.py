@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.loop_operators import scan
+from exportkit._torch_compat.loop_operators import scan, without_aliases
 from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit.rewrites.lengths import Repeated, SymbolicList, own_types
@@ -319,7 +319,7 @@ class Helpers:
     @staticmethod
     def run(
         steps: Steps,
-        body: Callable[[Any, Any], Any],
+        body: types.FunctionType,
         carried: tuple[Any, ...],
         lists: tuple[Any, ...],
         facts: tuple[tuple[bool, ...], tuple[bool, ...], bool],
@@ -337,6 +337,8 @@ class Helpers:
         in_front, changed, is_first_apart = facts
         if not all(isinstance(items, list | deque | Stacked) for items in lists):
             raise TypeError("a loop appends to something that is not a list")
+        if not torch.compiler.is_dynamo_compiling():
+            body = without_aliases(body)
         before = [items.parts if isinstance(items, Stacked) else [item[None] for item in items] for items in lists]
         values = [_opened(value) for value in carried]
         elements = steps.elements
