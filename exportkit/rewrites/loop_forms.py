@@ -83,6 +83,29 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     return found
 
 
+def nested_loops(loop: ast.For) -> ast.For | None:
+    """Returns two loops over ranges, one of which is the whole body of the other, as one loop; None for others.
+
+    Args:
+        loop: The outer loop, which stays as it is.
+    """
+    match copy.deepcopy(loop):
+        case ast.For(target, limits, [ast.For(inner, inner_limits, body, [])], []):
+            changed = names_in(target) | names_in(inner) | names_in(*body, context=ast.Store)
+            ends = any(isinstance(node, ast.Break) for node in walk(body))
+            if ends or changed & names_in(inner_limits) or not (_is_range(limits) and _is_range(inner_limits)):
+                return None
+            nested = ast.Attribute(ast.Name(HELPERS, ast.Load()), "nested", ast.Load())
+            both = ast.Call(nested, [limits, inner_limits], [])
+            made = ast.For(ast.Tuple([target, inner], ast.Store()), both, body, [], None)
+            return ast.fix_missing_locations(ast.copy_location(made, loop))
+    return None
+
+
+def _is_range(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
+
+
 def keep_targets(found: PlainLoop, later: set[str], number: int) -> None:
     """Lets a loop keep what its target is in the last turn.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -279,10 +280,10 @@ def with_item(value: Any, index: Any, part: Any) -> Any:
         taken = torch.where(_along(axis, is_inside, value.ndim), taken, before)
     if not axes:
         return taken
-    ((axis, rows),) = axes
-    if isinstance(index[axis] if isinstance(index, tuple) else index, slice):
+    if any(isinstance(index[axis] if isinstance(index, tuple) else index, slice) for axis, _ in axes):
         raise TypeError("a loop sets a slice")
-    return torch.where(_along(axis, torch.arange(value.shape[axis]) == rows, value.ndim), taken, value)
+    is_there = [_along(axis, torch.arange(value.shape[axis]) == rows, value.ndim) for axis, rows in axes]
+    return torch.where(functools.reduce(torch.logical_and, is_there), taken, value)
 
 
 def _along(axis: int, values: torch.Tensor, ndim: int) -> torch.Tensor:

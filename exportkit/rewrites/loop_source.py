@@ -20,11 +20,11 @@ from exportkit.rewrites.loop_bodies import (
 from exportkit.rewrites.loop_bunches import HELPERS
 from exportkit.rewrites.loop_choices import choosing, is_choice, later, with_tensors
 from exportkit.rewrites.loop_comprehensions import with_loops_for_comprehensions
-from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, plain_loop
+from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, nested_loops, plain_loop
 
 _BODY, _STEPS = "_exportkit_body", "_exportkit_steps"
 _ITERATIONS = {"range", "enumerate", "zip", "reversed"}
-_PRODUCTS = {"product", "itertools.product"}
+_PRODUCTS = {"product", "itertools.product", f"{HELPERS}.nested"}
 _OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
 _LISTING = {"unbind", "chunk", "split"}
 # Operators whose results for numbers are others in single precision, or in 64 bits, by the name of the helper.
@@ -64,6 +64,18 @@ class _Loops(ast.NodeTransformer):
         self._count = self.found = 0
 
     def visit_For(self, node: ast.For | ast.While) -> Any:
+        """Puts the loop beside one whose body is a function; two nested loops as one where both run over lengths."""
+        nested = nested_loops(node) if isinstance(node, ast.For) else None
+        found = self._changed(node)
+        if nested is None:
+            return found
+        as_one = self._changed(nested, node)
+        limits = [_Iterated().visit(copy.deepcopy(each)) for each in nested.iter.args]  # type: ignore[attr-defined]
+        both = ast.If(_call("are_symbolic", *limits), _listed_statements(as_one), _listed_statements(found))
+        return ast.fix_missing_locations(ast.copy_location(both, node))
+
+    def _changed(self, node: ast.For | ast.While, original: ast.stmt | None = None) -> Any:
+        original = original or node
         self._count += 1
         number = self._count
         plain = plain_loop(node, number)
@@ -71,9 +83,9 @@ class _Loops(ast.NodeTransformer):
         is_simple = plain is not None and obstacle(plain.loop, lists) is None
         names = []
         if plain is not None and is_simple:
-            keep_targets(plain, read_after(self._definition, node), number)
+            keep_targets(plain, read_after(self._definition, original), number)
             needed = {*plain.places, *plain.targets.values(), *([plain.counter] if plain.counter else [])}
-            names = carried(self._definition, node, plain.loop, self._around, needed)
+            names = carried(self._definition, original, plain.loop, self._around, needed)
         self._around.append(node)
         self.generic_visit(node)
         if plain is not None and is_simple:
@@ -99,6 +111,10 @@ class _Loops(ast.NodeTransformer):
 
     def visit_Lambda(self, node: ast.Lambda) -> Any:
         return node
+
+
+def _listed_statements(found: Any) -> list[ast.stmt]:
+    return found if isinstance(found, list) else [found]
 
 
 def _with_body(
@@ -237,8 +253,7 @@ class _Inside(ast.NodeTransformer):
 
     def visited(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
         """Returns what stands for some statements."""
-        found = [self.visit(statement) for statement in statements]
-        return [each for part in found for each in (part if isinstance(part, list) else [part])]
+        return [each for statement in statements for each in _listed_statements(self.visit(statement))]
 
     def visit_If(self, node: ast.If) -> Any:
         if not is_choice(node):

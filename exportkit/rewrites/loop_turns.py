@@ -73,6 +73,13 @@ class Helpers:
             return Steps(iterated, lambda element, _: element, lambda: iterated[0])
         return iterated
 
+    nested = staticmethod(itertools.product)
+
+    @staticmethod
+    def are_symbolic(*iterated: Any) -> bool:
+        """Returns whether nested loops all have a symbolic length."""
+        return all(isinstance(each, Steps) for each in iterated)
+
     @staticmethod
     def is_symbolic(iterated: Any) -> bool:
         """Returns whether a loop has a symbolic length."""

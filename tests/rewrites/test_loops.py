@@ -21,7 +21,7 @@ class Looping(torch.nn.Module):
     def __init__(self, function):
         super().__init__()
         self.function = function
-        self.cell, self.layer = torch.nn.LSTMCell(4, 4), torch.nn.Linear(4, 4)
+        self.cell, self.layer, self.wide = torch.nn.LSTMCell(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8)
         self.moves, self.last = torch.nn.Parameter(torch.randn(4, 4)), None
         self.deep = torch.nn.LSTM(4, 2, num_layers=2, bidirectional=True, batch_first=True, bias=False)
         self.gated, self.plain = torch.nn.GRU(4, 4), torch.nn.RNN(4, 4, nonlinearity="relu")
@@ -147,6 +147,26 @@ def over_lists_in_expressions(self, x):
     return state, total, tokens, again, max(means) - sum(means)
 
 
+def over_two_lengths(self, x):
+    cost = torch.cdist(x, x[:, 1:])
+    best = torch.full((x.shape[0], x.shape[1] + 1, x.shape[1]), 1e4)
+    best[:, 0, 0] = 0
+    for i in range(1, x.shape[1] + 1):
+        for j in range(1, x.shape[1]):
+            before = torch.minimum(torch.minimum(best[:, i - 1, j], best[:, i, j - 1]), best[:, i - 1, j - 1])
+            best[:, i, j] = cost[:, i - 1, j - 1] + before
+    return best[:, -1, -1]
+
+
+def over_views_of_one_tensor(self, x):
+    first, second = self.wide(x).chunk(2, -1)
+    state, states = x[:, 0], []
+    for t in range(x.shape[1]):
+        state = torch.tanh(state * first[:, t] + second[:, t] - x[:, -1])
+        states.append(state)
+    return torch.stack(states, 1)
+
+
 def doubled(value):
     return [doubled(part) for part in value] if isinstance(value, list) else value * 2
 
@@ -187,6 +207,7 @@ def by_a_function_that_calls_itself(self, x):
         in_a_decorated_function,
         in_comprehensions,
         over_lists_in_expressions,
+        over_views_of_one_tensor,
         over_slices,
         best_path,
         decoded_from_behind,
@@ -205,6 +226,13 @@ def test_a_loop_over_a_length_is_one_operator(function):
         with torch.no_grad():
             torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
     assert vars(type(model))["run"] is function
+
+
+def test_two_nested_loops_over_lengths_are_one_operator():
+    model, observer = looping(over_two_lengths)
+    exported = exportkit.export(model, observer.plan().range("x_axis_1", 3, 9))
+    x = torch.randn(4, 9, 4)
+    torch.testing.assert_close(exported.program.module(check_guards=False)(x=x), model(x))
 
 
 @pytest.mark.parametrize("function", [best_path, without_repeats])
