@@ -42,7 +42,7 @@ def without_aliases(body: types.FunctionType) -> types.FunctionType:
     seen: set[StorageWeakRef] = set()
 
     def own(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return tensor
         storage = StorageWeakRef(tensor.untyped_storage())
         if storage in seen:
