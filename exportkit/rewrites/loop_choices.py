@@ -10,6 +10,7 @@ import ast
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from exportkit._torch_compat.pytree import tree_flatten, tree_unflatten
 from exportkit.rewrites.loop_bodies import is_in_place, names_in, set_first
 from exportkit.rewrites.loop_bunches import HELPERS
 from exportkit.rewrites.loop_indices import Position, is_int, plain
+
+# Stands for what no turn has added yet to a list: it counts as whatever a turn adds, which the count leaves out.
+NOTHING = "nothing yet"
 
 
 def with_opposite_conditions(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -53,6 +57,45 @@ def _with_flag(body: list[ast.stmt], flag: str) -> list[ast.stmt] | None:
                 again = ast.If(test, [*before, is_set], _with_flag(after, flag) or after)
                 return [*body[:place], ast.copy_location(again, node)]
     return None
+
+
+@dataclass(frozen=True)
+class Element:
+    """What the turns of a loop that may end early add to a list.
+
+    Attributes:
+        name: The name for what a turn adds.
+        count: The name for how many turns have added something.
+    """
+
+    name: str
+    count: str
+
+
+def with_elements(body: list[ast.stmt], number: int) -> tuple[list[ast.stmt], dict[str, Element]] | None:
+    """Returns the body of a loop with names for what each turn adds to lists, and these names by list.
+
+    Args:
+        body: The body, which stays as it is.
+        number: Makes the new names unique.
+
+    Returns:
+        The body and the names; None if only some turns add to a list, or it is used otherwise.
+    """
+    changed, found = list[ast.stmt](), dict[str, Element]()
+    for node in body:
+        match node:
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"), [element], [])) if name not in found:
+                names = (f"_exportkit_{kind}_{number}_{len(found)}" for kind in ("element", "count"))
+                found[name] = each = Element(*names)
+                more = ast.BinOp(_name(each.count), ast.Add(), ast.Constant(1))
+                new = (_set(each.name, element), _set(each.count, more))
+                changed += [ast.copy_location(statement, node) for statement in new]
+            case _:
+                changed.append(node)
+    rest = [each for node in changed for each in ast.walk(node)]
+    adds = any(isinstance(each, ast.Attribute) and each.attr == "append" for each in rest)
+    return None if adds or found.keys() & names_in(*changed) else (changed, found)
 
 
 def is_choice(node: ast.If) -> bool:
@@ -278,6 +321,9 @@ def chosen(test: torch.Tensor, first: Any, other: Any) -> Any:
 
 def _chosen(test: torch.Tensor, first: Any, other: Any) -> Any:
     first, other = plain(first), plain(other)
+    for one, two in ((first, other), (other, first)):
+        if isinstance(one, str) and one == NOTHING:
+            return two
     if first is other or (type(first) is type(other) and isinstance(first, int | float | str) and first == other):
         return first
     if any(isinstance(each, bool) for each in (first, other)):

@@ -9,7 +9,7 @@ from typing import Any
 
 from exportkit.rewrites.loop_bodies import is_in_place, names_in, set_first, walk
 from exportkit.rewrites.loop_bunches import HELPERS, Bunched, bunched_lists
-from exportkit.rewrites.loop_choices import with_flag, with_opposite_conditions
+from exportkit.rewrites.loop_choices import Element, with_elements, with_flag, with_opposite_conditions
 
 _CATS = {"cat", "concat", "concatenate"}
 
@@ -44,6 +44,7 @@ class PlainLoop:
         bunched: Lists to which every turn adds several elements.
         counter: The loop's counter, if it was a ``while``; it has a value after the loop.
         targets: The names for what the loop's target is after it, by those of the target.
+        elements: What the turns add to lists before the loop ends, by the names of the lists, if it may end early.
         flag: The name of a flag that is set where the loop ends early.
     """
 
@@ -53,6 +54,7 @@ class PlainLoop:
     bunched: list[Bunched] = field(default_factory=list)
     counter: str | None = None
     targets: dict[str, str] = field(default_factory=dict)
+    elements: dict[str, Element] = field(default_factory=dict)
     flag: str | None = None
 
 
@@ -67,11 +69,9 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(loop) or _counted_to_the_end(loop, number)
     if found is None:
         return None
-    body = found.loop.body = with_opposite_conditions(found.loop.body)
-    is_listing = any(isinstance(node, ast.Attribute) and node.attr == "append" for node in walk(body))
-    ended = with_flag(body, flag := f"_exportkit_ended_{number}")
-    if ended is not None and found.counter is None and not is_listing:
-        found.loop.body, found.flag = ended, flag
+    found.loop.body = with_opposite_conditions(found.loop.body)
+    if found.counter is None:
+        _end_early(found, number)
     targets = names_in(found.loop.target)
     own = {name for name, is_set in set_first(found.loop.body).items() if is_set}
     rewriter = _Statements(targets, targets | own)
@@ -81,6 +81,17 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     found.bunched = bunched_lists(found.loop, number)
     ast.fix_missing_locations(found.loop)
     return found
+
+
+def _end_early(found: PlainLoop, number: int) -> None:
+    """Gives a loop that may end early a flag, and counts what its turns add to lists before the end."""
+    flag, kept = f"_exportkit_ended_{number}", with_elements(found.loop.body, number)
+    body, elements = kept or ([], {})
+    ended = with_flag(body, flag)
+    if ended is not None:
+        places = [(ast.Name(name, ast.Load()), ast.Name(each.name, ast.Load())) for name, each in elements.items()]
+        lists = [_appending(target, element, body[0]) for target, element in places]
+        found.loop.body, found.flag, found.elements = [*ended, *lists], flag, elements
 
 
 def nested_loops(loop: ast.For) -> ast.For | None:

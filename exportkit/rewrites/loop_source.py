@@ -18,7 +18,7 @@ from exportkit.rewrites.loop_bodies import (
     walk,
 )
 from exportkit.rewrites.loop_bunches import HELPERS
-from exportkit.rewrites.loop_choices import choosing, is_choice, later, with_tensors
+from exportkit.rewrites.loop_choices import NOTHING, choosing, is_choice, later, with_tensors
 from exportkit.rewrites.loop_comprehensions import with_loops_for_comprehensions
 from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, nested_loops, plain_loop
 
@@ -84,7 +84,8 @@ class _Loops(ast.NodeTransformer):
         names = []
         if plain is not None and is_simple:
             keep_targets(plain, read_after(self._definition, original), number)
-            needed = {*plain.places, *plain.targets.values(), *([plain.counter] if plain.counter else [])}
+            needed = {*plain.places, *plain.targets.values(), *[each.count for each in plain.elements.values()]}
+            needed |= {plain.counter} if plain.counter else set()
             names = carried(self._definition, original, plain.loop, self._around, needed)
         self._around.append(node)
         self.generic_visit(node)
@@ -167,7 +168,7 @@ def _with_body(
     run = _call("run", *loaded, _tuple(before), _names(lists, ast.Load()), facts)
     after = ast.Tuple([_names(names, ast.Store()), _names(lists, ast.Store())], ast.Store())
     iterated, ends_early = _Iterated().visit(loop.iter), ast.Constant(plain.flag is not None)
-    symbolic = [*_before(plain), function, ast.Assign([after], run), *_after(plain, loop)]
+    symbolic = [*_before(plain), function, ast.Assign([after], run), *_after(plain, loop, steps)]
     return [
         ast.Assign([ast.Name(steps, ast.Store())], _call("steps", iterated, ends_early)),
         ast.If(_call("is_symbolic", ast.Name(steps, ast.Load())), symbolic, [again]),
@@ -205,6 +206,9 @@ def _before(plain: PlainLoop) -> list[ast.stmt]:
         found.append(ast.Assign([ast.Name(name, ast.Store())], value))
     for target, name in plain.targets.items():
         found.append(ast.Assign([ast.Name(name, ast.Store())], _local(target)))
+    for element in plain.elements.values():
+        for name, start in ((element.name, ast.Constant(NOTHING)), (element.count, ast.Constant(0))):
+            found.append(ast.Assign([ast.Name(name, ast.Store())], start))
     if plain.flag is not None:
         found.append(ast.Assign([ast.Name(plain.flag, ast.Store())], ast.Constant(False)))
     for grown in plain.grown:
@@ -214,9 +218,12 @@ def _before(plain: PlainLoop) -> list[ast.stmt]:
     return found
 
 
-def _after(plain: PlainLoop, loop: ast.For) -> list[ast.stmt]:
+def _after(plain: PlainLoop, loop: ast.For, steps: str) -> list[ast.stmt]:
     """Sets what a loop has changed besides local names and lists."""
     found: list[ast.stmt] = []
+    for name, element in plain.elements.items():
+        parts = [ast.Name(each, ast.Load()) for each in (name, element.count, steps)]
+        found.append(ast.Assign([ast.Name(name, ast.Store())], _call("until", *parts)))
     for grown in plain.grown:
         start = ast.Constant(None) if grown.begins else _local(grown.name)
         elements = ast.Name(grown.elements, ast.Load())

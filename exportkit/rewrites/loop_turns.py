@@ -319,6 +319,21 @@ class Helpers:
         return torch.cat([*new, tensor] if in_front else [tensor, *new], axis)
 
     @staticmethod
+    def until(items: Any, turns: torch.Tensor, steps: Steps) -> Any:
+        """Returns a list without the elements that were added after the end of a loop.
+
+        Args:
+            items: The list.
+            turns: How many turns there were before the end.
+            steps: All turns.
+        """
+        count, before = turns.item(), items.count - steps.count
+        torch._check(count >= 0)
+        torch._check(count <= steps.count)
+        torch._check(count + before > 0)  # code that makes a tensor of an empty list raises
+        return items[: before + count]
+
+    @staticmethod
     def counted(start: Any, stop: Any) -> Any:
         """Returns what the counter of a loop is after it."""
         return torch.sym_max(start, stop)
