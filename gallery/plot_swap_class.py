@@ -13,13 +13,14 @@ import exportkit
 from exportkit import apply_patches, check_patch, register_patch_mapping, unregister_patch_mapping
 
 
-class Gate(torch.nn.Module):  # third-party code that decides in Python, row by row
+class Gate(torch.nn.Module):  # third-party code that leaves torch for NumPy
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(16))
 
     def forward(self, hidden):
-        return torch.stack([row * 2 if (row @ self.weight).item() > 0 else -row for row in hidden])
+        is_open = torch.from_numpy((hidden @ self.weight).detach().numpy() > 0)
+        return torch.where(is_open.unsqueeze(-1), hidden * 2, -hidden)
 
 
 torch.manual_seed(0)
