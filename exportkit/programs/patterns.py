@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from exportkit.calls.call import Call
+from exportkit.errors import ExportError
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
@@ -254,16 +255,25 @@ def with_recorded_patterns(traced: TracedProgram, domain: Domain, probe: Program
         traced: The program.
         domain: Its domain.
         probe: The program and the model.
+
+    Raises:
+        ExportError: if the program decides by values, and does something else there than the model.
     """
     patterns: list[dict[str, int]] = []
     for sizes in sizes_of_calls(traced):
         pattern = small(sizes)
-        if pattern and pattern not in patterns and probe.is_right_on_other_ways(sizes):
+        if pattern and pattern not in patterns:
             patterns.append(pattern)
     found, limits = [], list[SizeCondition]()
     for pattern in patterns:
         at = at_pattern(traced.plan, traced.sizes, pattern)
         is_right = probe.difference(at) == ""
+        if is_right and not probe.is_right_on_other_ways(at):
+            raise ExportError(
+                f"The exported graph serves less than the plan promises: {SmallSizes(pattern)} is left out.",
+                got="another result for values of another scale",
+                hint="observe and export calls of these sizes alone.",
+            )
         found.append(SmallSizes(pattern, _waived(domain, at, probe) if is_right else ()))
         limits += probe.limits(at, domain) if is_right else []
     return replace(domain, patterns=tuple(found), conditions=(*domain.conditions, *limits))
