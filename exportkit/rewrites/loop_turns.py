@@ -14,6 +14,7 @@ import torch
 from exportkit._torch_compat.loop_operators import scan, without_aliases
 from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 from exportkit._torch_compat.symbolic_shapes import traced_expression
+from exportkit._torch_compat.traced_values import number_asserted
 from exportkit.rewrites.lengths import Repeated, SymbolicList, own_types
 from exportkit.rewrites.loop_bunches import bunch, extended
 from exportkit.rewrites.loop_choices import (
@@ -327,10 +328,11 @@ class Helpers:
             turns: How many turns there were before the end.
             steps: All turns.
         """
-        count, before = turns.item(), items.count - steps.count
-        torch._check(count >= 0)
-        torch._check(count <= steps.count)
-        torch._check(count + before > 0)  # code that makes a tensor of an empty list raises
+        count: Any = turns.item()
+        before = items.count - steps.count
+        number_asserted(count >= 0)
+        number_asserted(count <= steps.count)
+        number_asserted(count + before > 0)  # code that makes a tensor of an empty list raises
         return items[: before + count]
 
     @staticmethod

