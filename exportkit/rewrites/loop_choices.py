@@ -35,7 +35,7 @@ def with_opposite_conditions(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def with_flag(body: list[ast.stmt], flag: str) -> list[ast.stmt] | None:
-    """Returns the body of a loop with a flag in place of ``if test: break``; None if there is no such statement.
+    """Returns the body of a loop that sets a flag instead of ``if test: break``; None if it has no such ``break``.
 
     Args:
         body: The body.
@@ -294,7 +294,7 @@ def kept(value: Any) -> Any:
 
 
 def only_if(value: Any, test: torch.Tensor, holds: bool) -> Any:
-    """Returns the number of a turn as one that is no index where a test does not hold, or holds; others as they are."""
+    """Returns a value for one side of a decision: the number of a turn indexes nothing unless ``test == holds``."""
     if not isinstance(value, Position):
         return value
     is_idle = ~test if holds else test

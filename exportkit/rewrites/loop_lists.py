@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from exportkit._torch_compat.pytree import tree_flatten, tree_map
+from exportkit._torch_compat.traced_values import number_asserted
 from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, SymbolicList
 from exportkit.rewrites.loop_indices import item
 
@@ -135,6 +136,38 @@ def lists_of(before: Sequence[list[torch.Tensor]], added: Sequence[Any], in_fron
             raise TypeError("a turn adds a list to a list that is not empty")
         else:
             yield StackedLists(tree_map(lambda tensor: tensor.flip(0), new) if is_in_front else new)
+
+
+def starred(items: Any, before: int, after: int) -> tuple[Any, ...]:
+    """Returns the elements that ``first, *rest, last = items`` unpacks, with the rest as a list in its place.
+
+    Args:
+        items: What is unpacked, which may be a list of symbolic length.
+        before: How many names are in front of the rest.
+        after: How many names are behind it.
+    """
+    items = items if isinstance(items, SymbolicList) else [*items]
+    count = items.count if isinstance(items, SymbolicList) else len(items)
+    if count < before + after:
+        raise ValueError(f"not enough values to unpack (expected at least {before + after}, got {count})")
+    last = [items[-place] for place in range(after, 0, -1)]
+    return (*[items[place] for place in range(before)], items[before : -after or None], *last)
+
+
+def until(items: Any, turns: torch.Tensor, steps: Steps) -> Any:
+    """Returns a list without the elements that were added after a loop had ended early.
+
+    Args:
+        items: The list.
+        turns: How many turns there were before the end.
+        steps: All turns.
+    """
+    count: Any = turns.item()
+    before = items.count - steps.count
+    number_asserted(count >= 0)
+    number_asserted(count <= steps.count)
+    number_asserted(count + before > 0)  # code that makes a tensor of an empty list raises
+    return items[: before + count]
 
 
 def product_of(all_steps: Sequence[Steps]) -> Steps:

@@ -14,7 +14,6 @@ import torch
 from exportkit._torch_compat.loop_operators import scan, without_aliases
 from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 from exportkit._torch_compat.symbolic_shapes import traced_expression
-from exportkit._torch_compat.traced_values import number_asserted
 from exportkit.rewrites.lengths import Repeated, SymbolicList, own_types
 from exportkit.rewrites.loop_bunches import bunch, extended
 from exportkit.rewrites.loop_choices import (
@@ -41,7 +40,7 @@ from exportkit.rewrites.loop_indices import (
     small,
     with_item,
 )
-from exportkit.rewrites.loop_lists import Stacked, StackedLists, Steps, Turn, lists_of, product_of
+from exportkit.rewrites.loop_lists import Stacked, StackedLists, Steps, Turn, lists_of, product_of, starred, until
 
 # Turns of a loop over a number of turns that may end early: fewer ones are traced one by one, more would take long.
 _FEWEST_TURNS, _MOST_TURNS = 4, 128
@@ -74,7 +73,7 @@ class Helpers:
             return Steps(iterated, lambda element, _: element, lambda: iterated[0])
         return iterated
 
-    nested = staticmethod(itertools.product)
+    nested, starred, until = staticmethod(itertools.product), staticmethod(starred), staticmethod(until)
 
     @staticmethod
     def are_symbolic(*iterated: Any) -> bool:
@@ -201,16 +200,6 @@ class Helpers:
         return Stacked([slices.unsqueeze(dim % tensor.ndim + 1) if keeps_axis else slices])
 
     @staticmethod
-    def starred(items: Any, before: int, after: int) -> tuple[Any, ...]:
-        """Returns the elements that ``first, *rest, last = items`` unpacks, with the rest as a list in its place."""
-        items = items if isinstance(items, SymbolicList) else [*items]
-        count = items.count if isinstance(items, SymbolicList) else len(items)
-        if count < before + after:
-            raise ValueError(f"not enough values to unpack (expected at least {before + after}, got {count})")
-        last = [items[-place] for place in range(after, 0, -1)]
-        return (*[items[place] for place in range(before)], items[before : -after or None], *last)
-
-    @staticmethod
     def plain(value: Any) -> Any:
         """Returns the number of a turn as a tensor, and anything else as it is."""
         return plain(value)
@@ -318,22 +307,6 @@ class Helpers:
         if tensor is None:
             return torch.cat(new, axis)
         return torch.cat([*new, tensor] if in_front else [tensor, *new], axis)
-
-    @staticmethod
-    def until(items: Any, turns: torch.Tensor, steps: Steps) -> Any:
-        """Returns a list without the elements that were added after the end of a loop.
-
-        Args:
-            items: The list.
-            turns: How many turns there were before the end.
-            steps: All turns.
-        """
-        count: Any = turns.item()
-        before = items.count - steps.count
-        number_asserted(count >= 0)
-        number_asserted(count <= steps.count)
-        number_asserted(count + before > 0)  # code that makes a tensor of an empty list raises
-        return items[: before + count]
 
     @staticmethod
     def counted(start: Any, stop: Any) -> Any:

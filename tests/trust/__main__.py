@@ -17,19 +17,24 @@ from tests.trust.generated import generated
 from tests.trust.judge import judge
 
 
+def seeds(text: str) -> range:
+    """Returns the seeds that ``17``, ``100:200`` or ``0:1000:5`` stands for."""
+    first, *more = map(int, text.split(":"))
+    return range(first, *more) if more else range(first, first + 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.trust", description=__doc__)
     parser.add_argument("words", nargs="*", help="run the cases that have one of these in their class or name")
     parser.add_argument("-v", "--verbose", action="store_true", help="print which calls each graph answered")
-    parser.add_argument("--generated", metavar="SEEDS", help="run random models: 17, 100:200, 0:1000:5")
+    parser.add_argument("--generated", type=seeds, metavar="SEEDS", help="run random models: 17, 100:200, 0:1000:5")
     parser.add_argument("--runtime", choices=["onnxruntime"], help="fuse the graphs for this runtime")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if options.generated:
-        first, *more = map(int, options.generated.split(":"))
-        chosen = map(generated, range(first, *more) if more else [first])
+        chosen = map(generated, options.generated)
     else:
         words = options.words or [""]
         chosen = (case for case in CASES if any(word in f"{case.group}: {case.name}" for word in words))

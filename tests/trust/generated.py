@@ -410,7 +410,7 @@ class Drawing:
 
 
 def _module(source: str) -> Any:
-    """The module with this text, which has a file, since code without one is no model code."""
+    """The module with this source, written to a file: rewrites only look at code that they can read."""
     name = f"generated_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
     if name not in sys.modules:
         path = Path(tempfile.gettempdir()) / "exportkit-generated" / f"{name}.py"
