@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
+from exportkit.rewrites.loop_syntax import is_in_place, names_in, walk
 
 _LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.Delete, ast.NamedExpr)
 _VIEWS = {
@@ -33,11 +33,6 @@ class Obstacle(NamedTuple):
     line: int
     text: str
     hint: str
-
-
-def is_in_place(name: str) -> bool:
-    """Returns whether a method of this name changes a tensor in place."""
-    return name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name)
 
 
 def set_first(body: Sequence[ast.stmt]) -> dict[str, bool]:
@@ -86,10 +81,10 @@ def obstacle(loop: ast.For, lists: dict[str, ast.Expr]) -> Obstacle | None:
 
 def _change(node: ast.AST, loop: ast.For, own: set[str], computed: set[str]) -> tuple[str, str] | None:
     """What a part of the body does that keeps the loop from becoming an operator, and what to do about it."""
-    if isinstance(node, ast.Break | ast.Return) and (isinstance(node, ast.Return) or _belongs(node, loop)):
+    if isinstance(node, ast.Break | ast.Return) and (isinstance(node, ast.Return) or belongs(node, loop)):
         hint = "run all turns, and keep the state once it is done: torch.where(done, state, new_state)."
         return "it ends the loop early", hint
-    if isinstance(node, ast.Continue) and _belongs(node, loop):
+    if isinstance(node, ast.Continue) and belongs(node, loop):
         return "it ends a turn early", "write the rest of the body under the opposite condition, or use torch.where."
     if isinstance(node, _LEAVES):
         return f"`{_text(node)}` cannot be a part of an operator", "write it without this statement."
@@ -172,7 +167,8 @@ def _text(node: ast.AST) -> str:
     return ast.unparse(node).partition("\n")[0]
 
 
-def _belongs(node: ast.AST, loop: ast.For) -> bool:
+def belongs(node: ast.AST, loop: ast.For | ast.While) -> bool:
+    """Returns whether a ``break`` or ``continue`` in a loop's body is one of this loop, not of one inside."""
     inner = [each for each in walk(loop.body) if isinstance(each, ast.For | ast.While)]
     return not any(node in ast.walk(each) for each in inner)
 
@@ -253,12 +249,6 @@ def rebound(loop: ast.For | ast.While) -> set[str]:
     return names_in(*loop.body, context=ast.Store)
 
 
-def names_in(*nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
-    """Returns the names in some nodes: all of them, or those in one context, such as ``ast.Store``."""
-    names = [each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)]
-    return {name.id for name in names if isinstance(name.ctx, context)}
-
-
 def _targets(statement: ast.stmt) -> Iterator[ast.Name]:
     """The names that a statement sets in any case; a loop inside sets its target."""
     targets: list[ast.expr] = []
@@ -292,9 +282,3 @@ def _in_order(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
         else:
             yield node
             yield from _in_order(ast.iter_child_nodes(node))
-
-
-def walk(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """Yields all nodes in some statements."""
-    for statement in statements:
-        yield from ast.walk(statement)

@@ -1,7 +1,6 @@
-"""Decisions in the body of a loop operator, such as ``if i % 2 == 0:`` and ``if done: break``, as choices.
+"""Decisions in the body of a loop operator, such as ``if i % 2 == 0:``, as choices.
 
-A turn that decides by its number, or by the value of a tensor, computes both sides, and chooses what each name gets. A
-loop that ends early runs all of its turns; those after the end change nothing.
+A turn that decides by its number, or by the value of a tensor, computes both sides, and chooses what each name gets.
 """
 
 from __future__ import annotations
@@ -10,15 +9,14 @@ import ast
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from exportkit._torch_compat.pytree import tree_flatten, tree_unflatten
-from exportkit.rewrites.loop_bodies import is_in_place, names_in, set_first
-from exportkit.rewrites.loop_bunches import HELPERS
+from exportkit.rewrites.loop_bodies import set_first
 from exportkit.rewrites.loop_indices import Position, is_int, plain
+from exportkit.rewrites.loop_syntax import assigned, call, is_in_place, names_in, variable, variables
 
 # Stands for what no turn has added yet to a list: it counts as whatever a turn adds, which the count leaves out.
 NOTHING = "nothing yet"
@@ -32,70 +30,6 @@ def with_opposite_conditions(body: list[ast.stmt]) -> list[ast.stmt]:
                 again = ast.If(test, before or [ast.Pass()], with_opposite_conditions(body[place + 1 :]))
                 return [*body[:place], ast.copy_location(again, node)]
     return body
-
-
-def with_flag(body: list[ast.stmt], flag: str) -> list[ast.stmt] | None:
-    """Returns the body of a loop that sets a flag instead of ``if test: break``; None if it has no such ``break``.
-
-    Args:
-        body: The body.
-        flag: The name of a boolean that is set at the end, and before the loop is not set.
-    """
-    changed = _with_flag(body, flag)
-    if changed is None:
-        return None
-    goes_on = ast.UnaryOp(ast.Not(), ast.Name(flag, ast.Load()))
-    return [ast.copy_location(ast.If(goes_on, changed, []), body[0])]
-
-
-def _with_flag(body: list[ast.stmt], flag: str) -> list[ast.stmt] | None:
-    for place, node in enumerate(body):
-        match node:
-            case ast.If(test, [*before, ast.Break() as end], rest):
-                after = [*rest, *body[place + 1 :]]
-                is_set = ast.copy_location(ast.Assign([ast.Name(flag, ast.Store())], ast.Constant(True)), end)
-                again = ast.If(test, [*before, is_set], _with_flag(after, flag) or after)
-                return [*body[:place], ast.copy_location(again, node)]
-    return None
-
-
-@dataclass(frozen=True)
-class Element:
-    """What the turns of a loop that may end early add to a list.
-
-    Attributes:
-        name: The name for what a turn adds.
-        count: The name for how many turns have added something.
-    """
-
-    name: str
-    count: str
-
-
-def with_elements(body: list[ast.stmt], number: int) -> tuple[list[ast.stmt], dict[str, Element]] | None:
-    """Returns the body of a loop with names for what each turn adds to lists, and these names by list.
-
-    Args:
-        body: The body, which stays as it is.
-        number: Makes the new names unique.
-
-    Returns:
-        The body and the names; None if only some turns add to a list, or it is used otherwise.
-    """
-    changed, found = list[ast.stmt](), dict[str, Element]()
-    for node in body:
-        match node:
-            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"), [element], [])) if name not in found:
-                names = (f"_exportkit_{kind}_{number}_{len(found)}" for kind in ("element", "count"))
-                found[name] = each = Element(*names)
-                more = ast.BinOp(_name(each.count), ast.Add(), ast.Constant(1))
-                new = (_set(each.name, element), _set(each.count, more))
-                changed += [ast.copy_location(statement, node) for statement in new]
-            case _:
-                changed.append(node)
-    rest = [each for node in changed for each in ast.walk(node)]
-    adds = any(isinstance(each, ast.Attribute) and each.attr == "append" for each in rest)
-    return None if adds or found.keys() & names_in(*changed) else (changed, found)
 
 
 def is_choice(node: ast.If) -> bool:
@@ -121,22 +55,24 @@ def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targ
     test, before, first = (f"_exportkit_{kind}_{number}" for kind in ("test", "before", "first"))
 
     def side(statements: list[ast.stmt], holds: bool) -> list[ast.stmt]:
-        guards = [_set(name, _call("only_if", _name(name), _name(test), ast.Constant(holds))) for name in numbers]
+        guards = [
+            assigned(name, call("only_if", variable(name), variable(test), ast.Constant(holds))) for name in numbers
+        ]
         return [*guards, *copy.deepcopy(statements)]
 
     choice = [
-        _set(before, _names(saved)),
+        assigned(before, variables(saved)),
         *side(changed.body, True),
-        _set(first, _names(stored)),
-        _set(saved, _name(before)),
+        assigned(first, variables(stored)),
+        assigned(saved, variable(before)),
         *side(changed.orelse, False),
-        _set(stored, _call("chosen", _name(test), _name(first), _names(stored))),
-        _set(numbers, ast.Subscript(_name(before), ast.Slice(ast.Constant(len(older))), ast.Load())),
+        assigned(stored, call("chosen", variable(test), variable(first), variables(stored))),
+        assigned(numbers, ast.Subscript(variable(before), ast.Slice(ast.Constant(len(older))), ast.Load())),
     ]
-    again = ast.If(_name(test), changed.body, changed.orelse)
+    again = ast.If(variable(test), changed.body, changed.orelse)
     return [
-        _set(test, _call("truth", changed.test)),
-        ast.If(_call("is_tensor", _name(test)), choice, [again]),
+        assigned(test, call("truth", changed.test)),
+        ast.If(call("is_tensor", variable(test)), choice, [again]),
     ]
 
 
@@ -162,24 +98,6 @@ def _stored(node: ast.stmt) -> list[str]:
     return found
 
 
-def _set(names: str | list[str], value: ast.expr) -> ast.stmt:
-    target = _names(names, ast.Store()) if isinstance(names, list) else ast.Name(names, ast.Store())
-    return ast.Assign([target], value)
-
-
-def _name(name: str) -> ast.Name:
-    return ast.Name(name, ast.Load())
-
-
-def _names(names: Sequence[str], context: ast.expr_context | None = None) -> ast.Tuple:
-    context = context or ast.Load()
-    return ast.Tuple([ast.Name(name, context) for name in names], context)
-
-
-def _call(name: str, *arguments: ast.expr) -> ast.Call:
-    return ast.Call(ast.Attribute(ast.Name(HELPERS, ast.Load()), name, ast.Load()), [*arguments], [])
-
-
 class _Logic(ast.NodeTransformer):
     """Writes the parts of a test that Python would decide at once as calls that may leave them to the graph."""
 
@@ -191,13 +109,13 @@ class _Logic(ast.NodeTransformer):
         found: ast.expr = self.visit(first)
         for value in rest:
             name = "both" if isinstance(node.op, ast.And) else "either"
-            found = _call(name, found, *later([self.visit(value)], self._targets))
+            found = call(name, found, *later([self.visit(value)], self._targets))
         return ast.copy_location(found, node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         if not isinstance(node.op, ast.Not):
             return node
-        return ast.copy_location(_call("opposite", self.visit(node.operand)), node)
+        return ast.copy_location(call("opposite", self.visit(node.operand)), node)
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         if len(node.ops) > 1:
@@ -206,8 +124,8 @@ class _Logic(ast.NodeTransformer):
             return self.visit_BoolOp(ast.copy_location(ast.BoolOp(ast.And(), [*parts]), node))
         match node:
             case ast.Compare(value, [ast.In() | ast.NotIn() as relation], [ast.Tuple() | ast.List() as items]):
-                found = _call("is_one_of", value, ast.Tuple(items.elts, ast.Load()))
-                return ast.copy_location(found if isinstance(relation, ast.In) else _call("opposite", found), node)
+                found = call("is_one_of", value, ast.Tuple(items.elts, ast.Load()))
+                return ast.copy_location(found if isinstance(relation, ast.In) else call("opposite", found), node)
         return node
 
     def generic_visit(self, node: ast.AST) -> ast.AST:

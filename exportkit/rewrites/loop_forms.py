@@ -1,4 +1,4 @@
-"""Plain forms of loops: attributes, tensors that grow, in-place methods and counters as local names and lists."""
+"""Plain forms of loops: attributes, in-place methods and counters as local names, and what grows as lists."""
 
 from __future__ import annotations
 
@@ -7,30 +7,22 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from exportkit.rewrites.loop_bodies import is_in_place, names_in, set_first, walk
-from exportkit.rewrites.loop_bunches import HELPERS, Bunched, bunched_lists
-from exportkit.rewrites.loop_choices import Element, with_elements, with_flag, with_opposite_conditions
-
-_CATS = {"cat", "concat", "concatenate"}
-
-
-@dataclass
-class Grown:
-    """A tensor to which every turn adds a slice, ``out = torch.cat([out, part], dim)``.
-
-    Attributes:
-        name: Its name.
-        elements: The name of the list of the slices.
-        dim: The axis.
-        in_front: Whether slices are added in front.
-        begins: Whether the first turn begins it, whatever it was before.
-    """
-
-    name: str
-    elements: str
-    dim: ast.expr
-    in_front: bool
-    begins: bool
+from exportkit.rewrites.loop_bodies import belongs, set_first
+from exportkit.rewrites.loop_choices import with_opposite_conditions
+from exportkit.rewrites.loop_ends import Element, early_end, with_break
+from exportkit.rewrites.loop_growth import Bunched, Grown, bunched_lists, grown_tensors
+from exportkit.rewrites.loop_syntax import (
+    appending,
+    assigned,
+    call,
+    in_context,
+    is_in_place,
+    loaded,
+    names_in,
+    same,
+    variable,
+    walk,
+)
 
 
 @dataclass
@@ -66,32 +58,34 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
         number: Makes the new names unique.
     """
     loop = copy.deepcopy(loop)
-    found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(loop) or _counted_to_the_end(loop, number)
+    found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(with_break(loop))
     if found is None:
         return None
     found.loop.body = with_opposite_conditions(found.loop.body)
-    if found.counter is None:
-        _end_early(found, number)
+    _end_early(found, number)
     targets = names_in(found.loop.target)
     own = {name for name, is_set in set_first(found.loop.body).items() if is_set}
     rewriter = _Statements(targets, targets | own)
     found.loop.body = [each for statement in found.loop.body for each in rewriter.statements(statement)]
     _name_places(found, number)
-    _find_grown(found, number)
+    found.grown = grown_tensors(found.loop, number)
     found.bunched = bunched_lists(found.loop, number)
     ast.fix_missing_locations(found.loop)
     return found
 
 
 def _end_early(found: PlainLoop, number: int) -> None:
-    """Gives a loop that may end early a flag, and counts what its turns add to lists before the end."""
-    flag, kept = f"_exportkit_ended_{number}", with_elements(found.loop.body, number)
-    body, elements = kept or ([], {})
-    ended = with_flag(body, flag)
-    if ended is not None:
-        places = [(ast.Name(name, ast.Load()), ast.Name(each.name, ast.Load())) for name, each in elements.items()]
-        lists = [_appending(target, element, body[0]) for target, element in places]
-        found.loop.body, found.flag, found.elements = [*ended, *lists], flag, elements
+    """Lets a loop that may end early change nothing after its end; a counter is kept as it is at the end."""
+    counter, count, body = found.counter, f"_exportkit_count_{number}", found.loop.body
+    if counter is not None:
+        more = ast.BinOp(variable(counter), ast.Add(), ast.Constant(1))
+        body = [*body, ast.copy_location(assigned(count, more), body[-1])]
+    end = early_end(body, number)
+    if end is None:
+        return
+    found.loop.body, found.flag, found.elements = end.body, end.flag, end.elements
+    if counter is not None:
+        found.targets[counter], found.counter = count, None
 
 
 def nested_loops(loop: ast.For) -> ast.For | None:
@@ -106,8 +100,7 @@ def nested_loops(loop: ast.For) -> ast.For | None:
             ends = any(isinstance(node, ast.Break) for node in walk(body))
             if ends or changed & names_in(inner_limits) or not (_is_range(limits) and _is_range(inner_limits)):
                 return None
-            nested = ast.Attribute(ast.Name(HELPERS, ast.Load()), "nested", ast.Load())
-            both = ast.Call(nested, [limits, inner_limits], [])
+            both = call("nested", limits, inner_limits)
             made = ast.For(ast.Tuple([target, inner], ast.Store()), both, body, [], None)
             return ast.fix_missing_locations(ast.copy_location(made, loop))
     return None
@@ -131,9 +124,7 @@ def keep_targets(found: PlainLoop, later: set[str], number: int) -> None:
     targets = names_in(found.loop.target) - found.targets.keys()
     for name in sorted(targets & later) if found.counter is None else []:
         found.targets[name] = last = f"_exportkit_last_{number}_{name}"
-        keep = ast.Attribute(ast.Name(HELPERS, ast.Load()), "kept", ast.Load())
-        value = ast.Call(keep, [ast.Name(name, ast.Load())], [])
-        kept = ast.copy_location(ast.Assign([ast.Name(last, ast.Store())], value), body[0])
+        kept = ast.copy_location(assigned(last, call("kept", variable(name))), body[0])
         body.insert(0, ast.fix_missing_locations(kept))
 
 
@@ -153,35 +144,13 @@ def _counted(loop: ast.While) -> PlainLoop | None:
     calls = [node for node in ast.walk(limit) if isinstance(node, ast.Call)]
     if not rest or loop.orelse or name in stored or used & {*stored, name} or not all(map(_is_size, calls)):
         return None
+    if any(isinstance(node, ast.Continue) and belongs(node, loop) for node in walk(rest)):
+        return None  # such a turn does not count
     if isinstance(relation, ast.LtE):
         limit = ast.BinOp(limit, ast.Add(), ast.Constant(1))
-    turns = ast.Call(ast.Name("range", ast.Load()), [ast.Name(name, ast.Load()), limit], [])
+    turns = ast.Call(variable("range"), [variable(name), limit], [])
     made = ast.For(ast.Name(name, ast.Store()), turns, rest, [], None)
     return PlainLoop(ast.fix_missing_locations(ast.copy_location(made, loop)), counter=name)
-
-
-def _counted_to_the_end(loop: ast.While, number: int) -> PlainLoop | None:
-    """``while i < n and test: ...; i += 1`` as a loop over ``range(i, n)`` that ends where the test does not hold."""
-    match loop.test:
-        case ast.BoolOp(ast.And(), values):
-            counters = names_in(loop.body[-1], context=ast.Store)
-            limits = [v for v in values if isinstance(v, ast.Compare) and names_in(v.left) == counters]
-        case _:
-            return None
-    rest = [value for value in values if value not in limits]
-    found = _counted(ast.While(limits[0], loop.body, loop.orelse)) if len(limits) == 1 and rest else None
-    if found is None or found.counter is None:
-        return None
-    name, count = found.counter, f"_exportkit_count_{number}"
-    test = ast.UnaryOp(ast.Not(), ast.BoolOp(ast.And(), rest) if rest[1:] else rest[0])
-    end = ast.copy_location(ast.If(test, [ast.Break()], []), loop.test)
-    after = ast.Assign(
-        [ast.Name(count, ast.Store())], ast.BinOp(ast.Name(name, ast.Load()), ast.Add(), ast.Constant(1))
-    )
-    found.loop.body = [end, *found.loop.body, ast.copy_location(after, loop.body[-1])]
-    found.targets[name], found.counter = count, None
-    ast.fix_missing_locations(found.loop)
-    return found
 
 
 def _is_size(call: ast.Call) -> bool:
@@ -211,27 +180,27 @@ class _Statements(ast.NodeTransformer):
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
         match node:
             case ast.AugAssign(target, ast.Add(), ast.List([element])):
-                return _appending(target, element, node)
+                return ast.copy_location(appending(target, element), node)
         return node
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         match node.value:
             case ast.Call(ast.Attribute(target, "extend"), [ast.List([element])], []):
-                return _appending(target, element, node)
+                return ast.copy_location(appending(target, element), node)
         base = self._changed_in_place(node.value)
-        return node if base is None else _assigned(base, node.value, node)
+        return node if base is None else _reassigned(base, node.value, node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | list[ast.stmt]:
         match node:
-            case ast.Assign([target], ast.BinOp(left, ast.Add(), ast.List([element]))) if _same(target, left):
-                return _appending(target, element, node)
+            case ast.Assign([target], ast.BinOp(left, ast.Add(), ast.List([element]))) if same(target, left):
+                return ast.copy_location(appending(target, element), node)
         base = self._changed_in_place(node.value)
         if base is None:
             return node
-        changed = _assigned(base, node.value, node)
-        if len(node.targets) == 1 and _same(node.targets[0], base):
+        changed = _reassigned(base, node.value, node)
+        if len(node.targets) == 1 and same(node.targets[0], base):
             return changed
-        return [changed, ast.copy_location(ast.Assign(node.targets, _loaded(base)), node)]
+        return [changed, ast.copy_location(ast.Assign(node.targets, loaded(base)), node)]
 
     def _changed_in_place(self, value: ast.expr) -> ast.expr | None:
         """The tensor that ``tensor.mul_(x).add_(y)`` changes, if it is older than the turn."""
@@ -270,35 +239,14 @@ class _Statements(ast.NodeTransformer):
         return node  # a function inside is left alone
 
 
-def _appending(target: ast.expr, element: ast.expr, place: ast.stmt, method: str = "append") -> ast.stmt:
-    return ast.copy_location(
-        ast.Expr(ast.Call(ast.Attribute(_loaded(target), method, ast.Load()), [element], [])), place
-    )
-
-
-def _assigned(base: ast.expr, value: ast.expr, place: ast.stmt) -> ast.stmt:
+def _reassigned(base: ast.expr, value: ast.expr, place: ast.stmt) -> ast.stmt:
     """``tensor = tensor.clone().mul_(x)`` in place of ``tensor.mul_(x)``."""
-    target, inner = _in_context(base, ast.Store()), value
+    target, inner = in_context(base, ast.Store()), value
     while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.value is not base:
         inner = inner.func.value
     if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
         inner.func.value = ast.Call(ast.Attribute(base, "clone", ast.Load()), [], [])
     return ast.copy_location(ast.Assign([target], value), place)
-
-
-def _same(one: ast.expr, other: ast.expr) -> bool:
-    return ast.dump(_loaded(one)) == ast.dump(_loaded(other))
-
-
-def _loaded(node: ast.expr) -> ast.expr:
-    return _in_context(node, ast.Load())
-
-
-def _in_context(node: ast.expr, context: ast.expr_context) -> ast.expr:
-    again = copy.deepcopy(node)
-    if isinstance(again, ast.Name | ast.Attribute | ast.Subscript):
-        again.ctx = context
-    return again
 
 
 # Attributes, and items with constant keys
@@ -312,7 +260,7 @@ def _name_places(found: PlainLoop, number: int) -> None:
     items = {node.value.id for node in stores if isinstance(node.value, ast.Name)}
     for node in [each for statement in body for each in ast.walk(statement)]:
         place = _changed_place(node)
-        if place is None or ast.dump(_loaded(place)) in [ast.dump(each) for each in found.places.values()]:
+        if place is None or ast.dump(loaded(place)) in [ast.dump(each) for each in found.places.values()]:
             continue
         root: ast.expr = place
         while isinstance(root, ast.Attribute | ast.Subscript):
@@ -323,7 +271,7 @@ def _name_places(found: PlainLoop, number: int) -> None:
             or (isinstance(place, ast.Subscript) and root.id in items)
         ):
             continue
-        found.places[f"_exportkit_place_{number}_{len(found.places)}"] = _loaded(place)
+        found.places[f"_exportkit_place_{number}_{len(found.places)}"] = loaded(place)
     for name, place in [*found.places.items()]:
         again = _Places(name, ast.dump(place))
         changed: list[Any] = [again.visit(copy.deepcopy(statement)) for statement in body]
@@ -369,95 +317,7 @@ class _Places(ast.NodeTransformer):
         self._name, self._place = name, place
 
     def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.Attribute | ast.Subscript) and ast.dump(_loaded(node)) == self._place:
+        if isinstance(node, ast.Attribute | ast.Subscript) and ast.dump(loaded(node)) == self._place:
             return ast.copy_location(ast.Name(self._name, node.ctx), node)
         changed: ast.AST = self.generic_visit(node)
         return changed
-
-
-# Tensors that grow
-
-
-def _find_grown(found: PlainLoop, number: int) -> None:
-    body, counter = found.loop.body, _counter_from_zero(found.loop)
-    for index, statement in enumerate(body):
-        growth = _growth(statement, counter)
-        if growth is None:
-            continue
-        name, element, dim, in_front, begins = growth
-        uses = [node for node in walk([*body[:index], *body[index + 1 :]]) if isinstance(node, ast.Name)]
-        inside = [node for node in ast.walk(element) if isinstance(node, ast.Name)]
-        if any(node.id == name for node in (*uses, *inside)):
-            continue
-        elements = f"_exportkit_grown_{number}_{len(found.grown)}"
-        found.grown.append(Grown(name, elements, dim, in_front, begins))
-        method = "appendleft" if in_front else "append"
-        body[index] = _appending(ast.Name(elements, ast.Load()), element, statement, method)
-
-
-_Growth = tuple[str, ast.expr, ast.expr, bool, bool]
-
-
-def _growth(statement: ast.stmt, counter: str | None) -> _Growth | None:
-    """The name of a tensor that a statement adds a slice to, the slice, the axis, and where it begins."""
-    match statement:
-        case ast.Assign([ast.Name(name)], ast.IfExp(test, first, other)):
-            return _begun(name, test, first, other, counter)
-        case ast.If(test, [ast.Assign([ast.Name(name)], first)], [ast.Assign([ast.Name(again)], other)]) if (
-            name == again
-        ):
-            return _begun(name, test, first, other, counter)
-        case ast.Assign([ast.Name(name)], value):
-            grown = _grown(name, value)
-            return None if grown is None else (name, *grown, False)
-    return None
-
-
-def _begun(name: str, test: ast.expr, first: ast.expr, other: ast.expr, counter: str | None) -> _Growth | None:
-    """``out = part if out is None else torch.cat([out, part])``, or the same ``if i == 0``."""
-    match test:
-        case ast.Compare(ast.Name(value), [ast.Is()], [ast.Constant(None)]) if value == name:
-            is_first_turn = False
-        case ast.Compare(ast.Name(value), [ast.Eq()], [ast.Constant(0)]) if value == counter:
-            is_first_turn = True
-        case ast.Compare(ast.Name(value), [ast.IsNot()], [ast.Constant(None)]) if value == name:
-            first, other, is_first_turn = other, first, False
-        case ast.Compare(ast.Name(value), [ast.NotEq() | ast.Gt()], [ast.Constant(0)]) if value == counter:
-            first, other, is_first_turn = other, first, True
-        case _:
-            return None
-    grown = _grown(name, other)
-    return (name, *grown, is_first_turn) if grown is not None and _same(grown[0], first) else None
-
-
-def _grown(name: str, value: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None:
-    match value:
-        case ast.Call(ast.Attribute(ast.Name("torch"), cat), [ast.List(parts) | ast.Tuple(parts), *dims], options) if (
-            cat in _CATS and len(parts) > 1
-        ):
-            dims = [*dims, *[option.value for option in options if option.arg in ("dim", "axis")]]
-        case _:
-            return None
-    is_part = [isinstance(part, ast.Name) and part.id == name for part in parts]
-    if is_part.count(True) != 1 or not (is_part[0] or is_part[-1]) or len(dims) > 1:
-        return None
-    dim = dims[0] if dims else ast.Constant(0)
-    if not isinstance(dim, ast.Constant | ast.UnaryOp):
-        return None
-    rest = [part for part, is_grown in zip(parts, is_part, strict=True) if not is_grown]
-    if len(rest) == 1:
-        return rest[0], dim, is_part[-1]
-    joined = ast.Call(
-        ast.Attribute(ast.Name("torch", ast.Load()), "cat", ast.Load()), [ast.List(rest, ast.Load()), dim], []
-    )
-    return joined, dim, is_part[-1]
-
-
-def _counter_from_zero(loop: ast.For) -> str | None:
-    """The name that counts the turns from 0."""
-    match loop.target, loop.iter:
-        case ast.Name(name), ast.Call(ast.Name("range"), [_] | [ast.Constant(0), _], []):
-            return name
-        case ast.Tuple([ast.Name(name), *_]), ast.Call(ast.Name("enumerate"), [_], []):
-            return name
-    return None

@@ -1,21 +1,17 @@
-"""The turns of a loop of symbolic length as one loop operator: what the source of such a loop refers to."""
+"""What the source of a loop of symbolic length refers to, in place of Python's own functions and operators."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import types
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from exportkit._torch_compat.loop_operators import scan, without_aliases
-from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
-from exportkit._torch_compat.symbolic_shapes import traced_expression
-from exportkit.rewrites.lengths import Repeated, SymbolicList, own_types
-from exportkit.rewrites.loop_bunches import bunch, extended
+from exportkit._torch_compat.pytree import tree_map
+from exportkit.rewrites.lengths import SymbolicList
 from exportkit.rewrites.loop_choices import (
     boolean,
     both,
@@ -28,10 +24,9 @@ from exportkit.rewrites.loop_choices import (
     opposite,
     truth,
 )
+from exportkit.rewrites.loop_growth import bunch, extended, joined
 from exportkit.rewrites.loop_indices import (
     Position,
-    SliceOfUnknownLength,
-    Slots,
     exact,
     is_int,
     item,
@@ -40,7 +35,8 @@ from exportkit.rewrites.loop_indices import (
     small,
     with_item,
 )
-from exportkit.rewrites.loop_lists import Stacked, StackedLists, Steps, Turn, lists_of, product_of, starred, until
+from exportkit.rewrites.loop_lists import Stacked, StackedLists, Steps, Turn, product_of, starred, until
+from exportkit.rewrites.loop_runs import run
 
 # Turns of a loop over a number of turns that may end early: fewer ones are traced one by one, more would take long.
 _FEWEST_TURNS, _MOST_TURNS = 4, 128
@@ -145,7 +141,8 @@ class Helpers:
             raise TypeError("a loop runs over a length and over something else")
         return product_of(all_steps)
 
-    bunch, extended = staticmethod(bunch), staticmethod(extended)
+    run = staticmethod(run)
+    bunch, extended, joined = staticmethod(bunch), staticmethod(extended), staticmethod(joined)
     truth, is_tensor, boolean = staticmethod(truth), staticmethod(torch.is_tensor), staticmethod(boolean)
     opposite, both, either = staticmethod(opposite), staticmethod(both), staticmethod(either)
     is_one_of, chosen, one_of_two = staticmethod(is_one_of), staticmethod(chosen), staticmethod(one_of_two)
@@ -299,140 +296,9 @@ class Helpers:
         return getattr(owner, name, None)
 
     @staticmethod
-    def joined(tensor: Any, elements: Stacked, dim: Any, in_front: bool) -> torch.Tensor:
-        """Returns what a tensor becomes to which every turn adds a slice; None for a tensor that the loop begins."""
-        parts = elements.parts
-        axis = dim % (parts[0].ndim - 1)
-        new = [part.movedim(0, axis).flatten(axis, axis + 1) for part in parts]
-        if tensor is None:
-            return torch.cat(new, axis)
-        return torch.cat([*new, tensor] if in_front else [tensor, *new], axis)
-
-    @staticmethod
     def counted(start: Any, stop: Any) -> Any:
         """Returns what the counter of a loop is after it."""
         return torch.sym_max(start, stop)
-
-    @staticmethod
-    def run(
-        steps: Steps,
-        body: types.FunctionType,
-        carried: tuple[Any, ...],
-        lists: tuple[Any, ...],
-        facts: tuple[tuple[bool, ...], tuple[bool, ...], bool],
-    ) -> Any:
-        """Returns what a loop leaves in the names that it changes, and in the lists to which it adds elements.
-
-        Args:
-            steps: The turns.
-            body: Returns the new values of the names, and the new elements, given the values and what a turn gets.
-            carried: The values before the loop.
-            lists: The lists.
-            facts: Whether elements are added in front, for each list; whether the body sets items of a value, never the
-                name, for each name; whether it decides by the number of the turn.
-        """
-        in_front, changed, is_first_apart = facts
-        if not all(isinstance(items, list | deque | Stacked) for items in lists):
-            raise TypeError("a loop appends to something that is not a list")
-        if not torch.compiler.is_dynamo_compiling():
-            body = without_aliases(body)
-        before = [items.parts if isinstance(items, Stacked) else [item[None] for item in items] for items in lists]
-        values = [_opened(value) for value in carried]
-        elements = steps.elements
-        # what is None, or not there, becomes a tensor in the first turn
-        begun: tuple[Any, ...] | None = None
-        is_first_apart |= not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(values)[0])
-        if is_first_apart:
-            if not steps.count > 0:
-                raise TypeError("the first turn of a loop is another one, and there may be none")
-            first, added = body(tuple(values), steps.first())
-            values = [torch.as_tensor(value) if isinstance(value, int) else value for value in first]
-            begun = tree_map(_own, added)
-        # onnxruntime runs no loop without turns: one that changes nothing is put before them, or is the first one
-        has_idle = is_first_apart or _may_be_zero(steps.count)
-        if has_idle and not is_first_apart:
-            elements = tree_map(_after_zeros, elements)
-        leaves, form = tree_flatten(tuple(values))
-        places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-
-        def step(state: tuple[torch.Tensor, ...], given: Any) -> Any:
-            element, is_idle = given if has_idle else (given, None)
-            old = list(leaves)
-            for place, tensor in zip(places, state, strict=True):
-                old[place] = tensor
-            new, added = body(tree_unflatten(old, form), steps.given(element, Turn(is_first_apart, is_idle)))
-            after, form_after = tree_flatten(new)
-            if form_after != form or any(after[n] is not leaves[n] for n in range(len(leaves)) if n not in places):
-                raise TypeError("a loop changes something other than tensors")
-            found = [_unless(is_idle, old[place], after[place]) for place in places]
-            if begun is not None:
-                added = tree_map(functools.partial(_unless, is_idle), begun, added)
-            return tuple([_own(tensor) for tensor in found]), tree_map(_own, added)
-
-        state = tuple([_own(leaves[place]) for place in places]) or (torch.zeros(1),)
-        if not places:
-            step = functools.partial(_without_state, step)
-        elements = tree_map(_own, elements)
-        with own_types():
-            if has_idle:
-                is_idle = torch.arange(tree_flatten(elements)[0][0].shape[0]) == 0
-                last, outputs = scan(step, state, (elements, is_idle))
-                outputs = outputs if is_first_apart else tree_map(lambda output: output[1:], outputs)
-            else:
-                last, outputs = scan(step, state, elements)
-        for place, tensor in zip(places, last, strict=False):
-            leaves[place] = tensor
-        results = [
-            _closed(old, new, is_changed)
-            for old, new, is_changed in zip(carried, tree_unflatten(leaves, form), changed, strict=True)
-        ]
-        return tuple(results), tuple(lists_of(before, outputs, in_front))
-
-
-def _opened(value: Any) -> Any:
-    """A value before the loop; a list of symbolic length as a tensor, or as slots to fill."""
-    if isinstance(value, Repeated) and value.items in ([None], [0]):
-        return Slots(value.times)
-    return value.whole() if isinstance(value, SymbolicList) else value
-
-
-def _closed(old: Any, new: Any, is_changed: bool) -> Any:
-    """A value after the loop. Where the body only changes a tensor, list or dict, it is the same object as before."""
-    if isinstance(old, SymbolicList) and isinstance(new, torch.Tensor):
-        return Stacked([new])
-    if is_changed and type(old) is list and isinstance(new, list):
-        old[:] = new
-        return old
-    if is_changed and isinstance(old, torch.Tensor) and not torch.compiler.is_dynamo_compiling():
-        return old.copy_(new)
-    if is_changed and type(old) is dict and isinstance(new, dict):
-        old.update(new)
-        return old
-    return new
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, int | float) and one == other)
-
-
-def _may_be_zero(count: Any) -> bool:
-    """Whether a loop has no turns if all sizes are 1."""
-    expression = traced_expression(count)
-    if expression is None:
-        return not count
-    return not bool(expression.subs(dict.fromkeys(expression.free_symbols, 1)) > 0)
-
-
-def _after_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor.new_zeros(1, *tensor.shape[1:]), tensor])
-
-
-def _unless(is_idle: torch.Tensor | None, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    if is_idle is None:
-        return new
-    if old.dtype != new.dtype or old.ndim != new.ndim or any(old.shape[n] != new.shape[n] for n in range(old.ndim)):
-        raise TypeError("a turn changes the shape or dtype of a tensor")
-    return torch.where(is_idle, old, new)
 
 
 def _functions(cls: type, name: str) -> list[types.FunctionType]:
@@ -449,17 +315,6 @@ def _mentions(function: types.FunctionType, cls: type, name: str, seen: set[str]
     return name in names or any(
         _mentions(each, cls, name, seen) for called in names for each in _functions(cls, called)
     )
-
-
-def _without_state(step: Callable[..., Any], state: Any, element: Any) -> Any:
-    return (state[0].clone(),), step((), element)[1]
-
-
-def _own(tensor: Any) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        is_slice = isinstance(tensor, SliceOfUnknownLength)
-        raise TypeError("the length of a slice depends on values" if is_slice else "a turn adds no tensor to a list")
-    return tensor.contiguous().clone()  # the loop operator takes no views
 
 
 def _one_by_one(start: Any, stop: Any, step: Any) -> Iterator[Any]:

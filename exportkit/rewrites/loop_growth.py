@@ -1,0 +1,197 @@
+"""What every turn of a loop makes longer: tensors, ``out = torch.cat([out, part])``, and lists, ``boxes += [x, y]``."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exportkit.rewrites.lengths import SymbolicList
+from exportkit.rewrites.loop_indices import plain
+from exportkit.rewrites.loop_lists import Stacked
+from exportkit.rewrites.loop_syntax import appending, assigned, call, same, variable, walk
+
+_CATS = {"cat", "concat", "concatenate"}
+
+
+@dataclass
+class Grown:
+    """A tensor to which every turn adds a slice, ``out = torch.cat([out, part], dim)``.
+
+    Attributes:
+        name: Its name.
+        elements: The name of the list of the slices.
+        dim: The axis.
+        in_front: Whether slices are added in front.
+        begins: Whether the first turn begins it, whatever it was before.
+    """
+
+    name: str
+    elements: str
+    dim: ast.expr
+    in_front: bool
+    begins: bool
+
+
+def grown_tensors(loop: ast.For, number: int) -> list[Grown]:
+    """Returns the tensors to which every turn of a loop adds a slice.
+
+    The body changes: it adds the slices to lists.
+
+    Args:
+        loop: The loop.
+        number: Makes the new names unique.
+    """
+    body, counter, found = loop.body, _counter_from_zero(loop), list[Grown]()
+    for index, statement in enumerate(body):
+        growth = _growth(statement, counter)
+        if growth is None:
+            continue
+        tensor, element, dim, in_front, begins = growth
+        uses = [node for node in walk([*body[:index], *body[index + 1 :]]) if isinstance(node, ast.Name)]
+        inside = [node for node in ast.walk(element) if isinstance(node, ast.Name)]
+        if any(node.id == tensor for node in (*uses, *inside)):
+            continue
+        elements = f"_exportkit_grown_{number}_{len(found)}"
+        found.append(Grown(tensor, elements, dim, in_front, begins))
+        method = "appendleft" if in_front else "append"
+        body[index] = ast.copy_location(appending(variable(elements), element, method), statement)
+    return found
+
+
+_Growth = tuple[str, ast.expr, ast.expr, bool, bool]
+
+
+def _growth(statement: ast.stmt, counter: str | None) -> _Growth | None:
+    """The name of a tensor that a statement adds a slice to, the slice, the axis, and where it begins."""
+    match statement:
+        case ast.Assign([ast.Name(name)], ast.IfExp(test, first, other)):
+            return _begun(name, test, first, other, counter)
+        case ast.If(test, [ast.Assign([ast.Name(name)], first)], [ast.Assign([ast.Name(again)], other)]) if (
+            name == again
+        ):
+            return _begun(name, test, first, other, counter)
+        case ast.Assign([ast.Name(name)], value):
+            grown = _grown(name, value)
+            return None if grown is None else (name, *grown, False)
+    return None
+
+
+def _begun(name: str, test: ast.expr, first: ast.expr, other: ast.expr, counter: str | None) -> _Growth | None:
+    """``out = part if out is None else torch.cat([out, part])``, or the same ``if i == 0``."""
+    match test:
+        case ast.Compare(ast.Name(value), [ast.Is()], [ast.Constant(None)]) if value == name:
+            is_first_turn = False
+        case ast.Compare(ast.Name(value), [ast.Eq()], [ast.Constant(0)]) if value == counter:
+            is_first_turn = True
+        case ast.Compare(ast.Name(value), [ast.IsNot()], [ast.Constant(None)]) if value == name:
+            first, other, is_first_turn = other, first, False
+        case ast.Compare(ast.Name(value), [ast.NotEq() | ast.Gt()], [ast.Constant(0)]) if value == counter:
+            first, other, is_first_turn = other, first, True
+        case _:
+            return None
+    grown = _grown(name, other)
+    return (name, *grown, is_first_turn) if grown is not None and same(grown[0], first) else None
+
+
+def _grown(name: str, value: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None:
+    match value:
+        case ast.Call(ast.Attribute(ast.Name("torch"), cat), [ast.List(parts) | ast.Tuple(parts), *dims], options) if (
+            cat in _CATS and len(parts) > 1
+        ):
+            dims = [*dims, *[option.value for option in options if option.arg in ("dim", "axis")]]
+        case _:
+            return None
+    is_part = [isinstance(part, ast.Name) and part.id == name for part in parts]
+    if is_part.count(True) != 1 or not (is_part[0] or is_part[-1]) or len(dims) > 1:
+        return None
+    dim = dims[0] if dims else ast.Constant(0)
+    if not isinstance(dim, ast.Constant | ast.UnaryOp):
+        return None
+    rest = [part for part, is_grown in zip(parts, is_part, strict=True) if not is_grown]
+    if len(rest) == 1:
+        return rest[0], dim, is_part[-1]
+    joined = ast.Call(ast.Attribute(variable("torch"), "cat", ast.Load()), [ast.List(rest, ast.Load()), dim], [])
+    return joined, dim, is_part[-1]
+
+
+def _counter_from_zero(loop: ast.For) -> str | None:
+    """The name that counts the turns from 0."""
+    match loop.target, loop.iter:
+        case ast.Name(name), ast.Call(ast.Name("range"), [_] | [ast.Constant(0), _], []):
+            return name
+        case ast.Tuple([ast.Name(name), *_]), ast.Call(ast.Name("enumerate"), [_], []):
+            return name
+    return None
+
+
+@dataclass
+class Bunched:
+    """A list to which every turn adds several elements.
+
+    Attributes:
+        name: Its name.
+        elements: The name of the list of what each turn adds.
+    """
+
+    name: str
+    elements: str
+
+
+def bunched_lists(loop: ast.For, number: int) -> list[Bunched]:
+    """Returns the lists to which a loop's body adds more than one element, or not in a statement of its own.
+
+    The body changes: it collects the elements in a list that each turn makes, and adds them as one tensor.
+
+    Args:
+        loop: The loop.
+        number: Makes the new names unique.
+    """
+    body, added, found = loop.body, dict[str, list[ast.stmt]](), list[Bunched]()
+    uses = Counter(node.id for node in walk(body) if isinstance(node, ast.Name))
+    for node in walk(body):
+        match node:
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name(items), "append"), [_], [])) | ast.AugAssign(
+                ast.Name(items), ast.Add(), ast.List()
+            ):
+                added.setdefault(items, []).append(node)
+    for items, statements in added.items():
+        is_one = len(statements) == 1 and isinstance(statements[0], ast.Expr) and statements[0] in body
+        if uses[items] != len(statements) or is_one:
+            continue
+        own, elements = (f"_exportkit_{kind}_{number}_{len(found)}" for kind in ("bunch", "bunches"))
+        for node in walk(statements):
+            if isinstance(node, ast.Name) and node.id == items:
+                node.id = own
+        made, add = assigned(own, ast.List([], ast.Load())), appending(variable(elements), call("bunch", variable(own)))
+        first, last = body[0], body[-1]
+        body.insert(0, ast.copy_location(made, first))
+        body.append(ast.copy_location(add, last))
+        found.append(Bunched(items, elements))
+    return found
+
+
+def bunch(items: Any) -> torch.Tensor:
+    """Returns what a turn adds to a list as one tensor."""
+    if isinstance(items, SymbolicList):
+        return items.whole()
+    return torch.stack([torch.as_tensor(plain(each)) for each in items])
+
+
+def extended(items: Any, bunches: Stacked) -> Stacked:
+    """Returns a list to which every turn adds several elements."""
+    before = items.parts if isinstance(items, Stacked) else [torch.as_tensor(each)[None] for each in items]
+    return Stacked([*before, *[part.flatten(0, 1) for part in bunches.parts]])
+
+
+def joined(tensor: Any, elements: Stacked, dim: Any, in_front: bool) -> torch.Tensor:
+    """Returns what a tensor becomes to which every turn adds a slice; None for a tensor that the loop begins."""
+    parts = elements.parts
+    axis = dim % (parts[0].ndim - 1)
+    new = [part.movedim(0, axis).flatten(axis, axis + 1) for part in parts]
+    if tensor is None:
+        return torch.cat(new, axis)
+    return torch.cat([*new, tensor] if in_front else [tensor, *new], axis)

@@ -1,0 +1,169 @@
+"""The statements in the body of a loop operator: they change no object, and leave to the graph what Python decides."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from exportkit.rewrites.loop_choices import choosing, is_choice, later, with_tensors
+from exportkit.rewrites.loop_syntax import assigned, call, helper, listed, variable
+
+_OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
+# Operators whose results for numbers are others in single precision, or in 64 bits, by the name of the helper.
+_INEXACT = {ast.Pow: "power", ast.LShift: "shifted", ast.FloorDiv: "floored", ast.Mod: "remainder"}
+
+
+def body_statements(
+    body: Sequence[ast.stmt], added: dict[int, str], targets: set[str], own: set[str]
+) -> list[ast.stmt]:
+    """Returns the statements of a loop's body as ones that change no object.
+
+    Args:
+        body: The body, which changes, too.
+        added: By the identity of the statement that adds to a list, the name that takes the element.
+        targets: The names that the loop sets. Their numbers are tensors wherever they are not in an index.
+        own: Names that only the sides of one decision use.
+    """
+    return _Statements(added, targets, own).visited(body)
+
+
+class _Statements(ast.NodeTransformer):
+    """Rewrites statements; for the arguments, see `body_statements`."""
+
+    def __init__(self, added: dict[int, str], targets: set[str], own: set[str]) -> None:
+        self._added, self._targets, self._own = added, targets, own
+        self._depth = 0  # of indices
+        self._decisions = 0
+
+    def visited(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
+        return [each for statement in statements for each in listed(self.visit(statement))]
+
+    def visit_If(self, node: ast.If) -> Any:
+        if not is_choice(node):
+            return self.generic_visit(node)
+        self._decisions += 1
+        number, original = self._decisions, copy.deepcopy(node)
+        test = self.visit(with_tensors(node.test, self._targets))
+        changed = ast.If(test, self.visited(node.body), self.visited(node.orelse))
+        return choosing(original, changed, number, self._own, self._targets)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        sides = later([node.body, node.orelse], self._targets)
+        return self.visit(ast.copy_location(call("one_of_two", with_tensors(node.test, self._targets), *sides), node))
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        if self._depth or node.id not in self._targets or not isinstance(node.ctx, ast.Load):
+            return node
+        return ast.copy_location(call("plain", node), node)
+
+    def _index(self, node: ast.Subscript) -> ast.expr:
+        self._depth += 1
+        index: ast.expr = self.visit(_index(node))
+        self._depth -= 1
+        return index
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        name = self._added.get(id(node))
+        self.generic_visit(node)
+        if name is None or not isinstance(node.value, ast.Call):
+            return node
+        return ast.copy_location(assigned(name, node.value.args[-1]), node)
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        target = node.targets[0]
+        match node:
+            case ast.Assign([ast.Name()], ast.IfExp(test, first, other)):  # what is an index on one side only
+                one, two = (ast.copy_location(ast.Assign(node.targets, value), node) for value in (first, other))
+                return self.visit(ast.copy_location(ast.If(test, [one], [two]), node))
+        if len(node.targets) > 1 or not isinstance(target, ast.Subscript):
+            return self.generic_visit(node)
+        value, whole = self.visit(node.value), target
+        while True:  # a[i][j] = b sets a to a copy in which a[i] is a copy in which the item j is b
+            inner = whole.value
+            read = self.visit(copy.deepcopy(inner))
+            read.ctx = ast.Load()
+            value = call("put", read, self._index(whole), value)
+            if not isinstance(inner, ast.Subscript):
+                break
+            whole = inner
+        if not isinstance(inner, ast.Name):
+            return self.generic_visit(node)
+        return ast.copy_location(assigned(inner.id, value), node)
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        """Leaves the number of a turn as it is where it is compared with a constant, which may be decided."""
+        match node:
+            case ast.Compare(ast.Name(name), [_], [ast.Constant()]) if name in self._targets:
+                return node
+        return self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+        target: Any = node.target
+        read: ast.expr = variable(target.id) if isinstance(target, ast.Name) else target
+        if isinstance(target, ast.Subscript):
+            read = ast.Subscript(target.value, target.slice, ast.Load())
+        plain = ast.Assign([target], ast.BinOp(read, node.op, node.value))
+        return self.visit(ast.copy_location(plain, node))
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(ast.Attribute(value, "item"), [], []):
+                return ast.copy_location(call("number", value), node)
+            case ast.Call(ast.Attribute(ast.Name("torch"), name), [ast.Call() as value, *_]) if (
+                name in _OF_SLICES and _is_item(value)
+            ):  # torch.mean(x[i, :n], 0)
+                method = ast.Call(ast.Attribute(value, name, ast.Load()), node.args[1:], node.keywords)
+                return ast.copy_location(method, node)
+            case ast.Call(ast.Name("int"), [ast.BinOp(left, ast.Div(), right)], []):
+                return ast.copy_location(call("quotient", left, right), node)
+            case ast.Call(ast.Name("int"), [ast.expr() as value], []):
+                return ast.copy_location(call("int", value, ast.Constant(_is_read(value))), node)
+            case ast.Call(ast.Name("bool"), [ast.expr() as value], []):
+                return ast.copy_location(call("boolean", value), node)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        self.generic_visit(node)
+        is_data = node.attr == "data" and isinstance(node.ctx, ast.Load)
+        return ast.copy_location(call("data", node.value), node) if is_data else node
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        self.generic_visit(node)
+        name = _INEXACT.get(type(node.op))
+        return node if name is None else ast.copy_location(call(name, node.left, node.right), node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> Any:
+        if not isinstance(node.ctx, ast.Load):
+            return self.generic_visit(node)
+        return ast.copy_location(call("item", self.visit(node.value), self._index(node)), node)
+
+
+def _is_item(value: ast.Call) -> bool:
+    return isinstance(value.func, ast.Attribute) and ast.dump(value.func) == ast.dump(helper("item"))
+
+
+def _is_read(value: ast.expr) -> bool:
+    """Whether a number is an element of a tensor, or what a method returns, not computed from other numbers."""
+    match value:
+        case ast.Call(ast.Attribute(ast.Name("math"))):
+            return False
+        case ast.Call(ast.Attribute()):
+            return True
+    return False
+
+
+def _index(node: ast.Subscript) -> ast.expr:
+    """The index of a subscript as a value: ``slice`` objects in place of colons."""
+
+    def value(part: ast.expr) -> ast.expr:
+        if isinstance(part, ast.Tuple):
+            return ast.Tuple([value(each) for each in part.elts], ast.Load())
+        if not isinstance(part, ast.Slice):
+            return part
+        limits = [limit or ast.Constant(None) for limit in (part.lower, part.upper, part.step)]
+        return call("part", *limits)
+
+    return value(node.slice)

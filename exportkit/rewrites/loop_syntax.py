@@ -1,0 +1,88 @@
+"""What the source of loops is read and written with: questions to a syntax tree, and short names for its nodes."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+
+HELPERS = "_exportkit_loops"  # the name under which the source finds `loop_turns.Helpers`
+
+
+def variable(name: str) -> ast.Name:
+    """Returns a variable that is read."""
+    return ast.Name(name, ast.Load())
+
+
+def variables(names: Sequence[str], context: ast.expr_context | None = None) -> ast.Tuple:
+    """Returns a tuple of variables, which are read unless another context is given."""
+    context = context or ast.Load()
+    return ast.Tuple([ast.Name(name, context) for name in names], context)
+
+
+def tuple_of(values: Sequence[ast.expr]) -> ast.Tuple:
+    """Returns a tuple."""
+    return ast.Tuple([*values], ast.Load())
+
+
+def assigned(target: str | list[str], value: ast.expr) -> ast.Assign:
+    """Returns the assignment of a value to a variable, or to a tuple of them."""
+    place = variables(target, ast.Store()) if isinstance(target, list) else ast.Name(target, ast.Store())
+    return ast.Assign([place], value)
+
+
+def helper(name: str) -> ast.Attribute:
+    """Returns a function of `loop_turns.Helpers`."""
+    return ast.Attribute(variable(HELPERS), name, ast.Load())
+
+
+def call(name: str, *arguments: ast.expr) -> ast.Call:
+    """Returns a call of a function of `loop_turns.Helpers`."""
+    return ast.Call(helper(name), [*arguments], [])
+
+
+def appending(target: ast.expr, element: ast.expr, method: str = "append") -> ast.Expr:
+    """Returns the statement that adds an element to a list."""
+    return ast.Expr(ast.Call(ast.Attribute(loaded(target), method, ast.Load()), [element], []))
+
+
+def listed(found: ast.AST | list[ast.stmt]) -> list[ast.stmt]:
+    """Returns what an `ast.NodeTransformer` made of a statement as a list."""
+    return found if isinstance(found, list) else [found]  # type: ignore[list-item]
+
+
+def loaded(node: ast.expr) -> ast.expr:
+    """Returns a copy of a name, attribute or item that is read."""
+    return in_context(node, ast.Load())
+
+
+def in_context(node: ast.expr, context: ast.expr_context) -> ast.expr:
+    """Returns a copy of a name, attribute or item in another context."""
+    again = copy.deepcopy(node)
+    if isinstance(again, ast.Name | ast.Attribute | ast.Subscript):
+        again.ctx = context
+    return again
+
+
+def same(one: ast.expr, other: ast.expr) -> bool:
+    """Returns whether two expressions are the same, read or set."""
+    return ast.dump(loaded(one)) == ast.dump(loaded(other))
+
+
+def names_in(*nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
+    """Returns the names in some nodes: all of them, or those in one context, such as ``ast.Store``."""
+    names = [each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)]
+    return {name.id for name in names if isinstance(name.ctx, context)}
+
+
+def walk(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    """Yields all nodes in some statements."""
+    for statement in statements:
+        yield from ast.walk(statement)
+
+
+def is_in_place(name: str) -> bool:
+    """Returns whether a method of this name changes a tensor in place."""
+    return name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name)
