@@ -31,6 +31,8 @@ class Slot(Protocol):
 _lock = threading.RLock()
 # For each slot that is replaced: what it held before, then who replaced it and by what, in order.
 _values: dict[Slot, list[tuple[object, Any]]] = {}
+# Packages whose own imports stay as they are: none of them has code of models. torch computes sizes with sympy's.
+_UNCHANGED = {"torch", "sympy", "mpmath", "numpy", "exportkit", *sys.stdlib_module_names} - {"__main__"}
 _MISSING = object()  # held by an attribute or an item that does not exist
 
 
@@ -139,6 +141,28 @@ def _restore(slot: Slot, token: object) -> None:
         else:
             del _values[slot]
         slot.write(entries[-1][1])
+
+
+def with_imports(replacements: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Returns replacements with those of the names under which other Python modules have imported the same functions.
+
+    ``from torch.nn.functional import pad`` makes a name of the importing module, which does not change with the
+    attribute of ``torch.nn.functional``.
+
+    Args:
+        replacements: Slots and what they get. Only functions of Python modules can have been imported.
+    """
+    replacements = list(replacements)
+    found = {}
+    for slot, value in replacements:
+        if isinstance(slot, Attribute) and isinstance(slot.owner, ModuleType) and callable(function := slot.read()):
+            found[id(function)] = value
+    modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _UNCHANGED]
+    for _, module in modules if found else []:
+        if isinstance(module, ModuleType):
+            names = [key for key, value in list(vars(module).items()) if id(value) in found]
+            replacements += [(Attribute(module, key), found[id(vars(module)[key])]) for key in names]
+    return replacements
 
 
 def replaced_attributes(owner: Any, attributes: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 import cProfile
 import json
+from json import loads as loaded
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from exportkit.overrides import (
     replaced,
     replaced_attributes,
     replaced_functions,
+    with_imports,
 )
 
 
@@ -117,6 +119,13 @@ def test_functions_are_replaced_where_the_classes_of_a_model_find_them():
         assert UsesKernel()(1) == 2
     assert UsesKernel()(1) == 1
     assert "missing" not in globals()
+
+
+def test_functions_are_replaced_under_the_names_by_which_they_were_imported():
+    slot = Attribute(json, "loads")
+    with replaced(with_imports([(slot, len), (Attribute(json.JSONDecoder, "decode"), len)])):
+        assert (json.loads("[1]"), loaded("[1]"), json.JSONDecoder.decode) == (3, 3, len)
+    assert json.loads("[1]") == loaded("[1]") == [1]
 
 
 def test_called_namespaces_go_along_with_a_profiler():

@@ -79,9 +79,28 @@ def _product_of(times: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_options: Any) -> Any:
-    if len(tensors) != 2:
+    if len(tensors) < 2 or not _has_complex([*tensors]):
         return NotImplemented
+    if len(tensors) > 2:  # the first two, with the letters that the others or the result need
+        terms, _, result = equation.replace(" ", "").partition("->")
+        one, other, *rest = terms.split(",")
+        if "." in equation or not result:
+            return NotImplemented
+        kept = "".join(letter for letter in dict.fromkeys(one + other) if letter in "".join([*rest, result]))
+        first = _einsum(f"{one},{other}->{kept}", tensors[:2])
+        if first is NotImplemented:
+            first = torch.einsum(f"{one},{other}->{kept}", *tensors[:2])
+        return torch.einsum(",".join([kept, *rest]) + f"->{result}", first, *tensors[2:])
     return _product(tensors[0], tensors[1], lambda x, y: torch.einsum(equation, x, y))
+
+
+def _tensordot(one: torch.Tensor, other: torch.Tensor, dims: Sequence[int], other_dims: Sequence[int]) -> Any:
+    return _product(one, other, lambda x, y: torch.tensordot(x, y, (dims, other_dims)))
+
+
+def _linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    found = _product(values, weight, torch.nn.functional.linear)
+    return found if bias is None or found is NotImplemented else found + bias
 
 
 def _sum(one: Any, other: Any, *, alpha: Any = 1, sign: int = 1) -> Any:
@@ -170,6 +189,10 @@ def _apart(apply: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return form
+
+
+def _same(value: torch.Tensor) -> Any:
+    return value.clone() if value.is_complex() else NotImplemented
 
 
 def _conjugate(value: torch.Tensor) -> Any:
@@ -262,6 +285,11 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _product_of(torch.mm),
     aten.bmm.default: _product_of(torch.bmm),
     aten.matmul.default: _product_of(torch.matmul),
+    aten.mv.default: _product_of(torch.mv),
+    aten.dot.default: _product_of(torch.dot),
+    aten.outer.default: _product_of(torch.outer),
+    aten.tensordot.default: _tensordot,
+    aten.linear.default: _linear,
     aten.einsum.default: _einsum,
     aten.add.Tensor: _sum,
     aten.sub.Tensor: functools.partial(_sum, sign=-1),
@@ -292,6 +320,8 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.slice_scatter.default: _scattered(torch.slice_scatter),
     aten.select_scatter.default: _scattered(torch.select_scatter),
     aten.copy.default: _copy,
+    aten.alias.default: _same,
+    aten.detach.default: _same,
     FFT_C2C.default: _transform,
     FFT_C2R.default: _transform_to_real,
     aten.istft.default: _inverse_short_transform,

@@ -234,7 +234,9 @@ def _put_constant(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
     with graph.inserting_before(next(iter(graph.nodes))):
         constant = graph.placeholder(f"{node.name}_value")
     constant.meta = {"val": node.meta["val"]}
-    constant.target, constant.name, node.name = node.name, node.name, constant.name  # it may be an output
+    if any(user.op == "output" for user in node.users):  # the signature has its name
+        constant.name, node.name = node.name, constant.name
+    constant.target = constant.name
     node.replace_all_uses_with(constant)
     return constant
 

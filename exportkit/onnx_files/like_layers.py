@@ -124,12 +124,13 @@ def _sizes_of_inputs(graph: torch.fx.Graph) -> set[Node]:
 
 
 def require_tensors(nodes: Iterable[Node]) -> None:
-    """Checks that nodes are tensors: nothing else can become an input or output of a program.
+    """Checks that nodes are tensors of real numbers: ONNX has nothing else as an input or output of a graph.
 
     Raises:
         NotRepeated: if one is not.
     """
-    if not all(isinstance(node.meta.get("val"), torch.Tensor) for node in nodes):
+    values = [node.meta.get("val") for node in nodes]
+    if not all(isinstance(value, torch.Tensor) and not value.is_complex() for value in values):
         raise NotRepeated
 
 

@@ -223,7 +223,7 @@ def _fixes_number(condition: SizeCondition) -> bool:
 
 
 def _limit(condition: SizeCondition, more: str) -> Finding:
-    place = f" ({condition.place})" if condition.own else ""
+    place = f" ({condition.place})" if condition.own and condition.place else ""
     return Finding("limit", condition.text, f"the graph serves {condition.text} only{place}{more}.")
 
 

@@ -71,6 +71,11 @@ class _Fixed:
     place: ModelLine | None
 
 
+def fixed_axes(error: BaseException | None) -> frozenset[tuple[str, str]]:
+    """Returns the axes that torch says a trace has fixed, each with the name that torch has for its tensor."""
+    return frozenset([(found["tensor"], found["axis"]) for found in _FIXED.finditer(str(error))])
+
+
 def failure(error: Exception, request: TraceRequest) -> ExportError:
     """Returns the error for an exception that torch raised while tracing, without looking for its root cause.
 

@@ -16,7 +16,7 @@ from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import audit_effects, audit_sizes, findings_of, rule_findings
 from exportkit.programs.decisions import rules_for_decisions, rules_for_every_way
 from exportkit.programs.example import chosen_example
-from exportkit.programs.failure import is_data_dependent
+from exportkit.programs.failure import fixed_axes, is_data_dependent
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_harmless_constants, with_traits
 from exportkit.programs.patterns import ProgramProbe, add_patterns
@@ -198,7 +198,8 @@ class Search(SearchState):
         is_refused = error.__cause__ is None  # it could be traced, and serves less than the plan
         says_more = error.where is not None or (isinstance(error, ExportError) and error.sides is not None)
         if enlarges:  # the model may have no more positions, which says nothing about its trace
-            self._enlarged |= is_refused and self.size_fixed
+            before = fixed_axes(self.error and self.error.__cause__)
+            self._enlarged |= self.size_fixed and (is_refused or fixed_axes(error.__cause__) < before)
             return
         if strategy.between:  # the model may raise for such sizes
             return

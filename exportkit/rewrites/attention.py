@@ -12,7 +12,7 @@ import torch
 from exportkit._torch_compat.modules import causal_mask_detection, forward_parameters, has_hooks
 from exportkit._torch_compat.traced_values import asserted
 from exportkit._torch_compat.transformers import ATTENTION_STORED, attention_functions
-from exportkit.overrides import Attribute, Item, original_attribute, replaced, replaced_attributes
+from exportkit.overrides import Attribute, Item, original_attribute, replaced, replaced_attributes, with_imports
 
 _Context = contextlib.AbstractContextManager[None]
 
@@ -45,7 +45,7 @@ def zeros_for_fully_masked_rows(_model: torch.nn.Module) -> _Context:
             return result
         return torch.where(attn_mask.any(-1, keepdim=True), result, 0.0)
 
-    return replaced_attributes(torch.nn.functional, {"scaled_dot_product_attention": attention})
+    return replaced(with_imports([(Attribute(torch.nn.functional, "scaled_dot_product_attention"), attention)]))
 
 
 # The check for causal masks

@@ -40,7 +40,7 @@ from exportkit._torch_compat.traced_values import (
     questions_about_sizes,
     value_error,
 )
-from exportkit.overrides import Attribute, replaced, replaced_attributes
+from exportkit.overrides import Attribute, replaced, replaced_attributes, with_imports
 
 Place = tuple[str, int, int]  # file, line, and the number of the instruction in it
 Line = tuple[str, int]  # file and line
@@ -160,13 +160,9 @@ def deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib
 
         return value
 
-    made = {name: asking(getattr(torch.Tensor, name)) for name in ("__bool__", "item")}
-    return replaced(
-        [
-            *((Attribute(torch.Tensor, name), function) for name, function in made.items()),
-            *((Attribute(owner, name), noting(getattr(owner, name))) for name in _ASKING for owner in _OWNERS),
-        ]
-    )
+    made = [(Attribute(torch.Tensor, name), asking(getattr(torch.Tensor, name))) for name in ("__bool__", "item")]
+    made += [(Attribute(owner, name), noting(getattr(owner, name))) for name in _ASKING for owner in _OWNERS]
+    return replaced(with_imports(made))
 
 
 def place_asking(frame: FrameType) -> Place:
@@ -234,7 +230,7 @@ def expected_counts(_model: torch.nn.Module) -> contextlib.AbstractContextManage
         return counts
 
     owners = (torch, torch.Tensor)
-    return replaced([(Attribute(owner, "bincount"), counting(owner.bincount)) for owner in owners])
+    return replaced(with_imports((Attribute(owner, "bincount"), counting(owner.bincount)) for owner in owners))
 
 
 @contextlib.contextmanager

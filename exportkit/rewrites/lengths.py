@@ -22,7 +22,7 @@ import torch
 from exportkit._torch_compat.size_arithmetic import slices_of_any_length
 from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit._torch_compat.traced_values import depends_on_values
-from exportkit.overrides import Attribute, classes_of, replaced, replaced_attributes
+from exportkit.overrides import Attribute, classes_of, replaced, replaced_attributes, with_imports
 
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
 
@@ -68,7 +68,7 @@ def symbolic_lengths(
     replacements += [(Attribute(torch.SymInt, name), _repeating(name)) for name in ("__mul__", "__rmul__")]
     owner, attributes = slices_of_any_length()
     replacements += [(Attribute(owner, name), value) for name, value in attributes.items()]
-    return replaced(replacements)
+    return replaced(with_imports(replacements))
 
 
 def own_types() -> contextlib.AbstractContextManager[None]:

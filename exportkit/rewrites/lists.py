@@ -27,7 +27,7 @@ from exportkit._torch_compat.size_arithmetic import decided_extreme, orders_of_p
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
-from exportkit.overrides import Attribute, original_attribute, replaced
+from exportkit.overrides import Attribute, original_attribute, replaced, with_imports
 from exportkit.rewrites.flexible_attention import flexible_attention
 from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, Sizes, SymbolicList
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
@@ -87,11 +87,11 @@ class ListingNoted(TorchFunctionMode):
 def lists_of_one(_model: torch.nn.Module) -> _Context:
     """Replaces methods so that lists along an axis of symbolic length have one element."""
     methods = {"__iter__": _iter, "__len__": _len, "split": _split}
+    functions = [(Attribute(torch, "split"), _torch_split), (Attribute(torch, "as_tensor"), _as_tensor)]
     return replaced(
         [
             *((Attribute(torch.Tensor, name), method) for name, method in methods.items()),
-            (Attribute(torch, "split"), _torch_split),
-            (Attribute(torch, "as_tensor"), _as_tensor),
+            *with_imports(functions),
             *((Attribute(cls, "tolist"), _tolist_of(cls)) for cls in (torch.Tensor, *traced_tensor_classes())),
         ]
     )
@@ -160,7 +160,8 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     attributes += [loops_compiled_afresh(), sizes_in_loops(), *flexible_attention()] if tracing else []
     attributes += [views_as_given(), orders_of_products(), conversions_left_out()]
     attributes.append((torch.SymInt, {name: decided_extreme(name) for name in ("__sym_max__", "__sym_min__")}))
-    return replaced([(Attribute(owner, name), value) for owner, values in attributes for name, value in values.items()])
+    replacements = [(Attribute(owner, name), value) for owner, made in attributes for name, value in made.items()]
+    return replaced(with_imports(replacements))
 
 
 def _max_pool1d(
@@ -233,7 +234,7 @@ def loops_over_all(_model: torch.nn.Module, left_out: int = 0) -> _Context:
         [
             (Attribute(torch.Tensor, "nonzero"), _counted(torch.Tensor.nonzero)),
             (Attribute(torch.Tensor, "__iter__"), _iter),
-            (Attribute(torch, "nonzero"), _counted(torch.nonzero)),
+            *with_imports([(Attribute(torch, "nonzero"), _counted(torch.nonzero))]),
             (Attribute(torch.Tensor, "numel"), _numel),
             (Attribute(torch.nn.Module, "to"), _to),
         ]

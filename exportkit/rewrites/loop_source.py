@@ -250,7 +250,7 @@ class _ListsOfSlices(ast.NodeTransformer):
         if not isinstance(node.func, ast.Attribute) or node.func.attr not in _LISTING:
             return node
         self.found += 1
-        return _of_slices(node, node.func)
+        return ast.copy_location(ast.Call(helper(node.func.attr), [node.func, *node.args], node.keywords), node)
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         """Makes ``first, *rest = items`` an assignment of a part, which may have a symbolic length."""
@@ -263,13 +263,6 @@ class _ListsOfSlices(ast.NodeTransformer):
                 node.value = ast.copy_location(call("starred", node.value, *counts), node.value)
                 self.found += 1
         return node
-
-
-def _of_slices(node: ast.Call, function: ast.Attribute) -> ast.Call:
-    """Returns a call of `unbind` and the like as one that may return a list of symbolic length."""
-    is_method = not (isinstance(function.value, ast.Name) and function.value.id == "torch")
-    tensor = [function.value] if is_method else []
-    return ast.copy_location(ast.Call(helper(function.attr), [*tensor, *node.args], node.keywords), node)
 
 
 class _Iterated(ast.NodeTransformer):

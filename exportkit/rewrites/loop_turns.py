@@ -168,26 +168,26 @@ class Helpers:
         return Steps(flipped, given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped), Turn()))
 
     @staticmethod
-    def unbind(tensor: Any, *args: Any, **options: Any) -> Any:
-        """Returns the slices of a tensor."""
-        dim = options.get("dim", args[0] if args else 0)
-        return Helpers._slices(tensor, dim, keeps_axis=False) or tensor.unbind(*args, **options)
+    def unbind(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Returns the slices of a tensor, as ``function`` does, which is ``tensor.unbind`` or ``torch.unbind``."""
+        tensor, dim = _arguments_of(function, args, options, dim=0)
+        return Helpers._slices(tensor, dim, keeps_axis=False) or function(*args, **options)
 
     @staticmethod
-    def chunk(tensor: Any, *args: Any, **options: Any) -> Any:
+    def chunk(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Returns the chunks of a tensor, which may be its slices."""
-        count, dim = options.get("chunks", args[0] if args else 1), options.get("dim", args[1] if args[1:] else 0)
+        tensor, count, dim = _arguments_of(function, args, options, chunks=1, dim=0)
         is_each = isinstance(tensor, torch.Tensor) and _is_symbolic(count) and tensor.shape[dim] == count
         found = Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None
-        return found or tensor.chunk(*args, **options)
+        return found or function(*args, **options)
 
     @staticmethod
-    def split(tensor: Any, *args: Any, **options: Any) -> Any:
+    def split(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Returns the parts of a tensor, or of a string."""
-        size, dim = args[0] if args else None, options.get("dim", args[1] if args[1:] else 0)
+        tensor, size, dim = _arguments_of(function, args, options, split_size=None, dim=0)
         is_each = isinstance(size, int) and size == 1
         found = Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None
-        return found or tensor.split(*args, **options)
+        return found or function(*args, **options)
 
     @staticmethod
     def _slices(tensor: Any, dim: Any, keeps_axis: bool) -> Stacked | None:
@@ -299,6 +299,19 @@ class Helpers:
     def counted(start: Any, stop: Any) -> Any:
         """Returns what the counter of a loop is after it."""
         return torch.sym_max(start, stop)
+
+
+def _arguments_of(
+    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], **names: Any
+) -> list[Any]:
+    """The tensor of a call of ``tensor.split`` or ``torch.split``, and its other arguments, or their defaults."""
+    tensor = getattr(function, "__self__", None)
+    if not isinstance(tensor, torch.Tensor):
+        named = [options[name] for name in ("input", "tensor") if name in options]
+        tensor, *args = [*named, *args] or [None]  # type: ignore[assignment]
+    given = dict(zip(names, args, strict=False)) | options
+    given |= {name: options[f"{name}_or_sections"] for name in names if f"{name}_or_sections" in options}
+    return [tensor, *({**names, **given}[name] for name in names)]
 
 
 def _functions(cls: type, name: str) -> list[types.FunctionType]:

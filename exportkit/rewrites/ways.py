@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exportkit.overrides import Attribute, replaced
+from exportkit.overrides import Attribute, replaced, with_imports
 from exportkit.rewrites.branches import Place, deciding, instructions_by_line, place_asking
 
 Way = Mapping[Place, Sequence[bool]]  # what each place decides, in the order of a call
@@ -108,9 +108,9 @@ def asked_for_equality(
 
     asked: dict[str, Callable[..., torch.Tensor]] = {"equal": torch.eq, "allclose": torch.isclose}
     return replaced(
-        [
+        with_imports(
             (Attribute(owner, name), asking(getattr(owner, name), function))
             for name, function in asked.items()
             for owner in (torch, torch.Tensor)
-        ]
+        )
     )

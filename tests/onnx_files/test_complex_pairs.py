@@ -72,6 +72,61 @@ def test_complex_numbers_that_are_moved_have_an_onnx_form(tmp_path):
     assert report.ok, str(report)
 
 
+class Multiplies(torch.nn.Module):
+    """Multiplies complex numbers by complex weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (torch.nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat)) for _ in range(2))
+        self.layer = torch.nn.Linear(4, 3, dtype=torch.cfloat)
+
+    def forward(self, x):
+        z = torch.fft.fft(x)
+        found = [
+            torch.einsum("bij,jk,kl->bil", z, self.one, self.other),
+            torch.tensordot(z, self.one.detach(), dims=([2], [0])),
+            self.layer(z),
+            torch.outer(z[:, 0, 0], self.one[0]),
+            torch.mv(z[0], self.one[0]),
+        ]
+        real = torch.einsum("ij,jk,kl->il", x[0], self.one.real, self.other.real)
+        return [*map(torch.view_as_real, found), real, z[0, 0].dot(self.one[0]).abs()]
+
+
+@pytest.mark.runtime
+def test_products_with_complex_weights_have_an_onnx_form(tmp_path):
+    model, observer = Multiplies(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, length in ((2, 5), (3, 7)):
+            model(torch.randn(batch, length, 4))
+    report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+
+
+class Spectral(torch.nn.Module):
+    """A layer as Fourier neural operators have it; complex weights of several such layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4, 3, dtype=torch.cfloat))
+
+    def forward(self, x):
+        found = torch.zeros(x.shape[0], 4, x.shape[-1] // 2 + 1, dtype=torch.cfloat)
+        found[:, :, :3] = torch.einsum("bix,iox->box", torch.fft.rfft(x)[:, :, :3], self.weight)
+        return torch.fft.irfft(found, n=x.shape[-1]).tanh() + x
+
+
+@pytest.mark.runtime
+def test_layers_with_complex_weights_are_translated(tmp_path):
+    model = torch.nn.Sequential(*[Spectral() for _ in range(3)])
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, length in ((2, 16), (3, 24)):
+            model(torch.randn(batch, 4, length))
+    report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok, str(report)
+
+
 def test_what_is_written_to_a_view_is_written():
     x = torch.randn(2, 5, 4, 2)
     program = with_complex_as_pairs(program_of(Writes()))

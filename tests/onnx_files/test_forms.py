@@ -355,6 +355,19 @@ def test_functions_of_weights_are_computed_before_the_translation():
     check(exported(layer, scores), layer, scores)
 
 
+def test_functions_of_weights_have_names_of_their_own():
+    weight = torch.nn.Parameter(torch.randn(3, 3))
+    layers = torch.nn.Sequential(*[torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3)) for _ in "abc"])
+
+    def normalised(x):
+        return torch.nn.functional.normalize(layers(x)) @ torch.nn.functional.normalize(weight)
+
+    model = Operator(normalised)
+    model.layers = layers
+    scores = SCORES.T.contiguous()
+    check(exported(model, scores), model, scores)
+
+
 def test_a_program_is_translated_twice():
     program = torch.export.export(Operator(lambda x: x[x > 0].cumsum(0)), (SCORES,))
 

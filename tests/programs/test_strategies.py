@@ -113,6 +113,27 @@ def table_of(length):
     return torch.arange(length, dtype=torch.float32)[:, None].sin()
 
 
+class Grid(torch.nn.Module):
+    """Keeps what it computes for a size, and makes an int of another size."""
+
+    grid, size = None, None
+
+    def forward(self, x):
+        if self.grid is None or self.size != x.shape[1:]:
+            self.grid, self.size = torch.linspace(0, 1, x.shape[1]), x.shape[1:]
+        return x * self.grid / int(x.shape[0])
+
+
+def test_sizes_that_are_cached_and_sizes_that_become_ints_limit_no_size(tmp_path):
+    model = Grid()
+    exported = exportkit.export(model, observed(model, (2, 6), (3, 9)))
+    graph = exported.to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for shape in ((4, 9), (1, 5), (2, 12)):
+        x = torch.randn(*shape)
+        torch.testing.assert_close(graph(x), model(x))
+
+
 def test_a_function_that_caches_by_length_is_called_in_the_trace():
     class OfTable(torch.nn.Module):
         def forward(self, x):

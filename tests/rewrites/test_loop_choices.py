@@ -79,6 +79,17 @@ def until_it_converges(self, x):
     return found, x, torch.as_tensor(turn)
 
 
+def a_while_loop_with_a_break(self, x):
+    state, turn = x.mean(1), 0
+    while turn < x.shape[1]:
+        new = torch.tanh(self.layer(state) + x[:, turn])
+        if new.abs().max() > 0.9:
+            break
+        state = new * 0.99
+        turn += 1
+    return state, torch.as_tensor(turn)
+
+
 def into_lists_up_to_a_value(self, x):
     state, states, turn = x.mean(1) * 0, [x[:, 0]], 0
     while turn < x.shape[1] and state.abs().max() < 0.9:
@@ -101,6 +112,7 @@ DECIDING = [
     up_to_a_value,
     up_to_a_number_of_turns,
     until_it_converges,
+    a_while_loop_with_a_break,
     into_lists_up_to_a_value,
 ]
 
@@ -129,6 +141,17 @@ def that_adds_to_a_list_in_some_turns(self, x):
     return torch.stack(rows, 1)
 
 
+def that_repeats_a_turn(self, x):
+    turn, state = 0, x.mean(1)
+    while turn < x.shape[1]:
+        if x.abs().max() > 1:  # such a turn does not count
+            x = x * 0.5
+            continue
+        state = state * 0.7 + x[:, turn]
+        turn += 1
+    return state
+
+
 def that_decides_about_shapes(self, x):
     state = x.mean(1)
     for i in range(x.shape[1]):
@@ -136,7 +159,9 @@ def that_decides_about_shapes(self, x):
     return state
 
 
-@pytest.mark.parametrize("function", [that_adds_to_a_list_in_some_turns, that_decides_about_shapes])
+@pytest.mark.parametrize(
+    "function", [that_adds_to_a_list_in_some_turns, that_repeats_a_turn, that_decides_about_shapes]
+)
 def test_sides_that_cannot_be_computed_together_are_refused_with_the_line(function):
     model, observer = looping(function)
     with pytest.raises(ExportError) as caught:

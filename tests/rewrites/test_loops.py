@@ -159,7 +159,7 @@ def over_two_lengths(self, x):
 
 
 def over_views_of_one_tensor(self, x):
-    first, second = self.wide(x).chunk(2, -1)
+    first, second = torch.split(tensor=self.wide(x), split_size_or_sections=4, dim=-1)
     state, states = x[:, 0], []
     for t in range(x.shape[1]):
         state = torch.tanh(state * first[:, t] + second[:, t] - x[:, -1])
