@@ -24,6 +24,7 @@ from exportkit._torch_compat.graph import (
     schema_of,
     with_graph_module,
 )
+from exportkit.rewrites.fourier import inverse_short_transform
 
 aten = torch.ops.aten
 
@@ -249,34 +250,9 @@ def _transform_to_real(value: torch.Tensor, dim: Sequence[int], normalization: i
     return _parts(a)[0] + _parts(b)[1]
 
 
-_SHORT = ("hop_length", "win_length", "window", "center", "normalized", "onesided", "length", "return_complex")
-
-
-def _inverse_short_transform(value: torch.Tensor, n_fft: int, *options: Any, **named: Any) -> Any:
-    """The sum of the frames where they overlap, divided by that of the squared windows."""
-    given = {**dict(zip(_SHORT, options, strict=False)), **named}
-    if given.get("return_complex") or given.get("onesided") is False:
-        return NotImplemented
-    width, length = given.get("win_length") or n_fft, given.get("length")
-    hop, window = given.get("hop_length") or width // 4, given.get("window")
-    spectrum = value if value.ndim == 3 else value[None]
-    window = torch.ones(width, dtype=value.dtype.to_real()) if window is None else window
-    left = (n_fft - width) // 2
-    window = torch.nn.functional.pad(window, (left, n_fft - width - left))
-    frames = _transform_to_real(spectrum.transpose(1, 2), [2], 1 if given.get("normalized") else 2, n_fft) * window
-    count = spectrum.shape[2]
-    total = n_fft + hop * (count - 1)
-    fold = torch.nn.functional.fold
-    added = fold(frames.transpose(1, 2), (1, total), (1, n_fft), stride=(1, hop))[:, 0, 0]
-    squares = (window * window)[None, :, None].expand(1, n_fft, count)
-    weight = fold(squares, (1, total), (1, n_fft), stride=(1, hop))[0, 0, 0]
-    start = n_fft // 2 if given.get("center", True) else 0
-    result = added[:, start:] / weight[start:]
-    if length is None:
-        result = result[:, : total - 2 * start]
-    else:
-        result = torch.nn.functional.pad(result, (0, length))[:, :length]
-    return result if value.ndim == 3 else result[0]
+def _frames(spectrum: torch.Tensor, n_fft: int, normalized: bool) -> torch.Tensor:
+    found: torch.Tensor = _transform_to_real(spectrum, [2], 1 if normalized else 2, n_fft)
+    return found
 
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
@@ -324,7 +300,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _same,
     FFT_C2C.default: _transform,
     FFT_C2R.default: _transform_to_real,
-    aten.istft.default: _inverse_short_transform,
+    aten.istft.default: functools.partial(inverse_short_transform, _frames),
 }
 
 

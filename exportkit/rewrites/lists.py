@@ -29,6 +29,7 @@ from exportkit._torch_compat.tracing import traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced, with_imports
 from exportkit.rewrites.flexible_attention import flexible_attention
+from exportkit.rewrites.fourier import INVERSE_TRANSFORMS
 from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, Sizes, SymbolicList
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.size_functions import SIZE_FUNCTIONS
@@ -156,7 +157,7 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     """
     kernels = {**recurrent_kernels(), aten.max_pool1d.default: _max_pool1d, **KERNELS, **FAKE_QUANTISATION}
     attributes = decomposition_attributes(kernels)
-    attributes += [*REPLACED, *SIZE_FUNCTIONS, sizes_seen_afresh()]
+    attributes += [*REPLACED, *SIZE_FUNCTIONS, *INVERSE_TRANSFORMS, sizes_seen_afresh()]
     attributes += [loops_compiled_afresh(), sizes_in_loops(), *flexible_attention()] if tracing else []
     attributes += [views_as_given(), orders_of_products(), conversions_left_out()]
     attributes.append((torch.SymInt, {name: decided_extreme(name) for name in ("__sym_max__", "__sym_min__")}))
