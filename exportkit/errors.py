@@ -96,7 +96,7 @@ class CompatibilityError(ExportkitError):
 
 
 class PlanError(ExportkitError, RuntimeError):
-    """The recorded calls contradict each other, or contradict an edit of the plan."""
+    """The recorded calls contradict each other or an edit of the plan, or no plan can state which sizes are served."""
 
 
 class ArgumentError(PlanError):

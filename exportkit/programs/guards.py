@@ -25,6 +25,7 @@ from exportkit._torch_compat.symbolic_shapes import (
     shape_guards,
     traced_expression,
 )
+from exportkit.errors import PlanError
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
 from exportkit.programs.call_check import SMALLEST
@@ -236,7 +237,15 @@ class TracedSizes:
 
 def _plain(condition: SizeCondition) -> SizeCondition:
     """The condition with the usual text, if it is a bound: ``n >= 10`` for ``n > 9``."""
-    name, least, most = condition.bounds() or ("", None, None)
+    try:
+        name, least, most = condition.bounds() or ("", None, None)
+    except PlanError:  # such expressions take minutes in every trace: nothing else is tried
+        raise PlanError(
+            "The exported graph would serve sizes under a condition that is too long to be stated.",
+            where=condition.place or f"{condition.text[:100]}...",
+            got=f"{len(condition.text)} characters",
+            hint="compute the sizes in a simpler way, or observe calls of one length: the graph is for that one.",
+        ) from None
     if not name:
         return condition
     return replace(condition, text=f"{name} >= {least}" if least is not None else f"{name} <= {most}")
