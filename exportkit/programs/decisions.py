@@ -15,8 +15,9 @@ from exportkit.calls.call import Call
 from exportkit.errors import ExportError
 from exportkit.probing.sized_calls import scaled
 from exportkit.rewrites.both_ways import MOST_WAYS, every_way
-from exportkit.rewrites.branches import Decisions, Line, Place, decisions_made, decisions_noted, is_check
+from exportkit.rewrites.branches import Decisions, decisions_made, decisions_noted
 from exportkit.rewrites.empty_selections import never_empty, ways_noted
+from exportkit.rewrites.model_code import Line, Place, is_check
 from exportkit.rewrites.table import CHECKS, EVERY_BRANCH, EVERY_WAY, NEVER_EMPTY, ONE_WAY, Rewrite, applied
 from exportkit.rewrites.ways import Way, way_noted
 from exportkit.running.eager import EagerRunner

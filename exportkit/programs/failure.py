@@ -25,7 +25,7 @@ from exportkit.programs.loop_failures import why_unrolled
 from exportkit.programs.model_lines import ModelLine, line_of_frames, line_of_node
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.traced_method import FlatSignature
-from exportkit.rewrites.branches import is_model_code
+from exportkit.rewrites.model_code import is_model_code
 from exportkit.trees import flatten, join, registered_caches
 
 _DETAILS = "exportkit-details-"

@@ -30,7 +30,7 @@ from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.program import TracedProgram
-from exportkit.rewrites.branches import EXPORTKIT, is_idle, is_model_code
+from exportkit.rewrites.model_code import EXPORTKIT, is_idle, is_model_code
 from exportkit.rewrites.table import STRICT
 from exportkit.running.program import tensor_placeholders
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from exportkit import rewrites
 from exportkit._torch_compat.loop_operators import why_no_operator
 from exportkit.programs.model_lines import ModelLine
-from exportkit.rewrites.branches import is_model_code, parsed
 from exportkit.rewrites.loop_bodies import Obstacle, appended, obstacle
 from exportkit.rewrites.loop_forms import plain_loop
+from exportkit.rewrites.model_code import is_model_code, parsed
 
 _REWRITES = Path(rewrites.__file__).parent
 _HINTS = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from exportkit.rewrites.branches import is_model_code
+from exportkit.rewrites.model_code import is_model_code
 
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _LONGEST_LINE = 120  # longer lines of code are cut

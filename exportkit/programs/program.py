@@ -45,8 +45,9 @@ from exportkit.programs.repro import TraceRequest
 from exportkit.programs.reused_layers import ReusedLayers
 from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites import branches
-from exportkit.rewrites.branches import is_model_code, questions_noted
+from exportkit.rewrites.branches import questions_noted
 from exportkit.rewrites.lists import operators_at_any_length
+from exportkit.rewrites.model_code import is_model_code
 from exportkit.rewrites.table import BUFFER_VALUES, DECIDES, GRADIENTS, LOOPS, STRICT, Rewrite, applied
 from exportkit.running.bounds import HALF
 from exportkit.running.eager import Answer, autocast, kernels_of, sampled_answer

@@ -24,7 +24,7 @@ from exportkit.programs.program import TracedProgram, trace
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.programs.strategies import STRATEGIES, Attempt, SearchState, Strategy
 from exportkit.programs.traced_method import Example
-from exportkit.rewrites.branches import Place, is_model_code
+from exportkit.rewrites.model_code import Place, is_model_code
 from exportkit.rewrites.table import LIBRARY_PATCHES, LISTS_OF_ONE, LOOPS, SYMBOLIC_LENGTHS, Rewrite
 from exportkit.running.eager import run_eager
 

@@ -23,7 +23,8 @@ from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.traced_values import OTHER_WAY, asserted, value_error
 from exportkit.errors import ExportError
 from exportkit.overrides import replaced_attributes
-from exportkit.rewrites.branches import Place, deciding, is_model_code, place_asking
+from exportkit.rewrites.branches import deciding, place_asking
+from exportkit.rewrites.model_code import Place, is_model_code
 from exportkit.rewrites.ways import Way, asked_for_equality
 from exportkit.trees import Tree, cloned, flatten
 

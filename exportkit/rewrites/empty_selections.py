@@ -20,7 +20,7 @@ import torch
 
 from exportkit._torch_compat.traced_values import answer_for_some
 from exportkit.overrides import Attribute, replaced
-from exportkit.rewrites.branches import Line, is_model_code, parsed
+from exportkit.rewrites.model_code import Line, is_model_code, parsed
 
 _REWRITES = str(Path(__file__).parent)
 

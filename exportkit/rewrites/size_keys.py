@@ -24,8 +24,8 @@ import torch
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.traced_values import depends_on_values, size_in_trace
 from exportkit.overrides import replaced_attributes
-from exportkit.rewrites.branches import is_model_code, parsed
 from exportkit.rewrites.lengths import Cached
+from exportkit.rewrites.model_code import is_model_code, parsed
 
 _MOST_KEYS = 32  # each may cost some runs of the model at its size
 _MOST_SIZES = 4  # in a tuple that is a key

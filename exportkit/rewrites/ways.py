@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from exportkit.overrides import Attribute, replaced, with_imports
-from exportkit.rewrites.branches import Place, deciding, instructions_by_line, place_asking
+from exportkit.rewrites.branches import deciding, instructions_by_line, place_asking
+from exportkit.rewrites.model_code import Place
 
 Way = Mapping[Place, Sequence[bool]]  # what each place decides, in the order of a call
 

@@ -1,0 +1,158 @@
+"""What the code of a model is, and what its lines do: checks, branches that change no value, errors that are caught."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+Place = tuple[str, int, int]  # file, line, and the number of the instruction in it
+Line = tuple[str, int]  # file and line
+TORCH, EXPORTKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
+_PYTHON = Path(sysconfig.get_paths()["stdlib"])
+# Code without a file: a prompt, a notebook, a doctest. Other names of this form belong to Python and torch.
+_TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
+_LOGGING = re.compile(r"print|warn|(\w+\.)*(_*log(ger|ging)?(\.getLogger\(.*\))?|warnings)\.\w+", re.IGNORECASE)
+
+
+def is_model_code(file: str) -> bool:
+    """Returns whether a file can hold the code of a model: it belongs neither to torch, exportkit nor Python."""
+    if file.startswith("<"):
+        return file.startswith(_TYPED)
+    path = Path(file)
+    if not file or path.parts[:1] == ("torch",) or any(path.is_relative_to(each) for each in (TORCH, EXPORTKIT)):
+        return False
+    return not path.is_relative_to(_PYTHON) or "site-packages" in file or "dist-packages" in file
+
+
+def is_check(place: Place) -> bool:
+    """Returns whether a place belongs to the condition of a check: a line one side of which does nothing but raise."""
+    file, line, _ = place
+    return any(line in _lines_of(check.statement.test) for check in _source(file).checks)
+
+
+def is_idle(line: Line) -> bool:
+    """Returns whether a line is the condition of a statement that changes no value: it writes to a log, for example."""
+    return any(line[1] in _lines_of(statement.test) for statement in _source(line[0]).idle)
+
+
+def value_to_pass(frame: FrameType | None) -> bool | None:
+    """Returns what the condition that a frame tests has to be for a check to pass.
+
+    None if the frame is not at a check, or if the error may be caught.
+    """
+    if frame is None or not is_model_code(frame.f_code.co_filename):
+        return None
+    code = frame.f_code
+    first, last, start, end = list(code.co_positions())[frame.f_lasti // 2]
+    for check in _source(code.co_filename).checks:
+        conditions = list(_conditions(check.statement.test, check.passing))
+        found = {_place_of(condition): passing for condition, passing in conditions}
+        others = [passing for condition, passing in conditions if not isinstance(condition, ast.Compare)]
+        if len(others) == 1:  # before Python 3.12, these have the place of the statement
+            found[_place_of(check.statement)] = others[0]
+        if (first, start, last, end) in found:
+            return None if _is_caught(frame) else found[first, start, last, end]
+    return None
+
+
+def _place_of(node: ast.expr | ast.stmt) -> tuple[int | None, ...]:
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
+def _conditions(test: ast.expr, passing: bool | None) -> Iterator[tuple[ast.expr, bool | None]]:
+    """The conditions in a test, each with what it has to be for the test to be ``passing``; None if it may be either.
+
+    For ``a and b`` to be false, ``b`` has to be false where it is reached; ``a`` may be either.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _conditions(test.operand, None if passing is None else not passing)
+    elif isinstance(test, ast.BoolOp):
+        are_all = passing is not None and isinstance(test.op, ast.And) == passing
+        for value in test.values:
+            yield from _conditions(value, passing if are_all or value is test.values[-1] else None)
+    else:
+        is_chain = isinstance(test, ast.Compare) and len(test.ops) > 1  # a < b < c is like a < b and b < c
+        yield test, None if is_chain and not passing else passing
+
+
+def _is_caught(frame: FrameType | None) -> bool:
+    """Whether an error that is raised in a frame may be caught before it leaves the model."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if Path(file).is_relative_to(TORCH / "export"):  # which called the model
+            return False
+        if is_model_code(file) and any(frame.f_lineno in lines for lines in _source(file).catching):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Check(NamedTuple):
+    """A statement one side of which does nothing but raise, and what its test has to be for the other side."""
+
+    statement: ast.Assert | ast.If
+    passing: bool
+
+
+class _Source(NamedTuple):
+    """What a file says: its checks, the lines in which errors are caught, and conditions that change no value."""
+
+    checks: tuple[_Check, ...] = ()
+    catching: tuple[range, ...] = ()
+    idle: tuple[ast.If, ...] = ()
+
+
+def parsed(file: str) -> ast.Module:
+    """Returns the syntax tree of a source file, which is empty if the file is missing or is not Python."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+@functools.lru_cache(maxsize=64)
+def _source(file: str) -> _Source:
+    checks, catching, idle = list[_Check](), list[range](), list[ast.If]()
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _only_raises(node.orelse)):
+            checks.append(_Check(node, True))
+        elif isinstance(node, ast.If) and _only_raises(node.body):
+            checks.append(_Check(node, False))
+        elif isinstance(node, ast.If) and all(map(_changes_no_value, [*node.body, *node.orelse])):
+            keeps_result = any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.test))
+            idle += [] if keeps_result else [node]
+        elif isinstance(node, ast.Try) and node.handlers:
+            catching += map(_lines_of, node.body)
+        elif isinstance(node, ast.With) and any("suppress" in ast.dump(item.context_expr) for item in node.items):
+            catching.append(_lines_of(node))
+    return _Source(tuple(checks), tuple(catching), tuple(idle))
+
+
+def _lines_of(node: ast.expr | ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _only_raises(statements: list[ast.stmt]) -> bool:
+    simple = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)
+    is_raised = bool(statements) and isinstance(statements[-1], ast.Raise)
+    return is_raised and all(isinstance(statement, simple) for statement in statements[:-1])
+
+
+def _changes_no_value(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Pass():
+            return True
+        case ast.Expr(ast.Call(function)):
+            return _LOGGING.fullmatch(ast.unparse(function)) is not None
+        case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(ast.Name(held), "contiguous"), [], [])):
+            return name == held
+    return False
