@@ -30,8 +30,9 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.kept_state import STATE
 from exportkit.programs.model_lines import ModelLine, line_of_node
-from exportkit.programs.patterns import ProgramProbe, sizes_of_calls, with_recorded_patterns, without_harmless
+from exportkit.programs.patterns import sizes_of_calls, with_recorded_patterns, without_harmless
 from exportkit.programs.program import TracedProgram
+from exportkit.programs.program_probe import ProgramProbe
 from exportkit.running.eager import replaced_buffer
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import check_opened, first_name

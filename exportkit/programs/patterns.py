@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from exportkit.calls.call import Call
@@ -12,235 +10,24 @@ from exportkit.errors import ExportError
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import settled, solve_sizes, unseen_sizes
+from exportkit.plan.sizes import solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import (
     Pattern,
     at_pattern,
     larger_sizes,
-    sizes_beside,
     small,
     small_patterns,
     smallest_sizes,
     varied_sizes,
 )
-from exportkit.probing.missing import beyond_rounding, completed_call
-from exportkit.probing.simplify import as_simplified
-from exportkit.probing.size_reads import SizeReads, size_reads
-from exportkit.probing.sized_calls import calls_with_values, run_sized, scaled, sized_call, stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.turns import Affordable, Turn, Turns, fulfils
-from exportkit.rewrites.table import DECIDES
-from exportkit.running.compare import Difference, Tensors, compare_tensors
-from exportkit.running.eager import EagerRunner
-from exportkit.running.masks import find_mask, visible_by_shape
-from exportkit.running.program import OtherWay, ProgramRunner
-from exportkit.running.runner import compare_calls, recorded
+from exportkit.programs.program_probe import ProgramProbe
+from exportkit.programs.turns import Affordable, fulfils
 
 _LARGEST_TRIED = 512
-_SCALES = (0.03, 0.3, 4.0, -0.3, -1.0)  # of floating-point values
-
-
-class ProgramProbe:
-    """A program, run in torch, and the model that it was traced from.
-
-    Args:
-        traced: The program.
-    """
-
-    def __init__(self, traced: TracedProgram) -> None:
-        self._traced = traced
-        self._program = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)
-        self._eager = EagerRunner(traced.model, traced.method)
-        self._known: dict[tuple[int, ...], str | None] = {}
-        self._read: dict[tuple[int, ...], SizeReads | None] = {}
-        self._settled: list[SizeReads] = []  # runs whose own decisions make no difference
-
-    def difference(self, sizes: Mapping[str, int]) -> str | None:
-        """Returns how the program departs from the model at these sizes: an empty string if it does not.
-
-        Args:
-            sizes: Sizes of all variables.
-
-        Returns:
-            The difference, or None if the model itself does not run, or goes a way that no recorded call went.
-        """
-        key = tuple(sizes.values())
-        if key not in self._known:
-            with warnings.catch_warnings(action="ignore"):  # at sizes that the user did not run
-                self._known[key] = self._traced.sampled_answer(
-                    lambda: self._difference(sizes), is_sure=lambda difference: difference == ""
-                )
-        return self._known[key]
-
-    def _difference(self, sizes: Mapping[str, int]) -> str | None:
-        traced = self._traced
-        try:
-            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
-        except Exception:  # there is no such call
-            return None
-        answered = self._answered(call)
-        try:
-            return None if answered is None else self._difference_in(answered)
-        except OtherWay:
-            return None
-
-    def _answered(self, call: Call) -> Call | None:
-        """The call with what the model returns; None if it raises, as for sizes that it does not accept."""
-        try:
-            made = run_sized(self._traced.plan, self._traced.model, self._traced.method, call)
-        except Exception:
-            return None
-        return replace(call.with_tensors(made.tensors()), outputs=made.outputs, latency=made.latency)
-
-    def _difference_in(self, full: Call) -> str:
-        traced, difference = self._traced, self._outcome(full)
-        if difference:  # the model may go on from a state only with one token at a time
-            try:
-                stepwise = stepwise_outputs(traced.plan, traced.model, traced.method, full)
-            except Exception:
-                return difference
-            difference = difference if stepwise is None else self._outcome(full, stepwise)
-        return difference
-
-    def is_right_at_other_scales(self, sizes: Mapping[str, int]) -> bool:
-        """Returns whether the program does what the model does for values of other scales, too.
-
-        A few runs do not show that for a program that decides by values, or asserts how: it is False for these.
-
-        Args:
-            sizes: Sizes at which it does for usual values.
-        """
-        if any(name.startswith(DECIDES) for name in self._traced.rules):
-            return False
-        return self._agrees_at_other_scales(sizes)
-
-    def is_right_on_other_ways(self, sizes: Mapping[str, int]) -> bool:
-        """Returns whether a program does what the model does for values of other scales, if values may decide in it.
-
-        What the model does at sizes of 0 and 1 is then not all run with usual values, and is in no condition.
-
-        Args:
-            sizes: Sizes at which it does for usual values.
-        """
-        return not self._traced.may_decide_by_values or self._agrees_at_other_scales(sizes)
-
-    def _agrees_at_other_scales(self, sizes: Mapping[str, int]) -> bool:
-        traced = self._traced
-
-        def is_right(scale: float) -> bool:
-            with warnings.catch_warnings(action="ignore"), contextlib.suppress(Exception):
-                answered = self._answered(
-                    scaled(sized_call(traced.plan, traced.observation, traced.defaults, sizes), scale)
-                )
-                return answered is None or not self._difference_in(answered)
-            return True
-
-        return traced.sampled_answer(lambda: all(map(is_right, _SCALES)), is_sure=lambda right: right)
-
-    def by_values(self, sizes: Mapping[str, int]) -> Call | None:
-        """Returns a call at sizes of 2 and more in which the program departs from the model, too, if there is one.
-
-        Args:
-            sizes: Sizes, some of which are 0 or 1, at which it departs.
-        """
-        return self._traced.sampled_answer(lambda: self._by_values(sizes), is_sure=lambda call: call is None)
-
-    def _by_values(self, sizes: Mapping[str, int]) -> Call | None:
-        traced = self._traced
-        plan, observation, defaults = traced.plan, traced.observation, traced.defaults
-        with warnings.catch_warnings(action="ignore"), contextlib.suppress(Exception):
-            call = self._answered(sized_call(plan, observation, defaults, sizes))
-            tried = [found for found in sizes_beside(plan, sizes, traced.sizes) if fulfils(traced.domain, (), found)]
-            for other in calls_with_values(plan, observation, defaults, call, tried) if call is not None else ():
-                answered = self._answered(other)
-                if answered is not None and self._difference_in(answered):
-                    return replace(answered, label=f"values of {SmallSizes(small(sizes))}")
-        return None
-
-    def limits(self, sizes: Mapping[str, int], domain: Domain) -> list[SizeCondition]:
-        """Returns conditions for sizes like these, beyond which the program departs from the model, or may.
-
-        The caller compares the model at these sizes. Code that also runs at the sizes of the trace is skipped, because
-        the trace knows how it decides, unless it makes text of sizes.
-
-        Args:
-            sizes: Sizes of all variables, such as some that are 0 or 1.
-            domain: The domain of the program.
-        """
-        start, of_trace = self._reads(sizes), self._reads(self._traced.sizes)
-        if start is None:
-            return []
-        others = [f"{name} != {size}" for name, size in small(sizes).items()]
-        found: list[SizeCondition] = []
-        turns = Turns(replace(self._traced, domain=domain), self._reads, of_trace, self._settled)
-        for turn in turns.of(start, sizes):
-            if turn.sizes is not None:
-                is_excluded = not all(condition.holds(turn.sizes) for condition in found)
-                if is_excluded or not self.difference(turn.sizes):
-                    continue
-            limit = turn.limit(turn.kept if turn.is_near else self._last_right(turn, sizes))
-            found.append(SizeCondition(" or ".join([*others, limit]), turn.place, own=True))
-        self._settled += [] if found else [start]
-        return found
-
-    def _last_right(self, turn: Turn, sizes: Mapping[str, int]) -> int:
-        """The last size of a variable before a turn at which the program does what the model does, by bisection."""
-        right, wrong = turn.kept, turn.sizes[turn.name] if turn.sizes else turn.kept
-        while abs(wrong - right) > 1:
-            middle = (wrong + right) // 2
-            other = settled(self._traced.plan, {**sizes, turn.name: middle})
-            right, wrong = (right, middle) if self.difference(other) else (middle, wrong)
-        return right
-
-    def _reads(self, sizes: Mapping[str, int]) -> SizeReads | None:
-        """What a run of its own reads: torch leaves out fast paths while sizes are noted."""
-        traced, key = self._traced, tuple(sizes.values())
-
-        def run() -> Call:
-            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
-            return run_sized(traced.plan, traced.model, traced.method, call)
-
-        if key not in self._read:
-            with warnings.catch_warnings(action="ignore"):  # from sizes that the user did not run
-                self._read[key] = traced.sampled_answer(lambda: size_reads(run))
-        return self._read[key]
-
-    def difference_in(self, call: Call) -> str:
-        """Returns how the program departs from what a recorded call returned: an empty string if it does not.
-
-        If the call leaves out inputs, the model may have taken a branch that it does not take if they are given, so a
-        call of these sizes that gives all of them is compared as well.
-        """
-        traced, given = self._traced, call.tensors()
-        found = self._outcome(completed_call(traced.plan, traced.observation, call, traced.defaults.values))
-        if not found and any(leaf.path not in given for leaf in traced.plan.leaves):
-            found = self.difference(solve_sizes(traced.plan, call.shapes())) or ""
-        return found
-
-    def _outcome(self, call: Call, returned: Tensors | None = None) -> str:
-        joined, mask, run = self._traced.joined_outputs, find_mask(call.tensors()), self._eager
-        beyond = beyond_rounding(lambda call: as_simplified(run(call), joined, ()), run.model)
-
-        def compare(call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
-            expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
-            for difference in beyond(call, expected, got):
-                path = difference.path
-                if difference.reason is None or mask is None or path not in got:
-                    yield difference
-                else:
-                    visible = visible_by_shape(mask[1], tuple(expected[path].shape))
-                    yield compare_tensors(path, expected[path], got[path], visible)
-
-        expected = recorded(call) if returned is None else returned
-        (outcome,) = compare_calls(lambda _: expected, self._program, [call], compare)
-        if isinstance(outcome.error, OtherWay):
-            raise outcome.error
-        if outcome.error is not None:
-            return f"the program raises {type(outcome.error).__name__}: {' '.join(str(outcome.error).split())[:160]}"
-        return next((f"{wrong.path or 'output'}: {wrong.reason}" for wrong in outcome.wrong), "")
 
 
 def sizes_of_calls(traced: TracedProgram) -> list[dict[str, int]]:

@@ -19,8 +19,9 @@ from exportkit.programs.example import chosen_example
 from exportkit.programs.failure import fixed_axes, is_data_dependent
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_harmless_constants, with_traits
-from exportkit.programs.patterns import ProgramProbe, add_patterns
+from exportkit.programs.patterns import add_patterns
 from exportkit.programs.program import TracedProgram, trace
+from exportkit.programs.program_probe import ProgramProbe
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.programs.strategies import STRATEGIES, Attempt, SearchState, Strategy
 from exportkit.programs.traced_method import Example
