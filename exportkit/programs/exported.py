@@ -26,9 +26,9 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.missing import completed_call
 from exportkit.probing.planning import BoundPlan, one_size
 from exportkit.probing.simplify import as_simplified
-from exportkit.programs.audit import findings_of
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import in_one_line
+from exportkit.programs.findings import findings_of
 from exportkit.programs.kinds import Cluster, Kind, Landmarks, Split, clusters_of, kinds_of, split_by_sizes
 from exportkit.programs.left_out import with_harmless_constants
 from exportkit.programs.program import TracedProgram

@@ -13,10 +13,11 @@ from exportkit.errors import ArgumentError, ExportError, ExportkitError, PlanErr
 from exportkit.overrides import called_namespaces
 from exportkit.probing.planning import BoundPlan
 from exportkit.programs.absences import find_absences
-from exportkit.programs.audit import audit_effects, audit_sizes, findings_of, rule_findings
+from exportkit.programs.audit import audit_sizes
 from exportkit.programs.decisions import rules_for_decisions, rules_for_every_way
 from exportkit.programs.example import chosen_example
 from exportkit.programs.failure import fixed_axes, is_data_dependent
+from exportkit.programs.findings import audit_effects, findings_of, rule_findings
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_harmless_constants, with_traits
 from exportkit.programs.patterns import add_patterns
