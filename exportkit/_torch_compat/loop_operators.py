@@ -80,9 +80,9 @@ def why_no_operator(error: BaseException) -> tuple[str, list[tuple[str, int]]] |
     if raised := _RAISED.search(message) or _CONSTANT.search(message):
         text = raised["text"]
     elif different := _DIFFERENT.search(message):
-        text = f"a turn changes the {different['what']} of a tensor that the next turn gets"
+        text = f"an iteration changes the {different['what']} of a tensor that the next iteration gets"
     elif "ata-dependent" in message:
-        text = "the body decides by the value of a tensor, or by the number of the turn"
+        text = "the body decides by the value of a tensor, or by the number of the iteration"
     elif "side effect" in message:
         text = "the body changes an object that is not its own"
     else:

@@ -201,7 +201,7 @@ def _is_of_loop(condition: SizeCondition) -> bool:
 
 
 def _fixes_number(condition: SizeCondition) -> bool:
-    """Whether a condition is about the turns of a loop, or fixes a number: each length would be another program."""
+    """Whether a condition is about the line of a loop, or fixes a number: each length would be another program."""
     match condition.tree:
         case ast.Compare(ast.BinOp(_, ast.Mod()), [ast.Eq()], [ast.Constant(0)]):
             is_number = False

@@ -128,7 +128,7 @@ class TracedProgram:
 
     @property
     def may_decide_by_values(self) -> bool:
-        """Whether rewrites were in force that let a graph decide by the values of tensors, or by the turn of a loop."""
+        """Whether rewrites were in force that let a graph decide by values, or by the iteration of a loop."""
         return any(name.startswith((*DECIDES, LOOPS.name)) for name in self.rules)
 
     @property

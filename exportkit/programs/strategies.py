@@ -127,7 +127,7 @@ class SearchState:
 
     @property
     def keeps_loop(self) -> bool:
-        """Whether the program leaves out sizes for which a loop of the model has more turns, or fewer."""
+        """Whether the program leaves out sizes for which a loop of the model has more iterations, or fewer."""
         return self.result is not None and self.audit is not None and self.audit.by_loop
 
     @property

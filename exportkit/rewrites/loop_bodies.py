@@ -1,6 +1,6 @@
-"""What the body of a loop changes: the names that one turn leaves to the next, the lists that it adds to, and more.
+"""What the body of a loop changes: names that one iteration leaves to the next, lists that it adds to, and more.
 
-A body that changes anything else, or that ends a turn early, keeps its loop from becoming an operator.
+A body that changes anything else, or that ends an iteration early, keeps its loop from becoming an operator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Obstacle(NamedTuple):
 
 
 def set_first(body: Sequence[ast.stmt]) -> dict[str, bool]:
-    """Returns for each name in a body whether a turn sets it before it reads it."""
+    """Returns for each name in a body whether an iteration sets it before it reads it."""
     found = dict[str, bool]()
     for node in _in_order(body):
         if isinstance(node, ast.Name):
@@ -47,9 +47,9 @@ def set_first(body: Sequence[ast.stmt]) -> dict[str, bool]:
 
 
 def appended(loop: ast.For) -> dict[str, ast.Expr]:
-    """Returns the statements that add an element to a list in every turn, by the list's name.
+    """Returns the statements that add an element to a list in every iteration, by the list's name.
 
-    A list that is used in the body otherwise is left out, unless the turn makes it.
+    A list that is used in the body otherwise is left out, unless the iteration makes it.
     """
     found, twice = dict[str, ast.Expr](), set[str]()
     for statement in loop.body:
@@ -63,16 +63,16 @@ def appended(loop: ast.For) -> dict[str, ast.Expr]:
 
 
 def obstacle(loop: ast.For, lists: dict[str, ast.Expr]) -> Obstacle | None:
-    """Returns what a loop's body changes other than local names and the lists, or where it ends a turn early."""
+    """Returns what a loop's body changes other than local names and the lists, or where it ends an iteration early."""
     if loop.orelse:
         return Obstacle(loop.orelse[0].lineno, "the loop has an `else`", "put the code after the loop.")
     if grows := _growing(loop):
         name, line = grows
-        text = f"`{name}` grows with each turn, and the loop also reads it"
+        text = f"`{name}` grows with each iteration, and the loop also reads it"
         return Obstacle(
             line, text, "make it as long as it gets before the loop, and set its parts, with a mask for the rest."
         )
-    calls, (own, computed) = {id(statement.value) for statement in lists.values()}, _made_in_turn(loop)
+    calls, (own, computed) = {id(statement.value) for statement in lists.values()}, _made_in_iteration(loop)
     for node in walk(loop.body):
         if found := _change(node, loop, own, computed) if id(node) not in calls else None:
             return Obstacle(getattr(node, "lineno", loop.lineno), *found)
@@ -82,10 +82,13 @@ def obstacle(loop: ast.For, lists: dict[str, ast.Expr]) -> Obstacle | None:
 def _change(node: ast.AST, loop: ast.For, own: set[str], computed: set[str]) -> tuple[str, str] | None:
     """What a part of the body does that keeps the loop from becoming an operator, and what to do about it."""
     if isinstance(node, ast.Break | ast.Return) and (isinstance(node, ast.Return) or belongs(node, loop)):
-        hint = "run all turns, and keep the state once it is done: torch.where(done, state, new_state)."
+        hint = "run all iterations, and keep the state once it is done: torch.where(done, state, new_state)."
         return "it ends the loop early", hint
     if isinstance(node, ast.Continue) and belongs(node, loop):
-        return "it ends a turn early", "write the rest of the body under the opposite condition, or use torch.where."
+        return (
+            "it ends an iteration early",
+            "write the rest of the body under the opposite condition, or use torch.where.",
+        )
     if isinstance(node, _LEAVES):
         return f"`{_text(node)}` cannot be a part of an operator", "write it without this statement."
     if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
@@ -95,8 +98,8 @@ def _change(node: ast.AST, loop: ast.For, own: set[str], computed: set[str]) -> 
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name, value = node.func.attr, node.func.value
         if name in _CHANGES and not (isinstance(value, ast.Name) and value.id in own):
-            text = f"it changes `{_text(value)}` by `{name}`, and reads it in the loop, or not once in every turn"
-            return text, "append exactly one tensor in each turn, and read the list after the loop."
+            text = f"it changes `{_text(value)}` by `{name}`, and reads it in the loop, or not once in every iteration"
+            return text, "append exactly one tensor in each iteration, and read the list after the loop."
         is_own = _is_copy(value) or (isinstance(value, ast.Name) and value.id in computed)
         if name not in _CHANGES and is_in_place(name) and not is_own:
             return (
@@ -107,7 +110,7 @@ def _change(node: ast.AST, loop: ast.For, own: set[str], computed: set[str]) -> 
 
 
 def _growing(loop: ast.For) -> tuple[str, int] | None:
-    """A name that is joined with something else in every turn, and where."""
+    """A name that is joined with something else in every iteration, and where."""
     first = set_first(loop.body)
     for node in walk(loop.body):
         match node:
@@ -119,8 +122,8 @@ def _growing(loop: ast.For) -> tuple[str, int] | None:
     return None
 
 
-def _made_in_turn(loop: ast.For) -> tuple[set[str], set[str]]:
-    """The names of lists and dicts that each turn makes anew, and of tensors that it computes, not views of others."""
+def _made_in_iteration(loop: ast.For) -> tuple[set[str], set[str]]:
+    """Names of lists and dicts that each iteration makes anew, and of tensors that it computes, not views of others."""
     lists, tensors, others = set[str](), set[str](), set[str]()
     first = set_first(loop.body)
     for node in walk(loop.body):
@@ -176,7 +179,7 @@ def belongs(node: ast.AST, loop: ast.For | ast.While) -> bool:
 def carried(
     definition: ast.FunctionDef, original: ast.stmt, loop: ast.For, around: Sequence[ast.stmt], needed: set[str]
 ) -> list[str]:
-    """Returns the names that a turn of a loop leaves to the next one, or to the code after it.
+    """Returns the names that an iteration of a loop leaves to the next one, or to the code after it.
 
     Args:
         definition: The function.
@@ -202,12 +205,12 @@ def carried(
             is_later = node.lineno > (original.end_lineno or 0)
             if is_later or (outer is not None and outer.lineno <= node.lineno):
                 after.add(node.id)
-    # a name that a turn sets before it reads it is its own, unless the turn may also leave it as it was
+    # a name that an iteration sets before it reads it is its own, unless the iteration may also leave it as it was
     return [name for name in stored if name in after or not first[name] or name not in direct]
 
 
 def _own_of_inner(body: Sequence[ast.stmt]) -> set[str]:
-    """The names that each turn of a loop inside sets, and that nothing else uses."""
+    """The names that each iteration of a loop inside sets, and that nothing else uses."""
     found = set[str]()
     for statement in body:
         if isinstance(statement, ast.For):

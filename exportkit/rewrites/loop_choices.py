@@ -1,6 +1,7 @@
 """Decisions in the body of a loop operator, such as ``if i % 2 == 0:``, as choices.
 
-A turn that decides by its number, or by the value of a tensor, computes both sides, and chooses what each name gets.
+An iteration that decides by its number, or by the value of a tensor, computes both sides, and chooses what each name
+gets.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from exportkit.rewrites.loop_bodies import set_first
 from exportkit.rewrites.loop_indices import Position, is_int, plain
 from exportkit.rewrites.loop_syntax import assigned, call, is_in_place, names_in, variable, variables
 
-# Stands for what no turn has added yet to a list: it counts as whatever a turn adds, which the count leaves out.
+# Stands for what no iteration has added yet to a list: it is taken for whatever one adds, which the count leaves out.
 NOTHING = "nothing yet"
 
 
@@ -133,11 +134,11 @@ class _Logic(ast.NodeTransformer):
 
 
 class _Number(ast.Name):
-    """The number of a turn, which is to be an index."""
+    """The number of an iteration, which is to be an index."""
 
 
 def later(values: Sequence[ast.expr], targets: set[str]) -> list[ast.expr]:
-    """Returns functions that compute values, and what to call them with: the numbers of the turn.
+    """Returns functions that compute values, and what to call them with: the numbers of the iteration.
 
     Args:
         values: The values.
@@ -207,12 +208,12 @@ def is_one_of(value: Any, items: tuple[Any, ...]) -> Any:
 
 
 def kept(value: Any) -> Any:
-    """Returns what a turn gets, with its number as a tensor, for the code after the loop."""
+    """Returns what an iteration gets, with its number as a tensor, for the code after the loop."""
     return torch.as_tensor(plain(value)) if is_int(value) else plain(value)
 
 
 def only_if(value: Any, test: torch.Tensor, holds: bool) -> Any:
-    """Returns a value for one side of a decision: the number of a turn indexes nothing unless ``test == holds``."""
+    """Returns a value for one side of a decision: an iteration's number indexes nothing unless ``test == holds``."""
     if not isinstance(value, Position):
         return value
     is_idle = ~test if holds else test

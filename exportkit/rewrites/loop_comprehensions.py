@@ -64,8 +64,8 @@ class _Comprehensions(ast.NodeTransformer):
         first = [ast.Assign([ast.Tuple([target, ast.Starred(ast.Name(rest, ast.Store()))], ast.Store())], node.args[1])]
         if node.args[2:]:
             first = [ast.Assign([ast.Name(rest, ast.Store())], node.args[1]), ast.Assign([target], node.args[2])]
-        turn = ast.Call(ast.Name(called, ast.Load()), [ast.Name(name, ast.Load()), ast.Name(each, ast.Load())], [])
-        loop = ast.For(ast.Name(each, ast.Store()), ast.Name(rest, ast.Load()), [ast.Assign([target], turn)], [])
+        iteration = ast.Call(ast.Name(called, ast.Load()), [ast.Name(name, ast.Load()), ast.Name(each, ast.Load())], [])
+        loop = ast.For(ast.Name(each, ast.Store()), ast.Name(rest, ast.Load()), [ast.Assign([target], iteration)], [])
         self._put_before(node, ast.Assign([ast.Name(called, ast.Store())], node.args[0]), *first, loop)
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 

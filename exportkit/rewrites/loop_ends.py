@@ -1,4 +1,4 @@
-"""Loops that end early, by ``break`` or by the test of a ``while``, as loops whose last turns change nothing."""
+"""Loops that end early, by ``break`` or by the test of a ``while``, as loops whose last iterations change nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from exportkit.rewrites.loop_syntax import appending, assigned, names_in, variab
 
 @dataclass(frozen=True)
 class Element:
-    """What the turns of a loop that may end early add to a list.
+    """What the iterations of a loop that may end early add to a list.
 
     Attributes:
-        name: The name for what a turn adds.
-        count: The name for how many turns have added something.
+        name: The name for what an iteration adds.
+        count: The name for how many iterations have added something.
     """
 
     name: str
@@ -28,7 +28,7 @@ class EarlyEnd:
     Attributes:
         body: Its body, which changes nothing once the flag is set.
         flag: The name of a boolean that a ``break`` sets, and that is not set before the loop.
-        elements: What its turns add to lists, by the names of the lists.
+        elements: What its iterations add to lists, by the names of the lists.
     """
 
     body: list[ast.stmt]
@@ -55,7 +55,7 @@ def with_break(loop: ast.While) -> ast.While:
 
 
 def early_end(body: list[ast.stmt], number: int) -> EarlyEnd | None:
-    """Returns how a loop ends early; None if it has no ``if test: break``, or cannot run all of its turns.
+    """Returns how a loop ends early; None if it has no ``if test: break``, or cannot run all of its iterations.
 
     Args:
         body: The body of the loop, which stays as it is.
@@ -87,7 +87,7 @@ def _with_flag(body: list[ast.stmt], flag: str) -> list[ast.stmt] | None:
 
 
 def _with_elements(body: list[ast.stmt], number: int) -> tuple[list[ast.stmt], dict[str, Element]] | None:
-    """The body with names for what each turn adds to lists; None if only some turns do, or if it uses the lists."""
+    """The body with names for what each iteration adds to lists; None if only some do, or if it reads the lists."""
     changed, found = list[ast.stmt](), dict[str, Element]()
     for node in body:
         match node:

@@ -33,10 +33,10 @@ class PlainLoop:
         loop: The loop.
         places: Attributes and items that the body sets, by the local names that stand for them in the loop.
         grown: Tensors that grow.
-        bunched: Lists to which every turn adds several elements.
+        bunched: Lists to which every iteration adds several elements.
         counter: The loop's counter, if it was a ``while``; it has a value after the loop.
         targets: The names for what the loop's target is after it, by those of the target.
-        elements: What the turns add to lists before the loop ends, by the names of the lists, if it may end early.
+        elements: What the iterations add to lists before the loop ends, by the names of the lists, if it may end early.
         flag: The name of a flag that is set where the loop ends early.
     """
 
@@ -111,7 +111,7 @@ def _is_range(node: ast.expr) -> bool:
 
 
 def keep_targets(found: PlainLoop, later: set[str], number: int) -> None:
-    """Lets a loop keep what its target is in the last turn.
+    """Lets a loop keep what its target is in the last iteration.
 
     Args:
         found: The loop, unless it was a ``while``.
@@ -145,16 +145,16 @@ def _counted(loop: ast.While) -> PlainLoop | None:
     if not rest or loop.orelse or name in stored or used & {*stored, name} or not all(map(_is_size, calls)):
         return None
     if any(isinstance(node, ast.Continue) and belongs(node, loop) for node in walk(rest)):
-        return None  # such a turn does not count
+        return None  # such an iteration does not count
     if isinstance(relation, ast.LtE):
         limit = ast.BinOp(limit, ast.Add(), ast.Constant(1))
-    turns = ast.Call(variable("range"), [variable(name), limit], [])
-    made = ast.For(ast.Name(name, ast.Store()), turns, rest, [], None)
+    iterations = ast.Call(variable("range"), [variable(name), limit], [])
+    made = ast.For(ast.Name(name, ast.Store()), iterations, rest, [], None)
     return PlainLoop(ast.fix_missing_locations(ast.copy_location(made, loop)), counter=name)
 
 
 def _is_size(call: ast.Call) -> bool:
-    """Whether a call reads a size, which no turn changes."""
+    """Whether a call reads a size, which no iteration changes."""
     match call.func:
         case ast.Name("len") | ast.Attribute(_, "size" | "dim"):
             return True
@@ -166,7 +166,7 @@ class _Statements(ast.NodeTransformer):
 
     Args:
         targets: The names that the loop sets.
-        own: These, and the names that a turn sets before it reads them.
+        own: These, and the names that an iteration sets before it reads them.
     """
 
     def __init__(self, targets: set[str], own: set[str]) -> None:
@@ -203,7 +203,7 @@ class _Statements(ast.NodeTransformer):
         return [changed, ast.copy_location(ast.Assign(node.targets, loaded(base)), node)]
 
     def _changed_in_place(self, value: ast.expr) -> ast.expr | None:
-        """The tensor that ``tensor.mul_(x).add_(y)`` changes, if it is older than the turn."""
+        """The tensor that ``tensor.mul_(x).add_(y)`` changes, if it is older than the iteration."""
         found = False
         while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and is_in_place(value.func.attr):
             value, found = value.func.value, True

@@ -1,4 +1,4 @@
-"""What every turn of a loop makes longer: tensors, ``out = torch.cat([out, part])``, and lists, ``boxes += [x, y]``."""
+"""What each iteration makes longer: tensors, ``out = torch.cat([out, part])``, and lists, ``boxes += [x, y]``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CATS = {"cat", "concat", "concatenate"}
 
 @dataclass
 class Grown:
-    """A tensor to which every turn adds a slice, ``out = torch.cat([out, part], dim)``.
+    """A tensor to which every iteration adds a slice, ``out = torch.cat([out, part], dim)``.
 
     Attributes:
         name: Its name.
         elements: The name of the list of the slices.
         dim: The axis.
         in_front: Whether slices are added in front.
-        begins: Whether the first turn begins it, whatever it was before.
+        begins: Whether the first iteration begins it, whatever it was before.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Grown:
 
 
 def grown_tensors(loop: ast.For, number: int) -> list[Grown]:
-    """Returns the tensors to which every turn of a loop adds a slice.
+    """Returns the tensors to which every iteration of a loop adds a slice.
 
     The body changes: it adds the slices to lists.
 
@@ -84,17 +84,17 @@ def _begun(name: str, test: ast.expr, first: ast.expr, other: ast.expr, counter:
     """``out = part if out is None else torch.cat([out, part])``, or the same ``if i == 0``."""
     match test:
         case ast.Compare(ast.Name(value), [ast.Is()], [ast.Constant(None)]) if value == name:
-            is_first_turn = False
+            is_first_iteration = False
         case ast.Compare(ast.Name(value), [ast.Eq()], [ast.Constant(0)]) if value == counter:
-            is_first_turn = True
+            is_first_iteration = True
         case ast.Compare(ast.Name(value), [ast.IsNot()], [ast.Constant(None)]) if value == name:
-            first, other, is_first_turn = other, first, False
+            first, other, is_first_iteration = other, first, False
         case ast.Compare(ast.Name(value), [ast.NotEq() | ast.Gt()], [ast.Constant(0)]) if value == counter:
-            first, other, is_first_turn = other, first, True
+            first, other, is_first_iteration = other, first, True
         case _:
             return None
     grown = _grown(name, other)
-    return (name, *grown, is_first_turn) if grown is not None and same(grown[0], first) else None
+    return (name, *grown, is_first_iteration) if grown is not None and same(grown[0], first) else None
 
 
 def _grown(name: str, value: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None:
@@ -119,7 +119,7 @@ def _grown(name: str, value: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None
 
 
 def _counter_from_zero(loop: ast.For) -> str | None:
-    """The name that counts the turns from 0."""
+    """The name that counts the iterations from 0."""
     match loop.target, loop.iter:
         case ast.Name(name), ast.Call(ast.Name("range"), [_] | [ast.Constant(0), _], []):
             return name
@@ -130,11 +130,11 @@ def _counter_from_zero(loop: ast.For) -> str | None:
 
 @dataclass
 class Bunched:
-    """A list to which every turn adds several elements.
+    """A list to which every iteration adds several elements.
 
     Attributes:
         name: Its name.
-        elements: The name of the list of what each turn adds.
+        elements: The name of the list of what each iteration adds.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Bunched:
 def bunched_lists(loop: ast.For, number: int) -> list[Bunched]:
     """Returns the lists to which a loop's body adds more than one element, or not in a statement of its own.
 
-    The body changes: it collects the elements in a list that each turn makes, and adds them as one tensor.
+    The body changes: it collects the elements in a list that each iteration makes, and adds them as one tensor.
 
     Args:
         loop: The loop.
@@ -175,20 +175,20 @@ def bunched_lists(loop: ast.For, number: int) -> list[Bunched]:
 
 
 def bunch(items: Any) -> torch.Tensor:
-    """Returns what a turn adds to a list as one tensor."""
+    """Returns what an iteration adds to a list as one tensor."""
     if isinstance(items, SymbolicList):
         return items.whole()
     return torch.stack([torch.as_tensor(plain(each)) for each in items])
 
 
 def extended(items: Any, bunches: Stacked) -> Stacked:
-    """Returns a list to which every turn adds several elements."""
+    """Returns a list to which every iteration adds several elements."""
     before = items.parts if isinstance(items, Stacked) else [torch.as_tensor(each)[None] for each in items]
     return Stacked([*before, *[part.flatten(0, 1) for part in bunches.parts]])
 
 
 def joined(tensor: Any, elements: Stacked, dim: Any, in_front: bool) -> torch.Tensor:
-    """Returns what a tensor becomes to which every turn adds a slice; None for a tensor that the loop begins."""
+    """Returns what a tensor becomes to which every iteration adds a slice; None for a tensor that the loop begins."""
     parts = elements.parts
     axis = dim % (parts[0].ndim - 1)
     new = [part.movedim(0, axis).flatten(axis, axis + 1) for part in parts]

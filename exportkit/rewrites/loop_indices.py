@@ -1,4 +1,4 @@
-"""Indices in the body of a loop operator: numbers of turns, and rows and slices that depend on values."""
+"""Indices in the body of a loop operator: numbers of iterations, and rows and slices that depend on values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Position:
-    """The number of a turn in the body of a loop, ``base * factor + offset``.
+    """The number of an iteration in the body of a loop, ``base * factor + offset``.
 
     Args:
         base: The number as a tensor without axes.
@@ -18,7 +18,7 @@ class Position:
         most: A value that it does not exceed; None if that is not known.
         factor: A factor.
         offset: A summand, which may be symbolic.
-        is_idle: Whether the turn is one that changes nothing, whose number may not be an index.
+        is_idle: Whether the iteration is one that changes nothing, whose number may not be an index.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Position:
     def until(self, stop: Any, axis_size: Any) -> torch.Tensor:
         """Returns the indices of a slice that begins here."""
         if not isinstance(stop, Position) or stop.base is not self.base or stop.factor != self.factor:
-            raise TypeError("the length of a slice depends on the turn of a loop")
+            raise TypeError("the length of a slice depends on the iteration of a loop")
         if not (self.factor > 0 and self.least * self.factor + self.offset >= 0):
             raise TypeError("a slice may begin before the first element")
         if self.most is not None and self.most * self.factor + stop.offset > axis_size:
@@ -59,7 +59,7 @@ class Position:
         return rows if self.is_idle is None else torch.where(self.is_idle, 0, rows)
 
     def _is_above(self, other: Any) -> bool:
-        """Whether the number is known to be above another one in every turn."""
+        """Whether the number is known to be above another one in every iteration."""
         is_known = type(other) is int and type(self.least) is int and type(self.offset) is int and self.factor > 0
         return is_known and self.least * self.factor + self.offset > other
 
@@ -112,7 +112,7 @@ class Span:
     """A slice from or to something that is not known before the loop runs.
 
     Args:
-        start: Where it begins: a number, the number of a turn, a tensor without axes, or None.
+        start: Where it begins: a number, the number of an iteration, a tensor without axes, or None.
         stop: Where it ends.
     """
 
@@ -217,7 +217,7 @@ def is_int(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Returns the number of a turn as a tensor, and anything else as it is."""
+    """Returns the number of an iteration as a tensor, and anything else as it is."""
     return value.value if isinstance(value, Position) else value
 
 
@@ -266,7 +266,9 @@ def with_item(value: Any, index: Any, part: Any) -> Any:
     if isinstance(value, Slots) and isinstance(part, torch.Tensor):
         value = part.new_zeros((value.count, *part.shape))
     if not isinstance(value, torch.Tensor):
-        raise TypeError("a loop sets an item of something that is not a tensor, or whose index depends on the turn")
+        raise TypeError(
+            "a loop sets an item of something that is not a tensor, or whose index depends on the iteration"
+        )
     limits, index = _limits(value, index)
     if limits and isinstance(part, torch.Tensor) and part.ndim:
         raise TypeError("a loop sets a slice, whose length depends on values, to more than a number")
@@ -309,7 +311,7 @@ def _with_axes(value: torch.Tensor, parts: Sequence[Any]) -> list[tuple[int, Any
 
 
 def _axes(value: torch.Tensor, index: Any) -> tuple[list[tuple[int, torch.Tensor]], Any]:
-    """The axes along which an index has numbers of turns, with the rows there, and the index of what is left."""
+    """The axes along which an index has numbers of iterations, with the rows there, and the index of what is left."""
     parts = list(index) if isinstance(index, tuple) else [index]
     parts = [Position(part, 0) if _is_number(part) else part for part in parts]
     if not any(isinstance(part, Position | Span) for part in parts):
@@ -318,7 +320,7 @@ def _axes(value: torch.Tensor, index: Any) -> tuple[list[tuple[int, torch.Tensor
     rest: list[Any] = []
     for axis, part in _with_axes(value, parts):
         if isinstance(part, torch.Tensor) and part.dtype is torch.bool:
-            raise TypeError("a mask beside the number of a turn")
+            raise TypeError("a mask beside the number of an iteration")
         if isinstance(part, Position):
             found.append((axis, part.rows(value.shape[axis])))
             rest.append(0)

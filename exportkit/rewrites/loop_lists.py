@@ -1,4 +1,4 @@
-"""The turns of a loop of symbolic length, and the lists that it makes."""
+"""The iterations of a loop of symbolic length, and the lists that it makes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, SymbolicList
 from exportkit.rewrites.loop_indices import item
 
 
-class Turn(NamedTuple):
-    """How a turn is run.
+class Iteration(NamedTuple):
+    """How an iteration is run.
 
     Attributes:
-        is_later: Whether the first turn is run apart.
-        is_idle: Whether this turn changes nothing; None if every turn counts.
+        is_later: Whether the first iteration is run apart.
+        is_idle: Whether this iteration changes nothing; None if every iteration counts.
     """
 
     is_later: bool = False
@@ -27,29 +27,29 @@ class Turn(NamedTuple):
 
 
 class Steps:
-    """The turns of a loop of symbolic length.
+    """The iterations of a loop of symbolic length.
 
     Args:
         elements: Nested tensors whose first axis is the loop.
-        given: Makes what the body gets from an element, and from how the turn is run.
-        first: Returns what it gets in the first turn.
+        given: Makes what the body gets from an element, and from how the iteration is run.
+        first: Returns what it gets in the first iteration.
     """
 
-    def __init__(self, elements: Any, given: Callable[[Any, Turn], Any], first: Callable[[], Any]) -> None:
+    def __init__(self, elements: Any, given: Callable[[Any, Iteration], Any], first: Callable[[], Any]) -> None:
         self.elements, self.given, self.first = elements, given, first
 
     @property
     def count(self) -> Any:
-        """How many turns there are."""
+        """How many iterations there are."""
         return tree_flatten(self.elements)[0][0].shape[0]
 
     def until(self, count: Any) -> Steps:
-        """Returns the first turns."""
+        """Returns the first iterations."""
         return Steps(tree_map(lambda tensor: tensor[:count], self.elements), self.given, self.first)
 
 
 class Stacked(SymbolicList):
-    """A list to which every turn of a loop adds a tensor.
+    """A list to which every iteration of a loop adds a tensor.
 
     Args:
         parts: Tensors whose first axis goes over elements of the list.
@@ -100,7 +100,7 @@ class Stacked(SymbolicList):
 
 
 class StackedLists(SymbolicList):
-    """A list to which every turn of a loop adds a list or tuple of tensors.
+    """A list to which every iteration of a loop adds a list or tuple of tensors.
 
     Args:
         elements: Nested tensors whose first axis goes over elements of the list.
@@ -133,7 +133,7 @@ def lists_of(before: Sequence[list[torch.Tensor]], added: Sequence[Any], in_fron
         if isinstance(new, torch.Tensor):
             yield Stacked([new.flip(0), *parts] if is_in_front else [*parts, new])
         elif parts:
-            raise TypeError("a turn adds a list to a list that is not empty")
+            raise TypeError("an iteration adds a list to a list that is not empty")
         else:
             yield StackedLists(tree_map(lambda tensor: tensor.flip(0), new) if is_in_front else new)
 
@@ -154,15 +154,15 @@ def starred(items: Any, before: int, after: int) -> tuple[Any, ...]:
     return (*[items[place] for place in range(before)], items[before : -after or None], *last)
 
 
-def until(items: Any, turns: torch.Tensor, steps: Steps) -> Any:
+def until(items: Any, iterations: torch.Tensor, steps: Steps) -> Any:
     """Returns a list without the elements that were added after a loop had ended early.
 
     Args:
         items: The list.
-        turns: How many turns there were before the end.
-        steps: All turns.
+        iterations: How many iterations there were before the end.
+        steps: All iterations.
     """
-    count: Any = turns.item()
+    count: Any = iterations.item()
     before = items.count - steps.count
     number_asserted(count >= 0)
     number_asserted(count <= steps.count)
@@ -171,7 +171,7 @@ def until(items: Any, turns: torch.Tensor, steps: Steps) -> Any:
 
 
 def product_of(all_steps: Sequence[Steps]) -> Steps:
-    """Returns the turns of ``itertools.product`` over several loops."""
+    """Returns the iterations of ``itertools.product`` over several loops."""
 
     def elements(place: int) -> Any:
         before = math.prod(steps.count for steps in all_steps[:place])
@@ -182,9 +182,9 @@ def product_of(all_steps: Sequence[Steps]) -> Steps:
 
         return tree_map(repeated, all_steps[place].elements)
 
-    def given(turn_elements: Any, turn: Turn) -> Any:
-        pairs = zip(all_steps, turn_elements, strict=True)  # later turns may have a first element again
-        return tuple([steps.given(each, Turn(is_idle=turn.is_idle)) for steps, each in pairs])
+    def given(iteration_elements: Any, iteration: Iteration) -> Any:
+        pairs = zip(all_steps, iteration_elements, strict=True)  # later iterations may have a first element again
+        return tuple([steps.given(each, Iteration(is_idle=iteration.is_idle)) for steps, each in pairs])
 
     return Steps(
         tuple(map(elements, range(len(all_steps)))), given, lambda: tuple([each.first() for each in all_steps])

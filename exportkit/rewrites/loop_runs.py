@@ -1,4 +1,4 @@
-"""A loop over a symbolic length as one loop operator: what its body gets in a turn, and what it leaves."""
+"""A loop over a symbolic length as one loop operator: what its body gets in an iteration, and what it leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatte
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit.rewrites.lengths import Repeated, SymbolicList, own_types
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, Slots
-from exportkit.rewrites.loop_lists import Stacked, Steps, Turn, lists_of
+from exportkit.rewrites.loop_lists import Iteration, Stacked, Steps, lists_of
 
 
 def run(
@@ -27,12 +27,12 @@ def run(
     """Returns what a loop leaves in the names that it changes, and in the lists to which it adds elements.
 
     Args:
-        steps: The turns.
-        body: Returns the new values of the names, and the new elements, given the values and what a turn gets.
+        steps: The iterations.
+        body: Returns the new values of the names, and the new elements, given the values and what an iteration gets.
         carried: The values before the loop.
         lists: The lists.
         facts: Whether elements are added in front, for each list; whether the body sets items of a value, never the
-            name, for each name; whether it decides by the number of the turn.
+            name, for each name; whether it decides by the number of the iteration.
     """
     in_front, changed, is_first_apart = facts
     if not all(isinstance(items, list | deque | Stacked) for items in lists):
@@ -41,31 +41,31 @@ def run(
         body = without_aliases(body)
     before = [items.parts if isinstance(items, Stacked) else [item[None] for item in items] for items in lists]
     values, begun = [_opened(value) for value in carried], None
-    # what is None, or not there, becomes a tensor in the first turn
+    # what is None, or not there, becomes a tensor in the first iteration
     is_first_apart |= not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(values)[0])
     if is_first_apart:
-        values, begun = _first_turn(steps, body, values)
-    last, outputs = _operator(steps, _Turns(steps, body, values, begun), is_first_apart)
+        values, begun = _first_iteration(steps, body, values)
+    last, outputs = _operator(steps, _Iterations(steps, body, values, begun), is_first_apart)
     pairs = zip(carried, last, changed, strict=True)
     return tuple([_closed(*each) for each in pairs]), tuple(lists_of(before, outputs, in_front))
 
 
-def _first_turn(steps: Steps, body: types.FunctionType, values: list[Any]) -> tuple[list[Any], Any]:
-    """The values after the first turn, and the elements that it adds to lists."""
+def _first_iteration(steps: Steps, body: types.FunctionType, values: list[Any]) -> tuple[list[Any], Any]:
+    """The values after the first iteration, and the elements that it adds to lists."""
     if not steps.count > 0:
-        raise TypeError("the first turn of a loop is another one, and there may be none")
+        raise TypeError("the first iteration of a loop is another one, and there may be none")
     first, added = body(tuple(values), steps.first())
     return [torch.as_tensor(value) if isinstance(value, int) else value for value in first], tree_map(_own, added)
 
 
-class _Turns:
+class _Iterations:
     """The body of a loop as the operator runs it: from tensors to tensors.
 
     Args:
-        steps: The turns.
+        steps: The iterations.
         body: The body.
         values: The values before the operator.
-        begun: What the first turn adds to lists, if it is run apart.
+        begun: What the first iteration adds to lists, if it is run apart.
     """
 
     def __init__(self, steps: Steps, body: types.FunctionType, values: list[Any], begun: Any) -> None:
@@ -75,26 +75,26 @@ class _Turns:
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the first turn gets. An operator has to have one."""
+        """The tensors that the first iteration gets. An operator has to have one."""
         return tuple([_own(self._leaves[place]) for place in self._places]) or (torch.zeros(1),)
 
     def values(self, state: tuple[torch.Tensor, ...]) -> Any:
-        """Returns the values of which a turn gets, or leaves, these tensors."""
+        """Returns the values of which an iteration gets, or leaves, these tensors."""
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, state, strict=False):
             leaves[place] = tensor
         return tree_unflatten(leaves, self._form)
 
     def run(self, state: tuple[torch.Tensor, ...], element: Any, is_idle: torch.Tensor | None) -> Any:
-        """Returns the tensors after a turn, and what it adds to lists.
+        """Returns the tensors after an iteration, and what it adds to lists.
 
         Args:
             state: The tensors before it.
-            element: The element of the turn.
-            is_idle: Whether it changes nothing; None if every turn counts.
+            element: The element of the iteration.
+            is_idle: Whether it changes nothing; None if every iteration counts.
         """
-        turn = Turn(self._begun is not None, is_idle)
-        new, added = self._body(self.values(state), self._given(element, turn))
+        iteration = Iteration(self._begun is not None, is_idle)
+        new, added = self._body(self.values(state), self._given(element, iteration))
         after, form = tree_flatten(new)
         others = set(range(len(self._leaves))) - {*self._places}
         if form != self._form or any(after[number] is not self._leaves[number] for number in others):
@@ -108,22 +108,24 @@ class _Turns:
         return tuple([_own(tensor) for tensor in found]), added
 
 
-def _operator(steps: Steps, turns: _Turns, is_first_apart: bool) -> tuple[Any, Any]:
-    """The values after the loop, and what its turns add to lists."""
+def _operator(steps: Steps, iterations: _Iterations, is_first_apart: bool) -> tuple[Any, Any]:
+    """The values after the loop, and what its iterations add to lists."""
     elements = steps.elements
-    # onnxruntime runs no loop without turns: one that changes nothing is put before them, or is the first one
+    # onnxruntime runs no loop without iterations: one that changes nothing is put before them, or is the first one
     has_idle = is_first_apart or _may_be_zero(steps.count)
     if has_idle and not is_first_apart:
         elements = tree_map(_after_zeros, elements)
     elements = tree_map(_own, elements)
     with own_types():
         if not has_idle:
-            state, outputs = scan(lambda state, element: turns.run(state, element, None), turns.state, elements)
-            return turns.values(state), outputs
+            state, outputs = scan(
+                lambda state, element: iterations.run(state, element, None), iterations.state, elements
+            )
+            return iterations.values(state), outputs
         is_idle = torch.arange(tree_flatten(elements)[0][0].shape[0]) == 0
-        state, outputs = scan(lambda state, given: turns.run(state, *given), turns.state, (elements, is_idle))
+        state, outputs = scan(lambda state, given: iterations.run(state, *given), iterations.state, (elements, is_idle))
         outputs = outputs if is_first_apart else tree_map(lambda output: output[1:], outputs)
-        return turns.values(state), outputs
+        return iterations.values(state), outputs
 
 
 def _opened(value: Any) -> Any:
@@ -149,7 +151,7 @@ def _closed(old: Any, new: Any, is_changed: bool) -> Any:
 
 
 def _may_be_zero(count: Any) -> bool:
-    """Whether a loop has no turns if all sizes are 1."""
+    """Whether a loop has no iterations if all sizes are 1."""
     expression = traced_expression(count)
     if expression is None:
         return not count
@@ -164,12 +166,14 @@ def _unless(is_idle: torch.Tensor | None, old: torch.Tensor, new: torch.Tensor) 
     if is_idle is None:
         return new
     if old.dtype != new.dtype or old.ndim != new.ndim or any(old.shape[n] != new.shape[n] for n in range(old.ndim)):
-        raise TypeError("a turn changes the shape or dtype of a tensor")
+        raise TypeError("an iteration changes the shape or dtype of a tensor")
     return torch.where(is_idle, old, new)
 
 
 def _own(tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         is_slice = isinstance(tensor, SliceOfUnknownLength)
-        raise TypeError("the length of a slice depends on values" if is_slice else "a turn adds no tensor to a list")
+        raise TypeError(
+            "the length of a slice depends on values" if is_slice else "an iteration adds no tensor to a list"
+        )
     return tensor.contiguous().clone()  # the loop operator takes no views

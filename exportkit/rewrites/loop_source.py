@@ -123,8 +123,8 @@ def _with_body(
         node: The loop.
         plain: Its plain form.
         number: Makes the new names unique.
-        names: The names that a turn leaves to the next one, or to the code after the loop.
-        appended: The statements that add an element to a list in every turn, by the list's name.
+        names: The names that an iteration leaves to the next one, or to the code after the loop.
+        appended: The statements that add an element to a list in every iteration, by the list's name.
     """
     loop, lists = plain.loop, [*appended]
     steps, body = f"{_STEPS}_{number}", f"{_BODY}_{number}"
@@ -177,7 +177,7 @@ def _local(name: str) -> ast.expr:
 
 
 def _decides_by(targets: set[str], loop: ast.For) -> bool:
-    """Whether a loop's body decides by what the loop sets, as in ``if i == 0``: its first turn may be another one."""
+    """Whether a body decides by what the loop sets, as in ``if i == 0``: the first iteration may be another one."""
     tests = [node.test for node in walk(loop.body) if isinstance(node, ast.If | ast.IfExp)]
     return any(isinstance(node, ast.Name) and node.id in targets for test in tests for node in ast.walk(test))
 

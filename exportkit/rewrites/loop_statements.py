@@ -93,7 +93,7 @@ class _Statements(ast.NodeTransformer):
         return ast.copy_location(assigned(inner.id, value), node)
 
     def visit_Compare(self, node: ast.Compare) -> Any:
-        """Leaves the number of a turn as it is where it is compared with a constant, which may be decided."""
+        """Leaves the number of an iteration as it is where it is compared with a constant, which may be decided."""
         match node:
             case ast.Compare(ast.Name(name), [_], [ast.Constant()]) if name in self._targets:
                 return node

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-HELPERS = "_exportkit_loops"  # the name under which the source finds `loop_turns.Helpers`
+HELPERS = "_exportkit_loops"  # the name under which the source finds `loop_helpers.Helpers`
 
 
 def variable(name: str) -> ast.Name:
@@ -34,12 +34,12 @@ def assigned(target: str | list[str], value: ast.expr) -> ast.Assign:
 
 
 def helper(name: str) -> ast.Attribute:
-    """Returns a function of `loop_turns.Helpers`."""
+    """Returns a function of `loop_helpers.Helpers`."""
     return ast.Attribute(variable(HELPERS), name, ast.Load())
 
 
 def call(name: str, *arguments: ast.expr) -> ast.Call:
-    """Returns a call of a function of `loop_turns.Helpers`."""
+    """Returns a call of a function of `loop_helpers.Helpers`."""
     return ast.Call(helper(name), [*arguments], [])
 
 

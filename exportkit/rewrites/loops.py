@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from exportkit.overrides import Attribute, classes_of, namespaces, replaced
+from exportkit.rewrites.loop_helpers import Helpers
 from exportkit.rewrites.loop_source import with_loops_as_functions
 from exportkit.rewrites.loop_syntax import HELPERS
-from exportkit.rewrites.loop_turns import Helpers
 from exportkit.rewrites.packed_sequences import layers_in_loops
 
 

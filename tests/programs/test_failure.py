@@ -66,7 +66,7 @@ torch.export could not trace the model: it decides by the values of a tensor.
          longest = lengths.max().item();
        the loop is unrolled: Attempted to wrap unbacked SymInt, in failing.py:N
          return torch.stack([row * 2 if longest > 3 else row for row in x])
-  hint: write this line in another way, so that every turn does the same to tensors of the same shapes and dtypes.
+  hint: rewrite this line so that every iteration does the same to tensors of the same shapes and dtypes.
         all that torch says: FILE"""
 
 ITEMS = """\
@@ -97,7 +97,7 @@ torch.export could not trace the model: axis 1 of x (x_axis_1) became static.
   got: only 7, which is the size it was traced with;
        the loop is unrolled: it ends the loop early, in failing.py:N
          break
-  hint: run all turns, and keep the state once it is done: torch.where(done, state, new_state).
+  hint: run all iterations, and keep the state once it is done: torch.where(done, state, new_state).
         all that torch says: FILE"""
 
 FOLDED = """\

@@ -1,4 +1,4 @@
-"""Decisions inside of loops over a length, by the turn or by values: both sides are computed, and the graph chooses."""
+"""Decisions in loops over a length, by the iteration or by values: both sides are computed, and the graph chooses."""
 
 import inspect
 
@@ -11,7 +11,7 @@ from exportkit.rewrites.table import LOOPS
 from tests.rewrites.test_loops import looping
 
 
-def by_the_number_of_the_turn(self, x):
+def by_the_number_of_the_iteration(self, x):
     length, state, taken = x.shape[1], x.mean(1), torch.zeros_like(x)
     for i in range(length):
         if i < length - 1 and i % 2 == 0:
@@ -52,7 +52,7 @@ def up_to_a_value(self, x):
     return state * i, row
 
 
-def up_to_a_number_of_turns(self, x):
+def up_to_a_number_of_iterations(self, x):
     state, count = x.mean(1), 0
     while count < x.shape[1] and state.abs().max() < 0.9:
         state = torch.tanh(self.layer(state) + x[:, count])
@@ -66,36 +66,36 @@ def up_to_a_number_of_turns(self, x):
 
 
 def until_it_converges(self, x):
-    found, turn, error = torch.zeros_like(x), 0, torch.tensor(1.0)
-    while turn < 30 and error > 1e-2:
+    found, iteration, error = torch.zeros_like(x), 0, torch.tensor(1.0)
+    while iteration < 30 and error > 1e-2:
         new = torch.tanh(self.layer(found) * 0.5 + x)
         error = (new - found).abs().max()
         found = new
-        turn += 1
+        iteration += 1
     for _ in range(20):
         x = x * 0.7 + found * 0.1
         if x.abs().max() < 0.5:
             break
-    return found, x, torch.as_tensor(turn)
+    return found, x, torch.as_tensor(iteration)
 
 
 def a_while_loop_with_a_break(self, x):
-    state, turn = x.mean(1), 0
-    while turn < x.shape[1]:
-        new = torch.tanh(self.layer(state) + x[:, turn])
+    state, iteration = x.mean(1), 0
+    while iteration < x.shape[1]:
+        new = torch.tanh(self.layer(state) + x[:, iteration])
         if new.abs().max() > 0.9:
             break
         state = new * 0.99
-        turn += 1
-    return state, torch.as_tensor(turn)
+        iteration += 1
+    return state, torch.as_tensor(iteration)
 
 
 def into_lists_up_to_a_value(self, x):
-    state, states, turn = x.mean(1) * 0, [x[:, 0]], 0
-    while turn < x.shape[1] and state.abs().max() < 0.9:
-        state = torch.tanh(self.layer(state) + x[:, turn])
+    state, states, iteration = x.mean(1) * 0, [x[:, 0]], 0
+    while iteration < x.shape[1] and state.abs().max() < 0.9:
+        state = torch.tanh(self.layer(state) + x[:, iteration])
         states.append(state)
-        turn += 1
+        iteration += 1
     token, tokens, scores = x.sum((1, 2)).long() % 4, [], []
     for _ in range(16):
         score, token = (self.layer.weight[token] + x.mean(1)).softmax(-1).max(-1)
@@ -107,10 +107,10 @@ def into_lists_up_to_a_value(self, x):
 
 
 DECIDING = [
-    by_the_number_of_the_turn,
+    by_the_number_of_the_iteration,
     by_values,
     up_to_a_value,
-    up_to_a_number_of_turns,
+    up_to_a_number_of_iterations,
     until_it_converges,
     a_while_loop_with_a_break,
     into_lists_up_to_a_value,
@@ -133,7 +133,7 @@ def test_a_loop_that_decides_is_right_at_any_length_and_for_any_values(function,
             torch.testing.assert_close(graph(x), model(x), atol=1e-5, rtol=1e-4)
 
 
-def that_adds_to_a_list_in_some_turns(self, x):
+def that_adds_to_a_list_in_some_iterations(self, x):
     rows = [x[:, 0]]
     for row in x.unbind(1):
         if row.max() > 1:
@@ -141,14 +141,14 @@ def that_adds_to_a_list_in_some_turns(self, x):
     return torch.stack(rows, 1)
 
 
-def that_repeats_a_turn(self, x):
-    turn, state = 0, x.mean(1)
-    while turn < x.shape[1]:
-        if x.abs().max() > 1:  # such a turn does not count
+def that_repeats_an_iteration(self, x):
+    iteration, state = 0, x.mean(1)
+    while iteration < x.shape[1]:
+        if x.abs().max() > 1:  # such an iteration does not count
             x = x * 0.5
             continue
-        state = state * 0.7 + x[:, turn]
-        turn += 1
+        state = state * 0.7 + x[:, iteration]
+        iteration += 1
     return state
 
 
@@ -160,7 +160,7 @@ def that_decides_about_shapes(self, x):
 
 
 @pytest.mark.parametrize(
-    "function", [that_adds_to_a_list_in_some_turns, that_repeats_a_turn, that_decides_about_shapes]
+    "function", [that_adds_to_a_list_in_some_iterations, that_repeats_an_iteration, that_decides_about_shapes]
 )
 def test_sides_that_cannot_be_computed_together_are_refused_with_the_line(function):
     model, observer = looping(function)

@@ -372,7 +372,7 @@ def over_pairs_of_places(self, x):
     return torch.Tensor(boxes).view(-1, 6), torch.stack(slices)
 
 
-def with_the_first_turn_apart(self, x):
+def with_the_first_iteration_apart(self, x):
     tokens, outputs, differences, i = x.unbind(1), [], [], 0
     for number in range(len(tokens)):
         if number == 0:  # noqa: SIM108
@@ -428,7 +428,7 @@ def with_recurrent_layers(self, x):
         through_layers,
         by_sizes_from_around_it,
         with_recurrent_layers,
-        with_the_first_turn_apart,
+        with_the_first_iteration_apart,
         from_the_second_on,
     ],
 )
@@ -454,7 +454,7 @@ def over_the_strongest(self, x):
     return total
 
 
-def test_a_loop_of_as_many_turns_as_a_logarithm_serves_any_length(tmp_path):
+def test_a_loop_of_as_many_iterations_as_a_logarithm_serves_any_length(tmp_path):
     model, observer = looping(over_the_strongest)
     graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
     for length in (5, 7, 8, 12, 13, 40):
@@ -610,20 +610,23 @@ def that_takes_powers(self, x):
 REFUSED = {
     that_sets_an_attribute_elsewhere: ("it sets the attribute `self.last`", "self.last = torch.tanh"),
     that_has_chunks_of_different_lengths: ("a slice may end behind the last element", "x[:, i : i + 3]"),
-    that_reads_a_tensor_that_grows: ("`found` grows with each turn, and the loop also reads it", "found = torch.cat"),
+    that_reads_a_tensor_that_grows: (
+        "`found` grows with each iteration, and the loop also reads it",
+        "found = torch.cat",
+    ),
     that_sets_an_attribute_that_a_method_uses: (
         "the attribute last, which of_a_method() also uses",
         "self.last = torch.tanh",
     ),
     that_changes_a_view: ("it changes `row` in place (`mul_`)", "row.mul_(2)"),
     that_goes_on_while: ("it goes on while something holds", "while len(states) < x.shape[1]:"),
-    that_changes_a_shape: ("a turn changes the shape of a tensor", "total = total + step"),
+    that_changes_a_shape: ("an iteration changes the shape of a tensor", "total = total + step"),
     that_sets_a_slice_by_its_number: ("a loop sets a slice", "x[:, :i] = "),
     that_picks_in_a_comprehension: ("it picks elements by a condition", "for i in range(x.shape[1]) if i % 2"),
     that_computes_an_index: ("a number that is computed from others becomes an int", "int(i * 0.29)"),
     that_rounds: ("a number that is not an int is rounded", "i * 0.29 // 1"),
     that_takes_powers: ("a power of an int may not fit into 64 bits", "2**i"),
-    that_collects_elsewhere: ("whose index depends on the turn", "found[i] = x[:, i]"),
+    that_collects_elsewhere: ("whose index depends on the iteration", "found[i] = x[:, i]"),
 }
 
 

@@ -35,11 +35,11 @@ from exportkit.rewrites.loop_indices import (
     small,
     with_item,
 )
-from exportkit.rewrites.loop_lists import Stacked, StackedLists, Steps, Turn, product_of, starred, until
+from exportkit.rewrites.loop_lists import Iteration, Stacked, StackedLists, Steps, product_of, starred, until
 from exportkit.rewrites.loop_runs import run
 
-# Turns of a loop over a number of turns that may end early: fewer ones are traced one by one, more would take long.
-_FEWEST_TURNS, _MOST_TURNS = 4, 128
+# Iterations of a loop with a fixed limit that may end early: fewer are traced one by one, more would take long.
+_FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 128
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -51,13 +51,13 @@ class Helpers:
 
     @staticmethod
     def steps(iterated: Any, ends_early: bool = False) -> Any:
-        """Returns the turns of a loop over something; the thing itself if its length is a number.
+        """Returns the iterations of a loop over something; the thing itself if its length is a number.
 
         Args:
             iterated: The thing.
-            ends_early: Whether the loop may end before the last turn, by the value of a tensor.
+            ends_early: Whether the loop may end before the last iteration, by the value of a tensor.
         """
-        if ends_early and isinstance(iterated, range) and _FEWEST_TURNS <= len(iterated) <= _MOST_TURNS:
+        if ends_early and isinstance(iterated, range) and _FEWEST_ITERATIONS <= len(iterated) <= _MOST_ITERATIONS:
             start, stop, step = iterated.start, iterated.stop, iterated.step
             return Helpers._of_range(start, stop, step)
         if isinstance(iterated, StackedLists):
@@ -83,7 +83,7 @@ class Helpers:
 
     @staticmethod
     def range(*limits: Any) -> Any:
-        """Returns the turns of ``range``."""
+        """Returns the iterations of ``range``."""
         start, stop, step = {1: (0, *limits, 1), 2: (*limits, 1)}.get(len(limits), limits)
         if not any(isinstance(limit, torch.SymInt) for limit in limits):
             return range(*limits)
@@ -97,15 +97,15 @@ class Helpers:
     def _of_range(start: Any, stop: Any, step: int) -> Steps:
         least, most = (start, stop - 1) if step > 0 else (stop - start % -step, start)  # not below the last one
 
-        def given(element: torch.Tensor, turn: Turn) -> Position:
-            first = least + step if turn.is_later and step > 0 else least
-            return Position(element, first, most, is_idle=turn.is_idle)
+        def given(element: torch.Tensor, iteration: Iteration) -> Position:
+            first = least + step if iteration.is_later and step > 0 else least
+            return Position(element, first, most, is_idle=iteration.is_idle)
 
         return Steps(torch.arange(start, stop, step), given, lambda: start)
 
     @staticmethod
     def enumerate(iterated: Any, start: int = 0) -> Any:
-        """Returns the turns of ``enumerate``."""
+        """Returns the iterations of ``enumerate``."""
         steps = Helpers.steps(iterated)
         if not isinstance(steps, Steps):
             return enumerate(steps, start)
@@ -113,7 +113,7 @@ class Helpers:
 
     @staticmethod
     def zip(*iterated: Any, **options: Any) -> Any:
-        """Returns the turns of ``zip``."""
+        """Returns the iterations of ``zip``."""
         all_steps = [Helpers.steps(each) for each in iterated]
         if not any(isinstance(steps, Steps) for steps in all_steps):
             return zip(*all_steps, **options)  # noqa: B905 (the options of the caller)
@@ -127,13 +127,15 @@ class Helpers:
         givens, firsts = [steps.given for steps in all_steps], [steps.first for steps in all_steps]
         return Steps(
             tuple(steps.elements for steps in all_steps),
-            lambda elements, turn: tuple([given(each, turn) for given, each in zip(givens, elements, strict=True)]),
+            lambda elements, iteration: tuple(
+                [given(each, iteration) for given, each in zip(givens, elements, strict=True)]
+            ),
             lambda: tuple([first() for first in firsts]),
         )
 
     @staticmethod
     def product(function: Callable[..., Any], *iterated: Any, **options: Any) -> Any:
-        """Returns the turns of ``itertools.product``, if this is the function."""
+        """Returns the iterations of ``itertools.product``, if this is the function."""
         all_steps = [Helpers.steps(each) for each in iterated] * options.get("repeat", 1)
         if not any(isinstance(steps, Steps) for steps in all_steps):
             return function(*iterated, **options)
@@ -156,16 +158,16 @@ class Helpers:
 
     @staticmethod
     def reversed(iterated: Any) -> Any:
-        """Returns the turns of ``reversed``."""
+        """Returns the iterations of ``reversed``."""
         steps = Helpers.steps(iterated)
         if not isinstance(steps, Steps):
             return reversed(steps)
         flipped = tree_map(lambda tensor: tensor.flip(0), steps.elements)
 
-        def given(element: Any, turn: Turn) -> Any:
-            return steps.given(element, Turn(is_idle=turn.is_idle))
+        def given(element: Any, iteration: Iteration) -> Any:
+            return steps.given(element, Iteration(is_idle=iteration.is_idle))
 
-        return Steps(flipped, given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped), Turn()))
+        return Steps(flipped, given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped), Iteration()))
 
     @staticmethod
     def unbind(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -198,7 +200,7 @@ class Helpers:
 
     @staticmethod
     def plain(value: Any) -> Any:
-        """Returns the number of a turn as a tensor, and anything else as it is."""
+        """Returns the number of an iteration as a tensor, and anything else as it is."""
         return plain(value)
 
     @staticmethod
@@ -331,7 +333,7 @@ def _mentions(function: types.FunctionType, cls: type, name: str, seen: set[str]
 
 
 def _one_by_one(start: Any, stop: Any, step: Any) -> Iterator[Any]:
-    """``range`` that keeps its numbers symbolic, for few turns."""
+    """``range`` that keeps its numbers symbolic, for few iterations."""
     while start < stop:
         yield start
         start = start + step
