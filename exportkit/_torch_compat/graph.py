@@ -46,7 +46,7 @@ def graphs_in(module: torch.nn.Module) -> list[torch.fx.GraphModule]:
     return [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
 
 
-class Written(NamedTuple):
+class WrittenTensor(NamedTuple):
     """What a graph does with a tensor that it writes to.
 
     Attributes:
@@ -58,7 +58,7 @@ class Written(NamedTuple):
     writers: list[torch.fx.Node]
 
 
-def written_tensors(graph: torch.fx.Graph) -> dict[torch.fx.Node, Written]:
+def written_tensors(graph: torch.fx.Graph) -> dict[torch.fx.Node, WrittenTensor]:
     """Returns the tensors that a graph writes to, by the node that makes each. Seen in torch 2.13."""
     made_from: dict[torch.fx.Node, torch.fx.Node] = {}  # a view, or the result of writing, and what it was made as
     writers: dict[torch.fx.Node, list[torch.fx.Node]] = {}
@@ -72,7 +72,7 @@ def written_tensors(graph: torch.fx.Graph) -> dict[torch.fx.Node, Written]:
     for node, first in made_from.items():
         if first in families:
             families[first].append(node)
-    return {first: Written(families[first], nodes) for first, nodes in writers.items()}
+    return {first: WrittenTensor(families[first], nodes) for first, nodes in writers.items()}
 
 
 def operator_name(target: Any) -> str:

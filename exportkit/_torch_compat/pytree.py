@@ -11,7 +11,7 @@ import torch
 from exportkit._torch_compat import require
 
 
-class Registered(NamedTuple):
+class Registration(NamedTuple):
     """How torch flattens objects of a registered class."""
 
     flatten: Callable[[Any], tuple[Iterable[Any], Any]]
@@ -25,12 +25,12 @@ def nodes() -> dict[type, Any]:
     return found
 
 
-def registered_node(cls: type) -> Registered | None:
+def registered_node(cls: type) -> Registration | None:
     """Returns torch's pytree registration of ``cls``, or None. Seen in torch 2.13."""
     definition = nodes().get(cls)
     if definition is None:
         return None
-    return Registered(definition.flatten_fn, definition.unflatten_fn, definition.flatten_with_keys_fn)
+    return Registration(definition.flatten_fn, definition.unflatten_fn, definition.flatten_with_keys_fn)
 
 
 def register_node(

@@ -30,7 +30,7 @@ _CLOSED = (type, ModuleType, FunctionType, MethodType, torch.Tensor, torch.dtype
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*")  # a name is also the name of a file
 
 
-class Target(NamedTuple):
+class ObservedMethod(NamedTuple):
     """A method of a module in an application.
 
     Attributes:
@@ -83,7 +83,7 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(n for n in ((slots,) if isinstance(slots, str) else slots) if n not in ("__dict__", "__weakref__"))
 
 
-def value_at(application: Any, path: str) -> Any:
+def part_of_application(application: Any, path: str) -> Any:
     """Returns what a path leads to; None if it leads nowhere."""
     value = application
     try:
@@ -109,7 +109,7 @@ def module_at(application: Any, path: str, method: str, model_name: str) -> torc
     Raises:
         UnknownMethodError: if there is no such module, or it does not have the method.
     """
-    value = value_at(application, path)
+    value = part_of_application(application, path)
     if isinstance(value, tuple) and value and isinstance(value[0], torch.nn.Module):  # of a dict: module and method
         value = value[0]
     if isinstance(value, torch.nn.Module) and callable(getattr(value, method, None)):
@@ -170,15 +170,15 @@ def require_parameters(module: torch.nn.Module, method: str, names: Iterable[str
 class _Frames(threading.local):
     """The methods inside of which this thread is; None inside a ``forward``, where nothing more is recorded."""
 
-    open: tuple[Target, ...] | None = ()
+    open: tuple[ObservedMethod, ...] | None = ()
 
 
 class _Heard:
     """Records the calls of a method, and inside which other methods they were made."""
 
-    def __init__(self, target: Target, recorder: Recorder, frames: _Frames) -> None:
+    def __init__(self, target: ObservedMethod, recorder: Recorder, frames: _Frames) -> None:
         self.target, self.recorder, self._frames = target, recorder, frames
-        self.around: set[tuple[Target, ...]] = set()
+        self.around: set[tuple[ObservedMethod, ...]] = set()
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frames = self._frames.open
@@ -207,7 +207,7 @@ class ApplicationRecorder:
         self.name = type(application).__name__
         self.is_named = isinstance(application, Mapping)
         self._frames = _Frames()
-        self._heard: dict[Target, _Heard] = {}
+        self._heard: dict[ObservedMethod, _Heard] = {}
         self._instead: dict[str, CalledInstead] = {}
         self._leaves: set[str] = set()  # paths of modules without modules inside
         self._modules: list[str] = []
@@ -248,8 +248,8 @@ class ApplicationRecorder:
                     stack.callback(instead.leave)
             yield
 
-    def _found_targets(self, application: Any) -> dict[Target, torch.nn.Module]:
-        targets: dict[Target, torch.nn.Module] = {}
+    def _found_targets(self, application: Any) -> dict[ObservedMethod, torch.nn.Module]:
+        targets: dict[ObservedMethod, torch.nn.Module] = {}
         seen: set[int] = set()
         for root, whole in modules_in(application).items():
             self._modules.append(root)
@@ -261,8 +261,8 @@ class ApplicationRecorder:
                 if next(module.children(), None) is None:
                     self._leaves.add(path)
                 if not inner or type(module).forward is not torch.nn.Module.forward:
-                    targets[Target(path, "forward")] = module
-                targets |= {Target(path, name): module for name in methods_of(module)}
+                    targets[ObservedMethod(path, "forward")] = module
+                targets |= {ObservedMethod(path, name): module for name in methods_of(module)}
         return targets
 
     def recorders(self) -> dict[str, Recorder]:
@@ -295,16 +295,16 @@ class ApplicationRecorder:
             )
         return found
 
-    def _targets(self) -> list[Target]:
+    def _targets(self) -> list[ObservedMethod]:
         """The methods that make up the application, in the order in which the modules were found."""
         if self.is_named:
             return list(self._heard)
         called = {target: heard for target, heard in self._heard.items() if heard.recorder.num_calls()}
 
-        def computes(target: Target) -> bool:
+        def computes(target: ObservedMethod) -> bool:
             if target.method == "forward":
                 return True
-            own = self._heard.get(Target(target.path, "forward"))
+            own = self._heard.get(ObservedMethod(target.path, "forward"))
             if own is not None and any(target in around for around in own.around):
                 return False  # it only organises calls of the model
             inside = f"{target.path}."
@@ -317,7 +317,7 @@ class ApplicationRecorder:
             call = called[target].recorder.observation().calls[0]
             return (runs_modules or target.path in self._leaves) and bool(call.tensors() and call.outputs.tensors())
 
-        def is_taken(target: Target) -> bool:
+        def is_taken(target: ObservedMethod) -> bool:
             if target not in taken:
                 around = self._heard[target].around
                 taken[target] = (
@@ -327,11 +327,11 @@ class ApplicationRecorder:
                 )
             return taken[target]
 
-        taken: dict[Target, bool] = {}
+        taken: dict[ObservedMethod, bool] = {}
         return [target for target in called if is_taken(target)]
 
 
-def named_targets(application: Mapping[Any, Any]) -> dict[Target, torch.nn.Module]:
+def named_targets(application: Mapping[Any, Any]) -> dict[ObservedMethod, torch.nn.Module]:
     """Returns the methods that a dict names: ``{"unet": pipe.unet, "decoder": (pipe.vae, "decode")}``.
 
     Raises:
@@ -340,7 +340,7 @@ def named_targets(application: Mapping[Any, Any]) -> dict[Target, torch.nn.Modul
     """
     if not application:
         raise InvalidRequestError("There is no module to observe.", expected="a dict of modules", got="an empty dict")
-    targets: dict[Target, torch.nn.Module] = {}
+    targets: dict[ObservedMethod, torch.nn.Module] = {}
     for name, value in application.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidRequestError(
@@ -357,5 +357,5 @@ def named_targets(application: Mapping[Any, Any]) -> dict[Target, torch.nn.Modul
                 expected="a module, or a module with the name of a method: (vae, 'decode')",
                 got=type(value).__name__,
             )
-        targets[Target(name, method)] = module
+        targets[ObservedMethod(name, method)] = module
     return targets

@@ -45,7 +45,7 @@ class SeenShapes:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenArgument:
     """An argument that a method changes in place.
 
     Attributes:
@@ -97,7 +97,7 @@ class Observation:
     restored: frozenset[str] = frozenset()
     has_values: bool = True
     further: tuple[SeenShapes, ...] = ()
-    written: Mapping[str, Written] = field(default_factory=dict)
+    written: Mapping[str, WrittenArgument] = field(default_factory=dict)
     target: str = ""
     called_instead: Mapping[str, int] = field(default_factory=dict)
     modules_called: Mapping[str, int] = field(default_factory=dict)

@@ -34,7 +34,7 @@ from exportkit.module_traces.error_steps import ErrorStep, added_error, worst_st
 from exportkit.module_traces.trace import Trace
 from exportkit.module_traces.trace_data import ModuleCall
 from exportkit.running.compare import distance, position_of_largest, unit_of
-from exportkit.running.program import state_of
+from exportkit.running.program import tensors_by_node
 from exportkit.running.session import Session
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def changed_weight(
     """
     from onnx import numpy_helper
 
-    state = state_of(program)
+    state = tensors_by_node(program)
     known = [state[name] for name in program_nodes.entering if isinstance(state.get(name), torch.Tensor)]
     own = {name for node in nodes.nodes for name in node.outputs}
     used = {name for node in model.graph.node if own.intersection(node.output) for name in node.input}

@@ -25,7 +25,7 @@ from exportkit.programs.model_lines import short_name
 from exportkit.rewrites.model_code import is_model_code
 from exportkit.running.kernels import add_outputs
 from exportkit.running.placement import Placement
-from exportkit.running.program import run_nodes, state_of
+from exportkit.running.program import run_nodes, tensors_by_node
 from exportkit.running.session import Session
 from exportkit.trees import registered_caches
 
@@ -211,7 +211,7 @@ def run_program(program: torch.export.ExportedProgram, inputs: Mapping[str, Any]
         name: value.detach().clone()
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
         else value
-        for name, value in {**state_of(program), **inputs}.items()
+        for name, value in {**tensors_by_node(program), **inputs}.items()
     }
     for node in graph.nodes:
         if node.op == "placeholder" and node.name not in given and node.users:

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from exportkit.calls.call import Call
-from exportkit.calls.observation import Observation, Written
+from exportkit.calls.observation import Observation, WrittenArgument
 from exportkit.calls.parts import Edge
 from exportkit.folder.checked import CheckedFiles, inside
 from exportkit.json_data import InvalidDataError, Positive, Size
 from exportkit.onnx_files.contract import Contract, Runtime
-from exportkit.onnx_files.graph import Measured, OnnxGraph
+from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
@@ -99,7 +99,7 @@ class GraphData:
     member_rows: Mapping[str, Size]
     stateful: bool
     wraps: bool
-    written: Mapping[str, Written]
+    written: Mapping[str, WrittenArgument]
     sizes: Mapping[str, Size]
     seconds: Mapping[str, float]
     domain: Mapping[str, Any]
@@ -270,7 +270,7 @@ def _load_unseen(described: Sequence[_Unseen], place: Path, contract: Contract) 
     )
 
 
-def _dump_measured(measured: Mapping[str, Measured], file: Path) -> dict[str, Any]:
+def _dump_measured(measured: Mapping[str, MeasuredCall], file: Path) -> dict[str, Any]:
     """Writes what a proof measured with the model, and returns where each tensor is, by call, field and path."""
     tensors: dict[str, torch.Tensor] = {}
     described: dict[str, Any] = {}
@@ -285,7 +285,7 @@ def _dump_measured(measured: Mapping[str, Measured], file: Path) -> dict[str, An
     return described
 
 
-def _load_measured(described: Mapping[str, _Measured], file: Path) -> dict[str, Measured]:
+def _load_measured(described: Mapping[str, _Measured], file: Path) -> dict[str, MeasuredCall]:
     names = {key for item in described.values() for keys in (item.ties, item.leeway) for key in keys.values()}
     tensors = load_file(file) if names else {}
     if names - tensors.keys():
@@ -294,7 +294,7 @@ def _load_measured(described: Mapping[str, _Measured], file: Path) -> dict[str, 
     def by_path(keys: Mapping[str, str]) -> dict[str, torch.Tensor]:
         return {path: tensors[key] for path, key in keys.items()}
 
-    return {call: Measured(by_path(item.ties), by_path(item.leeway)) for call, item in described.items()}
+    return {call: MeasuredCall(by_path(item.ties), by_path(item.leeway)) for call, item in described.items()}
 
 
 def _dtype(tensor: torch.Tensor | None) -> str | None:

@@ -25,8 +25,8 @@ from exportkit.module_outputs.context import run_captured
 from exportkit.module_outputs.record import (
     FIRST_INPUT_KEY,
     Match,
+    OutputTarget,
     Selection,
-    Target,
     keys_of,
     matches_of,
     nearest,
@@ -102,7 +102,7 @@ def _with_any_name(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _requested(
-    module: Any, targets: list[Target], args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Parameters
+    module: Any, targets: list[OutputTarget], args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Parameters
 ) -> dict[str, Any]:
     """What is requested: by key, True or the positions of its values."""
     keys = keys_of(targets)
@@ -148,13 +148,13 @@ def _declared_inside(module: Any, key: str) -> bool:
     return any(key in recordable_outputs(inner) for inner in module.modules())
 
 
-def _is_passed_on(name: str, targets: list[Target], parameters: Parameters) -> bool:
+def _is_passed_on(name: str, targets: list[OutputTarget], parameters: Parameters) -> bool:
     """Whether the forward gets an argument: all except flags of this decorator that it has no parameter for."""
     return parameters.accepts(name) or name.removeprefix(_PREFIX) not in keys_of(targets)
 
 
 def _captured(
-    module: Any, targets: list[Target], requested: Mapping[str, Any], call: Callable[[], Any], tie: bool
+    module: Any, targets: list[OutputTarget], requested: Mapping[str, Any], call: Callable[[], Any], tie: bool
 ) -> Any:
     wanted = [target for target in targets if target.key in requested]
     matches: list[Match] = matches_of(module, wanted)

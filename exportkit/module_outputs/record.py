@@ -54,7 +54,7 @@ class OutputRecorder:
 
 
 @dataclass(frozen=True)
-class Target:
+class OutputTarget:
     """A parsed spec, recorded under ``key``."""
 
     key: str
@@ -69,10 +69,10 @@ class Match(NamedTuple):
     module: torch.nn.Module
     path: str
     position: int
-    target: Target
+    target: OutputTarget
 
 
-def targets_of(specs: Mapping[str, Any]) -> list[Target]:
+def targets_of(specs: Mapping[str, Any]) -> list[OutputTarget]:
     """Returns the specs as targets.
 
     Raises:
@@ -91,12 +91,12 @@ def targets_of(specs: Mapping[str, Any]) -> list[Target]:
     return targets
 
 
-def keys_of(targets: Iterable[Target]) -> list[str]:
+def keys_of(targets: Iterable[OutputTarget]) -> list[str]:
     """Returns the different keys, in order."""
     return list(dict.fromkeys(target.key for target in targets))
 
 
-def matches_of(model: torch.nn.Module, targets: Iterable[Target]) -> list[Match]:
+def matches_of(model: torch.nn.Module, targets: Iterable[OutputTarget]) -> list[Match]:
     """Returns the modules that the targets select, each once per key even if several paths lead to it."""
     found = []
     for position, (module, names) in enumerate(paths_of_modules(model).items()):
@@ -108,7 +108,7 @@ def matches_of(model: torch.nn.Module, targets: Iterable[Target]) -> list[Match]
     return found
 
 
-def require_matches(model: torch.nn.Module, targets: Iterable[Target], matches: Iterable[Match]) -> None:
+def require_matches(model: torch.nn.Module, targets: Iterable[OutputTarget], matches: Iterable[Match]) -> None:
     """Raises for keys that match no module.
 
     Raises:
@@ -132,16 +132,16 @@ def nearest(text: str, candidates: Iterable[str]) -> list[str]:
     return [by_lower[name] for name in found]
 
 
-def _target(key: str, spec: Any) -> Target:
+def _target(key: str, spec: Any) -> OutputTarget:
     if isinstance(spec, OutputRecorder) or _is_foreign_recorder(spec):
-        return Target(key, _own(spec, key), spec)
+        return OutputTarget(key, _own(spec, key), spec)
     index = 0 if "hidden_states" in key else 1
     if isinstance(spec, type) and issubclass(spec, torch.nn.Module):
-        return Target(key, OutputRecorder(spec, index), spec)
+        return OutputTarget(key, OutputRecorder(spec, index), spec)
     if isinstance(spec, str) and spec:
-        return Target(key, OutputRecorder(None, index, class_name=spec), spec)
+        return OutputTarget(key, OutputRecorder(None, index, class_name=spec), spec)
     if isinstance(spec, re.Pattern):
-        return Target(key, OutputRecorder(None, index), spec, spec)
+        return OutputTarget(key, OutputRecorder(None, index), spec, spec)
     raise InvalidTypeError(
         f"The spec for {key!r} is not valid.",
         expected="a module class, the end of a module's path, a compiled regular expression, an OutputRecorder, or a "
@@ -166,7 +166,7 @@ def _own(spec: Any, key: str) -> OutputRecorder:
     return OutputRecorder(spec.target_class, spec.index, spec.layer_name, spec.class_name, initial)
 
 
-def _means(target: Target, module: torch.nn.Module, paths: list[str]) -> bool:
+def _means(target: OutputTarget, module: torch.nn.Module, paths: list[str]) -> bool:
     recorder, name = target.recorder, target.recorder.class_name
     if target.pattern is not None:
         return any(target.pattern.search(path) is not None for path in paths)
@@ -185,14 +185,14 @@ def _is_below(layer_name: str | None, path: str) -> bool:
     return layer_name is None or f".{layer_name.strip('.')}." in f".{path}."
 
 
-def _text(target: Target) -> str:
+def _text(target: OutputTarget) -> str:
     if target.pattern is not None:
         return re.sub(r"\\[a-zA-Z]|[^\w.]", "", target.pattern.pattern)
     recorder = target.recorder
     return recorder.class_name or str(getattr(recorder.target_class, "__name__", ""))
 
 
-def _described(target: Target) -> str:
+def _described(target: OutputTarget) -> str:
     recorder = target.recorder
     if target.pattern is not None:
         return f"the regular expression {target.pattern.pattern!r}"

@@ -20,7 +20,7 @@ from exportkit.trees import flatten, join
 from exportkit.trees.caches import ATOMS
 from exportkit.trees.flatten import flattened, holds_tensor
 from exportkit.trees.objects import OBJECT, can_open
-from exportkit.trees.structure import Closed, Nested, Registered, Structure, path_of
+from exportkit.trees.structure import Closed, Nested, RegisteredObject, Structure, path_of
 
 _LONGEST_TEXT = 500  # characters of a text, which may be a whole prompt
 _DEEPEST = 8  # objects inside objects that are opened; deeper ones become texts, as objects can refer to each other
@@ -129,7 +129,7 @@ def _add_others(item: Any, others: list[Any]) -> None:
         kind = type(leaf)
         if kind in ATOMS or kind is Closed:
             others.append(leaf)
-        elif kind is Nested or kind is Registered:
+        elif kind is Nested or kind is RegisteredObject:
             _add_others(leaf, others)
 
 
@@ -170,7 +170,7 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 def _has_objects(item: Any) -> bool:
     """Whether a structure has objects that were opened by their attributes."""
-    kinds = (Nested, Registered)
+    kinds = (Nested, RegisteredObject)
     return getattr(item, "node", None) is OBJECT or any(type(i) in kinds and _has_objects(i) for i in item.items)
 
 

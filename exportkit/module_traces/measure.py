@@ -214,7 +214,7 @@ class Statistics(NamedTuple):
     inf: int = 0
 
 
-class Measured(NamedTuple):
+class TensorStatistics(NamedTuple):
     """What was found out about a tensor.
 
     Attributes:
@@ -234,7 +234,7 @@ class Measured(NamedTuple):
         return "".join([f'"{name}":{text},' for name, text in numbers.items()]) + f'"hash":"{self.hash}"'
 
 
-def measure(tensor: torch.Tensor) -> Measured:
+def measure(tensor: torch.Tensor) -> TensorStatistics:
     """Returns statistics and hash of a tensor.
 
     Raises:
@@ -257,7 +257,7 @@ def measure(tensor: torch.Tensor) -> Measured:
                 for chunk in chunks_of(dense):
                     accumulator.add(chunk)
         joined = hashes[0] if len(hashes) == 1 else xxhash.xxh3_64_hexdigest("".join(hashes).encode()) if hashes else ""
-        return Measured(accumulator.result(form.numbers), joined)
+        return TensorStatistics(accumulator.result(form.numbers), joined)
 
 
 def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> str:

@@ -25,7 +25,7 @@ from exportkit.files import versions
 from exportkit.module_outputs import scope
 from exportkit.module_traces.files import FORMAT, VERSION, TraceFiles, encode, quoted
 from exportkit.module_traces.leaves import LeafReader
-from exportkit.module_traces.measure import Measured, Statistics, dtype_name, measure, store
+from exportkit.module_traces.measure import Statistics, TensorStatistics, dtype_name, measure, store
 
 _ROOM = 512  # bytes for each module in the header of the data file: about four stored tensors, with their names
 _MOST_PROBLEMS = 20  # whose texts are kept: the rest of a run that fails everywhere says the same
@@ -268,7 +268,7 @@ class TraceRecorder:
             raise
         except Exception as error:
             self.note(f"A {tensor.dtype} tensor could not be read: {type(error).__name__}: {error}")
-            stored, measured = False, Measured(Statistics(), "")
+            stored, measured = False, TensorStatistics(Statistics(), "")
         if measured is not None:
             line += f",{measured.text()}"
         if identity is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from exportkit.calls.call import Signature
-from exportkit.calls.observation import Written
+from exportkit.calls.observation import WrittenArgument
 from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.leaves import unique_name
 from exportkit.plan.plan import Plan
@@ -87,7 +87,7 @@ class Contract:
     stateful: bool = False
     wraps: bool = False
     half_dtypes: tuple[str, ...] = ()
-    written: Mapping[str, Written] = field(default_factory=dict)
+    written: Mapping[str, WrittenArgument] = field(default_factory=dict)
     rules: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)

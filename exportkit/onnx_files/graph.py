@@ -32,7 +32,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCall:
     """What is known of a call whose outputs are sensitive to rounding, or arbitrary in parts; see `proof.leeway`.
 
     Attributes:
@@ -43,14 +43,14 @@ class Measured:
     ties: Tensors = field(default_factory=dict)
     leeway: Tensors = field(default_factory=dict)
 
-    def of(self, paths: Collection[str]) -> Measured:
+    def of(self, paths: Collection[str]) -> MeasuredCall:
         """Returns what is known of some outputs."""
         ties = {path: tensor for path, tensor in self.ties.items() if path in paths}
-        return Measured(ties, {path: tensor for path, tensor in self.leeway.items() if path in paths})
+        return MeasuredCall(ties, {path: tensor for path, tensor in self.leeway.items() if path in paths})
 
-    def updated(self, other: Measured) -> Measured:
+    def updated(self, other: MeasuredCall) -> MeasuredCall:
         """Returns what is known together, where the other one counts for outputs that both know."""
-        return Measured({**self.ties, **other.ties}, {**self.leeway, **other.leeway})
+        return MeasuredCall({**self.ties, **other.ties}, {**self.leeway, **other.leeway})
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class OnnxGraph:
         unseen: tuple[Call, ...] | None = None,
         require_unchanged: Callable[[], None] | None = None,
         eager: EagerRunner | None = None,
-        measured: dict[str, Measured] | None = None,
+        measured: dict[str, MeasuredCall] | None = None,
         session_class: type[GraphSession] = Session,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.contract, self.observation, self.traced, self.unseen = contract, observation, traced, unseen
         self.eager = EagerRunner(traced.model, traced.method) if eager is None and traced is not None else eager
-        self.measured: dict[str, Measured] = {} if measured is None else measured
+        self.measured: dict[str, MeasuredCall] = {} if measured is None else measured
         self._require_unchanged = require_unchanged
         self._session_class, self._settings = session_class, settings or {}
         self._session: GraphSession | None = None

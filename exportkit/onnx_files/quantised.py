@@ -98,7 +98,7 @@ class Quantisation:
 
 
 @dataclass(frozen=True)
-class Layer:
+class WeightMatrix:
     """A matrix of weights in a graph.
 
     Attributes:
@@ -139,7 +139,7 @@ class Quantised:
     """
 
     request: Quantisation | None
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[WeightMatrix, ...] = ()
     left: tuple[str, ...] = ()
     logits: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ class Quantised:
         return " ".join(found)
 
 
-def read_layers(model: onnx.ModelProto, outputs: Collection[str], request: Quantisation) -> tuple[Layer, ...]:
+def read_layers(model: onnx.ModelProto, outputs: Collection[str], request: Quantisation) -> tuple[WeightMatrix, ...]:
     """Returns the matrices of a graph that can be quantised, as `read_quantisable` returns it.
 
     Args:
@@ -190,14 +190,14 @@ def read_layers(model: onnx.ModelProto, outputs: Collection[str], request: Quant
         wanted = request.embedding if node.op_type == "Gather" else request.head or not is_head
         elements = math.prod(tensor.dims)
         found.append(
-            Layer(
+            WeightMatrix(
                 module_of(node), node.name, node.op_type, elements, kind, request.weights if wanted else kind, is_head
             )
         )
     return tuple(found)
 
 
-def left_of(model: onnx.ModelProto, layers: Sequence[Layer]) -> tuple[str, ...]:
+def left_of(model: onnx.ModelProto, layers: Sequence[WeightMatrix]) -> tuple[str, ...]:
     """Returns what has weights and is left as it was, such as ``3 Conv`` or ``the embedding model.embed_tokens``.
 
     Args:

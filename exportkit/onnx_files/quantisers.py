@@ -17,7 +17,7 @@ import torch
 
 from exportkit.errors import RuntimeFailure
 from exportkit.onnx_files.matrices import all_nodes, remove_unused
-from exportkit.onnx_files.quantised import BITS, CLASSES, SCOPES, Layer, Quantisation
+from exportkit.onnx_files.quantised import BITS, CLASSES, SCOPES, Quantisation, WeightMatrix
 from exportkit.running.placement import require_onnxruntime
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _COMPUTE_IN_INT8 = 4
 
 
 def quantise(
-    model: onnx.ModelProto, layers: Sequence[Layer], request: Quantisation, calibration: Sequence[Tensors] = ()
+    model: onnx.ModelProto, layers: Sequence[WeightMatrix], request: Quantisation, calibration: Sequence[Tensors] = ()
 ) -> onnx.ModelProto:
     """Returns a graph with some of its layers quantised by onnxruntime.
 
@@ -55,7 +55,7 @@ def quantise(
             raise RuntimeFailure("onnxruntime cannot quantise the graph.", got=error) from error
 
 
-def _quantise_weights(model: onnx.ModelProto, layers: Sequence[Layer], request: Quantisation) -> None:
+def _quantise_weights(model: onnx.ModelProto, layers: Sequence[WeightMatrix], request: Quantisation) -> None:
     from onnxruntime.quantization import matmul_nbits_quantizer
 
     described = {node.name: list(node.metadata_props) for node in model.graph.node}
@@ -95,7 +95,7 @@ def _name_apart(graph: onnx.GraphProto, before: Collection[str], ending: str) ->
 
 
 def _quantise_activations(
-    model: onnx.ModelProto, layers: Sequence[Layer], request: Quantisation, calibration: Sequence[Tensors]
+    model: onnx.ModelProto, layers: Sequence[WeightMatrix], request: Quantisation, calibration: Sequence[Tensors]
 ) -> onnx.ModelProto:
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static

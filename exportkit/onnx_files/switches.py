@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from exportkit.onnx_files.quantised import BITS, Layer, Quantisation
+from exportkit.onnx_files.quantised import BITS, Quantisation, WeightMatrix
 from exportkit.onnx_files.quantisers import Tensors, quantise, write
 from exportkit.running.session import Session
 
@@ -31,7 +31,7 @@ class SwitchedGraph:
     def __init__(
         self,
         model: onnx.ModelProto,
-        layers: Sequence[Layer],
+        layers: Sequence[WeightMatrix],
         request: Quantisation,
         ways: Mapping[str, Sequence[str]],
         folder: Path,
@@ -47,7 +47,12 @@ class SwitchedGraph:
         self._session = Session(folder / "model.onnx")
 
     def _add(
-        self, whole: onnx.ModelProto, model: onnx.ModelProto, chosen: Sequence[Layer], request: Quantisation, kind: str
+        self,
+        whole: onnx.ModelProto,
+        model: onnx.ModelProto,
+        chosen: Sequence[WeightMatrix],
+        request: Quantisation,
+        kind: str,
     ) -> None:
         """Adds the nodes of a quantised copy beside those of the graph, and chooses between their outputs."""
         import onnx
@@ -104,7 +109,7 @@ class RewrittenGraph:
     def __init__(
         self,
         model: onnx.ModelProto,
-        layers: Sequence[Layer],
+        layers: Sequence[WeightMatrix],
         request: Quantisation,
         calibration: Sequence[Tensors],
         folder: Path,

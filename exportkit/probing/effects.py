@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.calls.observation import Observation, Written
+from exportkit.calls.observation import Observation, WrittenArgument
 from exportkit.running.compare import same_value
 from exportkit.running.eager import Around, run_eager, sampled_answer
 from exportkit.running.module_state import ModuleState
@@ -25,7 +25,7 @@ from exportkit.trees.objects import open_object
 from exportkit.trees.structure import path_of
 
 
-def written_arguments(observation: Observation, model: torch.nn.Module, method: str) -> dict[str, Written]:
+def written_arguments(observation: Observation, model: torch.nn.Module, method: str) -> dict[str, WrittenArgument]:
     """Returns the arguments that the recorded calls change in place, by name.
 
     Args:
@@ -53,7 +53,7 @@ def written_arguments(observation: Observation, model: torch.nn.Module, method: 
     found = {}
     for name, where in places.items():
         place = where.pop() if len(where) == 1 else None
-        found[name] = Written(place, tuple(sorted(in_place[name])))
+        found[name] = WrittenArgument(place, tuple(sorted(in_place[name])))
     return found
 
 
@@ -95,7 +95,7 @@ def _runs(model: torch.nn.Module, method: str, call: Call, noted: Around) -> boo
     return sampled_answer(model, runs, is_sure=bool)
 
 
-def write_back(given: Any, made: Any, written: Written, path: str = "") -> Any:
+def write_back(given: Any, made: Any, written: WrittenArgument, path: str = "") -> Any:
     """Returns an argument that was given, changed to what a graph made of it; a tensor of another shape is replaced.
 
     Args:

@@ -23,7 +23,7 @@ from exportkit.probing.missing import beyond_rounding
 from exportkit.probing.size_reads import Reads
 from exportkit.running.eager import detached, kernels_of, run_eager
 from exportkit.trees import Tree, fingerprint, flatten, is_cache_class
-from exportkit.trees.fingerprint import class_name
+from exportkit.trees.fingerprint import fingerprinted_class
 from exportkit.trees.objects import CONTAINERS
 from exportkit.trees.structure import path_of
 
@@ -236,7 +236,7 @@ def attributes_read(model: torch.nn.Module, method: str, calls: Iterable[Call]) 
         for call in calls if noted else ():
             with contextlib.suppress(Exception):
                 run_eager(model, method, call)
-    return {class_name(cls): tuple(sorted(names)) for cls, names in noted.items() if names.isdisjoint(_WHOLE)}
+    return {fingerprinted_class(cls): tuple(sorted(names)) for cls, names in noted.items() if names.isdisjoint(_WHOLE)}
 
 
 class _Twins:

@@ -23,10 +23,10 @@ from exportkit._torch_compat.tracing import in_module, node_of, tensor_of
 from exportkit.overrides import replaced_attributes
 from exportkit.programs.layer import (
     CopiedLayer,
-    Layer,
+    LayerCall,
     LayerNumber,
-    Place,
     Steps,
+    ValuePlace,
     contents,
     description,
     held,
@@ -35,7 +35,7 @@ from exportkit.programs.layer import (
     marks,
     of_others,
     places_in,
-    plain,
+    plain_number,
 )
 from exportkit.trees import flatten
 from exportkit.trees.caches import ATOMS
@@ -78,7 +78,7 @@ class CopiedLayers:
         if len(runs) >= _MOST_RUNS and not kinds:
             return forward(*args, **kwargs)
         try:
-            layer = Layer(tracer, path, int(member[2]), module, (args, kwargs), self._left.get(key, ()))
+            layer = LayerCall(tracer, path, int(member[2]), module, (args, kwargs), self._left.get(key, ()))
             found = next((kind for kind in kinds if kind.includes(layer)), None)
             if found is None:
                 layer.look()
@@ -115,7 +115,7 @@ class _Run:
         noted: What it computed with its number.
     """
 
-    def __init__(self, layer: Layer, forward: Callable[..., Any]) -> None:
+    def __init__(self, layer: LayerCall, forward: Callable[..., Any]) -> None:
         self.layer = layer
         self.noted: list[tuple[Steps, Callable[..., Any], tuple[Any, ...], Any]] = []
         self.reads: dict[Node, set[Steps]] = {}
@@ -137,9 +137,9 @@ class _Run:
 
     def _leave_plain_numbers(self) -> None:
         if any(isinstance(leaf, LayerNumber) for leaf in tree_leaves(self.result)):
-            self.result = tree_map(plain, self.result)
+            self.result = tree_map(plain_number, self.result)
         for node in self.nodes:
-            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), plain)
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), plain_number)
         for place in places_in(self.layer.call).values():
             if isinstance(place.value, LayerNumber) and not isinstance(place.holder, tuple):
                 place.write(int(place.value))
@@ -207,7 +207,9 @@ class _Run:
             node = node_of(value, self.layer.tracer)
             if node in self.nodes:
                 return None if marks(value) else (Node, self.nodes[node])
-            return next(((Place, steps) for steps, place in self.layer.places.items() if place.value is value), None)
+            return next(
+                ((ValuePlace, steps) for steps, place in self.layer.places.items() if place.value is value), None
+            )
         return description(value) if type(value) in ATOMS or isinstance(value, SYMBOLIC) else None
 
 
@@ -314,7 +316,7 @@ class _Kind:
         fixed = frozenset(b for a, b in prefixes if a == b and of_others(own_places)(b))
         return cls(first, run, reads, own_places, fixed, numbers)
 
-    def includes(self, layer: Layer) -> bool:
+    def includes(self, layer: LayerCall) -> bool:
         """Returns whether a layer leaves the same nodes behind, too."""
         if self.run.layer.own_numbers(layer) != self.numbers:
             return False
@@ -328,7 +330,7 @@ class _Kind:
         read = [(node, self._nodes_at(places, layer)) for node, places in self.reads.items() if places]
         return all(len(others) == 1 and _same_kind(node, *others) for node, others in read)
 
-    def copy(self, layer: Layer) -> Any:
+    def copy(self, layer: LayerCall) -> Any:
         """Returns what a layer returns, after it was given copies of the nodes."""
         run, tracer, moved = self.run, layer.tracer, self.copied(layer).moved
         copies: dict[Node, Any] = {node: self._nodes_at(at, layer).pop() for node, at in self.reads.items() if at}
@@ -340,7 +342,7 @@ class _Kind:
 
         def copied(made: Any, value: Any) -> Any:
             kind, position = made
-            if kind is Place:
+            if kind is ValuePlace:
                 return layer.places[moved(position)].value
             if kind is not Node:
                 return value
@@ -353,17 +355,17 @@ class _Kind:
         made = iter(run.returned)
         return flatten(run.result).map(lambda leaf: copied(next(made), leaf)).build()
 
-    def copied(self, layer: Layer) -> CopiedLayer:
+    def copied(self, layer: LayerCall) -> CopiedLayer:
         """Returns what describes a layer that gets copies of the nodes."""
         source = self.run.layer
         shift = layer.number - source.number
         return CopiedLayer(layer.path, layer.module, source.path, source.module, self.own, shift)
 
-    def _nodes_at(self, places: Iterable[Steps], layer: Layer) -> set[Node | None]:
+    def _nodes_at(self, places: Iterable[Steps], layer: LayerCall) -> set[Node | None]:
         found, moved = set[Node | None](), self.copied(layer).moved
         for steps in places:
             *tensor, kind, axis = moved(steps) if SIZE in steps else (*moved(steps), None, None)
-            if tensor[0] is Layer:
+            if tensor[0] is LayerCall:
                 node = layer.before[tensor[1]] if tensor[1] < len(layer.before) else None
             else:
                 node = node_of(layer.places[tuple(tensor)].value, layer.tracer)

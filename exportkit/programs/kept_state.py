@@ -37,7 +37,7 @@ _FAR = 1000  # added to a state, it changes whatever reads it
 
 
 @dataclass(frozen=True)
-class Place:
+class StatePlace:
     """Where a model keeps a state.
 
     Attributes:
@@ -138,7 +138,7 @@ class WithEffects(torch.nn.Module):
         self,
         model: torch.nn.Module,
         observation: Observation,
-        places: Mapping[str, Place] | None = None,
+        places: Mapping[str, StatePlace] | None = None,
         written: Sequence[str] = (),
         start: Callable[[Any], Any] = _nothing,
         shifts: Mapping[str, int] = MappingProxyType({}),
@@ -261,7 +261,7 @@ def _is_known(
     return not any((serves({name: 1}) or serves({name: -1})) and not serves({name: _FAR}) for name in names)
 
 
-def _changed_places(model: torch.nn.Module, method: str, observation: Observation) -> dict[str, Place]:
+def _changed_places(model: torch.nn.Module, method: str, observation: Observation) -> dict[str, StatePlace]:
     """Where a call changes tensors and numbers on modules, by a name for it."""
     # the model may raise for the first call in the state that the last one left
     changed = changed_state(model, method, observation.calls[0], observation.calls[-1], or_written=True)
@@ -278,16 +278,16 @@ def _changed_places(model: torch.nn.Module, method: str, observation: Observatio
                         if type(leaf) in (int, float) and (place in changed or join(place, inner) in changed)
                     }
                     if numbers or tree.tensors():
-                        places[f"{path}.{name}".replace(".", "_")] = Place(path, name, numbers)
+                        places[f"{path}.{name}".replace(".", "_")] = StatePlace(path, name, numbers)
     return places
 
 
-def _may_be_statistics(model: torch.nn.Module, place: Place) -> bool:
+def _may_be_statistics(model: torch.nn.Module, place: StatePlace) -> bool:
     """Whether a state is a buffer or a number, which models also count and average with."""
     return place.attribute in buffer_table(model.get_submodule(place.module)) or place.is_number
 
 
-def _are_read(places: Mapping[str, Place], model: torch.nn.Module, method: str, observation: Observation) -> bool:
+def _are_read(places: Mapping[str, StatePlace], model: torch.nn.Module, method: str, observation: Observation) -> bool:
     """Whether what is in these places makes a difference.
 
     Statistics are read if some result is another one with not-a-number in their places, which masks and empty slots

@@ -24,7 +24,7 @@ Steps = tuple[Any, ...]  # the attributes and items that lead to a value
 _OF_ANY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
-class Place(NamedTuple):
+class ValuePlace(NamedTuple):
     """A value, and where it is: an item or an attribute of its holder."""
 
     value: Any
@@ -43,21 +43,21 @@ class Place(NamedTuple):
             setattr(self.holder, self.name, value)
 
 
-def places_in(value: Any, own: Collection[Steps] = ()) -> dict[Steps, Place]:
+def places_in(value: Any, own: Collection[Steps] = ()) -> dict[Steps, ValuePlace]:
     """Returns the values inside containers and caches; what these are themselves is found at the place `len`.
 
     Args:
         value: The value.
         own: Places of items of lists; other items of these lists belong to other layers, and are left out.
     """
-    found: dict[Steps, Place] = {}
+    found: dict[Steps, ValuePlace] = {}
     opened: set[int] = set()
     is_left_out = of_others(own)
 
-    def walk(steps: Steps, place: Place) -> None:
+    def walk(steps: Steps, place: ValuePlace) -> None:
         value, items = place.value, None
         if id(value) in opened:  # it contains itself
-            found[steps] = Place(type(value).__name__)
+            found[steps] = ValuePlace(type(value).__name__)
             return
         if isinstance(value, dict):
             items = list(value.items())
@@ -72,10 +72,10 @@ def places_in(value: Any, own: Collection[Steps] = ()) -> dict[Steps, Place]:
         opened.add(id(value))
         for name, item in items:
             if not is_left_out((*steps, name)):
-                walk((*steps, name), Place(item, value, name))
+                walk((*steps, name), ValuePlace(item, value, name))
         opened.discard(id(value))
 
-    walk((), Place(value))
+    walk((), ValuePlace(value))
     return found
 
 
@@ -89,13 +89,13 @@ def of_others(own: Collection[Steps]) -> Callable[[Steps], bool]:
     return lambda steps: steps[:-1] in lists and type(steps[-1]) is int and steps not in own
 
 
-def holders(places: Mapping[Steps, Place]) -> dict[int, Any]:
+def holders(places: Mapping[Steps, ValuePlace]) -> dict[int, Any]:
     """Returns what holds values at these places, by id."""
     found = [place.holder for steps, place in places.items() if steps[-1:] != (len,)]
     return {id(holder): holder for holder in found if holder is not None}
 
 
-class Layer:
+class LayerCall:
     """A module, the arguments that it is called with, and the nodes of the layer before it."""
 
     left: Sequence[Node | None]
@@ -107,7 +107,7 @@ class Layer:
         self.tracer, self.path, self.number, self.module, self.call = tracer, path, number, module, call
         self.weights, self.attributes, self.has_hooks = contents(module)
         self.held, self.numbers = held(self.attributes), frozenset(self._numbers())
-        self.places: dict[Steps, Place] = {}
+        self.places: dict[Steps, ValuePlace] = {}
         self.described: dict[Steps, Any] = {}
 
     def look(self, own: Collection[Steps] = ()) -> None:
@@ -116,7 +116,7 @@ class Layer:
         Args:
             own: Places of items of lists; other items of these lists are left out.
         """
-        self.places = places_in(self.call, own) | {steps: Place(tensor) for steps, tensor in self.weights.items()}
+        self.places = places_in(self.call, own) | {steps: ValuePlace(tensor) for steps, tensor in self.weights.items()}
         self.described = described(self.places)
 
     def _numbers(self) -> Iterator[Steps]:
@@ -142,10 +142,10 @@ class Layer:
                 found.setdefault(node, set()).add(steps)
         for position, node in enumerate(self.before):
             if node is not None:
-                found.setdefault(node, set()).add((Layer, position))
+                found.setdefault(node, set()).add((LayerCall, position))
         return found
 
-    def own_numbers(self, other: Layer) -> frozenset[Steps] | None:
+    def own_numbers(self, other: LayerCall) -> frozenset[Steps] | None:
         """Returns the attributes that hold the number of each of two layers; None if anything else differs."""
         if self.attributes.keys() != other.attributes.keys() or self.has_hooks or other.has_hooks:
             return None
@@ -253,7 +253,7 @@ def description(value: Any) -> Any:
     return type(value), value if type(value) in ATOMS else fingerprint(value)
 
 
-def described(places: Mapping[Steps, Place]) -> dict[Steps, Any]:
+def described(places: Mapping[Steps, ValuePlace]) -> dict[Steps, Any]:
     """Returns what has to be equal of the values at places for code to do the same with them."""
     return {steps: description(place.value) for steps, place in places.items()}
 
@@ -270,7 +270,7 @@ class LayerNumber(int):
     name: Steps
 
 
-def plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """Returns a value; the number of a layer as a plain integer."""
     return int(value) if isinstance(value, LayerNumber) else value
 
@@ -295,11 +295,11 @@ class LayerTable(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(key, LayerNumber):
             self._written.add(int(key))
-        super().__setitem__(plain(key), value)
+        super().__setitem__(plain_number(key), value)
 
     def _found(self, key: Any, find: Callable[..., Any], *others: Any) -> Any:
         try:
-            found = find(self, plain(key), *others)
+            found = find(self, plain_number(key), *others)
         except KeyError:
             hash(key)  # which a number notes, so that the layer is not copied
             raise
@@ -312,7 +312,7 @@ class LayerTable(dict[Any, Any]):
 
 
 @contextlib.contextmanager
-def look_ups_noted(places: Mapping[Steps, Place]) -> Iterator[None]:
+def look_ups_noted(places: Mapping[Steps, ValuePlace]) -> Iterator[None]:
     """Puts a `LayerTable` in place of each dictionary with integers as keys, and its items into the dictionary at last.
 
     Args:
@@ -332,7 +332,7 @@ def look_ups_noted(places: Mapping[Steps, Place]) -> Iterator[None]:
     finally:
         for items, table in tables.values():
             items.clear()
-            items.update((plain(key), value) for key, value in table.items())
+            items.update((plain_number(key), value) for key, value in table.items())
         for place, items, table in replaced:
             if place.read() is table:
                 place.write(items)

@@ -18,7 +18,7 @@ import torch
 from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.overrides import replaced_attributes
-from exportkit.programs.layer import CopiedLayer, Place, Steps, described, hook_tables, places_in
+from exportkit.programs.layer import CopiedLayer, Steps, ValuePlace, described, hook_tables, places_in
 from exportkit.running.program import tensor_placeholders, values_reused
 from exportkit.trees import Tree, cloned, flatten
 from exportkit.trees.caches import ATOMS
@@ -128,7 +128,7 @@ class _Latest:
                     inside = _holders(places)
                     for steps, value in call.written.items():
                         *holder, name = layer.moved(steps)
-                        Place(None, inside[tuple(holder)], name).write(cloned(value))
+                        ValuePlace(None, inside[tuple(holder)], name).write(cloned(value))
                     passed = iter(call.passed)
 
                     def leaf(value: Any) -> Any:
@@ -143,8 +143,8 @@ class _Latest:
 
 def _call(
     called: Mapping[Steps, Any],
-    before: Mapping[Steps, Place],
-    after: Mapping[Steps, Place],
+    before: Mapping[Steps, ValuePlace],
+    after: Mapping[Steps, ValuePlace],
     returned: Tree,
     own: frozenset[Steps],
 ) -> _Call | None:
@@ -173,12 +173,12 @@ def _call(
     return _Call(called, written, returned, [given.get(id(leaf)) for leaf in returned.leaves])
 
 
-def _holders(places: Mapping[Steps, Place]) -> dict[Steps, Any]:
+def _holders(places: Mapping[Steps, ValuePlace]) -> dict[Steps, Any]:
     """The dicts, lists and objects that hold values at these places."""
     return {s[:-1]: place.holder for s, place in places.items() if s[-1:] != (len,) and place.holder is not None}
 
 
-def _versions(places: Mapping[Steps, Place]) -> list[int | None]:
+def _versions(places: Mapping[Steps, ValuePlace]) -> list[int | None]:
     """How often each tensor was written."""
     return [version_of(place.value) for place in places.values() if isinstance(place.value, torch.Tensor)]
 

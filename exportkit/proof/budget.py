@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import OnnxGraph
-from exportkit.onnx_files.quantised import BITS, Layer, Quantised
+from exportkit.onnx_files.quantised import BITS, Quantised, WeightMatrix
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.switches import RewrittenGraph, SwitchedGraph
 from exportkit.probing.simplify import as_simplified
@@ -104,13 +104,13 @@ def calibration_of(cases: Sequence[Case]) -> list[Tensors]:
     return [case.feeds for case in cases if case.kind != "unseen"]
 
 
-def _precisions(layer: Layer) -> tuple[str, ...]:
+def _precisions(layer: WeightMatrix) -> tuple[str, ...]:
     """What a layer can be stored in, from the fewest bits; onnxruntime quantises embeddings to int4 only."""
     return ("int4", "int8") if layer.stored == "int4" and layer.operator == "MatMul" else (layer.stored,)
 
 
 def _steps(
-    order: Sequence[Layer], first: Mapping[str, str], ways: Mapping[str, Sequence[str]]
+    order: Sequence[WeightMatrix], first: Mapping[str, str], ways: Mapping[str, Sequence[str]]
 ) -> Iterator[dict[str, str]]:
     """Yields what layers are stored in, with one of them in more bits each time; at last none is quantised."""
     stored = dict(first)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.onnx_files.graph import Measured, OnnxGraph
+from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.figures import Figures, Tensors, figures_of
 from exportkit.proof.half import farther_from_float32, most_allowed
-from exportkit.proof.leeway import hidden_by_padding, measurements, name_of
+from exportkit.proof.leeway import call_name, hidden_by_padding, measurements
 from exportkit.running.bounds import fixed_bound, rounding_bound
 from exportkit.running.compare import Difference, close, compare_outputs
 from exportkit.trees import Tree, fingerprint, text_of
@@ -54,14 +54,14 @@ def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Ten
 
     most = most_allowed(graph)
 
-    def compared(measured: Measured) -> tuple[Difference, ...]:
+    def compared(measured: MeasuredCall) -> tuple[Difference, ...]:
         wanted = {**expected, **measured.ties}
         return tuple(compare_outputs(wanted, got, exactly=True, bound=bound, leeway=measured.leeway, most=most))
 
-    name = name_of(call)
+    name = call_name(call)
     if graph.eager is None:
-        return compared(graph.measured.get(name, Measured()))
-    found = compared(Measured())
+        return compared(graph.measured.get(name, MeasuredCall()))
+    found = compared(MeasuredCall())
     wrong = {difference.path for difference in found if difference.reason is not None}
     if expected.keys() != got.keys() or any(math.isnan(difference.absolute) for difference in found):
         return found  # outputs, shapes or dtypes differ, which nothing explains
@@ -71,7 +71,7 @@ def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Ten
         if all(difference.reason is None for difference in found):
             farther = farther_from_float32(graph, call, expected, got, explaining.leeway)
             found = tuple(replace(d, reason=farther.get(d.path)) for d in found)
-            graph.measured[name] = graph.measured.get(name, Measured()).updated(explaining)
+            graph.measured[name] = graph.measured.get(name, MeasuredCall()).updated(explaining)
             break
     return found
 
@@ -147,13 +147,13 @@ def hidden_elements(graph: OnnxGraph, call: Call) -> dict[str, torch.Tensor]:
         graph: The graph.
         call: The call, with what the model returned.
     """
-    name = name_of(call)
+    name = call_name(call)
     if graph.eager is not None and name not in graph.measured:
         with contextlib.suppress(Exception):  # whatever the model raises for values that it was not made for
             found = hidden_by_padding(graph, call)
             if found:
-                graph.measured[name] = Measured({}, found)
-    return {**graph.measured.get(name, Measured()).leeway}
+                graph.measured[name] = MeasuredCall({}, found)
+    return {**graph.measured.get(name, MeasuredCall()).leeway}
 
 
 def is_logits(graph: OnnxGraph, path: str) -> bool:

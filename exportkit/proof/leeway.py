@@ -22,7 +22,7 @@ import torch
 
 from exportkit._torch_compat.rounding import rounding_varied
 from exportkit.calls.call import Call
-from exportkit.onnx_files.graph import Measured, OnnxGraph
+from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.plan.plan import Plan
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.half import most_allowed
@@ -53,15 +53,15 @@ def measure(graph: OnnxGraph) -> None:
         if call.is_made:
             expected = as_simplified(call.outputs.tensors(), graph.contract.joined_outputs, ())
             for measured in measurements(graph, call, expected, runs=0):
-                graph.measured[name_of(call)] = measured
+                graph.measured[call_name(call)] = measured
 
 
-def name_of(call: Call) -> str:
+def call_name(call: Call) -> str:
     """Returns the name under which a graph keeps what was measured for a call."""
     return call.label or str(call.index)
 
 
-def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int | None = None) -> Iterator[Measured]:
+def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int | None = None) -> Iterator[MeasuredCall]:
     """Yields what may be compared with the outputs of a graph, more lenient with each further run of the model.
 
     Args:
@@ -87,19 +87,19 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int | No
     with contextlib.suppress(Exception):  # whatever the model raises for values that it was not made for
         found = hidden_by_padding(graph, call)
         if found:
-            yield Measured({}, found)
+            yield MeasuredCall({}, found)
         base, chooses = outputs(0, 0.0)
         ties: dict[str, torch.Tensor] = {}
         if chooses:
             plain = as_simplified(run(call), joined, ())
             ties = {p: t for p, t in base.items() if _same(expected[p], plain[p]) and not _same(plain[p], t)}
             if ties:
-                yield Measured(ties, found)
+                yield MeasuredCall(ties, found)
         moved: dict[str, torch.Tensor] = {}
         for seed in range(runs):
             moved = _moved(base, outputs(seed, 1.0)[0], moved)
             allowed = {path: _allowed(base[path], apart, found.get(path), most) for path, apart in moved.items()}
-            yield Measured(ties, allowed)
+            yield MeasuredCall(ties, allowed)
 
 
 def hidden_by_padding(graph: OnnxGraph, call: Call) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, ExportkitError, RuntimeFailure
-from exportkit.onnx_files.graph import Measured, OnnxGraph
+from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.write import write_graphs
 from exportkit.plan.sizes import solve_sizes
@@ -29,7 +29,7 @@ from exportkit.proof.calls import Tensors, as_made, assembled_calls, small_calls
 from exportkit.proof.differences import lossy_differences, output_differences, value_differences
 from exportkit.proof.figures import Figures
 from exportkit.proof.half import distance_from_float32
-from exportkit.proof.leeway import name_of
+from exportkit.proof.leeway import call_name
 from exportkit.proof.narrow import is_wrong, narrowed, without_pattern
 from exportkit.proof.report import Divergence, Report, Row, Status
 from exportkit.running.compare import Difference
@@ -295,7 +295,7 @@ def _row(
 def _arbitrary(graph: OnnxGraph, call: Call, differences: Sequence[Difference]) -> str:
     """What the model leaves open in a call: which of equal values it chooses; values that could not be compared."""
     found = []
-    if path := next(iter(graph.measured.get(name_of(call), Measured()).ties), None):
+    if path := next(iter(graph.measured.get(call_name(call), MeasuredCall()).ties), None):
         found.append(f"{path}: the model chooses among equal values, and returns the same if it chooses as ONNX does")
     most = max(differences, key=lambda difference: difference.left_out, default=None)
     if most is not None and most.left_out:

@@ -34,7 +34,7 @@ _BAR, _TALLEST, _MOST_BARS = 7, 26, 24
 
 
 @dataclass(frozen=True)
-class Step:
+class ExportStep:
     """A stage of the pipeline. Its state is "good", "bad", or "" if the stage did not run."""
 
     name: str
@@ -209,7 +209,9 @@ def _sections(programs: Sequence[Program]) -> list[tuple[str, str]]:
     return [*found, *titles.items(), ("versions", "Versions and files")]
 
 
-def _steps(programs: Sequence[Program], manifest: Mapping[str, Any], proof: Mapping[str, Any] | None) -> list[Step]:
+def _steps(
+    programs: Sequence[Program], manifest: Mapping[str, Any], proof: Mapping[str, Any] | None
+) -> list[ExportStep]:
     main, split, is_single = programs[0], manifest.get("split"), "program" in manifest
     data, took = main.data, main.data.get("seconds", {})
     calls = (
@@ -220,25 +222,25 @@ def _steps(programs: Sequence[Program], manifest: Mapping[str, Any], proof: Mapp
     rules = f", with {', '.join(data['rules'])}" if data["rules"] else ""
     given = ", ".join(f"{name} {value}" for name, value in data.get("sizes", {}).items()) or "no size varies"
     steps = [
-        Step("observe", "good", count(len(calls), "call")),
-        Step("plan", "good", count(len(main.plan.variables), "variable"), took.get("plan")),
-        Step("arguments", "good", given, took.get("arguments")),
-        Step("export", "good", f"torch {manifest['written_by']['torch']}{rules}", took.get("export")),
-        Step("ONNX", "good", f"opset {data['opset']}, {size(main.bytes)}", took.get("onnx")),
+        ExportStep("observe", "good", count(len(calls), "call")),
+        ExportStep("plan", "good", count(len(main.plan.variables), "variable"), took.get("plan")),
+        ExportStep("arguments", "good", given, took.get("arguments")),
+        ExportStep("export", "good", f"torch {manifest['written_by']['torch']}{rules}", took.get("export")),
+        ExportStep("ONNX", "good", f"opset {data['opset']}, {size(main.bytes)}", took.get("onnx")),
     ]
     if not is_single:
         others, number = (
             sum(program.bytes for program in programs),
             len(programs) if split is None else len(split["kinds"]),
         )
-        steps[-1] = Step("ONNX", "good", f"{number} programs, {size(others)}", took.get("onnx"))
+        steps[-1] = ExportStep("ONNX", "good", f"{number} programs, {size(others)}", took.get("onnx"))
     if proof is None:
-        return [*steps, Step("verify", "", "not verified")]
+        return [*steps, ExportStep("verify", "", "not verified")]
     rows = proof["rows"] if is_single else [row for program in programs for row in program.rows]
     word = "measured" if proof.get("measured") else "proven"
     done = sum(row["status"] == word for row in rows)
     text = f"{done} of {count(len(rows), 'call')} {word}"
-    return [*steps, Step("verify", "good" if proof["ok"] else "bad", text, took.get("verify"))]
+    return [*steps, ExportStep("verify", "good" if proof["ok"] else "bad", text, took.get("verify"))]
 
 
 def _notes(programs: Sequence[Program], reason: str | None) -> list[tuple[str, str]]:

@@ -32,7 +32,7 @@ from exportkit.rewrites.loop_indices import (
     item,
     part_between,
     plain,
-    small,
+    small_exponent,
     with_item,
 )
 from exportkit.rewrites.loop_lists import Iteration, Stacked, StackedLists, Steps, product_of, starred, until
@@ -246,12 +246,12 @@ class Helpers:
     @staticmethod
     def power(base: Any, exponent: Any) -> Any:
         """Returns ``base ** exponent``."""
-        return plain(base) ** small(base, plain(exponent))
+        return plain(base) ** small_exponent(base, plain(exponent))
 
     @staticmethod
     def shifted(number: Any, places: Any) -> Any:
         """Returns ``number << places``."""
-        return plain(number) << small(number, plain(places))
+        return plain(number) << small_exponent(number, plain(places))
 
     @staticmethod
     def floored(left: Any, right: Any) -> Any:

@@ -221,7 +221,7 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, Position) else value
 
 
-def small(base: Any, exponent: Any) -> Any:
+def small_exponent(base: Any, exponent: Any) -> Any:
     """Returns the exponent of a power, unless the power may be an int that is too large for a tensor."""
     if type(base) is int and isinstance(exponent, torch.Tensor) and not exponent.is_floating_point():
         raise TypeError("a power of an int may not fit into 64 bits")

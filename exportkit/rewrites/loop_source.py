@@ -14,10 +14,10 @@ from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, nested_loops,
 from exportkit.rewrites.loop_statements import body_statements
 from exportkit.rewrites.loop_syntax import (
     HELPERS,
+    as_statements,
     assigned,
     call,
     helper,
-    listed,
     names_in,
     tuple_of,
     variable,
@@ -71,7 +71,7 @@ class _Loops(ast.NodeTransformer):
             return found
         as_one = self._changed(nested, node)
         limits = [_Iterated().visit(copy.deepcopy(each)) for each in nested.iter.args]  # type: ignore[attr-defined]
-        both = ast.If(call("are_symbolic", *limits), listed(as_one), listed(found))
+        both = ast.If(call("are_symbolic", *limits), as_statements(as_one), as_statements(found))
         return ast.fix_missing_locations(ast.copy_location(both, node))
 
     def _changed(self, node: ast.For | ast.While, original: ast.stmt | None = None) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from exportkit.rewrites.loop_choices import choosing, is_choice, later, with_tensors
-from exportkit.rewrites.loop_syntax import assigned, call, helper, listed, variable
+from exportkit.rewrites.loop_syntax import as_statements, assigned, call, helper, variable
 
 _OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
 # Operators whose results for numbers are others in single precision, or in 64 bits, by the name of the helper.
@@ -38,7 +38,7 @@ class _Statements(ast.NodeTransformer):
         self._decisions = 0
 
     def visited(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
-        return [each for statement in statements for each in listed(self.visit(statement))]
+        return [each for statement in statements for each in as_statements(self.visit(statement))]
 
     def visit_If(self, node: ast.If) -> Any:
         if not is_choice(node):

@@ -48,7 +48,7 @@ def appending(target: ast.expr, element: ast.expr, method: str = "append") -> as
     return ast.Expr(ast.Call(ast.Attribute(loaded(target), method, ast.Load()), [element], []))
 
 
-def listed(found: ast.AST | list[ast.stmt]) -> list[ast.stmt]:
+def as_statements(found: ast.AST | list[ast.stmt]) -> list[ast.stmt]:
     """Returns what an `ast.NodeTransformer` made of a statement as a list."""
     return found if isinstance(found, list) else [found]  # type: ignore[list-item]
 

@@ -83,7 +83,7 @@ def run_nodes(
         inputs: Values by name of the node that stands for the input; None for one that is not there.
         keep: Is given each node and its value, before the next node runs.
     """
-    known = {**state_of(program), **inputs}
+    known = {**tensors_by_node(program), **inputs}
     values = [known.get(node.name) for node in program.graph.nodes if node.op == "placeholder"]
     buffers = [known[spec.arg.name] for spec in program.graph_signature.input_specs if spec.kind is InputKind.BUFFER]
     tensors = [value for value in known.values() if isinstance(value, torch.Tensor)]
@@ -101,7 +101,7 @@ def tensor_placeholders(program: torch.export.ExportedProgram) -> list[str]:
     ]
 
 
-def state_of(program: torch.export.ExportedProgram) -> dict[str, Any]:
+def tensors_by_node(program: torch.export.ExportedProgram) -> dict[str, Any]:
     """Returns parameters, buffers and constants by name of the node that stands for each."""
     known: dict[str, Any] = {**program.state_dict, **program.constants}
     return {spec.arg.name: known[spec.target] for spec in program.graph_signature.input_specs if spec.kind in _STATE}

@@ -12,7 +12,7 @@ from exportkit.trees.fingerprint import NONE, NOTHING, TENSOR, Fingerprint, fing
 from exportkit.trees.flatten import node_of_object
 from exportkit.trees.object_parts import Path
 from exportkit.trees.objects import open_object, why_closed
-from exportkit.trees.structure import Closed, Nested, Registered, Structure, join, path_of
+from exportkit.trees.structure import Closed, Nested, RegisteredObject, Structure, join, path_of
 from exportkit.trees.tree import Tree
 
 # Where the parts of a fingerprint are, by its kind.
@@ -24,7 +24,7 @@ _PARTS = {
 _KEYED, _NAMED = ("dict", "mapping"), ("registered", "opened", "object", "nn", "cache")
 _BRACKETS = {"list": "[]", "tuple": "()", "size": "()", "set": "{}", "frozenset": "{}", "deque": "[]", "dict": "{}"}
 _LONGEST = 200
-_MAY_HOLD_CLOSED = frozenset({Closed, Nested, Registered})
+_MAY_HOLD_CLOSED = frozenset({Closed, Nested, RegisteredObject})
 
 
 class Mismatch(NamedTuple):
@@ -269,7 +269,7 @@ def with_changed(structure: Structure) -> Structure:
             return node_of_object(type(node.value), node.opened)
         if type(node) is Nested and _holds_closed(node):
             return replace(node, items=tuple(map(changed, node.items)))
-        return replace(node, children=changed(node.children)) if type(node) is Registered else node
+        return replace(node, children=changed(node.children)) if type(node) is RegisteredObject else node
 
     root = changed(structure.root)
     return Structure(root, (*structure.marks, *marks)) if marks else structure
@@ -318,7 +318,7 @@ def _closed(node: Any, path: str = "") -> Iterator[tuple[str, Closed]]:
     elif type(node) is Nested:
         for steps, item in zip(node.spec.paths(), node.items, strict=True) if _holds_closed(node) else ():
             yield from _closed(item, path_of(steps, path))
-    elif type(node) is Registered:
+    elif type(node) is RegisteredObject:
         for steps, item in zip(node.children.spec.paths(), node.items, strict=True):
             yield from _closed(item, path_of((node.names[steps[0]], *steps[1:]), path))
 

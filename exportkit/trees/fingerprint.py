@@ -26,7 +26,7 @@ import torch
 from exportkit._torch_compat.memory import version_of
 from exportkit.trees.caches import ATOMS, is_cache_class, own_state
 from exportkit.trees.flatten import open_registered
-from exportkit.trees.object_parts import Part, Skeleton, Unread, is_in_c, name_of, named
+from exportkit.trees.object_parts import ObjectPart, Skeleton, Unread, is_in_c, name_of, named
 
 Fingerprint = tuple[Any, ...]
 
@@ -44,7 +44,7 @@ _PROCESS = uuid.uuid4().hex
 
 
 @dataclass(frozen=True)
-class Placeholder:
+class Unwritten:
     """Stands for a value that could not be written, and does nothing.
 
     Attributes:
@@ -142,22 +142,22 @@ class _Describer:
         if kind is deque:
             return ("deque", value.maxlen, self._all(value))
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            return ("fields", class_name(kind), self._all(value))
+            return ("fields", fingerprinted_class(kind), self._all(value))
         return None
 
     def _leaf(self, value: Any, kind: Any) -> Fingerprint:
         if isinstance(value, Unread):
-            return ("unread", class_name(value.cls))
-        if isinstance(value, Placeholder):
+            return ("unread", fingerprinted_class(value.cls))
+        if isinstance(value, Unwritten):
             return value.fingerprint or _identity(value)
         if isinstance(value, torch.layout | torch.memory_format):
             return ("torch", str(value).removeprefix("torch."))
         if isinstance(value, torch.Generator) and not self._in_object:  # a proof finds out whether it is drawn from
             return ("torch", f"Generator({value.device.type})")
         if isinstance(value, enum.Enum):
-            return ("enum", class_name(kind), value.name or repr(value.value))
+            return ("enum", fingerprinted_class(kind), value.name or repr(value.value))
         if isinstance(value, type):
-            return ("type", class_name(value))
+            return ("type", fingerprinted_class(value))
         if isinstance(value, slice):
             return ("slice", *self._all((value.start, value.stop, value.step)))
         if isinstance(value, range):
@@ -173,24 +173,28 @@ class _Describer:
         if not self._in_object:
             if is_cache_class(kind):
                 own = own_state(value)
-                return ("cache", class_name(kind), tuple([(name, self.described(part)) for name, part in own.items()]))
+                return (
+                    "cache",
+                    fingerprinted_class(kind),
+                    tuple([(name, self.described(part)) for name, part in own.items()]),
+                )
             opened = open_registered(value)
             if opened is not None:
                 _, context, names, children = opened
                 items = tuple(zip(map(str, names), self._all(children), strict=True))
                 if type(context) is Skeleton:
-                    return ("opened", class_name(kind), tuple(map(self._opened_part, context.parts)), items)
+                    return ("opened", fingerprinted_class(kind), tuple(map(self._opened_part, context.parts)), items)
                 fields = None if isinstance(value, dict) else self.described(context)  # there, it is the names
-                return ("registered", class_name(kind), fields, items)
+                return ("registered", fingerprinted_class(kind), fields, items)
         return self._object(value, kind)
 
-    def _opened_part(self, part: Part) -> Fingerprint:
-        return (class_name(part.cls), part.names, self._all(part.keys), part.refs, self.described(part.extra))
+    def _opened_part(self, part: ObjectPart) -> Fingerprint:
+        return (fingerprinted_class(part.cls), part.names, self._all(part.keys), part.refs, self.described(part.extra))
 
     def _callable(self, value: Any, kind: Any) -> Fingerprint | None:
         if isinstance(value, functools.partial):
             inner = (value.func, value.args, value.keywords)
-            return ("partial", class_name(kind), *self._inside(lambda: self._all(inner)))
+            return ("partial", fingerprinted_class(kind), *self._inside(lambda: self._all(inner)))
         if isinstance(value, types.MethodType):
             return ("method", *self._inside(lambda: self._all((value.__self__, value.__func__))))
         if isinstance(value, types.FunctionType):
@@ -231,7 +235,7 @@ class _Describer:
         if kind.__module__.partition(".")[0] in sys.stdlib_module_names:  # what it is made with: attributes are caches
             reduced: Any = value.__reduce_ex__(4)
             if isinstance(reduced, str):
-                return ("named", class_name(kind), reduced)
+                return ("named", fingerprinted_class(kind), reduced)
             state = [(str(number), part) for number, part in enumerate(reduced[:3])]
             state += [(str(number), list(part)) for number, part in enumerate(reduced[3:5], 3) if part is not None]
         else:
@@ -246,7 +250,7 @@ class _Describer:
             elif is_in_c(kind):
                 return _identity(value)
         inner = self._inside(lambda: tuple([(name, self.described(part)) for name, part in state]))
-        return ("nn" if isinstance(value, torch.nn.Module) else "object", class_name(kind), inner)
+        return ("nn" if isinstance(value, torch.nn.Module) else "object", fingerprinted_class(kind), inner)
 
     def _inside(self, step: Callable[[], Fingerprint]) -> Fingerprint:
         self._in_object += 1
@@ -256,7 +260,7 @@ class _Describer:
             self._in_object -= 1
 
 
-def class_name(cls: type) -> str:
+def fingerprinted_class(cls: type) -> str:
     """Returns the name of a class in fingerprints."""
     return name_of(cls) or f"{cls.__module__}:{cls.__qualname__} {_identity(cls)[2]}"
 

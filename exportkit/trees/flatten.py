@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from exportkit._torch_compat.pytree import Registered as Registration
-from exportkit._torch_compat.pytree import key_name, registered_node
+from exportkit._torch_compat.pytree import Registration, key_name, registered_node
 from exportkit.errors import UnregisteredClassError
 from exportkit.trees.caches import ATOMS, DERIVED, is_cache_class
 from exportkit.trees.objects import OBJECT, Opened, changing_classes, flatten_tensors, open_object
@@ -31,7 +30,7 @@ from exportkit.trees.structure import (
     Method,
     Nested,
     Object,
-    Registered,
+    RegisteredObject,
     Structure,
     Table,
     containers,
@@ -120,7 +119,7 @@ def flattened_cache(cache: Any) -> tuple[list[torch.Tensor], Object]:
     return flattener.tensors, structure
 
 
-def node_of_object(cls: type, opened: Opened) -> Registered:
+def node_of_object(cls: type, opened: Opened) -> RegisteredObject:
     """Returns the node of an object that is opened by its attributes.
 
     Args:
@@ -130,7 +129,7 @@ def node_of_object(cls: type, opened: Opened) -> Registered:
     changing_classes.add(cls)
     flattener = _Flattener(keep_values=True)
     children = flattener.opened(flattener.nested(opened.leaves))
-    return Registered(cls, OBJECT, opened.skeleton, opened.paths, children)
+    return RegisteredObject(cls, OBJECT, opened.skeleton, opened.paths, children)
 
 
 def open_registered(value: Any) -> tuple[Registration, Any, tuple[str | int, ...], list[Any]] | None:
@@ -232,7 +231,7 @@ class _Flattener:
             return Closed(value if self.keep_values else None)
         node, context, names, children = opened
         self.marks += (type(value), names)
-        return Registered(type(value), node, context, names, self.nested(children))
+        return RegisteredObject(type(value), node, context, names, self.nested(children))
 
     def object(self, value: Any) -> Any:
         """Begins a cache or a layer of one."""

@@ -2,7 +2,7 @@
 
 Numbers stand for the tensors, in the order of their paths. Reading looks up classes by name, in modules that are
 loaded or belong to torch, transformers or exportkit. Nothing is unpickled and nothing is evaluated: a constant that
-JSON cannot hold comes back as a `Placeholder`.
+JSON cannot hold comes back as a `Unwritten`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from exportkit.trees.class_names import (
     has_fields,
 )
 from exportkit.trees.constants import from_json
-from exportkit.trees.fingerprint import Placeholder, fingerprint
+from exportkit.trees.fingerprint import Unwritten, fingerprint
 from exportkit.trees.flatten import flatten
-from exportkit.trees.object_parts import REFS, Part, Skeleton, build_object
+from exportkit.trees.object_parts import REFS, ObjectPart, Skeleton, build_object
 from exportkit.trees.objects import Rest, changing_classes, open_object
 from exportkit.trees.structure import (
     LENGTH,
@@ -40,7 +40,7 @@ from exportkit.trees.structure import (
     Container,
     Nested,
     Object,
-    Registered,
+    RegisteredObject,
     Table,
     build,
     containers,
@@ -149,7 +149,7 @@ class _Writer:
             return {"object": class_name(node.cls, *CACHE_CLASSES), "state": state}
         if kind is Table:
             return [self.dump(row) for row in node.items]
-        if kind is Registered:
+        if kind is RegisteredObject:
             return self._dump_registered(node.cls, self.dump(node.children), node.context)
         if node is LENGTH:
             return {"length": "keys"}
@@ -206,7 +206,7 @@ class _Writer:
             raise TreeError("The context of a registered class was not written as JSON.", got=error) from error
 
 
-def _dump_part(part: Part) -> Any:
+def _dump_part(part: ObjectPart) -> Any:
     keys, extra = (
         _exact(list(part.keys), "A key of a dict"),
         _exact(part.extra, "What a dict makes missing values with"),
@@ -217,14 +217,14 @@ def _dump_part(part: Part) -> Any:
     )
 
 
-def _load_part(data: Any) -> Part:
+def _load_part(data: Any) -> ObjectPart:
     names, keys, extra = data["names"], load_value(data["keys"]), load_value(data.get("extra"))
     refs = [(kind, _position(number)) for kind, number in data["refs"]]
     if not all(isinstance(name, str) for name in names) or any(kind not in REFS for kind, _ in refs):
         raise TypeError("a part of an object is damaged")
     if extra is not None and type(extra) is not int and not belongs_to_cache(extra):
         raise ValueError(f"a dict in an object makes its missing values with {extra}")
-    return Part(find_class(data["cls"], *PART_CLASSES), tuple(names), tuple(keys), tuple(refs), extra)
+    return ObjectPart(find_class(data["cls"], *PART_CLASSES), tuple(names), tuple(keys), tuple(refs), extra)
 
 
 def _dump_leaf(value: Any) -> Any:
@@ -255,7 +255,7 @@ def _dump_leaf(value: Any) -> Any:
 
 def _dump_placeholder(value: Any) -> Any:
     described = {"fingerprint": fingerprint(value)}
-    if isinstance(value, Placeholder):
+    if isinstance(value, Unwritten):
         return {"placeholder": value.cls, "text": value.text, **described}
     try:
         text = repr(value)
@@ -403,5 +403,5 @@ def _load_leaf(kind: str, value: Any, data: Any, inside: bool) -> Any:
     if kind == "type":
         return find_class(value, *(CACHE_CLASSES if inside else ()))
     if kind == "placeholder":
-        return Placeholder(value, data["text"], from_json(data.get("fingerprint")))
+        return Unwritten(value, data["text"], from_json(data.get("fingerprint")))
     raise KeyError(kind)

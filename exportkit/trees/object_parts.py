@@ -27,7 +27,7 @@ class Path(str):
     __slots__ = ()
 
 
-class Part(NamedTuple):
+class ObjectPart(NamedTuple):
     """An object or a container in an opened object.
 
     Attributes:
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 class Skeleton:
     """An opened object without its leaves: its parts, itself first."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ObjectPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def build_object(leaves: Iterable[Any], skeleton: Skeleton, into: Any = None) ->
     return found(("part", 0))
 
 
-def _empty(part: Part) -> Any:
+def _empty(part: ObjectPart) -> Any:
     if issubclass(part.cls, defaultdict) or part.cls is deque:
         cls: Any = part.cls
         built = new_object(cls)
@@ -147,7 +147,7 @@ def _clear(value: Any) -> None:
         object.__delattr__(value, name)
 
 
-def _fill(value: Any, part: Part, values: Sequence[Any]) -> None:
+def _fill(value: Any, part: ObjectPart, values: Sequence[Any]) -> None:
     for name, item in zip(part.names, values, strict=False):
         if name in slots_of(part.cls):
             object.__setattr__(value, name, item)

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from exportkit._torch_compat.pytree import Registered, registered_node
+from exportkit._torch_compat.pytree import Registration, registered_node
 from exportkit.trees.caches import ATOMS, is_cache_class
 from exportkit.trees.object_parts import (
     BUILT_IN,
     HEAP_TYPE,
-    Part,
+    ObjectPart,
     Path,
     Skeleton,
     Unread,
@@ -169,7 +169,7 @@ class _Walk:
                 del self._seen[name]
             del self.parts[number:], self.leaves[before[0] :], self.paths[before[0] :]
             return self._leaf(value, path)
-        self.parts[number] = Part(cls, tuple(state), keys, tuple(refs), extra)
+        self.parts[number] = ObjectPart(cls, tuple(state), keys, tuple(refs), extra)
         return ("part", number)
 
 
@@ -301,4 +301,4 @@ def unflatten_tensors(tensors: Iterable[Any], rest: Rest) -> Any:
 
 
 # How the flattener opens and builds objects.
-OBJECT = Registered(lambda value: (_opened(value).leaves, None), build_object, None)  # type: ignore[union-attr]
+OBJECT = Registration(lambda value: (_opened(value).leaves, None), build_object, None)  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import optree
 import torch
 
-from exportkit._torch_compat.pytree import Registered as Registration
+from exportkit._torch_compat.pytree import Registration
 from exportkit.trees.caches import DERIVED, GROWING, Growth, growth_of
 from exportkit.trees.object_parts import Path
 
@@ -59,7 +59,7 @@ class Nested:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class Registered:
+class RegisteredObject:
     """An object of a class registered with torch's pytree, and the path step of each of its children."""
 
     inside: ClassVar = False
@@ -166,7 +166,7 @@ class Container:
         return self.cls(items) if self.extra is None else self.cls(items, self.extra)
 
 
-_NODES = frozenset({Nested, Registered, Object, Table, Container})
+_NODES = frozenset({Nested, RegisteredObject, Object, Table, Container})
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -186,7 +186,7 @@ class Method:
 
 
 @dataclass(slots=True)
-class Part:
+class Argument:
     """One argument in the structure of a call, the number of its first tensor, and its leaves."""
 
     node: Any
@@ -209,15 +209,15 @@ class Structure(NamedTuple):
         """Returns the leaves with their paths."""
         return Leaves().add(self.root)
 
-    def arguments(self) -> tuple[tuple[Part, ...], dict[str, Part]]:
+    def arguments(self) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
         """Returns the parts of a structure of ``(args, kwargs)``."""
         args, kwargs = self.root.spec.children()
-        parts: list[Part] = []
+        parts: list[Argument] = []
         start = first = 0
         for spec in (*args.children(), *kwargs.children()):
             stop = start + spec.num_leaves
             node = Nested(spec, self.root.items[start:stop])
-            parts.append(Part(node, first, Leaves(next=first).add(node)))
+            parts.append(Argument(node, first, Leaves(next=first).add(node)))
             start, first = stop, parts[-1].leaves.next
         return tuple(parts[: args.num_children]), dict(zip(kwargs.entries(), parts[args.num_children :], strict=True))
 
@@ -291,7 +291,7 @@ def _steps(node: Any, path: str, growth: Growth | None) -> Iterator[tuple[Any, s
     growths = [growth] * len(node.items)
     if type(node) is Nested:
         paths = [path_of(steps, path) for steps in node.spec.paths()]
-    elif type(node) is Registered:
+    elif type(node) is RegisteredObject:
         paths = [path_of((node.names[steps[0]], *steps[1:]), path) for steps in node.children.spec.paths()]
     elif type(node) is Container:
         paths = [f"{path}[{key!r}]" for key in node.keys or range(len(node.items))]
@@ -324,16 +324,16 @@ def _table_leaves(
     return paths, numbers, growing
 
 
-def joined_parts(value: Any) -> Part:
+def joined_parts(value: Any) -> Argument:
     """Returns one part for a tuple or dict of parts, such as ``*args``."""
-    if type(value) is Part:
+    if type(value) is Argument:
         return value
     leaves = Leaves()
     parts, spec = containers(value)
     for steps, part in zip(spec.paths(), parts, strict=True):
         leaves.next = part.first
         leaves.add(part.node, path_of(steps))
-    return Part(Nested(spec, tuple([part.node for part in parts])), 0, leaves)
+    return Argument(Nested(spec, tuple([part.node for part in parts])), 0, leaves)
 
 
 def build(root: Any, leaves: Iterator[Any]) -> Any:

@@ -10,7 +10,7 @@ import torch
 from exportkit._torch_compat.pytree import registered_node
 from exportkit.trees.caches import Growth, is_cache_class
 from exportkit.trees.object_parts import Skeleton
-from exportkit.trees.structure import Leaves, Nested, Object, Part, Registered, build, joined_parts
+from exportkit.trees.structure import Argument, Leaves, Nested, Object, RegisteredObject, build, joined_parts
 
 
 class Tensors(Protocol):
@@ -55,7 +55,7 @@ class Tree:
             if found.spec.type is not None:
                 return found.spec.type
             found = found.items[0]
-        return found.cls if type(found) in (Object, Registered) else object
+        return found.cls if type(found) in (Object, RegisteredObject) else object
 
     @property
     def has_objects(self) -> bool:
@@ -66,9 +66,9 @@ class Tree:
         """Returns the classes of the objects in it that were opened by their attributes, and of their parts."""
         nodes, found = [self.structure], set()
         for node in nodes:
-            if type(node) is Registered and type(node.context) is Skeleton:
+            if type(node) is RegisteredObject and type(node.context) is Skeleton:
                 found |= {part.cls for part in node.context.parts}
-            nodes += node.items if type(node) in (Nested, Registered) else ()
+            nodes += node.items if type(node) in (Nested, RegisteredObject) else ()
         return found
 
     @property
@@ -158,10 +158,10 @@ def lazy_tree(parts: Any, source: Tensors) -> Tree:
     """Returns the tree of a part of a recorded call; its tensors are read when its leaves are.
 
     Args:
-        parts: A `Part`, or a tuple or dict of parts.
+        parts: A `Argument`, or a tuple or dict of parts.
         source: Copies of the tensors of the whole call.
     """
-    part: Part = joined_parts(parts)
+    part: Argument = joined_parts(parts)
     return Tree(part.node, part.leaves, source)
 
 

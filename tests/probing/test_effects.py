@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exportkit import InputObserver
-from exportkit.calls.observation import Written
+from exportkit.calls.observation import WrittenArgument
 from exportkit.probing.effects import changed_state, write_back, written_arguments
 from tests.models import tiny_llama
 
@@ -40,12 +40,12 @@ def keyed(batch):
     [
         (lambda x: x + 1, torch.ones(2), None),
         (lambda x: x.add_(0), torch.ones(2), None),
-        (lambda x: x.add_(1), torch.ones(2), Written("", ("",))),
-        (lambda x: x.add_(1) * 2, torch.ones(2), Written(None, ("",))),
-        (lambda x: (x[0] * 2, x[0].mul_(3)), [torch.ones(2)], Written(None, ("[0]",))),
-        (lambda x: {"sum": x.sum(), "same": x.mul_(3)}, torch.ones(2), Written("same", ("",))),
-        (appended, [torch.ones(2)], Written(None)),
-        (keyed, {"x": torch.ones(2)}, Written("")),
+        (lambda x: x.add_(1), torch.ones(2), WrittenArgument("", ("",))),
+        (lambda x: x.add_(1) * 2, torch.ones(2), WrittenArgument(None, ("",))),
+        (lambda x: (x[0] * 2, x[0].mul_(3)), [torch.ones(2)], WrittenArgument(None, ("[0]",))),
+        (lambda x: {"sum": x.sum(), "same": x.mul_(3)}, torch.ones(2), WrittenArgument("same", ("",))),
+        (appended, [torch.ones(2)], WrittenArgument(None)),
+        (keyed, {"x": torch.ones(2)}, WrittenArgument("")),
     ],
 )
 def test_arguments_that_a_model_changes_are_found_with_their_place_in_the_result(change, value, written):
@@ -58,7 +58,9 @@ def test_a_cache_that_is_filled_and_returned_is_an_argument_that_changes():
     model, observer = tiny_llama(), InputObserver()
     with observer(model):
         model.generate(torch.randint(3, 60, (1, 4)), max_new_tokens=2, do_sample=False)
-    assert written_arguments(observer.observation, model, "forward") == {"past_key_values": Written("past_key_values")}
+    assert written_arguments(observer.observation, model, "forward") == {
+        "past_key_values": WrittenArgument("past_key_values")
+    }
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -67,7 +69,7 @@ def test_tensors_are_written_to_or_replaced_as_the_model_does_it(in_place):
     given = {"items": [tensor, torch.ones(2)], "gone": 1}
     made = {"items": [torch.ones(2), torch.ones(2), torch.ones(3)], "new": torch.ones(1)}
     kept = given["items"]
-    assert write_back(given, made, Written(None, ("items[0]",) if in_place else ())) is given
+    assert write_back(given, made, WrittenArgument(None, ("items[0]",) if in_place else ())) is given
     assert given["items"] is kept
     assert (given["items"][0] is tensor) == in_place
     assert [item.tolist() for item in kept] == [[1, 1], [1, 1], [1, 1, 1]]
