@@ -319,3 +319,45 @@ def transformer_of_speechbrain():
         tgt_vocab=20, input_size=8, d_model=8, nhead=2, num_encoder_layers=1, num_decoder_layers=1, d_ffn=16
     )
     return model, lambda batch, frames, words: model(randn(batch, frames, 8), ints(batch, words, below=20))
+
+
+@case([(2, 3), (1, 4)], [(1, 6), (3, 5)])
+def whisper_of_openai():
+    from whisper.model import ModelDimensions, Whisper
+
+    model = Whisper(ModelDimensions(80, 100, 32, 2, 2, 60, 32, 32, 2, 2))
+    return model, lambda batch, words: model(randn(batch, 80, 200), ints(batch, words, below=60))
+
+
+@case([(2, 4096), (3, 8192)], [(1, 6144), (2, 12288)])
+def demucs():
+    from demucs.demucs import Demucs
+
+    model = Demucs(["a", "b"], audio_channels=2, channels=4, depth=3, samplerate=4096, segment=1, resample=False)
+    return model, lambda batch, samples: model(randn(batch, 2, samples))
+
+
+@case([(2, 4096), (3, 8192), (1, 6000)], [(1, 6144), (2, 12288)])
+def spectrogram_of_demucs():
+    from demucs.htdemucs import HTDemucs
+
+    class Spectrogram(nn.Module):
+        hop_length, nfft = 128, 512
+        _spec, _ispec = HTDemucs._spec, HTDemucs._ispec
+
+        def forward(self, x):
+            return self._ispec(self._spec(x), x.shape[-1])
+
+    model = Spectrogram()
+    return model, lambda batch, samples: model(randn(batch, 2, samples))
+
+
+@case([(2, 4096), (3, 8192)], [(1, 6144), (2, 12288)])
+def snac():
+    from snac import SNAC
+
+    model = SNAC(
+        sampling_rate=4000, encoder_dim=8, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], noise=False,
+        attn_window_size=None, codebook_size=16, codebook_dim=4, vq_strides=[4, 2, 1],
+    )  # fmt: skip
+    return model, lambda batch, samples: model(randn(batch, 1, samples))

@@ -166,3 +166,33 @@ def decoder_with_teacher():
 
     model = Translation()
     return model, lambda batch, steps: model(ints(batch, steps), ints(batch, 4))
+
+
+@case([(2, 8), (3, 12)], [(1, 10), (4, 16)])
+def sequential_mamba():
+    from mambapy.mamba import Mamba, MambaConfig
+
+    model = Mamba(MambaConfig(d_model=16, n_layers=2, pscan=False))
+    return model, lambda batch, steps: model(randn(batch, steps, 16))
+
+
+@case([(2,), (3,)], [(1,), (5,)])
+def steps_of_mamba():
+    from mambapy.mamba import Mamba, MambaConfig
+
+    class Stepwise(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mamba = Mamba(MambaConfig(d_model=16, n_layers=2))
+
+        def forward(self, x, caches):
+            return self.mamba.step(x, caches)
+
+    model = Stepwise()
+
+    def use(batch):
+        caches = [(None, torch.zeros(batch, 32, 3)) for _ in range(2)]
+        for _ in range(3):
+            _, caches = model(randn(batch, 16), caches)
+
+    return model, use

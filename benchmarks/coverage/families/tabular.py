@@ -249,3 +249,23 @@ def set_transformer():
         model(randn(batch, members, 4), present)
 
     return model, use
+
+
+@case(ROWS, MORE_ROWS)
+def ft_transformer():
+    from rtdl_revisiting_models import FTTransformer
+
+    model = FTTransformer(
+        n_cont_features=3, cat_cardinalities=[4, 5], d_out=2, n_blocks=2, d_block=16, attention_n_heads=2,
+        attention_dropout=0.0, ffn_d_hidden=None, ffn_d_hidden_multiplier=2.0, ffn_dropout=0.0, residual_dropout=0.0,
+    )  # fmt: skip
+    return model, lambda rows: model(randn(rows, 3), ints(rows, 2, below=4))
+
+
+@case(ROWS, MORE_ROWS)
+def piecewise_linear_embeddings():
+    from rtdl_num_embeddings import PiecewiseLinearEmbeddings, compute_bins
+
+    embeddings = PiecewiseLinearEmbeddings(compute_bins(randn(100, 3), n_bins=8), 4, activation=True, version="B")
+    model = nn.Sequential(embeddings, nn.Flatten(), nn.Linear(12, 2))
+    return model, lambda rows: model(randn(rows, 3))
