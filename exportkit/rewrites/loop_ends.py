@@ -37,7 +37,7 @@ class EarlyEnd:
 
 
 def with_break(loop: ast.While) -> ast.While:
-    """Returns ``while i < n and test: ...; i += 1`` as ``while i < n: ...`` that ends where the test does not hold.
+    """Returns ``while i < n and test: ...`` as ``while i < n: ...`` that ends where the test does not hold.
 
     Args:
         loop: The loop. Others are returned as they are.

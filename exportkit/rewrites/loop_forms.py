@@ -78,7 +78,7 @@ def _end_early(found: PlainLoop, number: int) -> None:
     """Lets a loop that may end early change nothing after its end; a counter is kept as it is at the end."""
     counter, count, body = found.counter, f"_exportkit_count_{number}", found.loop.body
     if counter is not None:
-        more = ast.BinOp(variable(counter), ast.Add(), ast.Constant(1))
+        more = ast.BinOp(variable(counter), ast.Add(), found.loop.iter.args[-1])  # type: ignore[attr-defined]
         body = [*body, ast.copy_location(assigned(count, more), body[-1])]
     end = early_end(body, number)
     if end is None:
@@ -129,13 +129,13 @@ def keep_targets(found: PlainLoop, later: set[str], number: int) -> None:
 
 
 def _counted(loop: ast.While) -> PlainLoop | None:
-    """``while i < n: ...; i += 1`` as ``for i in range(i, n)``."""
+    """``while i < n: ...; i += 1`` as ``for i in range(i, n, 1)``, and ``while i > 0: ...; i -= 1`` likewise."""
     match loop.test, loop.body[-1]:
         case (
-            ast.Compare(ast.Name(name), [ast.Lt() | ast.NotEq() | ast.LtE() as relation], [limit]),
-            ast.AugAssign(ast.Name(counter), ast.Add(), ast.Constant(1)),
+            ast.Compare(ast.Name(name), [relation], [limit]),
+            ast.AugAssign(ast.Name(counter), ast.Add() | ast.Sub() as sign, ast.Constant(int() as size)),
         ) if name == counter:
-            pass
+            step = size if isinstance(sign, ast.Add) else -size
         case _:
             return None
     rest = loop.body[:-1]
@@ -146,11 +146,30 @@ def _counted(loop: ast.While) -> PlainLoop | None:
         return None
     if any(isinstance(node, ast.Continue) and belongs(node, loop) for node in walk(rest)):
         return None  # such an iteration does not count
-    if isinstance(relation, ast.LtE):
-        limit = ast.BinOp(limit, ast.Add(), ast.Constant(1))
-    iterations = ast.Call(variable("range"), [variable(name), limit], [])
-    made = ast.For(ast.Name(name, ast.Store()), iterations, rest, [], None)
+    beyond = _beyond(relation, step)
+    if beyond is None:
+        return None
+    if beyond:
+        limit = ast.BinOp(limit, ast.Add(), ast.Constant(beyond))
+    limits = [variable(name), limit, ast.Constant(step)]
+    made = ast.For(ast.Name(name, ast.Store()), ast.Call(variable("range"), limits, []), rest, [], None)
     return PlainLoop(ast.fix_missing_locations(ast.copy_location(made, loop)), counter=name)
+
+
+def _beyond(relation: ast.cmpop, step: int) -> int | None:
+    """How far a range goes beyond the limit of a counter; None if the counter does not come to its limit."""
+    match relation:
+        case ast.Lt() if step > 0:
+            return 0
+        case ast.Gt() if step < 0:
+            return 0
+        case ast.LtE() if step > 0:
+            return 1
+        case ast.GtE() if step < 0:
+            return -1
+        case ast.NotEq() if abs(step) == 1:
+            return 0
+    return None
 
 
 def _is_size(call: ast.Call) -> bool:

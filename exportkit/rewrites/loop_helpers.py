@@ -298,9 +298,11 @@ class Helpers:
         return getattr(owner, name, None)
 
     @staticmethod
-    def counted(start: Any, stop: Any) -> Any:
+    def counted(start: Any, stop: Any, step: Any) -> Any:
         """Returns what the counter of a loop is after it."""
-        return torch.sym_max(start, stop)
+        if abs(step) == 1:
+            return torch.sym_max(start, stop) if step > 0 else torch.sym_min(start, stop)
+        return start + step * torch.sym_max(0, -((start - stop) // step))
 
 
 def _arguments_of(

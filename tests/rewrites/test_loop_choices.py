@@ -90,6 +90,22 @@ def a_while_loop_with_a_break(self, x):
     return state, torch.as_tensor(iteration)
 
 
+def counted_in_other_ways(self, x):
+    state, last = x.mean(1), x.shape[1] - 1
+    while last > 0:
+        state = torch.tanh(self.layer(state) + x[:, last])
+        last -= 1
+    place, total = x.shape[1] - 1, x.sum(1)
+    while place >= 0 and total.abs().max() > 0.5:
+        total = total * 0.7 + x[:, place] * 0.1
+        place -= 2
+    count = 1
+    while count <= x.shape[1]:
+        state = state * 0.9 + x[:, count - 1]
+        count += 3
+    return state + last, total, torch.as_tensor(place), state * count
+
+
 def into_lists_up_to_a_value(self, x):
     state, states, iteration = x.mean(1) * 0, [x[:, 0]], 0
     while iteration < x.shape[1] and state.abs().max() < 0.9:
@@ -113,6 +129,7 @@ DECIDING = [
     up_to_a_number_of_iterations,
     until_it_converges,
     a_while_loop_with_a_break,
+    counted_in_other_ways,
     into_lists_up_to_a_value,
 ]
 
