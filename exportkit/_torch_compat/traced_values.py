@@ -109,6 +109,11 @@ def as_if_many(environment: Any, question: Any) -> Any:
     return answer
 
 
+def is_data_dependent(error: BaseException | None) -> bool:
+    """Returns whether a trace failed because the model decides by the values of tensors."""
+    return hasattr(error, "cond") or "data-dependent" in str(error) or "DataDependent" in type(error).__name__
+
+
 def value_error() -> type[Exception]:
     """Returns the error that torch raises in a trace for a decision by values of tensors. Seen in torch 2.13."""
     from torch.fx.experimental import symbolic_shapes

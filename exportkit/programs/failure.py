@@ -17,6 +17,7 @@ import torch
 
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit._torch_compat.symbolic_shapes import source_names
+from exportkit._torch_compat.traced_values import is_data_dependent
 from exportkit._torch_compat.tracing import watched_symbols
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError, ExportkitError
@@ -158,11 +159,6 @@ def _root_cause(error: BaseException, request: TraceRequest) -> Cause | None:
             return _fixed_axis(violations, request)
         return _raised(error, request.model)
     return None
-
-
-def is_data_dependent(error: BaseException | None) -> bool:
-    """Returns whether a trace failed because the model decides by the values of tensors."""
-    return hasattr(error, "cond") or "data-dependent" in str(error) or "DataDependent" in type(error).__name__
 
 
 def _written(details: str) -> Path | None:

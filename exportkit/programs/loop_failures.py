@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 from exportkit import rewrites
 from exportkit._torch_compat.loop_operators import why_no_operator
+from exportkit._torch_compat.traced_values import is_data_dependent
 from exportkit.programs.model_lines import ModelLine
+from exportkit.rewrites import loop_runs
 from exportkit.rewrites.loop_bodies import Obstacle, appended, obstacle
 from exportkit.rewrites.loop_forms import plain_loop
-from exportkit.rewrites.model_code import is_model_code, parsed
+from exportkit.rewrites.model_code import Line, is_model_code, parsed
 
 _REWRITES = Path(rewrites.__file__).parent
 _HINTS = {
@@ -56,6 +58,23 @@ def why_unrolled(file: str, line: int, error: BaseException | None) -> Unrolled 
     if found is None:
         return None
     return Unrolled(_at(*found), next(hint for part, hint in _HINTS.items() if part in found[0]))
+
+
+def deciding_line(error: BaseException | None) -> Line | None:
+    """Returns the line that decides by values, and keeps a loop from becoming an operator; None for other errors.
+
+    Args:
+        error: What was raised when loops over a length were to become operators.
+    """
+    if error is None:
+        return None
+    text, inside = why_no_operator(error) or (str(error), [])
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    is_in_first_iteration = is_data_dependent(error) and any(file == loop_runs.__file__ for file, _ in frames)
+    if not is_in_first_iteration and "decides by the value" not in text:
+        return None
+    own = [place for place in (*frames, *inside) if is_model_code(place[0])]
+    return own[-1] if own else None
 
 
 def _at(text: str, file: str, line: int) -> str:

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 
+from exportkit._torch_compat.traced_values import is_data_dependent
 from exportkit.errors import ArgumentError, ExportError, ExportkitError, PlanError
 from exportkit.overrides import called_namespaces
 from exportkit.probing.planning import BoundPlan
@@ -16,17 +17,18 @@ from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import audit_sizes
 from exportkit.programs.decisions import rules_for_decisions, rules_for_every_way
 from exportkit.programs.example import chosen_example
-from exportkit.programs.failure import fixed_axes, is_data_dependent
+from exportkit.programs.failure import fixed_axes
 from exportkit.programs.findings import audit_effects, findings_of, rule_findings
 from exportkit.programs.kinds import Split
 from exportkit.programs.left_out import with_harmless_constants, with_traits
+from exportkit.programs.loop_failures import deciding_line
 from exportkit.programs.patterns import add_patterns
 from exportkit.programs.program import TracedProgram, trace
 from exportkit.programs.program_probe import ProgramProbe
 from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.programs.strategies import STRATEGIES, Attempt, SearchState, Strategy
 from exportkit.programs.traced_method import Example
-from exportkit.rewrites.model_code import Place, is_model_code
+from exportkit.rewrites.model_code import Line, Place, is_model_code
 from exportkit.rewrites.table import LIBRARY_PATCHES, LISTS_OF_ONE, LOOPS, SYMBOLIC_LENGTHS, Rewrite
 from exportkit.running.eager import run_eager
 
@@ -76,6 +78,7 @@ class Search(SearchState):
         self._example: Example | None = None
         self._called: Sequence[ModuleType] | None = None  # Python modules whose functions the model calls
         self._enlarged = False  # whether a trace at larger sizes got further
+        self._deciding: set[Line] = set()  # where functions that loops call decide by the values of tensors
         self._of_numbers: set[Place] = set()  # where code decides by numbers that it reads from tensors
 
     def walk(self) -> None:
@@ -154,6 +157,10 @@ class Search(SearchState):
                     raise ExportError("The program does not return what the model returns for other values.")
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
+            if LOOPS in strategy.adds and (line := deciding_line(error.__cause__)) and line not in self._deciding:
+                self._deciding.add(line)  # of a function that a loop calls
+                self._try(strategy, name, plan)
+                return
             if strategy.every_way and known < len(self._of_numbers) <= _MOST_NUMBERS:
                 self._try(strategy, name, plan)  # the calls show the way of the decision that the trace came to
                 return
@@ -225,12 +232,11 @@ class Search(SearchState):
             call = plan.observation.calls[0]
             modules = called_namespaces(lambda: run_eager(self.model, self.method, call))
             self._called = [module for module in modules if is_model_code(getattr(module, "__file__", None) or "")]
-        return [
-            replace(rule, applied=partial(rule.applied, called=self._called))
-            if rule in (SYMBOLIC_LENGTHS, LOOPS)
-            else rule
-            for rule in rules
-        ]
+        inside = {
+            SYMBOLIC_LENGTHS: partial(SYMBOLIC_LENGTHS.applied, called=self._called),
+            LOOPS: partial(LOOPS.applied, called=self._called, deciding=self._deciding),
+        }
+        return [replace(rule, applied=inside[rule]) if rule in inside else rule for rule in rules]
 
     def _make_several(self, name: str) -> None:
         """Replaces a program that fails for some recorded call, or none at all, by one for each kind of calls."""

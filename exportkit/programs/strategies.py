@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 
+from exportkit._torch_compat.traced_values import is_data_dependent
 from exportkit.errors import ExportError, ExportkitError
 from exportkit.plan.leaves import Finding
 from exportkit.probing.planning import BoundPlan
 from exportkit.programs.audit import Audit
-from exportkit.programs.failure import is_data_dependent
 from exportkit.programs.program import TracedProgram
 from exportkit.rewrites.lengths import SYMBOLIC_LENGTH
 from exportkit.rewrites.table import (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from exportkit.rewrites.loop_bodies import appended, carried, obstacle, own_of_branches, read_after, rebound
 from exportkit.rewrites.loop_choices import NOTHING
 from exportkit.rewrites.loop_comprehensions import with_loops_for_comprehensions
 from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, nested_loops, plain_loop
-from exportkit.rewrites.loop_statements import body_statements
+from exportkit.rewrites.loop_statements import body_statements, compute_both_sides
 from exportkit.rewrites.loop_syntax import (
     HELPERS,
     as_statements,
@@ -31,20 +31,24 @@ _PRODUCTS = {"product", "itertools.product", f"{HELPERS}.nested"}
 _LISTING = {"unbind", "chunk", "split"}
 
 
-def with_loops_as_functions(definition: ast.FunctionDef, names: Sequence[str]) -> ast.FunctionDef | None:
-    """Returns the source of a factory for the function with loop bodies as functions; None if it has no such loop.
+def with_loops_as_functions(
+    definition: ast.FunctionDef, names: Sequence[str], deciding: Collection[int] = ()
+) -> ast.FunctionDef | None:
+    """Returns the source of a factory for the function with loop bodies as functions; None if nothing changes.
 
     Args:
         definition: The source of the function.
         names: What it takes from the functions around it.
+        deciding: Lines that decide by the values of tensors: the function computes both sides.
     """
+    decides = compute_both_sides(definition, deciding)
     slices = _ListsOfSlices()
     definition = ast.fix_missing_locations(slices.visit(with_loops_for_comprehensions(definition)))
     loops = _Loops(definition)
     changed = loops.visit(definition)
-    if not loops.found and not slices.found:
+    if not loops.found and not slices.found and not decides:
         return None
-    arguments = [ast.arg(name) for name in (HELPERS, *names)]
+    arguments = [ast.arg(name) for name in names]
     # a function that calls itself finds itself where it did before
     own = [] if definition.name in names else [ast.Global([definition.name])]
     factory = ast.FunctionDef("_exportkit_factory", _arguments(arguments), [*own, changed], [])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from exportkit.rewrites.loop_bodies import own_of_branches
 from exportkit.rewrites.loop_choices import choosing, is_choice, later, with_tensors
 from exportkit.rewrites.loop_syntax import as_statements, assigned, call, helper, variable
 
+_RESULT = "_exportkit_result"  # the name of what a function returns
 _OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
 # Operators whose results for numbers are others in single precision, or in 64 bits, by the name of the helper.
 _INEXACT = {ast.Pow: "power", ast.LShift: "shifted", ast.FloorDiv: "floored", ast.Mod: "remainder"}
@@ -27,6 +29,71 @@ def body_statements(
         own: Names that only the sides of one decision use.
     """
     return _Statements(added, targets, own).visited(body)
+
+
+def compute_both_sides(definition: ast.FunctionDef, lines: Collection[int]) -> bool:
+    """Lets a function that the body of a loop calls compute both sides of decisions; returns whether it has any.
+
+    Args:
+        definition: The function, which changes.
+        lines: Lines that decide by the values of tensors.
+    """
+    decisions = [
+        node for node in ast.walk(definition) if isinstance(node, ast.If | ast.IfExp) and _is_in(node.test, lines)
+    ]
+    if not decisions:
+        return False
+    if any(isinstance(part, ast.Return) for node in decisions for part in ast.walk(node)):
+        body = _with_one_return(definition.body)
+        if body is None:
+            return False
+        definition.body = [*body, ast.copy_location(ast.Return(variable(_RESULT)), definition.body[-1])]
+    changed = _Decisions(lines, own_of_branches(definition.body))
+    definition.body = [each for statement in definition.body for each in as_statements(changed.visit(statement))]
+    ast.fix_missing_locations(definition)
+    return True
+
+
+def _is_in(node: ast.expr, lines: Collection[int]) -> bool:
+    return any(node.lineno <= line <= (node.end_lineno or node.lineno) for line in lines)
+
+
+def _with_one_return(body: Sequence[ast.stmt]) -> list[ast.stmt] | None:
+    """Statements that set a name instead of returning, where each way through them returns; None for others."""
+    for place, node in enumerate(body):
+        match node:
+            case ast.Return(value):
+                value = value or ast.Constant(None)
+                return [*body[:place], ast.copy_location(assigned(_RESULT, value), node)]
+            case ast.If(test, first, other) if any(isinstance(part, ast.Return) for part in ast.walk(node)):
+                rest = body[place + 1 :]
+                sides = [_with_one_return(side if _ends(side) else [*side, *rest]) for side in (first, other)]
+                if sides[0] is None or sides[1] is None:
+                    return None
+                return [*body[:place], ast.copy_location(ast.If(test, sides[0], sides[1]), node)]
+    return None
+
+
+def _ends(side: Sequence[ast.stmt]) -> bool:
+    return bool(side) and isinstance(side[-1], ast.Return)
+
+
+class _Decisions(ast.NodeTransformer):
+    """Rewrites the statements that decide in some lines as the body of a loop has them."""
+
+    def __init__(self, lines: Collection[int], own: set[str]) -> None:
+        self._lines, self._own = lines, own
+
+    def _changed(self, node: Any) -> Any:
+        found = [part for part in ast.walk(node) if isinstance(part, ast.If | ast.IfExp)]
+        if not any(_is_in(part.test, self._lines) for part in found):
+            return node
+        return body_statements([node], {}, set(), self._own)
+
+    visit_Assign = visit_AugAssign = visit_AnnAssign = visit_Return = visit_Expr = _changed
+
+    def visit_If(self, node: ast.If) -> Any:
+        return self._changed(node) if _is_in(node.test, self._lines) else self.generic_visit(node)
 
 
 class _Statements(ast.NodeTransformer):

@@ -122,6 +122,31 @@ def into_lists_up_to_a_value(self, x):
     return torch.stack(states, 1), torch.stack(tokens, 1), sum(scores) / len(scores)
 
 
+def cell(x, state, count):
+    peak = x
+    if not torch.all(count == 0):
+        peak = torch.maximum(x, state)
+    return torch.tanh(peak + state), count + 1
+
+
+def damped(state):
+    if state.abs().max() > 0.8:
+        return state * 0.5
+    gate = torch.sigmoid(state)
+    return gate * state if gate.sum() > 3 else state + 0.1
+
+
+CELLS = {"cell": cell}
+
+
+def in_functions_that_it_calls(self, x):
+    state, count, step = x.mean(1), torch.zeros(x.shape[0]), CELLS["cell"]
+    for row in x.unbind(1):
+        state, count = step(self.layer(row), state, count)
+        state = damped(state)
+    return state, count
+
+
 DECIDING = [
     by_the_number_of_the_iteration,
     by_values,
@@ -131,6 +156,7 @@ DECIDING = [
     a_while_loop_with_a_break,
     counted_in_other_ways,
     into_lists_up_to_a_value,
+    in_functions_that_it_calls,
 ]
 
 
@@ -148,6 +174,14 @@ def test_a_loop_that_decides_is_right_at_any_length_and_for_any_values(function,
         x = torch.randn(batch, length, 4) * scale
         with torch.no_grad():
             torch.testing.assert_close(graph(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_functions_that_a_loop_calls_have_their_own_code_after_the_export():
+    code = cell.__code__
+    model, observer = looping(in_functions_that_it_calls)
+    exportkit.export(model, observer)
+    assert cell.__code__ is code
+    assert "_exportkit_loops" not in globals()
 
 
 def that_adds_to_a_list_in_some_iterations(self, x):
