@@ -76,7 +76,6 @@ def why_no_operator(error: BaseException) -> tuple[str, list[tuple[str, int]]] |
     message = str(error)
     if "higher order operator" not in message.lower():
         return None
-    _, _, code = message.partition("from user code:")
     if raised := _RAISED.search(message) or _CONSTANT.search(message):
         text = raised["text"]
     elif different := _DIFFERENT.search(message):
@@ -88,7 +87,13 @@ def why_no_operator(error: BaseException) -> tuple[str, list[tuple[str, int]]] |
     else:
         lines = [line.strip() for line in message.partition("Higher Order Operator")[0].splitlines() if line.strip()]
         text = lines[-1]
-    return text, [(found["file"], int(found["line"])) for found in _USER_LINE.finditer(code)]
+    return text, lines_compiled(error)
+
+
+def lines_compiled(error: BaseException) -> list[tuple[str, int]]:
+    """Returns the lines of a loop's body that torch was compiling, outermost first. Seen in torch 2.13."""
+    _, _, code = str(error).partition("from user code:")
+    return [(found["file"], int(found["line"])) for found in _USER_LINE.finditer(code)]
 
 
 def recurrent_kernels() -> dict[Any, Callable[..., Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exportkit import rewrites
-from exportkit._torch_compat.loop_operators import why_no_operator
+from exportkit._torch_compat.loop_operators import lines_compiled, why_no_operator
 from exportkit._torch_compat.traced_values import is_data_dependent
 from exportkit.programs.model_lines import ModelLine
 from exportkit.rewrites import loop_runs
@@ -68,12 +68,12 @@ def deciding_line(error: BaseException | None) -> Line | None:
     """
     if error is None:
         return None
-    text, inside = why_no_operator(error) or (str(error), [])
+    text, _ = why_no_operator(error) or ("", [])
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     is_in_first_iteration = is_data_dependent(error) and any(file == loop_runs.__file__ for file, _ in frames)
     if not is_in_first_iteration and "decides by the value" not in text:
         return None
-    own = [place for place in (*frames, *inside) if is_model_code(place[0])]
+    own = [place for place in (*frames, *lines_compiled(error)) if is_model_code(place[0])]
     return own[-1] if own else None
 
 

@@ -6,11 +6,10 @@ A body that changes anything else, or that ends an iteration early, keeps its lo
 from __future__ import annotations
 
 import ast
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from exportkit.rewrites.loop_syntax import is_in_place, names_in, walk
+from exportkit.rewrites.loop_names import names_of
+from exportkit.rewrites.loop_syntax import base, is_in_place, names_in, walk
 
 _LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.Delete, ast.NamedExpr)
 _VIEWS = {
@@ -33,17 +32,6 @@ class Obstacle(NamedTuple):
     line: int
     text: str
     hint: str
-
-
-def set_first(body: Sequence[ast.stmt]) -> dict[str, bool]:
-    """Returns for each name in a body whether an iteration sets it before it reads it."""
-    found = dict[str, bool]()
-    for node in _in_order(body):
-        if isinstance(node, ast.Name):
-            found.setdefault(node.id, isinstance(node.ctx, ast.Store))
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(_base(node), ast.Name):
-            found.setdefault(_base(node).id, False)  # type: ignore[attr-defined]
-    return found
 
 
 def appended(loop: ast.For) -> dict[str, ast.Expr]:
@@ -93,7 +81,7 @@ def _change(node: ast.AST, loop: ast.For, own: set[str], computed: set[str]) -> 
         return f"`{_text(node)}` cannot be a part of an operator", "write it without this statement."
     if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
         return f"it sets the attribute `{_text(node)}`", "keep the value in a local variable."
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and not isinstance(_base(node), ast.Name):
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and not isinstance(base(node), ast.Name):
         return f"it sets an item of `{_text(node.value)}`", "keep the tensor or list in a local variable."
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name, value = node.func.attr, node.func.value
@@ -111,13 +99,13 @@ def _change(node: ast.AST, loop: ast.For, own: set[str], computed: set[str]) -> 
 
 def _growing(loop: ast.For) -> tuple[str, int] | None:
     """A name that is joined with something else in every iteration, and where."""
-    first = set_first(loop.body)
+    older = names_of(loop.body).read
     for node in walk(loop.body):
         match node:
             case ast.Assign(
                 [ast.Name(name)],
                 ast.Call(ast.Attribute(ast.Name("torch"), "cat" | "concat"), [ast.List(parts) | ast.Tuple(parts), *_]),
-            ) if not first[name] and any(isinstance(part, ast.Name) and part.id == name for part in parts):
+            ) if name in older and any(isinstance(part, ast.Name) and part.id == name for part in parts):
                 return name, node.lineno
     return None
 
@@ -125,7 +113,6 @@ def _growing(loop: ast.For) -> tuple[str, int] | None:
 def _made_in_iteration(loop: ast.For) -> tuple[set[str], set[str]]:
     """Names of lists and dicts that each iteration makes anew, and of tensors that it computes, not views of others."""
     lists, tensors, others = set[str](), set[str](), set[str]()
-    first = set_first(loop.body)
     for node in walk(loop.body):
         match node:
             case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
@@ -146,7 +133,7 @@ def _made_in_iteration(loop: ast.For) -> tuple[set[str], set[str]]:
                     tensors.add(name)
                 case _:
                     others |= names_in(target)
-    own = {name for name, is_set in first.items() if is_set} - others
+    own = names_in(*loop.body) - names_of(loop.body).read - others
     return lists & own, tensors & own
 
 
@@ -159,13 +146,6 @@ def _is_copy(value: ast.expr) -> bool:
     return False
 
 
-def _base(node: ast.expr) -> ast.expr:
-    """What a subscript of subscripts is taken of."""
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return node
-
-
 def _text(node: ast.AST) -> str:
     return ast.unparse(node).partition("\n")[0]
 
@@ -176,112 +156,6 @@ def belongs(node: ast.AST, loop: ast.For | ast.While) -> bool:
     return not any(node in ast.walk(each) for each in inner)
 
 
-def carried(
-    definition: ast.FunctionDef, original: ast.stmt, loop: ast.For, around: Sequence[ast.stmt], needed: set[str]
-) -> list[str]:
-    """Returns the names that an iteration of a loop leaves to the next one, or to the code after it.
-
-    Args:
-        definition: The function.
-        original: The loop in the function.
-        loop: The loop in its plain form.
-        around: The loops around it, outermost first.
-        needed: Names that are needed after the loop in any case.
-    """
-    stored, first = dict[str, None](), set_first(loop.body)
-    targets = names_in(loop.target)
-    for node in _in_order(loop.body):
-        name = _base(node) if isinstance(node, ast.Subscript) else node
-        is_set = isinstance(node, ast.Name | ast.Subscript) and isinstance(node.ctx, ast.Store)
-        if is_set and isinstance(name, ast.Name) and name.id not in targets:
-            stored[name.id] = None
-    direct = {node.id for statement in loop.body for node in _targets(statement)} | _own_of_inner(loop.body)
-    direct |= own_of_branches(loop.body)
-    inside = {id(node) for node in ast.walk(original)}
-    outer = around[0] if around else None
-    after = set(needed)
-    for node in ast.walk(definition):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside:
-            is_later = node.lineno > (original.end_lineno or 0)
-            if is_later or (outer is not None and outer.lineno <= node.lineno):
-                after.add(node.id)
-    # a name that an iteration sets before it reads it is its own, unless the iteration may also leave it as it was
-    return [name for name in stored if name in after or not first[name] or name not in direct]
-
-
-def _own_of_inner(body: Sequence[ast.stmt]) -> set[str]:
-    """The names that each iteration of a loop inside sets, and that nothing else uses."""
-    found = set[str]()
-    for statement in body:
-        if isinstance(statement, ast.For):
-            others = names_in(*(each for each in body if each is not statement), statement.iter)
-            names = {node.id for inner in statement.body for node in _targets(inner)}
-            found |= (names | names_in(statement.target) | _own_of_inner(statement.body)) - others
-    return found
-
-
-def read_after(definition: ast.FunctionDef, loop: ast.stmt) -> set[str]:
-    """Returns the names that the code after a loop reads before it sets them."""
-    found = dict[str, bool]()
-    for node in _in_order([definition]):
-        if isinstance(node, ast.Name) and getattr(node, "lineno", 0) > (loop.end_lineno or 0):
-            found.setdefault(node.id, isinstance(node.ctx, ast.Load))
-    return {name for name, is_read in found.items() if is_read}
-
-
-def own_of_branches(body: Sequence[ast.stmt]) -> set[str]:
-    """Returns the names that only the branches of one ``if`` use, each of which sets them before it reads them."""
-    found, uses = set[str](), _uses(body)
-    for node in walk(body):
-        if isinstance(node, ast.If):
-            firsts = [set_first(branch) for branch in (node.body, node.orelse)]
-            inside = Counter(_uses([node]))
-            inside.subtract(_uses([ast.Expr(node.test)]))
-            for name, count in inside.items():
-                if count == uses[name] and all(first.get(name, True) for first in firsts):
-                    found.add(name)
-    return found
-
-
-def _uses(body: Sequence[ast.stmt]) -> Counter[str]:
-    return Counter(node.id for node in walk(body) if isinstance(node, ast.Name))
-
-
 def rebound(loop: ast.For | ast.While) -> set[str]:
     """Returns the names that a loop's body sets as such, not only items of what they stand for."""
     return names_in(*loop.body, context=ast.Store)
-
-
-def _targets(statement: ast.stmt) -> Iterator[ast.Name]:
-    """The names that a statement sets in any case; a loop inside sets its target."""
-    targets: list[ast.expr] = []
-    if isinstance(statement, ast.Assign):
-        targets = statement.targets
-    elif isinstance(statement, ast.AnnAssign | ast.For):
-        targets = [statement.target]
-    elif isinstance(statement, ast.With):
-        for inner in statement.body:
-            yield from _targets(inner)
-    elif isinstance(statement, ast.If):
-        sides = [[each for inner in side for each in _targets(inner)] for side in (statement.body, statement.orelse)]
-        yield from (each for each in sides[0] if each.id in {other.id for other in sides[1]})
-    for target in targets:
-        yield from (node for node in ast.walk(target) if isinstance(node, ast.Name))
-
-
-def _in_order(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """The nodes in the order in which they are evaluated, as far as names are concerned: values before targets."""
-    for node in nodes:
-        if isinstance(node, ast.Assign):
-            yield from _in_order([node.value, *node.targets])
-        elif isinstance(node, ast.AugAssign):
-            target = node.target
-            yield from _in_order([node.value])
-            if isinstance(target, ast.Name):
-                yield ast.Name(target.id, ast.Load())
-            yield from _in_order([target])
-        elif isinstance(node, ast.For):
-            yield from _in_order([node.iter, node.target, *node.body, *node.orelse])
-        else:
-            yield node
-            yield from _in_order(ast.iter_child_nodes(node))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.pytree import tree_flatten, tree_unflatten
-from exportkit.rewrites.loop_bodies import set_first
 from exportkit.rewrites.loop_indices import Position, is_int, plain
+from exportkit.rewrites.loop_names import names_of, stored_in
 from exportkit.rewrites.loop_syntax import assigned, call, is_in_place, names_in, variable, variables
 
 # Stands for what no iteration has added yet to a list: it is taken for whatever one adds, which the count leaves out.
@@ -38,6 +38,18 @@ def is_choice(node: ast.If) -> bool:
     return all(map(_is_plain, (*node.body, *node.orelse)))
 
 
+def older_names(node: ast.If, own: set[str]) -> list[str]:
+    """Returns the names that some side of a decision leaves as they were, or reads as they were, of those that it sets.
+
+    Args:
+        node: The decision.
+        own: Names that the sides have of their own.
+    """
+    sides = [names_of(side) for side in (node.body, node.orelse)]
+    stored = [name for name in stored_in([node]) if name not in own]
+    return [name for name in stored if any(name in side.read or name not in side.sure for side in sides)]
+
+
 def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targets: set[str]) -> list[ast.stmt]:
     """Returns statements that compute both sides of a decision, and choose, if it is one by a tensor.
 
@@ -48,9 +60,7 @@ def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targ
         own: Names that the sides have of their own.
         targets: Names that the loop sets, whose numbers may be indices on one side only.
     """
-    stored = [name for name in dict.fromkeys(_stored(original)) if name not in own]
-    firsts = [set_first(side) for side in (original.body, original.orelse)]
-    older = [name for name in stored if not all(first.get(name, False) for first in firsts)]
+    stored, older = [name for name in stored_in([original]) if name not in own], older_names(original, own)
     numbers = sorted(targets & names_in(original))
     saved = [*older, *numbers]
     test, before, first = (f"_exportkit_{kind}_{number}" for kind in ("test", "before", "first"))
@@ -85,18 +95,6 @@ def _is_plain(node: ast.stmt) -> bool:
     if any(isinstance(function, ast.Attribute) and is_in_place(function.attr) for function in calls):
         return False
     return isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Pass)
-
-
-def _stored(node: ast.stmt) -> list[str]:
-    """The names that a statement sets, or items of what they stand for."""
-    found = []
-    for each in ast.walk(node):
-        place: Any = each
-        while isinstance(place, ast.Subscript) and isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store):
-            place = place.value
-        if isinstance(place, ast.Name) and (place is not each or isinstance(place.ctx, ast.Store)):
-            found.append(place.id)
-    return found
 
 
 class _Logic(ast.NodeTransformer):

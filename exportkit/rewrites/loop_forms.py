@@ -7,10 +7,11 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from exportkit.rewrites.loop_bodies import belongs, set_first
+from exportkit.rewrites.loop_bodies import belongs
 from exportkit.rewrites.loop_choices import with_opposite_conditions
 from exportkit.rewrites.loop_ends import Element, early_end, with_break
 from exportkit.rewrites.loop_growth import Bunched, Grown, bunched_lists, grown_tensors
+from exportkit.rewrites.loop_names import names_of
 from exportkit.rewrites.loop_syntax import (
     appending,
     assigned,
@@ -64,7 +65,7 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     found.loop.body = with_opposite_conditions(found.loop.body)
     _end_early(found, number)
     targets = names_in(found.loop.target)
-    own = {name for name, is_set in set_first(found.loop.body).items() if is_set}
+    own = names_in(*found.loop.body, context=ast.Store) - names_of(found.loop.body).read
     rewriter = _Statements(targets, targets | own)
     found.loop.body = [each for statement in found.loop.body for each in rewriter.statements(statement)]
     _name_places(found, number)
@@ -79,7 +80,7 @@ def _end_early(found: PlainLoop, number: int) -> None:
     counter, count, body = found.counter, f"_exportkit_count_{number}", found.loop.body
     if counter is not None:
         more = ast.BinOp(variable(counter), ast.Add(), found.loop.iter.args[-1])  # type: ignore[attr-defined]
-        body = [*body, ast.copy_location(assigned(count, more), body[-1])]
+        body = [*body, ast.copy_location(assigned(count, call("kept", more)), body[-1])]
     end = early_end(body, number)
     if end is None:
         return

@@ -7,10 +7,11 @@ import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from exportkit.rewrites.loop_bodies import appended, carried, obstacle, own_of_branches, read_after, rebound
+from exportkit.rewrites.loop_bodies import appended, obstacle, rebound
 from exportkit.rewrites.loop_choices import NOTHING
 from exportkit.rewrites.loop_comprehensions import with_loops_for_comprehensions
 from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, nested_loops, plain_loop
+from exportkit.rewrites.loop_names import carried, read_after
 from exportkit.rewrites.loop_statements import body_statements, compute_both_sides
 from exportkit.rewrites.loop_syntax import (
     HELPERS,
@@ -87,7 +88,7 @@ class _Loops(ast.NodeTransformer):
         is_simple = plain is not None and obstacle(plain.loop, lists) is None
         names = []
         if plain is not None and is_simple:
-            keep_targets(plain, read_after(self._definition, original), number)
+            keep_targets(plain, read_after(self._definition.body, original) or set(), number)
             needed = {*plain.places, *plain.targets.values(), *[each.count for each in plain.elements.values()]}
             needed |= {plain.counter} if plain.counter else set()
             names = carried(self._definition, original, plain.loop, self._around, needed)
@@ -135,12 +136,12 @@ def _with_body(
     again: ast.stmt = node
     if isinstance(node, ast.For):
         again = ast.For(node.target, variable(steps), node.body, node.orelse, None)
-    before = [*map(_local, names)]
+    before = [_local(name, NOTHING) for name in names]
     added = {id(statement): f"_exportkit_added_{lists.index(name)}" for name, statement in appended.items()}
     targets = names_in(loop.target)
     is_first_apart = _decides_by(targets, loop)
     kept = {*names} - rebound(node) - (rebound(loop) & plain.places.keys())
-    statements = body_statements(loop.body, added, targets, own_of_branches(loop.body) - {*names})
+    statements = body_statements(loop.body, added, targets, {*names})
     function = ast.FunctionDef(
         body,
         _arguments([ast.arg("_exportkit_carried"), ast.arg("_exportkit_element")]),
@@ -174,10 +175,10 @@ def _with_body(
     ]
 
 
-def _local(name: str) -> ast.expr:
-    """What a name stands for; None if that is nothing, as before the loop."""
+def _local(name: str, default: str | None = None) -> ast.expr:
+    """What a name stands for, or the default if that is nothing, as it may be before the loop."""
     found = ast.Attribute(ast.Call(variable("locals"), [], []), "get", ast.Load())
-    return ast.Call(found, [ast.Constant(name)], [])
+    return ast.Call(found, [ast.Constant(name), ast.Constant(default)], [])
 
 
 def _decides_by(targets: set[str], loop: ast.For) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from exportkit.rewrites.loop_bodies import own_of_branches
-from exportkit.rewrites.loop_choices import choosing, is_choice, later, with_tensors
+from exportkit.rewrites.loop_choices import NOTHING, choosing, is_choice, later, older_names, with_tensors
+from exportkit.rewrites.loop_names import names_of, uses_in
 from exportkit.rewrites.loop_syntax import as_statements, assigned, call, helper, variable
 
 _RESULT = "_exportkit_result"  # the name of what a function returns
@@ -18,7 +19,7 @@ _INEXACT = {ast.Pow: "power", ast.LShift: "shifted", ast.FloorDiv: "floored", as
 
 
 def body_statements(
-    body: Sequence[ast.stmt], added: dict[int, str], targets: set[str], own: set[str]
+    body: Sequence[ast.stmt], added: dict[int, str], targets: set[str], kept: set[str]
 ) -> list[ast.stmt]:
     """Returns the statements of a loop's body as ones that change no object.
 
@@ -26,9 +27,11 @@ def body_statements(
         body: The body, which changes, too.
         added: By the identity of the statement that adds to a list, the name that takes the element.
         targets: The names that the loop sets. Their numbers are tensors wherever they are not in an index.
-        own: Names that only the sides of one decision use.
+        kept: Names that have values before the body.
     """
-    return _Statements(added, targets, own).visited(body)
+    rewriter = _Statements(added, targets, kept, uses_in(body))
+    statements = rewriter.visited(body)
+    return [*rewriter.begun(body[0]), *statements]
 
 
 def compute_both_sides(definition: ast.FunctionDef, lines: Collection[int]) -> bool:
@@ -48,8 +51,12 @@ def compute_both_sides(definition: ast.FunctionDef, lines: Collection[int]) -> b
         if body is None:
             return False
         definition.body = [*body, ast.copy_location(ast.Return(variable(_RESULT)), definition.body[-1])]
-    changed = _Decisions(lines, own_of_branches(definition.body))
-    definition.body = [each for statement in definition.body for each in as_statements(changed.visit(statement))]
+    body = definition.body
+    kept = {each.arg for each in ast.walk(definition.args) if isinstance(each, ast.arg)} | names_of(body).read
+    rewriter = _Statements({}, set(), kept, uses_in(body))
+    decisions_of = _Decisions(lines, rewriter)
+    statements = [each for statement in body for each in as_statements(decisions_of.visit(statement))]
+    definition.body = [*rewriter.begun(body[0]), *statements]
     ast.fix_missing_locations(definition)
     return True
 
@@ -81,14 +88,12 @@ def _ends(side: Sequence[ast.stmt]) -> bool:
 class _Decisions(ast.NodeTransformer):
     """Rewrites the statements that decide in some lines as the body of a loop has them."""
 
-    def __init__(self, lines: Collection[int], own: set[str]) -> None:
-        self._lines, self._own = lines, own
+    def __init__(self, lines: Collection[int], rewriter: _Statements) -> None:
+        self._lines, self._rewriter = lines, rewriter
 
     def _changed(self, node: Any) -> Any:
         found = [part for part in ast.walk(node) if isinstance(part, ast.If | ast.IfExp)]
-        if not any(_is_in(part.test, self._lines) for part in found):
-            return node
-        return body_statements([node], {}, set(), self._own)
+        return self._rewriter.visited([node]) if any(_is_in(part.test, self._lines) for part in found) else node
 
     visit_Assign = visit_AugAssign = visit_AnnAssign = visit_Return = visit_Expr = _changed
 
@@ -97,12 +102,23 @@ class _Decisions(ast.NodeTransformer):
 
 
 class _Statements(ast.NodeTransformer):
-    """Rewrites statements; for the arguments, see `body_statements`."""
+    """Rewrites statements; for the arguments, see `body_statements`. Uses are those of names in all of the body."""
 
-    def __init__(self, added: dict[int, str], targets: set[str], own: set[str]) -> None:
-        self._added, self._targets, self._own = added, targets, own
+    def __init__(self, added: dict[int, str], targets: set[str], kept: set[str], uses: Counter[str]) -> None:
+        self._added, self._targets, self._kept, self._uses = added, targets, kept, uses
+        self._unset = set[str]()  # names that one side of a decision sets, and that may not be set before
         self._depth = 0  # of indices
         self._decisions = 0
+
+    def begun(self, place: ast.stmt) -> list[ast.stmt]:
+        """Returns what sets such names before the first statement: code that reads them sets them first."""
+        names = sorted(self._unset - self._kept - self._targets)
+        return [ast.copy_location(assigned(name, ast.Constant(NOTHING)), place) for name in names]
+
+    def _own(self, node: ast.If) -> set[str]:
+        """The names that only the sides of a decision use."""
+        inside = uses_in([*node.body, *node.orelse])
+        return {name for name, count in inside.items() if count == self._uses[name]} - self._kept
 
     def visited(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
         return [each for statement in statements for each in as_statements(self.visit(statement))]
@@ -111,10 +127,11 @@ class _Statements(ast.NodeTransformer):
         if not is_choice(node):
             return self.generic_visit(node)
         self._decisions += 1
-        number, original = self._decisions, copy.deepcopy(node)
+        number, original, own = self._decisions, copy.deepcopy(node), self._own(node)
+        self._unset.update(older_names(node, own))
         test = self.visit(with_tensors(node.test, self._targets))
         changed = ast.If(test, self.visited(node.body), self.visited(node.orelse))
-        return choosing(original, changed, number, self._own, self._targets)
+        return choosing(original, changed, number, own, self._targets)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         sides = later([node.body, node.orelse], self._targets)

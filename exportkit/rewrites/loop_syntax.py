@@ -71,6 +71,13 @@ def same(one: ast.expr, other: ast.expr) -> bool:
     return ast.dump(loaded(one)) == ast.dump(loaded(other))
 
 
+def base(node: ast.expr) -> ast.expr:
+    """Returns what a subscript of subscripts is taken of."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node
+
+
 def names_in(*nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
     """Returns the names in some nodes: all of them, or those in one context, such as ``ast.Store``."""
     names = [each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)]

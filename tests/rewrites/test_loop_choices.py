@@ -147,6 +147,26 @@ def in_functions_that_it_calls(self, x):
     return state, count
 
 
+def that_leave_names_as_they_were(self, x):
+    state, last, seen = x.mean(1), x[:, 0] * 0, x[:, 0]
+    for row in x.unbind(1):
+        if row.sum() > 1:
+            last = row
+        elif row.max() > 0.5:
+            last = row * 2
+        if row.sum() > 0:
+            scaled = row * 2 if row.max() > 1 else row * 3
+            if row.max() > 0.8:
+                seen = row
+            if row.min() > -0.8:
+                part = row * 0.3
+                state = state - part
+            state = state * 0.5 + scaled * 0.1 + seen
+        else:
+            state = state * 0.5 + last
+    return state, last
+
+
 DECIDING = [
     by_the_number_of_the_iteration,
     by_values,
@@ -157,6 +177,7 @@ DECIDING = [
     counted_in_other_ways,
     into_lists_up_to_a_value,
     in_functions_that_it_calls,
+    that_leave_names_as_they_were,
 ]
 
 
