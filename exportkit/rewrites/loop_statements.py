@@ -124,10 +124,13 @@ class _Statements(ast.NodeTransformer):
         return [each for statement in statements for each in as_statements(self.visit(statement))]
 
     def visit_If(self, node: ast.If) -> Any:
+        return self._decided(node, self._own(node))
+
+    def _decided(self, node: ast.If, own: set[str]) -> Any:
         if not is_choice(node):
             return self.generic_visit(node)
         self._decisions += 1
-        number, original, own = self._decisions, copy.deepcopy(node), self._own(node)
+        number, original = self._decisions, copy.deepcopy(node)
         self._unset.update(older_names(node, own))
         test = self.visit(with_tensors(node.test, self._targets))
         changed = ast.If(test, self.visited(node.body), self.visited(node.orelse))
@@ -160,7 +163,7 @@ class _Statements(ast.NodeTransformer):
         match node:
             case ast.Assign([ast.Name()], ast.IfExp(test, first, other)):  # what is an index on one side only
                 one, two = (ast.copy_location(ast.Assign(node.targets, value), node) for value in (first, other))
-                return self.visit(ast.copy_location(ast.If(test, [one], [two]), node))
+                return self._decided(ast.copy_location(ast.If(test, [one], [two]), node), set())
         if len(node.targets) > 1 or not isinstance(target, ast.Subscript):
             return self.generic_visit(node)
         value, whole = self.visit(node.value), target
