@@ -1,4 +1,4 @@
-"""What the body of a loop changes: names that one iteration leaves to the next, lists that it adds to, and more.
+"""What the body of a loop changes besides names and the lists that it adds to.
 
 A body that changes anything else, or that ends an iteration early, keeps its loop from becoming an operator.
 """

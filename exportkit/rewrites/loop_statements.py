@@ -74,7 +74,8 @@ def _with_one_return(body: Sequence[ast.stmt]) -> list[ast.stmt] | None:
                 return [*body[:place], ast.copy_location(assigned(_RESULT, value), node)]
             case ast.If(test, first, other) if any(isinstance(part, ast.Return) for part in ast.walk(node)):
                 rest = body[place + 1 :]
-                sides = [_with_one_return(side if _ends(side) else [*side, *rest]) for side in (first, other)]
+                whole = [side if _ends(side) else [*side, *copy.deepcopy(rest)] for side in (first, other)]
+                sides = [*map(_with_one_return, whole)]
                 if sides[0] is None or sides[1] is None:
                     return None
                 return [*body[:place], ast.copy_location(ast.If(test, sides[0], sides[1]), node)]
