@@ -30,7 +30,7 @@ from exportkit.errors import (
 )
 from exportkit.files import TEMPORARY
 from exportkit.trees import flatten, register_flattening_functions
-from exportkit.trees.json_form import Placeholder
+from exportkit.trees.json_form import Unwritten
 from tests.models import Scale, Total, random_cache, random_ids, tiny_llama
 from tests.mutations import mutated
 from tests.sealed import accept_tensors, change_json, write_json
@@ -130,7 +130,7 @@ def test_signature_of_any_kind_comes_back(tmp_path):
     Observation(signature, ()).save(tmp_path)
     loaded = Observation.load(tmp_path).signature
 
-    assert loaded.defaults["made_by"] == Placeholder("builtins.builtin_function_or_method", "<built-in function len>")
+    assert loaded.defaults["made_by"] == Unwritten("builtins.builtin_function_or_method", "<built-in function len>")
     assert replace(loaded, defaults={**loaded.defaults, "made_by": len}) == signature
 
 
@@ -234,8 +234,8 @@ def test_tensor_of_another_device_comes_back_on_the_cpu(tmp_path):
 def test_constant_that_json_does_not_hold_comes_back_as_a_placeholder(tmp_path):
     loaded = Observation.load(_saved(tmp_path, [torch.ones(2), {3}]))
 
-    assert _given(loaded)[1] == Placeholder("builtins.set", "{3}")
-    assert loaded.calls[0].constants() == {"x[1]": Placeholder("builtins.set", "{3}")}
+    assert _given(loaded)[1] == Unwritten("builtins.set", "{3}")
+    assert loaded.calls[0].constants() == {"x[1]": Unwritten("builtins.set", "{3}")}
 
 
 def test_files_are_readable_for_all_who_may_read_the_directory(tmp_path):
