@@ -38,7 +38,7 @@ def has_encoder_of_grids(model: torch.nn.Module, arguments: Mapping[str, Any]) -
 @contextlib.contextmanager
 def grids_in_graph(model: torch.nn.Module) -> Iterator[None]:
     """Replaces transformers' functions of grids by the functions of the same names below."""
-    handles = []
+    handles, rows = [], list(getattr(_local, "rows", []))
     for module in model.modules():
         parameters = forward_parameters(module)
         if not {"grid_thw", "target_sizes"}.isdisjoint(parameters):
@@ -50,6 +50,7 @@ def grids_in_graph(model: torch.nn.Module) -> Iterator[None]:
         with replaced(_users(model)):
             yield
     finally:
+        _local.rows = rows  # torch may leave a call that it compiles without the hook that ends it
         for handle in handles:
             handle.remove()
 
