@@ -68,7 +68,7 @@ class ProgramProbe:
         traced = self._traced
         try:
             call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
-        except Exception:  # there is no such call
+        except Exception:  # no call has these sizes
             return None
         answered = self._answered(call)
         try:

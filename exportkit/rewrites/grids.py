@@ -50,7 +50,7 @@ def grids_in_graph(model: torch.nn.Module) -> Iterator[None]:
         with replaced(_users(model)):
             yield
     finally:
-        _local.rows = rows  # torch may leave a call that it compiles without the hook that ends it
+        _local.rows = rows  # torch runs no hook if a call is given up by a BaseException
         for handle in handles:
             handle.remove()
 

@@ -52,7 +52,7 @@ class PlainLoop:
 
 
 def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
-    """Returns the plain form of a loop; None for a ``while`` that does not count up to a limit.
+    """Returns the plain form of a loop; None for a ``while`` that does not count to a limit.
 
     Args:
         loop: The loop, which stays as it is.

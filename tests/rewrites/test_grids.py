@@ -5,7 +5,7 @@ import torch
 
 import exportkit
 from exportkit.errors import ExportkitError
-from exportkit.rewrites.grids import get_vision_nearest_position_ids, grids_in_graph
+from exportkit.rewrites.grids import get_vision_nearest_position_ids, grids_in_graph, is_in_encoder
 from exportkit.rewrites.table import matching_rewrites
 from exportkit.trees import flatten
 
@@ -141,6 +141,18 @@ def test_sizes_without_frames_are_grids(layer):
                 got = model(**call).last_hidden_state
         assert "grids of patches read in the graph" in [rule.name for rule in matching_rewrites(model, call)]
         torch.testing.assert_close(got, expected)
+
+
+class Interrupted(torch.nn.Module):
+    def forward(self, pixel_values, grid_thw):
+        raise KeyboardInterrupt  # as an attempt that is given up; torch runs no hook then
+
+
+def test_a_call_that_is_given_up_leaves_nothing_behind():
+    model = Interrupted()
+    with pytest.raises(KeyboardInterrupt), grids_in_graph(model):
+        model(torch.ones(3, 4), torch.tensor([SQUARE]))
+    assert not is_in_encoder()
 
 
 def test_the_nearest_entries_of_a_table_are_exactly_those_of_the_model():
