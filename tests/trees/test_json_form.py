@@ -19,7 +19,7 @@ from exportkit._torch_compat.pytree import deregister_node, registered_node
 from exportkit.errors import TreeError
 from exportkit.trees import flatten
 from exportkit.trees.json_form import (
-    Placeholder,
+    Unwritten,
     class_name,
     dump_constant,
     dump_tree,
@@ -251,7 +251,7 @@ def test_anything_else_comes_back_as_a_marked_placeholder(value, text):
     again = _through_text({"value": value})["value"]
 
     assert repr(again) == text
-    assert isinstance(again, Placeholder)
+    assert isinstance(again, Unwritten)
     assert _through_text(again) == again
 
 
@@ -266,8 +266,8 @@ def test_placeholder_of_a_long_or_broken_text_is_short():
 
 def test_constants_never_fail():
     assert load_value(dump_constant((1, {2: 0.5}))) == (1, {2: 0.5})
-    assert load_value(dump_constant(torch.ones(1))) == Placeholder("torch.Tensor", "tensor([1.])")
-    assert load_value(dump_constant({Fraction(1, 2): 1})) == Placeholder("builtins.dict", "{Fraction(1, 2): 1}")
+    assert load_value(dump_constant(torch.ones(1))) == Unwritten("torch.Tensor", "tensor([1.])")
+    assert load_value(dump_constant({Fraction(1, 2): 1})) == Unwritten("builtins.dict", "{Fraction(1, 2): 1}")
 
 
 def test_key_that_cannot_be_written_is_refused():
