@@ -46,6 +46,11 @@ def graphs_in(module: torch.nn.Module) -> list[torch.fx.GraphModule]:
     return [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
 
 
+def nodes_in(module: torch.nn.Module) -> list[torch.fx.Node]:
+    """Returns the nodes of all of these graphs."""
+    return [node for part in graphs_in(module) for node in part.graph.nodes]
+
+
 class WrittenTensor(NamedTuple):
     """What a graph does with a tensor that it writes to.
 
@@ -208,7 +213,7 @@ def with_graph_module(
 
     Args:
         program: The program.
-        module: The graph.
+        module: The graph; those inside may have changed, too.
         constants: Tensors for placeholders that the program does not have, each put before all other nodes.
     """
     from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
@@ -216,6 +221,8 @@ def with_graph_module(
     added = dict(constants or {})
     specs = [InputSpec(InputKind.BUFFER, TensorArgument(name=name), name, persistent=True) for name in added][::-1]
     signature = program.graph_signature
+    for part in graphs_in(module):
+        part.recompile()
     return torch.export.ExportedProgram(
         root=module,
         graph=module.graph,

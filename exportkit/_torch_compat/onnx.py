@@ -86,6 +86,29 @@ def slices_kept() -> list[tuple[Any, dict[str, Any]]]:
     return [(rule, {"_condition_function": is_redundant})]
 
 
+def versions_inside() -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the attributes to replace, each with its owner, so that bodies of loops get the operators of the opset.
+
+    torch.onnx writes a loop with the opset of the file, and onnxscript then leaves its body as it is. Seen in torch
+    2.13 and onnxscript 0.7.
+    """
+    try:
+        from onnxscript.version_converter import _version_converter
+
+        converter = _version_converter._VersionConverter
+        visit, visit_attribute = converter.visit_graph_or_function, converter.visit_attribute
+    except (ImportError, AttributeError):
+        return []
+
+    def visit_all(self: Any, graph: Any) -> None:
+        visit(self, graph)
+        for node in graph:
+            for attribute in node.attributes.values():
+                visit_attribute(self, attribute)
+
+    return [(converter, {"visit_graph_or_function": visit_all})]
+
+
 def limits_with_names() -> list[tuple[Any, dict[str, Any]]]:
     """Returns the attributes to replace, each with its owner, so that a value may have limits twice.
 

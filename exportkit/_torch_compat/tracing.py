@@ -133,6 +133,16 @@ def apart_from_modes() -> Iterator[None]:
         yield
 
 
+def dispatch_restored() -> contextlib.AbstractContextManager[None]:
+    """Restores how torch dispatches operators, which some errors in C++ leave changed: nothing could be traced then.
+
+    Seen in torch 2.13.
+    """
+    guard: Callable[[], contextlib.AbstractContextManager[None]]
+    guard = require(torch._C, "_PreserveDispatchKeyGuard", "torch 2.13")
+    return guard()
+
+
 def autocast_dtypes() -> tuple[tuple[str, str], ...]:
     """Returns the types of devices for which ``torch.autocast`` is on, each with its dtype. Seen in torch 2.13."""
     return tuple(

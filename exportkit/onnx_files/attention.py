@@ -208,7 +208,6 @@ def with_whole_attention(program: torch.export.ExportedProgram, zeros: Sequence[
             if choice is not None:
                 choice.replace_all_uses_with(node)
                 erase_unused([choice])
-    module.recompile()
     return with_graph_module(program, module)
 
 

@@ -20,7 +20,7 @@ from exportkit._torch_compat.graph import (
     FFT_R2C,
     arguments_of,
     copied_module,
-    graphs_in,
+    nodes_in,
     schema_of,
     with_graph_module,
 )
@@ -31,11 +31,11 @@ aten = torch.ops.aten
 
 def complex_decompositions(program: torch.export.ExportedProgram) -> dict[Any, Callable[..., Any]]:
     """Returns how the operators of a program that has complex numbers are decomposed; nothing for any other program."""
-    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    nodes = [node for node in nodes_in(program.graph_module) if node.op == "call_function"]
     if not any(_has_complex([node.meta.get("val"), node.args]) for node in nodes):
         return {}
     # Transforms of any kind, as torch composes them of those with a name like _fft_r2c.
-    composed = {node.target for node in nodes if str(node.target).startswith("aten.fft_")}
+    composed: set[Any] = {node.target for node in nodes if str(node.target).startswith("aten.fft_")}
     table = torch.export.default_decompositions() if composed else {}
     return {**{target: table[target] for target in composed}, **_DECOMPOSITIONS}
 
@@ -329,18 +329,12 @@ def with_complex_as_pairs(program: torch.export.ExportedProgram) -> torch.export
     Args:
         program: As torch.export.export returns it. A view stays a view of the same tensor: it may be written to.
     """
-    if not any(map(_moves_complex, _nodes(program.graph_module))):
+    if not any(map(_moves_complex, nodes_in(program.graph_module))):
         return program
     module = copied_module(program)
-    for node in filter(_moves_complex, _nodes(module)):
+    for node in filter(_moves_complex, nodes_in(module)):
         _move_pairs(node)
-    for part in graphs_in(module):
-        part.recompile()
     return with_graph_module(program, module)
-
-
-def _nodes(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    return [node for part in graphs_in(module) for node in part.graph.nodes]
 
 
 def _moves_complex(node: torch.fx.Node) -> bool:

@@ -22,6 +22,7 @@ from exportkit._torch_compat.graph import (
     graphs_in,
     is_assertion,
     is_inactive_dropout,
+    nodes_in,
     not_in_place,
     operator_name,
     schema_of,
@@ -83,7 +84,7 @@ def without_assertions(
         program: The program.
         about_values: Whether those about values of tensors go as well.
     """
-    if not any(is_assertion(node) for node in program.graph.nodes):
+    if not any(map(is_assertion, nodes_in(program.graph_module))):
         return program
     module = copied_module(program)
     for part in graphs_in(module):
@@ -98,7 +99,6 @@ def _erase_assertions(module: torch.fx.GraphModule, about_values: bool) -> None:
             feeders += node.all_input_nodes
             module.graph.erase_node(node)
     erase_unused(feeders)
-    module.recompile()
 
 
 def erase_unused(nodes: Sequence[torch.fx.Node]) -> None:
@@ -135,7 +135,6 @@ def without_writes_to_inputs(program: torch.export.ExportedProgram) -> torch.exp
             user.replace_input_with(first, writer.args[1])
         writer.replace_all_uses_with(writer.args[1])
         module.graph.erase_node(writer)
-    module.recompile()
     return with_graph_module(program, module)
 
 
@@ -196,7 +195,6 @@ def with_constants(program: torch.export.ExportedProgram) -> torch.export.Export
                 constant = _put_constant(module.graph, node)
                 values[constant] = constants[constant.name] = values[node].detach()
     module.graph.eliminate_dead_code()
-    module.recompile()
     return with_graph_module(program, module, constants)
 
 
@@ -246,12 +244,13 @@ def _put_constant(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
 
 def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program without operators that torch.onnx has no translation for."""
-    targets = {node.target for node in program.graph.nodes if node.target in _DECOMPOSITIONS and not _is_known(node)}
-    targets |= _DECOMPOSITIONS.keys() & {not_in_place(node.target) for node in program.graph.nodes}
-    if any(node.target is aten.diagonal.default for node in program.graph.nodes) and written_tensors(program.graph):
+    nodes = nodes_in(program.graph_module)
+    targets = {node.target for node in nodes if node.target in _DECOMPOSITIONS and not _is_known(node)}
+    targets |= _DECOMPOSITIONS.keys() & {not_in_place(node.target) for node in nodes}
+    if any(node.target is aten.diagonal.default for node in nodes) and written_tensors(program.graph):
         targets.add(aten.diagonal_scatter.default)  # what a write to a diagonal becomes
     table = {**complex_decompositions(program), **{target: _DECOMPOSITIONS[target] for target in targets}}
-    if any(map(is_half, program.graph.nodes)):
+    if any(map(is_half, nodes)):
         table |= ADDITIONS
     return program.run_decompositions(table) if table else program
 

@@ -12,7 +12,14 @@ from typing import Any, cast
 
 import torch
 
-from exportkit._torch_compat.graph import call_inlined, copied_module, operator_name, with_graph_module
+from exportkit._torch_compat.graph import (
+    call_inlined,
+    copied_module,
+    graphs_in,
+    nodes_in,
+    operator_name,
+    with_graph_module,
+)
 from exportkit.running.bounds import HALF
 
 aten = torch.ops.aten
@@ -24,22 +31,21 @@ aten = torch.ops.aten
 
 def with_zeros_for_masked_rows(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program with zeros from attention for queries whose keys are all masked."""
-    if not any(map(_mask_of, program.graph.nodes)):
+    if not any(map(_mask_of, nodes_in(program.graph_module))):
         return program
     module = copied_module(program)
     visible: dict[torch.fx.Node, torch.fx.Node] = {}  # by mask, which is usually the same in all layers
-    for node in list(module.graph.nodes):
+    for node in nodes_in(module):
         mask = _mask_of(node)
         if mask is None:
             continue
-        with module.graph.inserting_before(node):
+        with node.graph.inserting_before(node):
             if mask not in visible:
-                visible[mask] = any_visible(module.graph, mask)
-            attention = module.graph.call_function(node.target, node.args, node.kwargs)
+                visible[mask] = any_visible(node.graph, mask)
+            attention = node.graph.create_node(node.op, node.target, node.args, node.kwargs)
         attention.meta = dict(node.meta)
         # the node itself becomes the choice, since the program knows its outputs by name
         node.target, node.args, node.kwargs = aten.where.ScalarOther, (visible[mask], attention, 0.0), {}
-    module.recompile()
     return with_graph_module(program, module)
 
 
@@ -156,15 +162,13 @@ _SCATTERS = {"scatter", "scatter_add", "scatter_reduce"}
 
 def with_cut_sources(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program with sources of ``scatter`` that are as large as their indices, as ONNX needs them."""
-    names = {node.name for node in program.graph.nodes if _is_larger(node)}
-    if not names:
+    if not any(map(_is_larger, nodes_in(program.graph_module))):
         return program
     module = copied_module(program)
-    for node in [node for node in module.graph.nodes if node.name in names]:
-        with module.graph.inserting_before(node):
-            cut = call_inlined(module.graph, _cut, {"source": node.args[3], "index": node.args[2]})
+    for node in filter(_is_larger, nodes_in(module)):
+        with node.graph.inserting_before(node):
+            cut = call_inlined(node.graph, _cut, {"source": node.args[3], "index": node.args[2]})
         node.update_arg(3, cut)
-    module.recompile()
     return with_graph_module(program, module)
 
 
@@ -243,21 +247,20 @@ def _layer_norm(values: torch.Tensor, shape: Sequence[int], weight: Any = None, 
 
 def with_half_outputs(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program with outputs in half precision as nodes of their own, which keep their dtype."""
-    if not _half_outputs(program.graph):
+    if not _half_outputs(program.graph_module):
         return program
     module = copied_module(program)
-    for node in _half_outputs(module.graph):
-        with module.graph.inserting_before(node):
-            inner = module.graph.create_node(node.op, node.target, node.args, node.kwargs)
+    for node in _half_outputs(module):
+        with node.graph.inserting_before(node):
+            inner = node.graph.create_node(node.op, node.target, node.args, node.kwargs)
         inner.meta = dict(node.meta)
         node.replace_all_uses_with(inner, delete_user_cb=lambda user: user.op != "output")
         node.target, node.args, node.kwargs = aten.clone.default, (inner,), {}  # the program knows its outputs by name
-    module.recompile()
     return with_graph_module(program, module)
 
 
-def _half_outputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    outputs = graph.output_node().all_input_nodes
+def _half_outputs(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    outputs = [node for part in graphs_in(module) for node in part.graph.output_node().all_input_nodes]
     return [node for node in outputs if node.op == "call_function" and is_half(node)]
 
 

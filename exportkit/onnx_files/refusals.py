@@ -72,7 +72,6 @@ def with_checked_indices(program: torch.export.ExportedProgram) -> torch.export.
     for part in graphs_in(outermost):
         for node in to_check(part):
             _check_index(node)
-        part.recompile()
     return with_graph_module(program, outermost)
 
 
@@ -211,7 +210,6 @@ def with_refusals(program: torch.export.ExportedProgram) -> torch.export.Exporte
     module = copied_module(program)
     for part in graphs_in(module):
         _refuse(part.graph)
-        part.recompile()
     return with_graph_module(program, module)
 
 

@@ -55,7 +55,6 @@ def with_selected_products(program: torch.export.ExportedProgram) -> torch.expor
             old = node.all_input_nodes
             node.target, node.args, node.kwargs = torch.ops.exportkit.selected_products.default, arguments, {}
             erase_unused(old)
-    module.recompile()
     return with_graph_module(program, module)
 
 

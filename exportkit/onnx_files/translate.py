@@ -29,9 +29,11 @@ from exportkit._torch_compat.onnx import (
     quiet_onnx_export,
     slices_kept,
     tables_kept,
+    versions_inside,
 )
 from exportkit._torch_compat.symbolic_shapes import SYMBOL_NAME, forget_pending_sizes, input_axes
 from exportkit._torch_compat.traced_values import sizes_that_follow
+from exportkit._torch_compat.tracing import dispatch_restored
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
 from exportkit.errors import ExportError, InvalidRequestError
 from exportkit.onnx_files.choices import choices_as_branches
@@ -223,6 +225,7 @@ def onnx_program(
 
     with (
         quiet_onnx_export(),
+        dispatch_restored(),
         registered_caches(),
         without_gradients(program.parameters()),
         operators_at_any_length(),
@@ -230,7 +233,7 @@ def onnx_program(
     ):
         # without these, epsilons, limits and slices may be left out, and large graphs take minutes
         changed = [*exact_no_ops(), *limits_kept(), *limits_with_names(), *quick_matches(), *slices_kept()]
-        changed += [*sizes_that_follow(), *tables_kept()]
+        changed += [*sizes_that_follow(), *tables_kept(), *versions_inside()]
         for owner, attributes in changed:
             stack.enter_context(replaced_attributes(owner, attributes))
         if extra is not None:

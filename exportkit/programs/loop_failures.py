@@ -103,9 +103,14 @@ def _reason_at(file: str, line: int) -> Obstacle | None:
     inner = [node for node in ast.walk(tree) if isinstance(node, _Comprehension) and _holds(node, line)]
     if not loops and not inner:
         return _reason_in_loop(tree, line)
-    if not around or isinstance(around[-1], ast.Lambda | ast.AsyncFunctionDef) or len(around) > 1:
+    outer = [node for node in around[:-1] if not any(_is_class_at(part, line) for part in ast.walk(node))]
+    if not around or isinstance(around[-1], ast.Lambda | ast.AsyncFunctionDef) or outer:
         return Obstacle(line, "it is in a function inside of another one", "move this function out of the other one.")
     return _reason(loops[0]) if loops else _reason_of_comprehension(inner[0])
+
+
+def _is_class_at(node: ast.AST, line: int) -> bool:
+    return isinstance(node, ast.ClassDef) and _holds(node, line)
 
 
 def _holds(node: ast.expr | ast.stmt, line: int) -> bool:

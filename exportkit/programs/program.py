@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import arguments_of, export_with_gradients, trace_module, without_regions
+from exportkit._torch_compat.graph import arguments_of, export_with_gradients, nodes_in, trace_module, without_regions
 from exportkit._torch_compat.loop_operators import with_constants_outside
 from exportkit._torch_compat.symbolic_shapes import ShapeGuard, answered_questions
 from exportkit._torch_compat.traced_values import is_counted, size_in_trace, value_error
 from exportkit._torch_compat.tracing import (
     constraints_that_solve,
+    dispatch_restored,
     distribution_checks,
     limits_of_floats,
     lines_without,
@@ -134,7 +135,7 @@ class TracedProgram:
     @property
     def half_dtypes(self) -> tuple[str, ...]:
         """The dtypes in half precision in which the program computes something."""
-        dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in self.program.graph.nodes}
+        dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in nodes_in(self.program.graph_module)}
         return tuple(str(dtype).removeprefix("torch.") for dtype in HALF if dtype in dtypes)
 
     @property
@@ -195,6 +196,7 @@ def trace(
         operators_at_any_length(tracing=True),
         applied(rules, model),
         replaced_attributes(model, {"forward": traced.forward}),
+        dispatch_restored(),
         _quiet(None if BUFFER_VALUES in rules or GRADIENTS in rules else copied.call),
         recording_paused(),
         kernels_of(example.call),

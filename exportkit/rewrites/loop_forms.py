@@ -59,7 +59,7 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
         number: Makes the new names unique.
     """
     loop = copy.deepcopy(loop)
-    found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(with_break(loop))
+    found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(with_break(loop), number)
     if found is None:
         return None
     found.loop.body = with_opposite_conditions(found.loop.body)
@@ -129,17 +129,28 @@ def keep_targets(found: PlainLoop, later: set[str], number: int) -> None:
         body.insert(0, ast.fix_missing_locations(kept))
 
 
-def _counted(loop: ast.While) -> PlainLoop | None:
-    """``while i < n: ...; i += 1`` as ``for i in range(i, n, 1)``, and ``while i > 0: ...; i -= 1`` likewise."""
+def _counted(loop: ast.While, number: int) -> PlainLoop | None:
+    """A ``while`` that counts to a limit as a loop over a range; None for others.
+
+    ``while i < n: ...; i += 1`` is ``for i in range(i, n, 1)``, ``while i > 0: ...; i -= 1`` likewise, and
+    ``while len(items) < n: ...; items.append(x)`` is ``for length in range(len(items), n, 1)``.
+    """
     match loop.test, loop.body[-1]:
         case (
             ast.Compare(ast.Name(name), [relation], [limit]),
             ast.AugAssign(ast.Name(counter), ast.Add() | ast.Sub() as sign, ast.Constant(int() as size)),
         ) if name == counter:
-            step = size if isinstance(sign, ast.Add) else -size
+            ends_at: str | None = counter
+            start: ast.expr = variable(name)
+            step, rest = size if isinstance(sign, ast.Add) else -size, loop.body[:-1]
+        case ast.Compare(ast.Call(ast.Name("len"), [ast.Name(items)], []) as start, [relation], [limit]), _:
+            name, step, ends_at = f"_exportkit_length_{number}", 1, None
+            found = _with_length(loop.body, items, name)
+            if found is None or items in names_in(limit):
+                return None
+            rest = found
         case _:
             return None
-    rest = loop.body[:-1]
     stored = names_in(*rest, context=ast.Store)
     used = names_in(limit)
     calls = [node for node in ast.walk(limit) if isinstance(node, ast.Call)]
@@ -152,9 +163,45 @@ def _counted(loop: ast.While) -> PlainLoop | None:
         return None
     if beyond:
         limit = ast.BinOp(limit, ast.Add(), ast.Constant(beyond))
-    limits = [variable(name), limit, ast.Constant(step)]
+    limits = [start, limit, ast.Constant(step)]
     made = ast.For(ast.Name(name, ast.Store()), ast.Call(variable("range"), limits, []), rest, [], None)
-    return PlainLoop(ast.fix_missing_locations(ast.copy_location(made, loop)), counter=name)
+    return PlainLoop(ast.fix_missing_locations(ast.copy_location(made, loop)), counter=ends_at)
+
+
+def _with_length(body: list[ast.stmt], items: str, length: str) -> list[ast.stmt] | None:
+    """The body of a loop with a name for the length of a list to which each iteration adds one element; else None."""
+    adding = [place for place, statement in enumerate(body) if _adds_one(statement, items)]
+    if len(adding) != 1 or items in names_in(*body[: adding[0]], *body[adding[0] + 1 :], context=ast.Store):
+        return None
+    after = ast.BinOp(variable(length), ast.Add(), ast.Constant(1))
+    changed: list[Any] = []
+    for place, statement in enumerate(body):
+        changed.append(_Lengths(items, after if place > adding[0] else variable(length)).visit(statement))
+    return changed
+
+
+def _adds_one(statement: ast.stmt, items: str) -> bool:
+    match statement:
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"), [_], [])):
+            return name == items
+        case ast.AugAssign(ast.Name(name), ast.Add(), ast.List([_])):
+            return name == items
+        case ast.Assign([ast.Name(name)], ast.BinOp(ast.Name(other), ast.Add(), ast.List([_]))):
+            return name == other == items
+    return False
+
+
+class _Lengths(ast.NodeTransformer):
+    """Puts an expression in place of the length of a list."""
+
+    def __init__(self, items: str, length: ast.expr) -> None:
+        self._items, self._length = items, length
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        match node:
+            case ast.Call(ast.Name("len"), [ast.Name(name)], []) if name == self._items:
+                return ast.copy_location(copy.deepcopy(self._length), node)
+        return self.generic_visit(node)
 
 
 def _beyond(relation: ast.cmpop, step: int) -> int | None:

@@ -170,26 +170,26 @@ class Helpers:
         return Steps(flipped, given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped), Iteration()))
 
     @staticmethod
-    def unbind(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Returns the slices of a tensor, as ``function`` does, which is ``tensor.unbind`` or ``torch.unbind``."""
-        tensor, dim = _arguments_of(function, args, options, dim=0)
-        return Helpers._slices(tensor, dim, keeps_axis=False) or function(*args, **options)
+    def unbind(owner: Any, *args: Any, **options: Any) -> Any:
+        """Returns the slices of a tensor, as ``owner.unbind`` does; the owner is the tensor, or ``torch``."""
+        tensor, dim = _arguments_of(owner, args, options, dim=0)
+        return Helpers._slices(tensor, dim, keeps_axis=False) or owner.unbind(*args, **options)
 
     @staticmethod
-    def chunk(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def chunk(owner: Any, *args: Any, **options: Any) -> Any:
         """Returns the chunks of a tensor, which may be its slices."""
-        tensor, count, dim = _arguments_of(function, args, options, chunks=1, dim=0)
+        tensor, count, dim = _arguments_of(owner, args, options, chunks=1, dim=0)
         is_each = isinstance(tensor, torch.Tensor) and _is_symbolic(count) and tensor.shape[dim] == count
         found = Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None
-        return found or function(*args, **options)
+        return found or owner.chunk(*args, **options)
 
     @staticmethod
-    def split(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def split(owner: Any, *args: Any, **options: Any) -> Any:
         """Returns the parts of a tensor, or of a string."""
-        tensor, size, dim = _arguments_of(function, args, options, split_size=None, dim=0)
+        tensor, size, dim = _arguments_of(owner, args, options, split_size=None, dim=0)
         is_each = isinstance(size, int) and size == 1
         found = Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None
-        return found or function(*args, **options)
+        return found or owner.split(*args, **options)
 
     @staticmethod
     def _slices(tensor: Any, dim: Any, keeps_axis: bool) -> Stacked | None:
@@ -215,9 +215,19 @@ class Helpers:
         return value.reshape(()) if isinstance(value, torch.Tensor) else value.item()
 
     @staticmethod
-    def data(value: Any) -> Any:
-        """Returns the tensor itself in place of ``tensor.data``, which torch makes a constant of in a loop operator."""
-        return value.detach() if isinstance(value, torch.Tensor) else value.data
+    def view(value: Any, name: str) -> Any:
+        """Returns ``value.T`` and the like by an operator: torch takes attributes of a weight for further inputs."""
+        if not isinstance(value, torch.Tensor):
+            return getattr(value, name)
+        if name == "T":
+            return value.permute([*range(value.ndim)][::-1])
+        if name == "mT":
+            return value.transpose(-2, -1)
+        if name in ("H", "mH"):
+            return value.adjoint()
+        if name == "data":
+            return value.detach()
+        return torch.real(value) if name == "real" else torch.imag(value)
 
     @staticmethod
     def int(value: Any, is_read: bool) -> Any:
@@ -305,12 +315,13 @@ class Helpers:
         return start + step * torch.sym_max(0, -((start - stop) // step))
 
 
-def _arguments_of(
-    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], **names: Any
-) -> list[Any]:
-    """The tensor of a call of ``tensor.split`` or ``torch.split``, and its other arguments, or their defaults."""
-    tensor = getattr(function, "__self__", None)
-    if not isinstance(tensor, torch.Tensor):
+def _arguments_of(owner: Any, args: tuple[Any, ...], options: dict[str, Any], **names: Any) -> list[Any]:
+    """The tensor of a call of ``tensor.split`` or ``torch.split``, and its other arguments, or their defaults.
+
+    The method itself would do, but torch cannot compile a question about one, such as ``method.__self__``.
+    """
+    tensor = owner
+    if not isinstance(owner, torch.Tensor):
         named = [options[name] for name in ("input", "tensor") if name in options]
         tensor, *args = [*named, *args] or [None]  # type: ignore[assignment]
     given = dict(zip(names, args, strict=False)) | options

@@ -255,7 +255,7 @@ class _ListsOfSlices(ast.NodeTransformer):
         if not isinstance(node.func, ast.Attribute) or node.func.attr not in _LISTING:
             return node
         self.found += 1
-        return ast.copy_location(ast.Call(helper(node.func.attr), [node.func, *node.args], node.keywords), node)
+        return ast.copy_location(ast.Call(helper(node.func.attr), [node.func.value, *node.args], node.keywords), node)
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         """Makes ``first, *rest = items`` an assignment of a part, which may have a symbolic length."""

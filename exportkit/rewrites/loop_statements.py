@@ -14,6 +14,7 @@ from exportkit.rewrites.loop_syntax import as_statements, assigned, call, helper
 
 _RESULT = "_exportkit_result"  # the name of what a function returns
 _OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
+_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes of tensors
 # Operators whose results for numbers are others in single precision, or in 64 bits, by the name of the helper.
 _INEXACT = {ast.Pow: "power", ast.LShift: "shifted", ast.FloorDiv: "floored", ast.Mod: "remainder"}
 
@@ -215,8 +216,9 @@ class _Statements(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
         self.generic_visit(node)
-        is_data = node.attr == "data" and isinstance(node.ctx, ast.Load)
-        return ast.copy_location(call("data", node.value), node) if is_data else node
+        if node.attr not in _VIEWS or not isinstance(node.ctx, ast.Load) or _is_self(node.value):
+            return node
+        return ast.copy_location(call("view", node.value, ast.Constant(node.attr)), node)
 
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         self.generic_visit(node)
@@ -227,6 +229,10 @@ class _Statements(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load):
             return self.generic_visit(node)
         return ast.copy_location(call("item", self.visit(node.value), self._index(node)), node)
+
+
+def _is_self(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id == "self"
 
 
 def _is_item(value: ast.Call) -> bool:

@@ -17,6 +17,7 @@ from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.size_arithmetic import remainder, subtracted_from, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.rewrites.lengths import Sizes, holds_sizes
+from exportkit.rewrites.statistics import STATISTICS
 
 aten = torch.ops.aten
 
@@ -120,39 +121,6 @@ def _take_along_dim(values: torch.Tensor, indices: torch.Tensor, dim: int | None
         shape[dim] = length
         taken.append(tensor.expand(shape))
     return taken[0].gather(dim, taken[1])
-
-
-def _cov(
-    values: torch.Tensor,
-    *,
-    correction: int = 1,
-    fweights: torch.Tensor | None = None,
-    aweights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The covariance of rows; torch asks for the values of the number of observations."""
-    rows = values[None] if values.ndim < 2 else values
-    rows = rows if rows.is_floating_point() or rows.is_complex() else rows.to(torch.get_default_dtype())
-    weights = torch.ones_like(rows[0].real)
-    for given in (fweights, aweights):
-        weights = weights if given is None else weights * given
-    total = weights.sum()
-    mean = (rows * weights).sum(1, keepdim=True) / total
-    taken = correction if aweights is None else correction * (weights * aweights).sum() / total
-    rows = rows - mean
-    found = (rows * weights) @ rows.mH / (total - taken).clamp(min=0)
-    return found[0, 0] if values.ndim < 2 else found
-
-
-def _corrcoef(values: torch.Tensor) -> torch.Tensor:
-    if values.ndim < 2:
-        found = _cov(values)
-        return found / found
-    found = _cov(values)
-    deviation = found.diagonal().real.sqrt()
-    ratio = found / deviation[:, None] / deviation[None]
-    if ratio.is_complex():
-        return torch.complex(ratio.real.clamp(-1, 1), ratio.imag.clamp(-1, 1))
-    return ratio.clamp(-1, 1)
 
 
 def _kron(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -388,11 +356,10 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten.conv_transpose1d.default: _conv_transpose,
     aten.conv_transpose2d.input: _conv_transpose,
     aten.conv_transpose3d.input: _conv_transpose,
-    aten.corrcoef.default: _corrcoef,
-    aten.cov.default: _cov,
     aten.kron.default: _kron,
     aten.take_along_dim.default: _take_along_dim,
     aten.tensor_split.sections: _tensor_split,
     aten.rnn_tanh.input: _recurrence(torch.tanh),
     aten.rnn_relu.input: _recurrence(torch.relu),
+    **STATISTICS,
 }
