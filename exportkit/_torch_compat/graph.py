@@ -32,6 +32,7 @@ BILINEAR_ANTIALIASED = torch.ops.aten._upsample_bilinear2d_aa.vec
 BICUBIC_ANTIALIASED = torch.ops.aten._upsample_bicubic2d_aa.vec
 ITEM = torch.ops.aten._local_scalar_dense.default  # what item() calls
 IS_ALL_TRUE, IS_ANY_TRUE = torch.ops.aten._is_all_true.default, torch.ops.aten._is_any_true.default
+BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 CONJUGATE = torch.ops.aten._conj_physical
 UNSAFE_VIEW, TO_COPY = torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default
 

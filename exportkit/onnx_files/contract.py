@@ -100,6 +100,12 @@ class Contract:
         constants = self.structure.constants()
         return tuple([path for path in self.outputs.values() if path in constants])
 
+    @functools.cached_property
+    def pairs(self) -> frozenset[str]:
+        """Paths of the outputs that are pairs of real numbers in the graph, and complex in the model."""
+        returned = self.structure.tensors()
+        return frozenset({path for path in self.outputs.values() if path in returned and returned[path].is_complex()})
+
     @classmethod
     def of(
         cls,

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from exportkit._torch_compat.graph import (
+    BATCH_NORM,
     IS_ALL_TRUE,
     IS_ANY_TRUE,
     arguments_of,
@@ -249,6 +250,8 @@ def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
     targets |= _DECOMPOSITIONS.keys() & {not_in_place(node.target) for node in nodes}
     if any(node.target is aten.diagonal.default for node in nodes) and written_tensors(program.graph):
         targets.add(aten.diagonal_scatter.default)  # what a write to a diagonal becomes
+    if any(node.target is aten.batch_norm.default and arguments_of(node)["training"] for node in nodes):
+        targets.add(BATCH_NORM)  # what it becomes
     table = {**complex_decompositions(program), **{target: _DECOMPOSITIONS[target] for target in targets}}
     if any(map(is_half, nodes)):
         table |= ADDITIONS
@@ -279,6 +282,8 @@ def _is_known(node: torch.fx.Node) -> bool:
         return isinstance(arguments_of(node)["groups"], int)
     if node.target is aten.scaled_dot_product_attention.default:
         return bool(first.meta["val"].ndim >= _RANK)
+    if node.target is aten.t.default:
+        return bool(first.meta["val"].ndim == 2)
     return node.target in POOLS and set(others[0]) == {1}
 
 
@@ -375,6 +380,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.divide.Tensor: torch.div,
     aten.multiply.Tensor: torch.mul,
     aten.subtract.Tensor: torch.sub,
+    aten.t.default: lambda x: x.transpose(0, 1) if x.ndim > 1 else x.clone(),  # a vector that is returned is no input
     aten.true_divide.Tensor: torch.div,
     # the number follows from a size, or is one of floats beside integers
     aten.rsub.Scalar: lambda x, number, alpha=1: number + x.to(torch.result_type(x, number)) * -alpha,

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from exportkit._torch_compat.graph import (
+    BATCH_NORM,
     call_inlined,
     copied_module,
     graphs_in,
@@ -311,8 +312,39 @@ JOINS: dict[Any, Callable[..., Any]] = {
     aten.stack.default: _joined(torch.stack),
     aten.vstack.default: _joined(torch.vstack),
 }
+# Norms of a batch by its own statistics, as models in training mode have them: onnxruntime takes the running ones.
+
+
+def _batch_norm(  # noqa: PLR0917 (torch's positions)
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """The result, the mean and the scale of the batch, and the new running statistics."""
+    if not training:
+        return NotImplemented
+    dims, shape = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
+    mean = x.mean(dims)
+    centred = x - mean.view(shape)
+    total = centred.square().sum(dims)
+    count = math.prod(x.shape[axis] for axis in dims)
+    scale = (total / count + eps).rsqrt()
+    result = centred * scale.view(shape)
+    result = result if weight is None else result * weight.view(shape)
+    result = result if bias is None else result + bias.view(shape)
+    pairs = ((running_mean, mean), (running_var, total / (count - 1)))
+    running = [old * (1 - momentum) + new * momentum for old, new in pairs]
+    return result, mean, scale, *running
+
+
 EXACT: dict[Any, Callable[..., Any]] = {
     **JOINS,
+    BATCH_NORM: _batch_norm,
     aten.clamp.default: _clamp,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.mse_loss.default: _mse_loss,

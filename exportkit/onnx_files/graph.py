@@ -206,7 +206,7 @@ class OnnxGraph:
         """
         contract, plan = self.contract, self.contract.plan
         complete = self._complete(given)
-        runner = SessionRunner(self.session, contract.inputs, contract.outputs)
+        runner = SessionRunner(self.session, contract.inputs, contract.outputs, contract.pairs)
         returned: dict[str, torch.Tensor | None] = {**runner.run(complete)}
         for path, source in contract.dependent.items():
             if source not in given.tensors and path in returned:

@@ -265,6 +265,43 @@ def _cholesky_solve(right: torch.Tensor, factor: torch.Tensor, upper: bool = Fal
     return _solve_triangular(lower.mT, _solve_triangular(lower, right, upper=False), upper=True)
 
 
+def _cholesky_inverse(factor: torch.Tensor, upper: bool = False) -> Any:
+    return _cholesky_solve(torch.eye(factor.shape[-1], dtype=factor.dtype), factor, upper)
+
+
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that also returns that all went well, as functions with a name like ``inv_ex`` do."""
+
+    def checked(matrix: torch.Tensor, *, check_errors: bool = False, **options: Any) -> Any:  # noqa: ARG001
+        found = function(matrix, **options)
+        is_known = found is not NotImplemented
+        return (found, torch.zeros(matrix.shape[:-2], dtype=torch.int32)) if is_known else NotImplemented
+
+    return checked
+
+
+def _qr(matrix: torch.Tensor, mode: str = "reduced") -> Any:
+    """Householder's reflections, with the signs of LAPACK, which reflects no column that has zeros below already."""
+    rows, columns = matrix.shape[-2:]
+    count = min(rows, columns) if isinstance(rows, int) and isinstance(columns, int) else 0
+    if not 0 < count <= _LARGEST or matrix.is_complex():
+        return NotImplemented
+    order = torch.arange(rows)
+    left = torch.eye(rows, dtype=matrix.dtype).expand(*matrix.shape[:-2], rows, rows)
+    for k in range(count):
+        column = torch.where(order >= k, matrix[..., k], 0.0)
+        length, first = column.square().sum(-1, keepdim=True).sqrt(), column[..., k, None]
+        vector = column + torch.where(order == k, torch.where(first < 0, -length, length), 0.0)
+        is_reflected = ((order > k) & (column != 0)).any(-1, keepdim=True)
+        scaled = torch.where(is_reflected, 2 / vector.square().sum(-1, keepdim=True), 0.0) * vector
+        matrix = matrix - scaled[..., :, None] * (vector[..., None, :] @ matrix)
+        left = left - (left @ vector[..., :, None]) * scaled[..., None, :]
+    upper = matrix.triu()
+    if mode == "complete":
+        return left, upper
+    return left[..., :count] if mode == "reduced" else matrix.new_zeros(0), upper[..., :count, :]
+
+
 SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.copysign.Scalar: _copysign,
     aten.copysign.Tensor: _copysign,
@@ -287,10 +324,15 @@ SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.special_erfcx.default: _in_double(_erfcx, 4),
     aten.special_log_ndtr.default: _in_double(_log_ndtr, 4),
     aten.special_ndtri.default: _in_double(lambda x: _quantile(x - 0.5, torch.minimum(x, 1 - x)), 4),
+    aten.cholesky.default: lambda matrix, upper=False: _cholesky(matrix, upper=upper),
+    aten.cholesky_inverse.default: _cholesky_inverse,
     aten.cholesky_solve.default: _cholesky_solve,
     aten.inverse.default: _inverse,
     aten.linalg_cholesky.default: _cholesky,
+    aten.linalg_cholesky_ex.default: _checked(_cholesky),
     aten.linalg_inv.default: _inverse,
+    aten.linalg_inv_ex.default: _checked(_inverse),
+    aten.linalg_qr.default: _qr,
     aten.linalg_slogdet.default: _slogdet,
     aten.linalg_solve.default: _solve,
     aten.linalg_solve_triangular.default: _solve_triangular,

@@ -338,11 +338,13 @@ class SessionRunner:
         session: The session.
         inputs: Leaf path by name of the graph's input.
         outputs: Leaf path by name of the graph's output.
+        pairs: Paths of outputs that are pairs of real numbers in the graph, and complex in the model.
     """
 
     session: GraphSession
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
+    pairs: frozenset[str] = frozenset()
 
     def __call__(self, call: Call, /) -> dict[str, torch.Tensor]:
         """Returns the outputs for the tensors of a call, by path.
@@ -363,8 +365,14 @@ class SessionRunner:
             KeyError: if an input is missing.
             RuntimeFailure: if onnxruntime refuses the call.
         """
-        results = self.session.run({name: tensors[path] for name, path in self.inputs.items()})
-        return {self.outputs[name]: tensor for name, tensor in results.items()}
+        results = self.session.run({name: _as_real(tensors[path]) for name, path in self.inputs.items()})
+        found = {self.outputs[name]: tensor for name, tensor in results.items()}
+        return {path: torch.view_as_complex(t) if path in self.pairs else t for path, t in found.items()}
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as ONNX has it, where a complex number is a pair along the last axis."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _dangers(source: str | bytes) -> tuple[bool, bool]:

@@ -1,5 +1,6 @@
 """Operators that move complex numbers around are written as ones that move pairs of reals, which torch.onnx knows."""
 
+import onnx
 import pytest
 import torch
 
@@ -125,6 +126,44 @@ def test_layers_with_complex_weights_are_translated(tmp_path):
             model(torch.randn(batch, 4, length))
     report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
+
+
+class Frequencies(torch.nn.Module):
+    """Reconstructs images from a part of their frequencies, and returns the frequencies of the result, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.refine = torch.nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, frequencies, mask):
+        image = torch.view_as_real(torch.fft.ifft2(frequencies * mask, norm="ortho"))
+        image = torch.view_as_complex(self.refine(image.permute(0, 3, 1, 2)).permute(0, 2, 3, 1).contiguous())
+        return {"image": image.abs(), "frequencies": torch.fft.fft2(image, norm="ortho"), "conjugate": image.conj()}
+
+
+@pytest.mark.runtime
+def test_complex_inputs_and_outputs_are_pairs_in_the_file_alone(tmp_path):
+    def call(batch, side):
+        mask = (torch.rand(batch, side, 8) > 0.5).float()
+        return torch.randn(batch, side, 8, dtype=torch.cfloat), mask
+
+    torch.manual_seed(0)
+    model, observer = Frequencies().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(*call(2, 8))
+        model(*call(3, 12))
+    exportkit.export(model, observer).save(tmp_path / "model", verify=False)
+    graph = exportkit.load(tmp_path / "model")
+    report = graph.verify()
+    assert report.ok, str(report)
+    file = onnx.load(graph.path).graph
+    axes = [len(value.type.tensor_type.shape.dim) for value in (*file.input, *file.output)]
+    assert axes == [4, 3, 3, 4, 4]
+    for given in (call(1, 9), call(4, 10)):
+        frequencies, mask = given
+        for first in (frequencies, frequencies.conj()):
+            with torch.no_grad():
+                torch.testing.assert_close(graph(first, mask), model(first, mask), atol=1e-5, rtol=1e-4)
 
 
 def test_what_is_written_to_a_view_is_written():

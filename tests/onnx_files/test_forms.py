@@ -277,11 +277,28 @@ CASES = {
             torch.linalg.solve(x, y),
             *torch.linalg.slogdet(x),
             torch.linalg.cholesky(x @ x.mT),
+            torch.linalg.cholesky_ex(x @ x.mT).L,
+            torch.cholesky_inverse(x.tril() + 3 * torch.eye(2)),
+            torch.linalg.inv_ex(x).inverse,
+            *torch.linalg.qr(x),
+            *torch.linalg.qr(x[0].repeat(2, 1), "complete"),
+            torch.linalg.qr(x.triu(), "r").R,
             torch.linalg.solve_triangular(x, x.mT, upper=True),
         ),
         torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[0.0, 2.0], [-1.0, 1.0]], [[3.0, -1.0], [0.5, 2.0]]]),
         floats(1, 2, 3, 4, 5, 6).view(3, 2),
     ),
+    "norms by the statistics of a batch, and of each row": (
+        lambda x, mean: (
+            functional.batch_norm(x, mean * 1, mean.abs() + 1, floats(0.5, 2), floats(1, -1), True, 0.3, 0.1),
+            functional.batch_norm(
+                x.flatten(0, 1)[None], mean.repeat(x.shape[0]), mean.repeat(x.shape[0]).abs(), training=True
+            ),
+        ),
+        torch.arange(36.0).reshape(3, 2, 2, 3) % 7,
+        floats(5, -3),
+    ),
+    "a vector that is returned as it is": (lambda x: (x.t(), x * 2), floats(1, 2, 3)),
     "a convolution for each row": (
         lambda x, y: functional.conv2d(x.flatten(0, 1)[None], y.flatten(0, 1), padding=1, groups=x.shape[0]),
         torch.arange(64.0).view(2, 2, 4, 4) % 7,

@@ -317,16 +317,15 @@ def test_a_damaged_file_is_an_error_that_names_it(linear, tmp_path):
 
 
 def test_an_unsupported_element_type_is_an_error(tmp_path):
-    class Complex(torch.nn.Module):
-        def forward(self, x, phase):
-            return x + phase.real
+    class Scaled(torch.nn.Module):
+        def forward(self, x, scale):
+            return x * scale.float()
 
-    model = Complex()
-    observer = observe(model, ((torch.ones(3, 4), torch.ones(3, 4, dtype=torch.complex64)), {}))
+    model = Scaled()
+    scale = torch.ones(3, 4).to(torch.float8_e5m2)
+    observer = observe(model, ((torch.ones(3, 4), scale), {}))
     with pytest.raises(exportkit.ExportkitError):
-        exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")(
-            torch.ones(2, 4), torch.ones(2, 4, dtype=torch.complex64)
-        )
+        exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")(torch.ones(2, 4), scale[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
