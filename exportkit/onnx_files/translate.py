@@ -76,6 +76,8 @@ def translate(
     Raises:
         ExportError: if an operator cannot be translated.
     """
+    from onnx_ir.passes.common import NameFixPass
+
     from exportkit.onnx_files.fused import fused_text
 
     extra = exporter_translations() if LIBRARY_PATCHES.name in traced.rules else None
@@ -100,6 +102,7 @@ def translate(
     program.model.metadata_props[DOMAIN_KEY] = json.dumps(traced.domain.to_json())
     if branches and any(name.startswith(EVERY_WAY.name) for name in traced.rules):
         choices_as_branches(program.model.graph)
+    NameFixPass()(program.model)  # a new value may have the name of one in a loop
     path.parent.mkdir(parents=True, exist_ok=True)
     _copy_views_when_written(program.model.graph)
     program.save(path, external_data=True)

@@ -269,9 +269,18 @@ def with_a_query_that_sees_nothing(self, x):
     return torch.stack(rows, 1)
 
 
+def with_a_probability_at_the_end(self, x):
+    """What is computed after the loop has no name of a value in the loop."""
+    state, cell = x.new_zeros(x.shape[0], 4), torch.nn.functional.gelu
+    for t in range(x.shape[1]):
+        state = cell(self.layer(x[:, t])).sigmoid() * state + cell(x[:, t]).sigmoid()
+    return torch.sigmoid(self.layer(state))
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        with_a_probability_at_the_end,
         best_path,
         without_repeats,
         while_a_list_is_shorter,
