@@ -312,6 +312,8 @@ JOINS: dict[Any, Callable[..., Any]] = {
     aten.stack.default: _joined(torch.stack),
     aten.vstack.default: _joined(torch.vstack),
 }
+
+
 # Norms of a batch by its own statistics, as models in training mode have them: onnxruntime takes the running ones.
 
 
@@ -328,6 +330,7 @@ def _batch_norm(  # noqa: PLR0917 (torch's positions)
     """The result, the mean and the scale of the batch, and the new running statistics."""
     if not training:
         return NotImplemented
+    dtype, x = x.dtype, x.float() if x.dtype in HALF else x
     dims, shape = [0, *range(2, x.ndim)], [1, -1, *[1] * (x.ndim - 2)]
     mean = x.mean(dims)
     centred = x - mean.view(shape)
@@ -339,7 +342,7 @@ def _batch_norm(  # noqa: PLR0917 (torch's positions)
     result = result if bias is None else result + bias.view(shape)
     pairs = ((running_mean, mean), (running_var, total / (count - 1)))
     running = [old * (1 - momentum) + new * momentum for old, new in pairs]
-    return result, mean, scale, *running
+    return result.to(dtype), mean, scale, *running
 
 
 EXACT: dict[Any, Callable[..., Any]] = {

@@ -94,7 +94,9 @@ class _Iterations:
             is_idle: Whether it changes nothing; None if every iteration counts.
         """
         iteration = Iteration(self._begun is not None, is_idle)
-        new, added = self._body(self.values(state), self._given(element, iteration))
+        # copies, which functions that the body calls may change in place
+        values = self.values(tuple([tensor.clone() for tensor in state]))
+        new, added = self._body(values, self._given(element, iteration))
         after, form = tree_flatten(new)
         others = set(range(len(self._leaves))) - {*self._places}
         if form != self._form or any(after[number] is not self._leaves[number] for number in others):

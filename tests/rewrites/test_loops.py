@@ -247,6 +247,20 @@ def while_a_list_is_shorter(self, x):
     return torch.stack(outputs, 1), torch.stack(means, 1)
 
 
+def accumulated(model, token, state, total):
+    state = torch.tanh(model.layer(token) + state)
+    total += state
+    return state, total
+
+
+def with_a_sum_that_a_function_adds_to(self, x):
+    state, total, states = x.new_zeros(x.shape[0], 4), x.new_zeros(x.shape[0], 4), []
+    for t in range(x.shape[1]):
+        state, total = accumulated(self, x[:, t], state, total)
+        states.append(state + total)
+    return torch.stack(states, 1), total
+
+
 def with_functions_that_onnx_does_not_have(self, x):
     """Filters invert a matrix in each step, for example."""
     state, states, one = x.new_zeros(x.shape[0], 4), [], torch.eye(2)
@@ -284,6 +298,7 @@ def with_a_probability_at_the_end(self, x):
         best_path,
         without_repeats,
         while_a_list_is_shorter,
+        with_a_sum_that_a_function_adds_to,
         with_functions_that_onnx_does_not_have,
         with_a_query_that_sees_nothing,
     ],
