@@ -111,7 +111,7 @@ def write_back(given: Any, made: Any, written: WrittenArgument, path: str = "") 
             given.copy_(made)
     elif type(given) in (bool, int, float) and isinstance(made, torch.Tensor):  # a number is a tensor in the graph
         return type(given)(made.item() if made.numel() else made.shape[-1])
-    elif type(given) is not type(made):
+    elif type(given) is not type(made) or isinstance(given, bool | int | float | complex | str | bytes):
         return made
     elif isinstance(given, dict):
         values = {

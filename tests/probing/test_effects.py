@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exportkit import InputObserver
+from exportkit import InputObserver, export
 from exportkit.calls.observation import WrittenArgument
 from exportkit.probing.effects import changed_state, write_back, written_arguments
 from tests.models import tiny_llama
@@ -92,3 +92,37 @@ def test_buffers_and_attributes_that_a_call_changes_are_named():
     model = torch.nn.Sequential(Counts())
     call = observed(model, torch.ones(2)).calls[0]
     assert sorted(changed_state(model, "forward", call)) == ["0.calls", "0.seen", "0.total"]
+
+
+class Store:
+    """States of the steps so far, and how many there were."""
+
+    def __init__(self, batch):
+        self.seen, self.states = 0, torch.zeros(batch, 0, 4)
+
+
+class Storing(torch.nn.Module):
+    """Adds its input to a store that it gets, and returns the store, too."""
+
+    def forward(self, x, store):
+        store.states = torch.cat([store.states, x], 1)
+        store.seen = store.seen + x.shape[1]
+        return {"mean": store.states.sum(1) / store.seen, "store": store}
+
+
+@pytest.mark.runtime
+def test_a_number_of_an_object_that_is_changed_in_place_is_changed_too(tmp_path):
+    model, observer = Storing(), InputObserver()
+    with observer(model, store_n_calls=4):
+        for batch, length in ((2, 3), (3, 5)):
+            store = Store(batch)
+            for _ in range(2):
+                model(torch.randn(batch, length, 4), store)
+    graph = export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    given, expected = Store(4), Store(4)
+    for length in (2, 6, 1):
+        x = torch.randn(4, length, 4)
+        torch.testing.assert_close(graph(x, given)["mean"], model(x, expected)["mean"])
+        assert given.seen == expected.seen
+        torch.testing.assert_close(given.states, expected.states)
