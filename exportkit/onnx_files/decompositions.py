@@ -380,7 +380,8 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.divide.Tensor: torch.div,
     aten.multiply.Tensor: torch.mul,
     aten.subtract.Tensor: torch.sub,
-    aten.t.default: lambda x: x.transpose(0, 1) if x.ndim > 1 else x.clone(),  # a vector that is returned is no input
+    # a copy of a vector, which torch.onnx would return as the input itself
+    aten.t.default: lambda x: x.transpose(0, 1) if x.ndim > 1 else x.clone(),
     aten.true_divide.Tensor: torch.div,
     # the number follows from a size, or is one of floats beside integers
     aten.rsub.Scalar: lambda x, number, alpha=1: number + x.to(torch.result_type(x, number)) * -alpha,

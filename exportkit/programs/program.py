@@ -196,7 +196,6 @@ def trace(
         operators_at_any_length(tracing=True),
         applied(rules, model),
         replaced_attributes(model, {"forward": traced.forward}),
-        dispatch_restored(),
         _quiet(None if BUFFER_VALUES in rules or GRADIENTS in rules else copied.call),
         recording_paused(),
         kernels_of(example.call),
@@ -351,7 +350,8 @@ def _quiet(around: Callable[..., Any] | None) -> Iterator[None]:
     silent = replaced_attributes(trace_module(), {"print": lambda *_, **__: None})
     unlogged = replaced_attributes(logging.getLogger("torch._guards"), {"disabled": True})
     checked = replaced_attributes(owner, {name: False})
-    with warnings.catch_warnings(action="ignore"), silent, unlogged, checked, contextlib.ExitStack() as repaired:
+    quiet = warnings.catch_warnings(action="ignore")
+    with quiet, silent, unlogged, checked, dispatch_restored(), contextlib.ExitStack() as repaired:
         lines = lines_without([branches.__file__])
         repairs = (module_calls(around), constraints_that_solve(), limits_of_floats(), modes_that_change(), lines)
         for replacement in repairs:

@@ -127,6 +127,11 @@ FUNCTIONS = {
     "a size as a tensor": lambda x: x[:, : torch.ceil(torch.as_tensor(3 * x.shape[1] / 4)).long()],
     "sizes as a tensor": lambda x: x / torch.as_tensor([(1, x.shape[1]), (x.shape[1], 2)], dtype=torch.float32).sum(),
     "padding as a tensor": padded_by_a_tensor,
+    "quantiles": lambda x: (
+        x.quantile(0.3, 1),
+        x.quantile(0.4, interpolation="lower"),
+        x.nanquantile(torch.tensor([0.2, 0.9]), 0, keepdim=True),
+    ),
     "parts of almost equal size": lambda x: [part.sum(1) for part in x.tensor_split(3, 1)],
 }
 
