@@ -27,7 +27,7 @@ from exportkit.trees import flatten
 Tensors = Mapping[str, torch.Tensor]
 
 MODEL, GRAPH, AROUND = "The model", "onnxruntime", "The code around the graph"
-CHANGED = "it no longer returns what this call expects: it was changed since, or is random"
+CHANGED = "it no longer returns what this call expects: it changed since, is random, or inputs shared memory"
 SMALL = "it differs by more than the proof allows, but no module adds more than rounding"
 ONNX = "ONNX or onnxruntime"
 _SHOWN = 4  # modules that are named

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,8 +16,8 @@ from exportkit.errors import ArgumentError
 from exportkit.onnx_files.contract import Contract
 from exportkit.onnx_files.graph import Given, OnnxGraph
 from exportkit.plan.sizes import solve_sizes
-from exportkit.probing.effects import write_back
-from exportkit.probing.simplify import value_at
+from exportkit.probing.effects import require_apart, write_back
+from exportkit.probing.simplify import value_at, with_value_at
 from exportkit.programs.domain import Domain
 from exportkit.programs.exported import ExportedModel, require_own
 from exportkit.programs.kept_state import RESULT, STATE
@@ -177,23 +177,19 @@ class OnnxRunner:
         returned = self.run(args, kwargs)
         if contract.stateful:
             self.module_state = returned[STATE]
-        if contract.written:
-            returned = self._written_back(args, kwargs, returned)
+        returned = self._written_back(args, kwargs, returned)
         return returned[RESULT] if contract.wraps else returned
 
     def _written_back(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: Any) -> Any:
-        """What the graph returned, with arguments that the model changes in place in it: they are changed, too."""
-        values = self.contract.signature.bind_unchanged(args, kwargs)
-        for name, written in self.contract.written.items():
-            given, place = values.get(name), written.place or ""
-            made = value_at(returned, place)
-            if given is None or made is None:
-                continue
-            kept = write_back(given, made, written)
-            if not place:
-                returned = kept
-            elif isinstance(returned, MutableMapping) and place in returned:
-                returned[place] = kept  # the caller finds the very object that it gave, as the model returns it
+        """What the graph returned, with the very arguments in it that the model changes in place: they are changed."""
+        written = self.contract.written
+        values = self.contract.signature.bind_unchanged(args, kwargs) if written else {}
+        made = {name: value_at(returned, item.place or "") for name, item in written.items()}
+        require_apart(values, made)
+        for name, item in written.items():
+            if values.get(name) is not None and made[name] is not None:
+                write_back(values[name], made[name], item)
+                returned = with_value_at(returned, item.place or "", values[name])
         return returned
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -249,12 +245,14 @@ class OnnxRunner:
     def run_call(self, call: Call, /) -> Returned:
         """Returns the output tensors by path for copies of the tensors of a call.
 
+        Where the model changes an argument in place, the output is what the call leaves in that argument.
+
         Raises:
             ArgumentError: if the call does not fit the graph, or any of several graphs.
             RuntimeFailure: if onnxruntime refuses it.
         """
         args, kwargs = call.args_kwargs_as_given()
-        return Returned.of(self.run(args, kwargs))
+        return Returned.of(self._written_back(args, kwargs, self.run(args, kwargs)))
 
     def move(self, folder: Path) -> None:
         """Notes that the files of all graphs were moved to a folder."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, WrittenArgument
+from exportkit.errors import ArgumentError
+from exportkit.probing.simplify import value_at
 from exportkit.running.compare import same_value
 from exportkit.running.eager import Around, run_eager, sampled_answer
 from exportkit.running.module_state import ModuleState
@@ -43,7 +45,7 @@ def written_arguments(observation: Observation, model: torch.nn.Module, method: 
         for name, tree in before.items():
             after = flatten(values[name])
             changed = _changed(copies[name], after)
-            if changed or after.paths != tree.paths or _constants_differ(tree, after):
+            if _differ(copies[name], after):
                 places[name].add(_place(result, values[name]))
                 held = tree.tensors()
                 in_place[name] |= {path for path in changed if held[path] is after.tensors()[path]}
@@ -96,7 +98,9 @@ def _runs(model: torch.nn.Module, method: str, call: Call, noted: Around) -> boo
 
 
 def write_back(given: Any, made: Any, written: WrittenArgument, path: str = "") -> Any:
-    """Returns an argument that was given, changed to what a graph made of it; a tensor of another shape is replaced.
+    """Returns an argument that was given, changed to what a graph made of it.
+
+    A tensor in it that gets another shape is replaced.
 
     Args:
         given: The argument, changed in place.
@@ -105,10 +109,13 @@ def write_back(given: Any, made: Any, written: WrittenArgument, path: str = "") 
         path: Path of the value in the argument.
     """
     if isinstance(given, torch.Tensor) and isinstance(made, torch.Tensor):
-        if path not in written.in_place or given.shape != made.shape:
+        if path not in written.in_place or (path and given.shape != made.shape):
             return given if same_value(given, made) else made
-        with torch.no_grad():
-            given.copy_(made)
+        if given.shape != made.shape:  # the argument itself
+            given.data = made
+        else:
+            with torch.no_grad():
+                given.copy_(made)
     elif type(given) in (bool, int, float) and isinstance(made, torch.Tensor):  # a number is a tensor in the graph
         return type(given)(made.item() if made.numel() else made.shape[-1])
     elif type(given) is not type(made) or isinstance(given, bool | int | float | complex | str | bytes):
@@ -122,12 +129,15 @@ def write_back(given: Any, made: Any, written: WrittenArgument, path: str = "") 
             del given[key]
         for key, value in values.items():
             given[key] = value
-    elif isinstance(given, list | tuple):
+    elif isinstance(given, list | tuple | deque):
         pairs = enumerate(zip(given, made, strict=False))
         items = [write_back(*pair, written, path_of((index,), path)) for index, pair in pairs]
-        items += made[len(items) :]
+        items += [*made][len(items) :]
         if isinstance(given, list):
             given[:] = items
+        elif isinstance(given, deque):
+            given.clear()
+            given.extend(items)
         elif len(given) != len(items) or any(map(operator.is_not, given, items)):
             return made
     elif is_cache_class(type(given)):
@@ -144,6 +154,50 @@ def write_back(given: Any, made: Any, written: WrittenArgument, path: str = "") 
         ]
         return build_object(leaves, after.skeleton, given)
     return given
+
+
+def require_apart(given: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """Raises ArgumentError if an object that a call changes is given in two places: a graph changes two copies of it.
+
+    Args:
+        given: The arguments by name.
+        made: What becomes of those that the call changes, by name.
+    """
+    places: dict[int, str] = {}
+    for name, value in given.items():
+        for path, item in _mutable(value, name, set()):
+            if places.setdefault(id(item), path) == path:
+                continue
+            for place in (places[id(item)], path):
+                after = value_at(made, place)
+                if after is not None and _differ(flatten(item), flatten(after)):
+                    raise ArgumentError(
+                        "An object that the model changes is given in two places.",
+                        where=f"{places[id(item)]}, {path}",
+                        expected="an object of its own in each place",
+                        got=f"the same {type(item).__name__}",
+                        hint="a graph computes what becomes of each place apart: give a copy, if the model may.",
+                    )
+
+
+def _mutable(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yields path and value of what can be changed in a value, apart from tensors; what is met again is not entered."""
+    steps: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        steps = value.items()
+    elif isinstance(value, list | tuple | deque):
+        steps = enumerate(value)
+    elif not is_cache_class(type(value)):
+        opened = open_object(value)
+        if opened is None:
+            return
+        steps = zip(opened.paths, opened.leaves, strict=True)
+    if not isinstance(value, tuple):
+        yield path, value
+    if id(value) not in seen:
+        seen.add(id(value))
+        for step, item in steps:
+            yield from _mutable(item, path_of((step,), path), seen)
 
 
 def _place(result: Any, value: Any) -> str | None:
@@ -163,6 +217,11 @@ def _changed(before: Tree, after: Tree) -> set[str]:
     return {
         path for path, tensor in after.tensors().items() if path in earlier and not same_value(earlier[path], tensor)
     }
+
+
+def _differ(before: Tree, after: Tree) -> bool:
+    """Whether two values have other leaves, or leaves of other values."""
+    return bool(_changed(before, after)) or after.paths != before.paths or _constants_differ(before, after)
 
 
 def _constants_differ(before: Tree, after: Tree) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -159,7 +159,7 @@ def with_joined_lists(tree: Tree, parents: Iterable[str]) -> Tree:
 def value_at(value: Any, path: str) -> Any:
     """Returns the value at a path in a nested value, such as arguments by name, or None if there is none."""
     for step in _STEPS.finditer(path):
-        key = int(step["index"]) if step["index"] else step["key"] or step["name"]
+        key = _key(step)
         if isinstance(value, Mapping):
             value = value.get(key)
         elif isinstance(key, int):
@@ -167,6 +167,25 @@ def value_at(value: Any, path: str) -> Any:
         else:
             value = getattr(value, key, None)
     return value
+
+
+def with_value_at(value: Any, path: str, made: Any) -> Any:
+    """Returns a nested value with another one at a path; only tuples that lead there are replaced."""
+    step = _STEPS.match(path)
+    if step is None:
+        return made
+    key = _key(step)
+    inside = with_value_at(value_at(value, step.group()), path[step.end() :], made)
+    if isinstance(value, tuple):
+        items = [inside if position == key else item for position, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, MutableMapping | list):
+        value[key] = inside
+    return value
+
+
+def _key(step: re.Match[str]) -> Any:
+    return int(step["index"]) if step["index"] else step["key"] or step["name"]
 
 
 def _irregular(observation: Observation) -> set[str]:

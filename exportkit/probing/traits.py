@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ Change = Callable[[Values], Values]
 _LAYOUT = frozenset({"as_strided", "data_ptr", "is_contiguous", "storage_offset", "stride", "untyped_storage"})
 _GRADIENT = frozenset({"grad", "grad_fn", "is_leaf", "requires_grad", "retains_grad"})
 _WHOLE = frozenset({"__dict__", "__dir__", "__getstate__", "__reduce__", "__reduce_ex__"})
-_APART = "in memory of its own"
+APART = "in memory of its own"
 PLAIN = "without attributes that a caller set"
 
 
@@ -135,10 +136,37 @@ def require_traits(wanted: tuple[str, ...], given: Mapping[str, torch.Tensor]) -
         wrong = next((p for p, t in given.items() if not trait.holds(t)), None) if trait.text in wanted else None
         if wrong is not None:
             raise _unlike(wrong, trait.text)
-    owners: dict[int, str] = {}
-    for path, tensor in given.items() if _APART in wanted else ():
-        if tensor.numel() and owners.setdefault(tensor.untyped_storage().data_ptr(), path) != path:
-            raise _unlike(path, _APART)
+    owners: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for path, tensor in given.items() if APART in wanted else ():
+        if tensor.numel():
+            others = owners[tensor.untyped_storage().data_ptr()]
+            if any(_overlap(tensor, other) for other in others):
+                raise _unlike(path, APART)
+            others.append(tensor)
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common; halves of a tensor have none."""
+    if first.element_size() != second.element_size():
+        return True
+    spans: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    for side, tensor in enumerate((first, second)):
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            spans[stride][side] += size - 1
+    spans.pop(0, None)  # along an expanded axis, all elements are one
+    distance = int(second.storage_offset()) - int(first.storage_offset())
+    return _is_sum(distance, sorted(spans.items(), reverse=True))
+
+
+def _is_sum(distance: int, spans: Sequence[tuple[int, Sequence[int]]]) -> bool:
+    """Whether a distance is a sum of strides, each taken at most so many times forwards, or so many backwards."""
+    if not spans:
+        return distance == 0
+    (stride, (forwards, backwards)), *rest = spans
+    least = distance - sum(step * count for step, (count, _) in rest)
+    most = distance + sum(step * count for step, (_, count) in rest)
+    counts = range(max(-(-least // stride), -backwards), min(most // stride, forwards) + 1)
+    return any(_is_sum(distance - count * stride, rest) for count in counts)
 
 
 def _unlike(path: str, text: str) -> ArgumentError:
@@ -196,7 +224,7 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
             tensors += [trait.text] if any(map(differs, changes)) else []
     tensors += [PLAIN] if _OtherClass.asked else []
     if _Twins.are_in(call) and differs(_Twins.together, usual=_Twins.apart):
-        tensors.append(_APART)
+        tensors.append(APART)
     for path, keys in _dicts(call.values()):
         if differs(functools.partial(_reordered, path=path)):
             orders[path] = keys

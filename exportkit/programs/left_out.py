@@ -23,7 +23,7 @@ from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError
 from exportkit.plan.sizes import unseen_sizes
 from exportkit.probing.size_reads import SizeReads
-from exportkit.probing.traits import Traits, find_traits
+from exportkit.probing.traits import APART, Traits, find_traits
 from exportkit.programs.kinds import Landmarks, kinds_of
 from exportkit.programs.program import TracedProgram
 from exportkit.running.bounds import fixed_bound
@@ -112,7 +112,10 @@ def with_traits(traced: TracedProgram) -> TracedProgram:
             ask = functools.partial(find_traits, traced.model, traced.method, call)
             found = sampled_answer(traced.model, ask)  # of all layers: it compares the results of different runs
             break
-    domain = replace(traced.domain, traits=found.tensors, values=replace(traced.domain.values, orders=found.orders))
+    wanted = found.tensors
+    if any(item.in_place for item in traced.observation.written.values()):
+        wanted = tuple(dict.fromkeys((*wanted, APART)))  # what is written may be a part of no other input
+    domain = replace(traced.domain, traits=wanted, values=replace(traced.domain.values, orders=found.orders))
     return replace(traced, domain=domain, plan=traced.plan.with_findings(found.findings()))
 
 

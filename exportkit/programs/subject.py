@@ -20,7 +20,8 @@ from exportkit.calls.observation import Observation
 from exportkit.probing.effects import written_arguments
 from exportkit.programs.kept_state import RESULT, WithEffects, with_module_state
 from exportkit.programs.number_inputs import Numbers, with_numbers
-from exportkit.running.eager import replayed
+from exportkit.running.compare import compare_outputs
+from exportkit.running.eager import IN_TF32, replayed
 from exportkit.trees import join
 
 
@@ -61,7 +62,7 @@ def exported_form(
         model, observation = stateful
     elif lost or (hooked and not numbers):
         model = WithEffects(model, observation, written=lost)
-        observation = replayed(replace(observation, has_values=False, method_name="forward"), model, "forward")
+        observation = _made_again(observation, model)
     if isinstance(model, WithEffects) and model.wraps:
         for name, item in written.items():
             written[name] = replace(item, place=name if item.place is None else join(RESULT, item.place))
@@ -124,4 +125,18 @@ def with_outputs(
         InvalidRequestError: if a spec matches no module.
     """
     extended = WithOutputs(model, method, specs)
-    return extended, replayed(replace(observation, has_values=False, method_name="forward"), extended, "forward")
+    return extended, _made_again(observation, extended)
+
+
+def _made_again(observation: Observation, model: torch.nn.Module) -> Observation:
+    """The calls as they are made to another form of the model; what it does not repeat stays as it was recorded."""
+    again = replayed(replace(observation, has_values=False, method_name="forward"), model, "forward")
+    calls = []
+    for call, other in zip(observation.calls, again.calls, strict=True):
+        made = other.outputs.tensors() if observation.has_values else {}
+        outputs = call.outputs.tensors().items()
+        recorded = {p: t for path, t in outputs for p in (path, join(RESULT, path)) if p in made}
+        found = compare_outputs(recorded, {path: made[path] for path in recorded}, bound=IN_TF32)
+        kept = {item.path: recorded[item.path] for item in found if item.reason is not None}
+        calls.append(replace(other, outputs=other.outputs.with_leaves(kept)) if kept else other)
+    return replace(again, calls=tuple(calls))

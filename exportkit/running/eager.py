@@ -25,7 +25,7 @@ from exportkit.running.module_state import modules_kept
 from exportkit.trees import flatten
 
 _NO_GRADIENT = "does not require grad"  # of torch, where a model computes a gradient and none is recorded
-_IN_TF32 = fixed_bound(0.05, 0.05)  # what a run that rounds to TF32 may be off
+IN_TF32 = fixed_bound(0.05, 0.05)  # what a run that rounds to TF32 may be off
 _MOST_COPIED = 10**9  # weights of a model that is copied to see what it does in float32
 
 Answer = TypeVar("Answer")
@@ -238,7 +238,7 @@ def replayed(observation: Observation, model: torch.nn.Module, method: str) -> O
         except Exception:
             again = call
         known = {**call.outputs.tensors()} if observation.has_values else {}
-        same = all(item.reason is None for item in compare_outputs(known, again.outputs.tensors(), bound=_IN_TF32))
+        same = all(item.reason is None for item in compare_outputs(known, again.outputs.tensors(), bound=IN_TF32))
         calls.append(again if same else call)
     return replace(observation, calls=tuple(calls), has_values=True)
 

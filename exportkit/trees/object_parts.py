@@ -102,14 +102,17 @@ def build_object(leaves: Iterable[Any], skeleton: Skeleton, into: Any = None) ->
     Args:
         leaves: The leaves in order.
         skeleton: Everything else.
-        into: An object of the same class, which becomes that object; by default a new one.
+        into: An object of the same class, which becomes that object, as objects in it become its parts; by default,
+            all are new.
     """
     values, parts = list(leaves), skeleton.parts
     values = [leaf.value if type(leaf) is Unread else leaf for leaf in values]
-    made: dict[int, Any] = {n: _empty(part) for n, part in enumerate(parts) if not issubclass(part.cls, tuple)}
-    if into is not None:
-        made[0] = into
-        _clear(into)
+    made: dict[int, Any] = {} if into is None else _counterparts(parts, into)
+    for own in made.values():
+        _clear(own)
+    for number, part in enumerate(parts):
+        if number not in made and not issubclass(part.cls, tuple):
+            made[number] = _empty(part)
 
     def found(ref: tuple[str, int]) -> Any:
         kind, number = ref
@@ -125,6 +128,26 @@ def build_object(leaves: Iterable[Any], skeleton: Skeleton, into: Any = None) ->
         if not issubclass(part.cls, tuple):
             _fill(made[number], part, list(map(found, part.refs)))
     return found(("part", 0))
+
+
+def _counterparts(parts: Sequence[ObjectPart], into: Any) -> dict[int, Any]:
+    """Objects that become parts, by number: each is where the part is, and nowhere else."""
+    made, seen = {0: into}, {id(into)}
+    for number, part in enumerate(parts):
+        if number not in made:  # parts come after those that hold them
+            continue
+        value, state = made[number], state_of(made[number])
+        children = [state.get(name) for name in part.names]
+        if isinstance(value, dict):
+            children += [dict.get(value, key) for key in part.keys]
+        elif isinstance(value, list | deque) and len(value) == len(part.refs) - len(part.names):
+            children += value
+        for (kind, inner), child in zip(part.refs, children, strict=False):
+            is_alike = kind == "part" and type(child) is parts[inner].cls and not isinstance(child, tuple)
+            if is_alike and inner not in made and id(child) not in seen:
+                made[inner] = child
+                seen.add(id(child))
+    return made
 
 
 def _empty(part: ObjectPart) -> Any:

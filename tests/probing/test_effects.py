@@ -1,10 +1,13 @@
 """What a call changes besides what it returns: found by running the model, and written back into what a caller gave."""
 
+from collections import deque
+
 import pytest
 import torch
 
 from exportkit import InputObserver, export
 from exportkit.calls.observation import WrittenArgument
+from exportkit.errors import ArgumentError
 from exportkit.probing.effects import changed_state, write_back, written_arguments
 from tests.models import tiny_llama
 
@@ -126,3 +129,102 @@ def test_a_number_of_an_object_that_is_changed_in_place_is_changed_too(tmp_path)
         torch.testing.assert_close(graph(x, given)["mean"], model(x, expected)["mean"])
         assert given.seen == expected.seen
         torch.testing.assert_close(given.states, expected.states)
+
+
+class Window(torch.nn.Module):
+    """Sums the latest states of a queue, to which it adds one, and notes in the settings of it how many it took."""
+
+    def forward(self, x, queue, settings):
+        queue["states"].append(x.sum(1))
+        queue["states"].popleft()
+        settings.inner["total"] = settings.inner["total"] + x.sum()
+        return torch.stack(list(queue["states"])).sum(0)
+
+
+class Settings:
+    """Has a dict that others may hold as well."""
+
+    def __init__(self):
+        self.inner = {"total": torch.zeros(())}
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory):
+    model, observer = Window(), InputObserver()
+    with observer(model):
+        for batch, length in ((2, 3), (3, 5)):
+            model(torch.randn(batch, length, 4), *window_state(batch))
+    return model, export(model, observer).to_onnx(tmp_path_factory.mktemp("window") / "model.onnx")
+
+
+def window_state(batch):
+    return {"states": deque([torch.zeros(batch, 4), torch.ones(batch, 4)])}, Settings()
+
+
+@pytest.mark.runtime
+def test_queues_and_parts_of_objects_are_changed_where_they_are(window):
+    model, graph = window
+    assert graph.verify().ok
+    (queue, settings), expected = window_state(4), window_state(4)
+    states, inner = queue["states"], settings.inner
+    for length in (2, 6):
+        x = torch.randn(4, length, 4)
+        torch.testing.assert_close(graph(x, queue, settings), model(x, *expected))
+    torch.testing.assert_close(list(states), list(expected[0]["states"]))
+    torch.testing.assert_close(inner["total"], expected[1].inner["total"])
+
+
+@pytest.mark.runtime
+def test_a_proof_looks_at_what_a_call_leaves_in_its_arguments(window, monkeypatch):
+    monkeypatch.setattr("exportkit.onnx_files.runner.write_back", lambda given, made, written: given)
+    assert "queue.states[0]: " in window[1].verify().problems()[0]
+
+
+class Doubling(torch.nn.Module):
+    """Changes one argument, then reads the other one."""
+
+    def forward(self, x, first, second):
+        first["state"] = first["state"] + x
+        return second["state"] * 2
+
+
+@pytest.mark.runtime
+def test_an_object_that_is_given_in_two_places_is_refused_if_the_model_changes_it(tmp_path):
+    model, observer, other = Doubling(), InputObserver(), InputObserver()
+    with observer(model):
+        for size in (2, 3):
+            model(torch.ones(size), {"state": torch.zeros(size)}, {"state": torch.zeros(size)})
+    graph = export(model, observer).to_onnx(tmp_path / "model.onnx")
+    state = {"state": torch.zeros(4)}
+    with pytest.raises(ArgumentError, match=r"given in two places.*\n.*where: first, second\n"):
+        graph(torch.ones(4), state, state)
+    torch.testing.assert_close(state, {"state": torch.zeros(4)})
+
+    with other(model):  # what is recorded was made with one object, which copies of the arguments do not repeat
+        for size in (2, 3):
+            state = {"state": torch.zeros(size)}
+            model(torch.ones(size), state, state)
+    report = export(model, other).to_onnx(tmp_path / "other.onnx").verify()
+    assert report.problems()[0].startswith("recorded call 0: differs, result: ")
+
+
+class Adding(torch.nn.Module):
+    """Writes to one argument, then reads the other one."""
+
+    def forward(self, x, state):
+        state.add_(1)
+        return x * 2
+
+
+@pytest.mark.runtime
+def test_a_view_of_a_tensor_that_the_model_writes_to_is_refused(tmp_path):
+    model, observer = Adding(), InputObserver()
+    with observer(model):
+        for size in (2, 3):
+            model(torch.ones(size), torch.ones(size, 4))
+    graph = export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    memory = torch.zeros(2, 4, 4)
+    torch.testing.assert_close(graph(memory[0, 0], memory[1]), torch.zeros(4))
+    with pytest.raises(ArgumentError, match="a tensor in memory of its own"):
+        graph(memory[1, 0], memory[1])

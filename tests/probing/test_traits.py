@@ -1,12 +1,16 @@
 """What a model reads of its arguments besides sizes, dtypes and values: found by running it, and asked of calls."""
 
+import contextlib
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from exportkit.calls.call import Call, Signature
 from exportkit.errors import ArgumentError
-from exportkit.probing.traits import Traits, find_traits, require_traits
+from exportkit.probing.traits import APART, Traits, find_traits, require_traits
 from exportkit.trees import flatten
 
 
@@ -49,8 +53,25 @@ def test_two_arguments_that_may_not_be_one_tensor_are_found():
     assert found.tensors == ("in memory of its own",)
     require_traits(found.tensors, {"x": torch.rand(2), "y": torch.rand(2)})
     both = torch.rand(4)
+    require_traits(found.tensors, {"x": both[:2], "y": both[2:]})
     with pytest.raises(ArgumentError, match=r"where: y\n.*a tensor in memory of its own"):
-        require_traits(found.tensors, {"x": both[:2], "y": both[2:]})
+        require_traits(found.tensors, {"x": both[:3], "y": both[2:]})
+
+
+views = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=3)
+
+
+@given(first=views, second=views, offset=st.integers(0, 20))
+def test_two_views_overlap_if_they_have_an_element_in_common(first, second, offset):
+    numbers = torch.arange(200)  # of which each value is its place
+    views = [
+        numbers.as_strided([size for size, _ in axes], [stride for _, stride in axes], start)
+        for axes, start in ((first, 0), (second, offset))
+    ]
+    common = {*views[0].reshape(-1).tolist()} & {*views[1].reshape(-1).tolist()}
+    refusal = pytest.raises(ArgumentError) if common else contextlib.nullcontext()
+    with refusal:
+        require_traits((APART,), {"x": views[0], "y": views[1]})
 
 
 def test_only_the_dict_whose_order_matters_is_found():
