@@ -59,6 +59,10 @@ def find_absences(traced: TracedProgram) -> Absences:
             refused[pattern] = "no default gives the recorded result"
             continue
         outcomes, empty = _outcomes(traced, traced.sizes, pattern), tuple[str, ...]()
+        hidden = {variable.name for variable in traced.plan.variables} - _shown(traced, pattern)
+        if not outcomes and hidden:  # a cache without tensors has no length, whatever it counts
+            empty = tuple(sorted(hidden))
+            outcomes = _outcomes(traced, {**traced.sizes, **dict.fromkeys(empty, 0)}, pattern)
         if pattern in recorded and not outcomes:  # the model raises unless sizes are 0, as after a reset
             empty = _always_empty(traced, pattern, recorded[pattern])
             outcomes = _outcomes(traced, {**traced.sizes, **dict.fromkeys(empty, 0)}, pattern) if empty else []
@@ -80,10 +84,14 @@ def _always_empty(traced: TracedProgram, pattern: Pattern, numbers: Collection[i
     """
     plan, observation = traced.plan, traced.observation
     shapes = [*map(Call.shapes, observation.calls), *(seen.inputs for seen in observation.further)]
-    given = [leaf for leaf in plan.leaves if leaf.path not in pattern]
-    shown = {name for leaf in given for size in leaf.sizes for name in size.variables()}
     sizes = [solve_sizes(plan, shapes[number]) for number in numbers]
-    return tuple(sorted(name for name in shown if not any(solved[name] for solved in sizes)))
+    return tuple(sorted(name for name in _shown(traced, pattern) if not any(solved[name] for solved in sizes)))
+
+
+def _shown(traced: TracedProgram, pattern: Pattern) -> set[str]:
+    """The variables that inputs show which are not in a set."""
+    given = [leaf for leaf in traced.plan.leaves if leaf.path not in pattern]
+    return {name for leaf in given for size in leaf.sizes for name in size.variables()}
 
 
 def _further(recorded: Collection[Pattern], never_missing: Collection[str]) -> Iterator[Pattern]:

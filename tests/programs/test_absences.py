@@ -6,6 +6,7 @@ import torch
 import exportkit
 from exportkit import InputObserver
 from exportkit.errors import ArgumentError
+from tests.models import random_ids, tiny_mistral
 
 
 def exported(model, *calls):
@@ -142,3 +143,19 @@ def test_calls_that_leave_out_an_input_and_are_not_stored_are_named_with_what_to
     assert "store more calls to serve them (store_n_calls)" in str(report)
     with pytest.raises(ArgumentError, match="store_n_calls"):
         onnx_model(x=x(2, 4))
+
+
+@pytest.mark.runtime
+def test_a_prompt_without_mask_and_past_is_served_although_the_cache_counts_tokens(tmp_path):
+    model, observer = tiny_mistral(), InputObserver()
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    mask[0, :2] = 0
+    with observer(model), torch.no_grad():
+        model.generate(random_ids(2, 5), attention_mask=mask, max_new_tokens=3, min_new_tokens=3)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+
+    prompt = {"inputs": random_ids(1, 4), "max_new_tokens": 6, "min_new_tokens": 6}
+    expected = model.generate(**prompt)
+    with graph.in_place_of(model):
+        assert torch.equal(model.generate(**prompt), expected)
