@@ -25,7 +25,7 @@ from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
-from exportkit.probing.missing import MissingDefaults, dependent_outputs
+from exportkit.probing.missing import Fill, MissingDefaults, dependent_outputs, filled
 from exportkit.programs.domain import Domain
 from exportkit.trees import flatten
 from exportkit.trees.json_form import dump_tree, load_value
@@ -89,7 +89,7 @@ class GraphData:
     inputs: tuple[_Input, ...]
     outputs: tuple[_Output, ...]
     structure: _Structure
-    fills: Mapping[str, float]
+    fills: Mapping[str, Fill]
     unproven: tuple[Size, ...]
     rules: tuple[str, ...]
     findings: tuple[str, ...]
@@ -219,7 +219,7 @@ def _require_consistent(contract: Contract) -> None:
     for path, value in contract.defaults.values.items():
         dtype = plan.by_path[path].dtype
         try:
-            torch.full((), value, dtype=_dtype_of(dtype))
+            filled(torch.empty((1,), dtype=_dtype_of(dtype)), value, 0)
         except RuntimeError as error:
             raise InvalidDataError(f"a number that {dtype} can hold", value, path) from error
     constants = contract.structure.constants()

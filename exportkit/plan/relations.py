@@ -89,8 +89,12 @@ def with_past(groups: Sequence[Group]) -> list[Group]:
     windows = [group for group in groups if group.limit is not None]
     if not windows or any(group.grows and group.limit is None for group in groups):
         return list(groups)
-    for total, new in itertools.permutations([g for g in groups if not g.grows and None not in g.seen], 2):
-        past = tuple((a or 0) - (b or 0) for a, b in zip(total.seen, new.seen, strict=True))
+    is_empty = [not any(lengths) for lengths in zip(*(window.seen for window in windows), strict=True)]
+    for total, new in itertools.permutations([group for group in groups if not group.grows], 2):
+        sizes = list(zip(total.seen, new.seen, is_empty, strict=True))
+        if any(b is None or (a is None and not empty) for a, b, empty in sizes):
+            continue
+        past = tuple(0 if a is None else a - (b or 0) for a, b, _ in sizes)  # a call may have no mask
         if min(past) >= 0 and len(set(past)) > 1 and all(_is_window_of(window, past) for window in windows):
             return [*groups, Group((), past, grows=True)]
     return list(groups)

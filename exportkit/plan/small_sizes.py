@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from exportkit.plan.expression import Expression
 from exportkit.plan.leaves import known
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import settled, step_of
@@ -35,8 +36,8 @@ def small_patterns(plan: Plan) -> list[dict[str, int]]:
     """Returns which variables to try at 0 and 1 together, those with few such variables first.
 
     Variables are 0 only as they were together in some call, such as the cached tokens and the states of a prompt: on
-    empty tensors that no model needs, onnxruntime may end the process (seen in 1.27, recurrent layers). Each of the
-    others is 1, or more than that.
+    empty tensors that no model needs, onnxruntime may end the process (seen in 1.27, recurrent layers). A variable that
+    stands for a Python number may be 0 by itself. Each of the others is 1, or more than that.
 
     Args:
         plan: The plan.
@@ -45,6 +46,9 @@ def small_patterns(plan: Plan) -> list[dict[str, int]]:
     zeros = {frozenset[str](): None}
     for seen in zip(*[variable.seen for variable in plan.variables], strict=True):
         zeros[frozenset(v.name for v, size in zip(plan.variables, seen, strict=True) if not size)] = None
+    numbers = {v.name for v in plan.variables if 0 in v.seen and _is_number(plan, v.name)}
+    for empty in [*zeros] if numbers else ():
+        zeros |= dict.fromkeys([empty | numbers, empty - numbers])
     found: dict[tuple[tuple[str, int], ...], None] = {}
 
     def add(empty: Iterable[str], single: Iterable[str]) -> None:
@@ -63,6 +67,12 @@ def small_patterns(plan: Plan) -> list[dict[str, int]]:
                 add(empty, single)
     patterns = sorted(map(dict, found), key=len)
     return patterns[:_MOST_PATTERNS]
+
+
+def _is_number(plan: Plan, name: str) -> bool:
+    """Whether only inputs without elements have a variable: it stands for a Python number."""
+    axes = plan.axes_of(name)
+    return bool(axes) and all(Expression.of(0) in plan.by_path[path].sizes for path, _ in axes)
 
 
 def covering(patterns: Sequence[Pattern], covered: Iterable[Pattern], names: Sequence[str]) -> list[Pattern]:

@@ -127,7 +127,8 @@ def add_relations(plan: Plan, probe: ModelProbe) -> Plan:
     batch = plan.with_role("batch")
     if batch is not None and len(known(batch.seen)) == 1:
         bolder = without_guess(bolder).with_variable(batch, plan.axes_of(batch.name))
-    for candidate in (_tied(plan, probe), bolder, _tied(bolder, probe)):
+    for start, is_square in ((plan, False), (plan, True), (bolder, None), (bolder, False), (bolder, True)):
+        candidate = start if is_square is None else _tied(start, probe, is_square)
         if probe.accepts_lengths(candidate):
             return candidate
     if probe.accepts(plan):
@@ -201,14 +202,23 @@ def _accepts_lengths(plan: Plan, name: str, length: int, probe: ModelProbe) -> b
     return all(probe.accepts(plan, {**sizes, **dict.fromkeys([name, *along], new)}) for new in (longer, shorter))
 
 
-def _tied(plan: Plan, probe: ModelProbe) -> Plan:
-    """The plan in which inputs given in few calls take the variables that had their sizes in those calls."""
+def _tied(plan: Plan, probe: ModelProbe, is_square: bool) -> Plan:
+    """The plan in which inputs given in few calls take the variables that had their sizes in those calls.
+
+    Args:
+        plan: The plan.
+        probe: The model and its calls.
+        is_square: Whether an input may have a variable along several axes.
+    """
     found: dict[AxisKey, Expression] = {}
     for leaf, axis, sizes in probe.table.axes():
-        if None in leaf.shapes and plan.by_path[leaf.path].sizes[axis].is_static:
+        own = plan.by_path[leaf.path].sizes
+        if None in leaf.shapes and own[axis].is_static:
+            taken = () if is_square else {*own, *(size for (path, _), size in found.items() if path == leaf.path)}
             for variable in plan.variables:
-                if all(a is None or a == b for a, b in zip(sizes, variable.seen, strict=True)):
-                    found[leaf.path, axis] = Expression.of(variable.name)
+                size = Expression.of(variable.name)
+                if size not in taken and all(a in (None, b) for a, b in zip(sizes, variable.seen, strict=True)):
+                    found[leaf.path, axis] = size
                     break
     return plan.with_sizes(found)
 

@@ -1,4 +1,4 @@
-"""Defaults for inputs that a call lacks: an empty tensor if an axis is free, otherwise zeros, ones or minus infinity.
+"""Defaults for inputs that a call lacks: empty if an axis is free, otherwise zeros, ones, minus infinity or positions.
 
 Which of them is right is tried on the recorded calls, not assumed.
 """
@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 
@@ -33,7 +33,11 @@ _MOST_TRIALS = 64
 _FEW_TOKENS = 2
 _WIDEST = 4.0  # exponent of 10 of the largest values that are tried
 _ROUNDINGS = 16.0  # what a run that rounds differently changes in the outputs, times this, counts as equal
+POSITIONS: Final = "positions"  # of the new tokens: they count on from the cached ones
 _LOWEST = -1e30  # minus infinity of states that hold a logarithm: the largest exponent of no tokens
+
+
+Fill = float | Literal["positions"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,11 @@ class MissingDefaults:
     """Values for missing inputs, by path, and the calls for which no value was right.
 
     Attributes:
-        values: 0, 1 or -1e30 by path; an input of free length is empty, so that its value does not matter.
+        values: 0, 1, -1e30 or "positions" by path; an input of free length is empty, so that its value does not matter.
         unproven: Numbers of recorded calls whose outputs the model does not return with these values.
     """
 
-    values: Mapping[str, float]
+    values: Mapping[str, Fill]
     unproven: tuple[int, ...] = ()
 
 
@@ -63,7 +67,7 @@ class Absences:
 
 
 def fill_missing(
-    plan: Plan, given: Mapping[str, torch.Tensor], defaults: Mapping[str, float], cached: int | None = None
+    plan: Plan, given: Mapping[str, torch.Tensor], defaults: Mapping[str, Fill], cached: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Returns tensors for the inputs of a plan that are not given, by path.
 
@@ -82,12 +86,25 @@ def fill_missing(
     missing = {}
     for leaf in plan.leaves:
         if leaf.path not in given:
-            dtype: torch.dtype = getattr(torch, leaf.dtype)
-            missing[leaf.path] = torch.full(shapes[leaf.path], defaults.get(leaf.path, 0), dtype=dtype, device=device)
+            tensor = torch.empty(shapes[leaf.path], dtype=getattr(torch, leaf.dtype), device=device)
+            missing[leaf.path] = filled(tensor, defaults.get(leaf.path, 0), 0 if past is None else sizes[past.name])
     return missing
 
 
-def completed_call(plan: Plan, observation: Observation, call: Call, defaults: Mapping[str, float]) -> Call:
+def filled(tensor: torch.Tensor, fill: Fill, cached: int) -> torch.Tensor:
+    """Returns a tensor like another one with the default for a missing input.
+
+    Args:
+        tensor: The other one.
+        fill: The default.
+        cached: How many tokens came before.
+    """
+    if fill == POSITIONS:
+        return torch.arange(cached, cached + tensor.shape[-1]).to(tensor).expand_as(tensor).clone()
+    return torch.full_like(tensor, fill)
+
+
+def completed_call(plan: Plan, observation: Observation, call: Call, defaults: Mapping[str, Fill]) -> Call:
     """Returns a call with defaults for its missing inputs, and with what the model returned without them."""
     given = call.tensors()
     past, hidden = plan.with_role("past"), hidden_past(plan, given, call.values().values())
@@ -113,15 +130,15 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
     if not calls:
         return MissingDefaults(ones)
 
-    def run(values: Mapping[str, float], call: Call) -> dict[str, torch.Tensor]:
+    def run(values: Mapping[str, Fill], call: Call) -> dict[str, torch.Tensor]:
         completed = completed_call(plan, observation, call, values)
         # A graph leaves outputs that exist only because of the defaults out again: more outputs are not a difference.
         return flatten(run_leniently(plan, model, method, completed)[0]).tensors()
 
-    def best_of(calls: Sequence[Call]) -> tuple[dict[str, float], list[int]]:
+    def best_of(calls: Sequence[Call]) -> tuple[dict[str, Fill], list[int]]:
         """The values that are right for most calls, and the positions of the others."""
         tried = [*calls, *_answered(_other_calls(plan, calls), model, method)]
-        best: dict[str, float] = {}
+        best: dict[str, Fill] = {}
         fewest = list(range(len(tried)))
         for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
             outcomes = compare_calls(recorded, functools.partial(run, values), tried, compare)
@@ -132,7 +149,7 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
                 break
         return best, fewest
 
-    def best_of_answered() -> tuple[dict[str, float], list[int]]:
+    def best_of_answered() -> tuple[dict[str, Fill], list[int]]:
         answered = _answered(calls, model, method)  # what was recorded came of whole products
         return best_of(answered) if len(answered) == len(calls) else ({}, numbers)
 
@@ -288,7 +305,7 @@ def _answered(calls: Sequence[Call], model: torch.nn.Module, method: str) -> lis
 
 def _choices(
     plan: Plan, observation: Observation, calls: Sequence[Call], optional: Sequence[str]
-) -> Iterator[dict[str, float]]:
+) -> Iterator[dict[str, Fill]]:
     """Yields values for the inputs that would not be empty: the likely ones, then with one changed, with two and so on.
 
     A likely value is what an input mostly held where it was given, such as 1 for a mask: if a call ignores the input,
@@ -299,8 +316,8 @@ def _choices(
         for path, tensor in fill_missing(plan, call.tensors(), {}).items():
             if tensor.numel():
                 full.add(path)
-    likely: dict[str, float] = {}
-    others: dict[str, list[float]] = {}
+    likely: dict[str, Fill] = {}
+    others: dict[str, list[Fill]] = {}
     for path in optional:
         if path in full:
             likely[path], *others[path] = _by_likelihood(plan, observation, path)
@@ -310,15 +327,15 @@ def _choices(
                 yield {**likely, **dict(zip(changed, values, strict=True))}
 
 
-def _by_likelihood(plan: Plan, observation: Observation, path: str) -> tuple[float, ...]:
+def _by_likelihood(plan: Plan, observation: Observation, path: str) -> tuple[Fill, ...]:
     if "float" in plan.by_path[path].dtype:
         return (0, 1, _LOWEST)
-    ones = total = 0
-    for call in observation.calls:
-        tensor = call.tensors().get(path)
-        if tensor is not None:
-            ones, total = ones + int((tensor == 1).sum()), total + tensor.numel()
-    return (1, 0) if 2 * ones > total else (0, 1)
+    given = [tensor for call in observation.calls if (tensor := call.tensors().get(path)) is not None]
+    sizes, new = plan.by_path[path].sizes, plan.new_tokens
+    if new is not None and sizes and sizes[-1].variable == new.name and any(bool((t > 1).any()) for t in given):
+        return (POSITIONS, 0, 1)
+    ones = sum(int((tensor == 1).sum()) for tensor in given)
+    return (1, 0) if 2 * ones > sum(tensor.numel() for tensor in given) else (0, 1)
 
 
 def dependent_outputs(observation: Observation, returned: Iterable[str], joined: Iterable[str]) -> dict[str, str]:

@@ -185,9 +185,11 @@ def _confirmed(probe: ModelProbe, tried: ValueRelations) -> bool:
 def _with_images(
     tensors: Mapping[str, torch.Tensor], tried: ValueRelations, change: int
 ) -> dict[str, torch.Tensor] | None:
-    """The rows and their grids, with the first image twice (1) or without the last one (-1); None if none is left."""
+    """The rows and their grids, with the first image twice (1) or without the last one (-1); None if there is none."""
     changed: dict[str, torch.Tensor] = {}
     for p in tried.placeholders:
+        if p.rows not in tensors:
+            return None
         grid = next((grid for grid in tried.grids if grid.rows == p.rows and grid.axis == 0), None)
         sizes = tensors[p.rows].new_ones(len(tensors[p.rows])) if grid is None else tensors[grid.path].prod(-1)
         if len(sizes) + change < 1:

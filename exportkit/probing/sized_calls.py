@@ -15,7 +15,7 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.plan.expression import Expression
 from exportkit.plan.plan import Plan
-from exportkit.probing.missing import MissingDefaults, run_leniently
+from exportkit.probing.missing import MissingDefaults, filled, run_leniently
 from exportkit.running.eager import run_eager
 from exportkit.trees import flatten, join
 
@@ -39,11 +39,11 @@ def sized_call(plan: Plan, observation: Observation, defaults: MissingDefaults, 
     if past is None or sizes[past.name]:
         return call
     first = [index for index, size in enumerate(past.seen) if size == 0]
-    tensors, filled = call.tensors(), {}
+    tensors, fills = call.tensors(), {}
     for leaf in plan.leaves if first else ():
         if leaf.path in tensors and {leaf.shapes[index] for index in first} == {None}:
-            filled[leaf.path] = torch.full_like(tensors[leaf.path], defaults.values.get(leaf.path, 0))
-    return call.with_tensors(filled)
+            fills[leaf.path] = filled(tensors[leaf.path], defaults.values.get(leaf.path, 0), 0)
+    return call.with_tensors(fills)
 
 
 def calls_with_values(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from exportkit.calls.call import Call
@@ -58,14 +58,14 @@ def find_absences(traced: TracedProgram) -> Absences:
         if wrong & {*recorded.get(pattern, ())}:
             refused[pattern] = "no default gives the recorded result"
             continue
-        outcomes, empty = _outcomes(traced, traced.sizes, pattern), tuple[str, ...]()
+        outcomes, empty = _outcomes(traced, pattern), tuple[str, ...]()
         hidden = {variable.name for variable in traced.plan.variables} - _shown(traced, pattern)
         if not outcomes and hidden:  # a cache without tensors has no length, whatever it counts
             empty = tuple(sorted(hidden))
-            outcomes = _outcomes(traced, {**traced.sizes, **dict.fromkeys(empty, 0)}, pattern)
-        if pattern in recorded and not outcomes:  # the model raises unless sizes are 0, as after a reset
+            outcomes = _outcomes(traced, pattern, empty)
+        if pattern in recorded and (any(outcomes) or not outcomes):  # sizes may have to be 0, as after a reset
             empty = _always_empty(traced, pattern, recorded[pattern])
-            outcomes = _outcomes(traced, {**traced.sizes, **dict.fromkeys(empty, 0)}, pattern) if empty else []
+            outcomes = _outcomes(traced, pattern, empty) if empty else outcomes
         if any(outcomes):
             if pattern in recorded:
                 refused[pattern] = next(filter(None, outcomes))
@@ -113,17 +113,20 @@ def _further(recorded: Collection[Pattern], never_missing: Collection[str]) -> I
     yield from itertools.islice((pattern for pattern in found if pattern not in recorded), _MOST_PATTERNS)
 
 
-def _outcomes(traced: TracedProgram, sizes: Mapping[str, int], pattern: Pattern) -> list[str]:
-    tried = functools.partial(_tried, traced, sizes, pattern)
+def _outcomes(traced: TracedProgram, pattern: Pattern, empty: Sequence[str] = ()) -> list[str]:
+    tried = functools.partial(_tried, traced, pattern, dict.fromkeys(empty, 0))
     return traced.sampled_answer(lambda: list(tried()), is_sure=lambda outcomes: not any(outcomes))
 
 
-def _tried(traced: TracedProgram, sizes: Mapping[str, int], pattern: Pattern) -> Iterator[str]:
+def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) -> Iterator[str]:
     """Yields for each call without these inputs how the result with defaults differs; empty if it does not.
+
+    In all calls, the sizes in ``empty`` are 0.
 
     The program is asked first, then the model itself with the defaults: at these sizes, a model may treat several
     tokens on a filled state in its own way, with and without the inputs.
     """
+    sizes = {**traced.sizes, **empty}
     try:
         call = call_without(traced.plan, traced.observation, sizes, pattern)
     except ExportkitError:
@@ -132,7 +135,8 @@ def _tried(traced: TracedProgram, sizes: Mapping[str, int], pattern: Pattern) ->
     yield from outcomes
     for item in unseen_sizes(traced.plan, sizes)[:1] if outcomes else ():  # a trace may have recorded sizes
         with contextlib.suppress(ExportkitError):
-            yield from _compared(traced, call_without(traced.plan, traced.observation, item.sizes, pattern))
+            other = call_without(traced.plan, traced.observation, {**item.sizes, **empty}, pattern)
+            yield from _compared(traced, other)
 
     def reads(made: Callable[[], Call]) -> SizeReads | None:
         return size_reads(lambda: run_eager(traced.model, traced.method, made()))
@@ -147,15 +151,17 @@ def _tried(traced: TracedProgram, sizes: Mapping[str, int], pattern: Pattern) ->
         if turn.sizes is None:
             yield UNTRIED
             continue
+        if any(turn.sizes[name] for name in empty):
+            continue
         try:
             call = others(sizes=turn.sizes)
         except ExportkitError:  # such as rows of features for which the tokens have no room
             continue
-        yield from _compared(traced, call)
+        yield from _compared(traced, call, of_all_magnitudes=False)
 
 
-def _compared(traced: TracedProgram, call: Call) -> Iterator[str]:
-    """Yields how the result of a call without some inputs differs with defaults, for two sets of values."""
+def _compared(traced: TracedProgram, call: Call, of_all_magnitudes: bool = True) -> Iterator[str]:
+    """Yields how the result of a call without some inputs differs with defaults, also with values of all magnitudes."""
     plan, observation = traced.plan, traced.observation
 
     def simplified(runner: Runner) -> Runner:
@@ -172,7 +178,7 @@ def _compared(traced: TracedProgram, call: Call) -> Iterator[str]:
         values = call.tensors()[path]
         visible = values.new_full(values.shape, values[kept][0].item())
         call = replace(call.with_tensors({path: visible}), sizes=call.sizes)
-    for given in (call, with_wide_values(call)):
+    for given in (call, with_wide_values(call)) if of_all_magnitudes else (call,):
         found = ""
         for runner in (program, model):
             outcome = next(

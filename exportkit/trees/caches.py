@@ -17,6 +17,15 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]
 # Tensors that transformers derives from another attribute of the same layer: rebuilt, never an input of a graph.
 DERIVED = {"_sliding_window_tensor": "sliding_window"}
 
+# Numbers that a layer with tensors of a fixed length notes of their shapes: the tensor, and the axis.
+MEASURED = {
+    "batch_size": ("keys", 0),
+    "num_heads": ("keys", 1),
+    "max_cache_len": ("keys", 2),
+    "k_head_dim": ("keys", 3),
+    "v_head_dim": ("values", 3),
+}
+
 # What transformers keeps in caches besides tensors, and what follows from them and from the calls so far.
 _FOLLOWED = frozenset({"cumulative_length", "is_initialized", "is_updated", "dtype", "device"})
 

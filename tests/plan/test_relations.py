@@ -180,3 +180,14 @@ def test_a_window_that_is_not_full_yet_stays_apart_from_a_full_cache():
         ((("a.keys", 2),), None),
         ((("b.keys", 2),), 5),
     ]
+
+
+def test_windows_show_the_tokens_before_although_a_call_without_past_has_no_mask():
+    table = CallTable(
+        (
+            leaf("ids", (2, 7), (2, 9), (2, 1), (2, 1)),
+            leaf("mask", (2, 7), None, (2, 8), (2, 9)),
+            leaf("past.keys", None, None, (2, 2, 5, 8), (2, 2, 5, 8), growing=2, limit=5),
+        )
+    )
+    assert relations_of(table) == {"mask": "past + ids", "past.keys": "min(past, 5)"}

@@ -6,7 +6,7 @@ import torch
 import exportkit
 from exportkit import InputObserver
 from exportkit.errors import ArgumentError
-from tests.models import random_ids, tiny_mistral
+from tests.models import random_ids, tiny_llama, tiny_mistral
 
 
 def exported(model, *calls):
@@ -159,3 +159,47 @@ def test_a_prompt_without_mask_and_past_is_served_although_the_cache_counts_toke
     expected = model.generate(**prompt)
     with graph.in_place_of(model):
         assert torch.equal(model.generate(**prompt), expected)
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("make", [tiny_llama, tiny_mistral])
+def test_plain_calls_and_a_generation_are_served_by_one_graph(make, tmp_path):
+    model, observer = make(), InputObserver()
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[0, :2] = 0
+    with observer(model, store_n_calls=6), torch.no_grad():
+        model(input_ids=random_ids(2, 8), attention_mask=mask)
+        model(input_ids=random_ids(1, 9))
+        model.generate(random_ids(2, 7), attention_mask=mask[:, :7], max_new_tokens=4, min_new_tokens=4)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert list(graph.graphs) == [""]
+    assert graph.verify().ok
+
+    prompt, tokens = random_ids(2, 4), random_ids(2, 3)
+    for first in ({"input_ids": prompt}, {"input_ids": prompt, "attention_mask": mask[:, :4]}):
+        expected, found = model(**first), graph(**first)
+        torch.testing.assert_close(found["logits"], expected.logits)
+        expected = model(tokens, past_key_values=expected.past_key_values)
+        found = graph(tokens, past_key_values=found["past_key_values"])
+        torch.testing.assert_close(found["logits"], expected.logits)
+
+
+@pytest.mark.runtime
+def test_generations_with_static_caches_of_other_lengths_are_served(tmp_path):
+    model, observer = tiny_llama(), InputObserver()
+    mask = torch.ones(3, 12, dtype=torch.int64)
+    mask[0, :2] = 0
+
+    def generate(batch, length, tokens):
+        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "cache_implementation": "static"}
+        torch.manual_seed(batch)
+        return model.generate(random_ids(batch, length), attention_mask=mask[:batch, :length], **options)
+
+    with observer(model, store_n_calls=6), torch.no_grad():
+        generate(2, 5, 3)
+        generate(3, 7, 5)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    expected = generate(2, 9, 8)
+    with graph.in_place_of(model):
+        assert torch.equal(generate(2, 9, 8), expected)

@@ -428,3 +428,11 @@ def test_keys_and_values_may_have_heads_of_different_size():
     keys, values = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 6)
 
     assert make_static_cache([(keys, values)], max_cache_len=5).layers[0].values.shape == (1, 2, 5, 6)
+
+
+def test_a_static_layer_that_is_built_around_other_tensors_notes_their_sizes():
+    cache = make_static_cache([(torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8))])
+    tree = flatten(cache)
+    larger = {path: torch.zeros(3, 4, 9, 8) for path, tensor in tree.tensors().items() if tensor.dim() == 4}
+    layer = tree.with_leaves(larger).build().layers[0]
+    assert (layer.max_cache_len, layer.batch_size, layer.num_heads, layer.k_head_dim) == (9, 3, 4, 8)
