@@ -65,7 +65,8 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
         for path in joined(name, tree.tensor_paths):
             found = growth.get(path)
             column = tuple([call_shapes.get(path) for call_shapes in shapes])
-            axis, limit = (None, None) if found is None else (found.axis, found.limit)
+            ranks = [len(shape) for shape in column if shape is not None]  # a new layer may hold ``torch.tensor([])``
+            axis, limit = (None, None) if found is None or found.axis >= min(ranks) else (found.axis, found.limit)
             leaves.append(Leaf(path, name, dtypes[path], column, axis, limit))
     return CallTable(tuple(leaves), tuple(outputs))
 

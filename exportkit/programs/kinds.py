@@ -84,7 +84,7 @@ class Landmarks:
         given = {
             (path if (general := _without_indices(path)) in self.lists else general, len(shape))
             for path, shape in shapes.items()
-            if path not in self.growing or shape[self.growing[path]]
+            if path not in self.growing or 0 not in shape[: self.growing[path] + 1]
         }
         first = shapes.get(self.first or "", ())
         single = {axis for axis, size in enumerate(first) if axis and size == 1}

@@ -71,6 +71,13 @@ def test_a_cache_of_length_0_is_an_empty_one():
     assert found.calls == (0, 1)
 
 
+def test_a_cache_whose_layers_hold_nothing_yet_is_an_empty_one():
+    new = cache(3)
+    new.layers[0].keys = new.layers[0].values = torch.tensor([])
+    found = clusters({"ids": ids(4)}, {"ids": ids(5), "past": new}, {"ids": ids(1), "past": cache(3)})
+    assert {cluster.name: cluster.calls for cluster in found} == {"prefill": (0, 1), "decode": (2,)}
+
+
 def test_another_batch_and_other_lists_are_no_other_kind():
     pixels = torch.zeros(1, 3)
     found = clusters(
