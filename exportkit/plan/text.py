@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -220,7 +221,7 @@ def _require_consistent(plan: Mapping[str, Any]) -> None:
 
 def _require_leaves(value: Any, leaves: Mapping[str, PlannedLeaf]) -> None:
     """Raises InvalidDataError if a structure holds anything but containers, paths of inputs, and None."""
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | tuple | deque):
         for item in value.values() if isinstance(value, dict) else value:
             _require_leaves(item, leaves)
     elif value is not None and value not in leaves:
@@ -228,9 +229,9 @@ def _require_leaves(value: Any, leaves: Mapping[str, PlannedLeaf]) -> None:
 
 
 def _tagged(value: Any) -> Any:
-    """Lists as they are; tuples and dicts with a tag, as JSON has only one kind of list, and keys that are strings."""
-    if isinstance(value, tuple):
-        return {"tuple": [_tagged(item) for item in value]}
+    """Lists as they are; others with a tag, as JSON has only one kind of list, and keys that are strings."""
+    if isinstance(value, tuple | deque):
+        return {"tuple" if isinstance(value, tuple) else "deque": [_tagged(item) for item in value]}
     if isinstance(value, Mapping):
         return {"dict": [[key, _tagged(item)] for key, item in value.items()]}
     return [_tagged(item) for item in value] if isinstance(value, list) else value
@@ -243,4 +244,6 @@ def _untagged(value: Any) -> Any:
         return value
     if "tuple" in value:
         return tuple(_untagged(item) for item in value["tuple"])
+    if "deque" in value:
+        return deque(_untagged(item) for item in value["deque"])
     return {key: _untagged(item) for key, item in value["dict"]}

@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 import torch
 
+import exportkit
 from exportkit import InputObserver, export
 from exportkit.calls.observation import WrittenArgument
 from exportkit.errors import ArgumentError
@@ -154,7 +155,9 @@ def window(tmp_path_factory):
     with observer(model):
         for batch, length in ((2, 3), (3, 5)):
             model(torch.randn(batch, length, 4), *window_state(batch))
-    return model, export(model, observer).to_onnx(tmp_path_factory.mktemp("window") / "model.onnx")
+    folder = tmp_path_factory.mktemp("window") / "model"
+    export(model, observer).save(folder)
+    return model, exportkit.load(folder)
 
 
 def window_state(batch):
