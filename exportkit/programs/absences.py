@@ -59,13 +59,14 @@ def find_absences(traced: TracedProgram) -> Absences:
             refused[pattern] = "no default gives the recorded result"
             continue
         outcomes, empty = _outcomes(traced, pattern), tuple[str, ...]()
-        hidden = {variable.name for variable in traced.plan.variables} - _shown(traced, pattern)
+        hidden = sorted({variable.name for variable in traced.plan.variables} - _shown(traced, pattern))
         if not outcomes and hidden:  # a cache without tensors has no length, whatever it counts
-            empty = tuple(sorted(hidden))
+            empty = tuple(hidden)
             outcomes = _outcomes(traced, pattern, empty)
         if pattern in recorded and (any(outcomes) or not outcomes):  # sizes may have to be 0, as after a reset
-            empty = _always_empty(traced, pattern, recorded[pattern])
-            outcomes = _outcomes(traced, pattern, empty) if empty else outcomes
+            more = (*hidden, *_always_empty(traced, pattern, recorded[pattern]))
+            if more != empty:
+                empty, outcomes = more, _outcomes(traced, pattern, more)
         if any(outcomes):
             if pattern in recorded:
                 refused[pattern] = next(filter(None, outcomes))
@@ -89,7 +90,7 @@ def _always_empty(traced: TracedProgram, pattern: Pattern, numbers: Collection[i
 
 
 def _shown(traced: TracedProgram, pattern: Pattern) -> set[str]:
-    """The variables that inputs show which are not in a set."""
+    """The variables that the inputs outside of a set show."""
     given = [leaf for leaf in traced.plan.leaves if leaf.path not in pattern]
     return {name for leaf in given for size in leaf.sizes for name in size.variables()}
 
