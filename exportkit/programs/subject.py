@@ -62,7 +62,7 @@ def exported_form(
         model, observation = stateful
     elif lost or (hooked and not numbers):
         model = WithEffects(model, observation, written=lost)
-        observation = _made_again(observation, model)
+        observation = _made_again(observation, model, repeats=not hooked)  # what was recorded went through no hook
     if isinstance(model, WithEffects) and model.wraps:
         for name, item in written.items():
             written[name] = replace(item, place=name if item.place is None else join(RESULT, item.place))
@@ -128,12 +128,12 @@ def with_outputs(
     return extended, _made_again(observation, extended)
 
 
-def _made_again(observation: Observation, model: torch.nn.Module) -> Observation:
-    """The calls as they are made to another form of the model; what it does not repeat stays as it was recorded."""
+def _made_again(observation: Observation, model: torch.nn.Module, repeats: bool = True) -> Observation:
+    """The calls as they are made to another form of the model; what it should repeat stays if it does not."""
     again = replayed(replace(observation, has_values=False, method_name="forward"), model, "forward")
     calls = []
     for call, other in zip(observation.calls, again.calls, strict=True):
-        made = other.outputs.tensors() if observation.has_values else {}
+        made = other.outputs.tensors() if observation.has_values and repeats else {}
         outputs = call.outputs.tensors().items()
         recorded = {p: t for path, t in outputs for p in (path, join(RESULT, path)) if p in made}
         found = compare_outputs(recorded, {path: made[path] for path in recorded}, bound=IN_TF32)
