@@ -176,7 +176,7 @@ def require_apart(given: Mapping[str, Any], made: Mapping[str, Any]) -> None:
                         where=f"{places[id(item)]}, {path}",
                         expected="an object of its own in each place",
                         got=f"the same {type(item).__name__}",
-                        hint="a graph computes what becomes of each place apart: give a copy, if the model may.",
+                        hint="a graph changes each place by itself; give a copy in one of them if that is meant.",
                     )
 
 

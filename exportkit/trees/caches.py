@@ -17,8 +17,8 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]
 # Tensors that transformers derives from another attribute of the same layer: rebuilt, never an input of a graph.
 DERIVED = {"_sliding_window_tensor": "sliding_window"}
 
-# Numbers that a layer with tensors of a fixed length notes of their shapes: the tensor, and the axis.
-MEASURED = {
+# Sizes that a layer with tensors of a fixed length notes: of which tensor, along which axis.
+_NOTED = {
     "batch_size": ("keys", 0),
     "num_heads": ("keys", 1),
     "max_cache_len": ("keys", 2),
@@ -100,6 +100,20 @@ def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
 @functools.lru_cache(maxsize=1024)  # one object for equal ones: they are compared by the hundred
 def _growth(axis: int, limit: int | None) -> Growth:
     return Growth(axis, limit)
+
+
+def sizes_noted(state: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sizes of its tensors that a static layer notes, by attribute; nothing for any other layer.
+
+    Args:
+        state: Attributes of the layer.
+    """
+    found = {}
+    for name, (source, axis) in _NOTED.items() if "max_cache_len" in state else ():
+        tensor = state.get(source)
+        if name in state and isinstance(tensor, torch.Tensor) and tensor.dim() == 4:
+            found[name] = tensor.shape[axis]
+    return found
 
 
 def set_stored_length(cache: Any, length: int) -> None:

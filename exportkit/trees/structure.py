@@ -19,7 +19,7 @@ import optree
 import torch
 
 from exportkit._torch_compat.pytree import Registration
-from exportkit.trees.caches import DERIVED, GROWING, MEASURED, Growth, growth_of
+from exportkit.trees.caches import DERIVED, GROWING, Growth, growth_of, sizes_noted
 from exportkit.trees.object_parts import Path
 
 # In this namespace optree opens only what it opens natively: plain containers. Dicts keep the order of their keys, as
@@ -105,10 +105,7 @@ class Object:
             elif value is LENGTH:
                 keys = state.get("keys")
                 state[name] = 0 if keys is None else keys.shape[-2]
-        for name, (measured, axis) in MEASURED.items() if "max_cache_len" in state else ():
-            tensor = state.get(measured)
-            if name in state and isinstance(tensor, torch.Tensor) and tensor.dim() == 4:
-                state[name] = tensor.shape[axis]
+        state |= sizes_noted(state)
         for name, source in DERIVED.items():
             if source in state:
                 state[name] = torch.tensor(state[source], dtype=torch.long)
