@@ -183,6 +183,25 @@ def sizes_in_loops() -> tuple[Any, dict[str, Any]]:
     return tracer, {"lift_tracked_freevar_to_input": lift_tracked_freevar_to_input}
 
 
+def constants_in_loops() -> tuple[Any, dict[str, Any]]:
+    """Returns the attribute to replace, with its owner, so that loop bodies may use tensors that are no buffers.
+
+    torch copies what a body uses at the same distance from an address that memory is aligned to, and asks for the
+    address of the copy of such a tensor, which a trace lacks. Seen in torch 2.13.
+    """
+    from torch._dynamo import utils
+
+    original = require(utils, "clone_input", "torch 2.13")
+    is_tracing = require(utils, "detect_fake_mode", "torch 2.13")
+
+    def clone_input(tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_tracing() is not None:
+            return tensor.detach().clone().to(dtype or tensor.dtype)
+        return original(tensor, dtype=dtype)  # type: ignore[no-any-return]
+
+    return utils, {"clone_input": clone_input}
+
+
 def with_constants_outside(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program with the constants in the graphs of loop operators as inputs of these operators.
 

@@ -100,7 +100,6 @@ _VALUES: tuple[tuple[str, str, _Condition | None], ...] = (
     ),
     ("grid_sampler grid_sampler_2d grid_sampler_3d", "NaN and infinities in the grid pick other pixels", None),
     ("linalg_vector_norm", "powers of small and large values are lost", _has_rare_order),
-    ("logcumsumexp", "values whose exponential is 0 or infinite give infinities or NaN", None),
     ("scatter_reduce index_reduce", "NaN may be ignored where the largest or smallest is kept", None),
     ("lerp", "with infinite inputs, some results are infinite instead of NaN", None),
     ("multi_margin_loss multilabel_margin_loss", "NaN and infinities count where torch leaves them out", None),

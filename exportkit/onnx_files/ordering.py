@@ -94,6 +94,35 @@ def _cumprod(values: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None
     return torch.where(earlier, factors[..., None, :], one).prod(-1).movedim(-1, dim)
 
 
+_BLOCK = 16  # elements that are compared with each other: an axis of 4,096 elements takes 32 times its memory
+
+
+def _logcumsumexp(values: torch.Tensor, dim: int) -> Any:
+    """Within blocks of the axis, then over the blocks: torch.onnx takes the exponentials themselves, which overflow."""
+    if values.is_complex():
+        return NotImplemented
+    if not values.ndim:
+        return values.clone()
+    row = values.movedim(dim, -1)
+    row = row.float() if row.dtype in (torch.float16, torch.bfloat16) else row
+    length = row.shape[-1]
+    count = (length + 2 * _BLOCK - 1) // _BLOCK  # one more than needed: for a single block, sizes would be fixed
+    padded = torch.cat([row, row.new_full((*row.shape[:-1], count * _BLOCK - length), -math.inf)], -1)
+    blocks = padded.unflatten(-1, (count, _BLOCK))
+    inside = _log_of_sum(torch.where(_earlier(_BLOCK), blocks[..., None, :], -math.inf))
+    is_before = _earlier(count) & ~torch.eye(count, dtype=torch.bool)
+    before = _log_of_sum(torch.where(is_before, inside[..., None, :, -1], -math.inf))
+    found = _log_of_sum(torch.stack([inside, before[..., None].expand_as(inside)], -1))
+    return found.flatten(-2)[..., :length].movedim(-1, dim).to(values.dtype)
+
+
+def _log_of_sum(values: torch.Tensor) -> torch.Tensor:
+    """The logarithm of the sum of exponentials along the last axis."""
+    largest = values.amax(-1, keepdim=True)
+    largest = torch.where(largest.isinf(), 0.0, largest)
+    return (values - largest).exp().sum(-1).log() + largest.squeeze(-1)
+
+
 def _earlier(length: int) -> torch.Tensor:
     """Which elements, along the last axis, come before each element, itself included."""
     position = torch.arange(length)
@@ -201,6 +230,7 @@ ORDERING: dict[Any, Callable[..., Any]] = {
     aten.cumsum.default: _cumsum,
     aten.isin.Tensor_Tensor: _isin,
     aten.kthvalue.default: _kthvalue,
+    aten.logcumsumexp.default: _logcumsumexp,
     aten.median.dim: _median,
     aten.median.default: lambda values: _median(values.flatten(), 0)[0],
     aten.nanmedian.dim: _median_of_known,

@@ -189,15 +189,17 @@ class Domain:
     def limits(self) -> list[str]:
         """Returns where the graph may be used, in words: bounds of the variables, then conditions.
 
-        Of the conditions of torch's own code, short ones that leave out sizes are stated, and the others are counted.
+        Conditions that leave out sizes are stated, but for long ones of torch's own code. The others are counted.
         """
         shown = [self._bounds(name) for name in self.ranges]
         others = [c for c in self.conditions if c.bounds() is None and c.text not in self._equivalent_bounds]
         allowed = {name: self._range(name) for name in self.ranges}
-        limiting = [c for c in others if not c.own and leaves_out_sizes(c, allowed)]
-        shown += [c.text for c in others if c.own or (c in limiting and len(c.text) <= _SHORT)]
+        limiting = [c for c in others if leaves_out_sizes(c, allowed)]
+        stated = [c for c in limiting if c.own or len(c.text) <= _SHORT]
+        shown += [c.text for c in stated]
         counts = {
-            "longer condition{} on sizes": sum(len(c.text) > _SHORT for c in limiting),
+            "longer condition{} on sizes": len(limiting) - len(stated),
+            "condition{} of the model's code that left out no size": sum(c.own and c not in limiting for c in others),
             "condition{} of torch's own code": sum(not c.own and c not in limiting for c in others),
         }
         single = {item for pattern in self.patterns if len(pattern.sizes) == 1 for item in pattern.sizes.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.expression import Expression
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.program import TracedProgram
-from exportkit.rewrites.model_code import EXPORTKIT, is_idle, is_model_code
+from exportkit.rewrites.model_code import EXPORTKIT, Line, is_model_code
 from exportkit.rewrites.table import STRICT
 from exportkit.running.program import tensor_placeholders
 
@@ -112,13 +112,13 @@ class TracedSizes:
             for condition in map(_plain, self._of_guards([guard])):
                 yield replace(condition, gives_number=guard.gives_number)
 
-    def idle(self) -> frozenset[str]:
-        """Returns the conditions of the model's own code under which it does nothing, such as writing to a log."""
+    def of_lines(self, kind: Callable[[Line], bool]) -> frozenset[str]:
+        """Returns the conditions that only lines of a kind ask for, of the model's own code."""
         places = defaultdict[str, list[bool]](list)
         for guard in (*self.guards, *self._questions):
             if self._is_own(guard) and guard.left.free_symbols <= self._homes.keys():
-                places[_plain(self._condition(guard)).text].append(is_idle((guard.file, guard.line)))
-        return frozenset(text for text, are_idle in places.items() if all(are_idle))
+                places[_plain(self._condition(guard)).text].append(kind((guard.file, guard.line)))
+        return frozenset(text for text, are_of_kind in places.items() if all(are_of_kind))
 
     def named(self, numbers: Mapping[str, Any]) -> dict[str, str]:
         """Returns traced numbers, by any key, as expressions over the variables of the plan."""

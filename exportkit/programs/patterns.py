@@ -26,6 +26,7 @@ from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.program_probe import ProgramProbe
 from exportkit.programs.turns import Affordable, fulfils
+from exportkit.rewrites.model_code import is_fitting, is_idle
 
 _LARGEST_TRIED = 512
 
@@ -73,8 +74,8 @@ def without_harmless(
 
     torch asks about sizes to choose between ways of computing the same, such as whether a tensor is contiguous. Such a
     condition is waived if the program returns what the model returns at sizes that break it. One that a line of the
-    model asked for stays, because its other branch may compute anything, unless recorded calls took that branch too. If
-    no branch changes a value, it is waived as well.
+    model asked for stays, because its other branch may compute anything, unless recorded calls took that branch too, or
+    the line only cuts or pads tensors to sizes that they may have. If no branch changes a value, it is waived as well.
 
     Args:
         traced: The program.
@@ -91,12 +92,13 @@ def without_harmless(
         if broken:
             (recorded_wrong if probe.difference_in(call) else recorded_right).update(broken)
     numbers_given = {condition.text for condition in domain.conditions if condition.gives_number}
-    may_change, idle = {*traced_sizes.fixed(), *numbers_given, *recorded_wrong}, traced_sizes.idle()
+    may_change, idle = {*traced_sizes.fixed(), *numbers_given, *recorded_wrong}, traced_sizes.of_lines(is_idle)
     own = {condition.text for condition in stated if condition.own}
+    may_be_waived = (recorded_right - idle) | traced_sizes.of_lines(is_fitting)
     asked = {
         condition.text: condition.numbers()
         for condition in stated
-        if condition.text not in may_change and (not condition.own or condition.text in recorded_right - idle)
+        if condition.text not in may_change and (not condition.own or condition.text in may_be_waived)
     }
     numbers = {n for found in asked.values() for n in found if 0 < n <= _LARGEST_TRIED}
     near = {size for n in numbers for size in (n, n + 1, n + 3, 2 * n)}

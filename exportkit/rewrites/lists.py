@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.graph import decomposition_attributes
 from exportkit._torch_compat.loop_operators import (
+    constants_in_loops,
     loops_compiled_afresh,
     recurrent_kernels,
     sizes_in_loops,
@@ -158,7 +159,9 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     kernels = {**recurrent_kernels(), aten.max_pool1d.default: _max_pool1d, **KERNELS, **FAKE_QUANTISATION}
     attributes = decomposition_attributes(kernels)
     attributes += [*REPLACED, *SIZE_FUNCTIONS, *INVERSE_TRANSFORMS, sizes_seen_afresh()]
-    attributes += [loops_compiled_afresh(), sizes_in_loops(), *flexible_attention()] if tracing else []
+    attributes += (
+        [loops_compiled_afresh(), constants_in_loops(), sizes_in_loops(), *flexible_attention()] if tracing else []
+    )
     attributes += [views_as_given(), orders_of_products(), conversions_left_out()]
     attributes.append((torch.SymInt, {name: decided_extreme(name) for name in ("__sym_max__", "__sym_min__")}))
     replacements = [(Attribute(owner, name), value) for owner, made in attributes for name, value in made.items()]

@@ -151,9 +151,12 @@ def _text(node: ast.AST) -> str:
 
 
 def belongs(node: ast.AST, loop: ast.For | ast.While) -> bool:
-    """Returns whether a ``break`` or ``continue`` in a loop's body is one of this loop, not of one inside."""
+    """Returns whether a ``break`` or ``continue`` in a loop's body is one of this loop, not of one inside.
+
+    What is in the ``else`` of a loop belongs to the loop around it.
+    """
     inner = [each for each in walk(loop.body) if isinstance(each, ast.For | ast.While)]
-    return not any(node in ast.walk(each) for each in inner)
+    return not any(node in walk(each.body) for each in inner)
 
 
 def rebound(loop: ast.For | ast.While) -> set[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,16 @@ import torch
 from exportkit._torch_compat.pytree import tree_flatten, tree_unflatten
 from exportkit.rewrites.loop_indices import Position, is_int, plain
 from exportkit.rewrites.loop_names import names_of, stored_in
-from exportkit.rewrites.loop_syntax import assigned, call, is_in_place, names_in, variable, variables
+from exportkit.rewrites.loop_syntax import (
+    appending,
+    assigned,
+    call,
+    is_in_place,
+    names_in,
+    tuple_of,
+    variable,
+    variables,
+)
 
 # Stands for what no iteration has added yet to a list: it is taken for whatever one adds, which the count leaves out.
 NOTHING = "nothing yet"
@@ -31,6 +41,76 @@ def with_opposite_conditions(body: list[ast.stmt]) -> list[ast.stmt]:
                 again = ast.If(test, before or [ast.Pass()], with_opposite_conditions(body[place + 1 :]))
                 return [*body[:place], ast.copy_location(again, node)]
     return body
+
+
+def with_appends_in_any_case(body: list[ast.stmt], number: int) -> list[ast.stmt]:
+    """Returns the body of a loop whose decisions set what they append to lists, which is appended after them.
+
+    ``if keeps_states: states.append(state)`` leaves nothing, an empty tuple, where the test does not hold.
+
+    Args:
+        body: The body.
+        number: Makes the new names unique.
+    """
+    changed, count = list[ast.stmt](), 0
+    for node in body:
+        lists = _appends_of_decision(node, body) if isinstance(node, ast.If) else {}
+        named = {ast.dump(place): f"_exportkit_appended_{number}_{count + index}" for index, place in enumerate(lists)}
+        count += len(named)
+        before = [assigned(name, tuple_of([])) for name in named.values()]
+        after = [appending(place, variable(named[ast.dump(place)])) for place in lists]
+        again = _Appends(named).visit(node) if named else node
+        changed += [*[ast.copy_location(each, node) for each in before], again]
+        changed += [ast.copy_location(each, node) for each in after]
+    return changed
+
+
+def _appends_of_decision(decision: ast.If, body: Sequence[ast.stmt]) -> list[ast.expr]:
+    """The lists to which some side of a decision appends once, and nothing else in the body does."""
+    most = _most_appends([decision])
+    everywhere = Counter(key for statement in body for key in map(ast.dump, _appended_in(statement)))
+    inside = Counter(map(ast.dump, _appended_in(decision)))
+    places = {ast.dump(place): place for place in _appended_in(decision)}
+    return [place for key, place in places.items() if most[key] == 1 and everywhere[key] == inside[key]]
+
+
+def _appended_in(node: ast.AST) -> list[ast.expr]:
+    """What the statements inside of another one append to, as often as they do."""
+    found = list[ast.expr]()
+    for each in ast.walk(node):
+        match each:
+            case ast.Expr(ast.Call(ast.Attribute(place, "append"), [_], [])):
+                found.append(place)
+    return found
+
+
+def _most_appends(statements: Sequence[ast.stmt]) -> Counter[str]:
+    """How often statements append to each list at most, given that decisions take one side; twice means often."""
+    found = Counter[str]()
+    for node in statements:
+        if isinstance(node, ast.If):
+            found += _most_appends(node.body) | _most_appends(node.orelse)
+        else:
+            times = 1 if isinstance(node, ast.Expr) else 2
+            found.update({ast.dump(place): times for place in _appended_in(node)})
+    return found
+
+
+class _Appends(ast.NodeTransformer):
+    """Sets names in place of appending to lists.
+
+    Args:
+        named: The names, by what is appended to.
+    """
+
+    def __init__(self, named: Mapping[str, str]) -> None:
+        self._named = named
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        match node.value:
+            case ast.Call(ast.Attribute(place, "append"), [element], []) if name := self._named.get(ast.dump(place)):
+                return ast.copy_location(assigned(name, element), node)
+        return node
 
 
 def is_choice(node: ast.If) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exportkit.rewrites.loop_bodies import belongs
-from exportkit.rewrites.loop_choices import with_opposite_conditions
+from exportkit.rewrites.loop_choices import with_appends_in_any_case, with_opposite_conditions
 from exportkit.rewrites.loop_ends import Element, early_end, with_break
 from exportkit.rewrites.loop_growth import Bunched, Grown, bunched_lists, grown_tensors
 from exportkit.rewrites.loop_names import names_of
@@ -62,7 +62,7 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(with_break(loop), number)
     if found is None:
         return None
-    found.loop.body = with_opposite_conditions(found.loop.body)
+    found.loop.body = with_appends_in_any_case(with_opposite_conditions(found.loop.body), number)
     _end_early(found, number)
     targets = names_in(found.loop.target)
     own = names_in(*found.loop.body, context=ast.Store) - names_of(found.loop.body).read

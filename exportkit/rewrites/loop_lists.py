@@ -127,10 +127,16 @@ class StackedLists(SymbolicList):
         return StackedLists(found) if isinstance(index, slice) else found
 
 
-def lists_of(before: Sequence[list[torch.Tensor]], added: Sequence[Any], in_front: Sequence[bool]) -> Iterator[Any]:
-    """Yields lists with elements added one by one, which are in the order in which they are added."""
-    for parts, new, is_in_front in zip(before, added, in_front, strict=True):
-        if isinstance(new, torch.Tensor):
+def lists_of(lists: Sequence[Any], added: Sequence[Any], in_front: Sequence[bool]) -> Iterator[Any]:
+    """Yields lists with elements added one by one, which are in the order in which they are added.
+
+    Nothing, an empty tuple, leaves a list as it is.
+    """
+    for items, new, is_in_front in zip(lists, added, in_front, strict=True):
+        parts = items.parts if isinstance(items, Stacked) else [item[None] for item in items]
+        if isinstance(new, tuple) and not new:
+            yield items
+        elif isinstance(new, torch.Tensor):
             yield Stacked([new.flip(0), *parts] if is_in_front else [*parts, new])
         elif parts:
             raise TypeError("an iteration adds a list to a list that is not empty")

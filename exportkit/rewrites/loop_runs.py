@@ -39,7 +39,6 @@ def run(
         raise TypeError("a loop appends to something that is not a list")
     if not torch.compiler.is_dynamo_compiling():
         body = without_aliases(body)
-    before = [items.parts if isinstance(items, Stacked) else [item[None] for item in items] for items in lists]
     values, begun = [_opened(value) for value in carried], None
     # what is None, or not there, becomes a tensor in the first iteration
     is_first_apart |= not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(values)[0])
@@ -47,7 +46,7 @@ def run(
         values, begun = _first_iteration(steps, body, values)
     last, outputs = _operator(steps, _Iterations(steps, body, values, begun), is_first_apart)
     pairs = zip(carried, last, changed, strict=True)
-    return tuple([_closed(*each) for each in pairs]), tuple(lists_of(before, outputs, in_front))
+    return tuple([_closed(*each) for each in pairs]), tuple(lists_of(lists, outputs, in_front))
 
 
 def _first_iteration(steps: Steps, body: types.FunctionType, values: list[Any]) -> tuple[list[Any], Any]:

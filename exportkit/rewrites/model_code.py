@@ -44,6 +44,11 @@ def is_idle(line: Line) -> bool:
     return any(line[1] in _lines_of(statement.test) for statement in _source(line[0]).idle)
 
 
+def is_fitting(line: Line) -> bool:
+    """Returns whether a line is the condition under which tensors are cut or padded to sizes that they may have."""
+    return any(line[1] in _lines_of(statement.test) for statement in _source(line[0]).fitting)
+
+
 def value_to_pass(frame: FrameType | None) -> bool | None:
     """Returns what the condition that a frame tests has to be for a check to pass.
 
@@ -104,11 +109,12 @@ class _Check(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """What a file says: its checks, the lines in which errors are caught, and conditions that change no value."""
+    """What a file says: its checks, the lines in which errors are caught, and conditions that may change no value."""
 
     checks: tuple[_Check, ...] = ()
     catching: tuple[range, ...] = ()
     idle: tuple[ast.If, ...] = ()
+    fitting: tuple[ast.If, ...] = ()
 
 
 def parsed(file: str) -> ast.Module:
@@ -121,7 +127,7 @@ def parsed(file: str) -> ast.Module:
 
 @functools.lru_cache(maxsize=64)
 def _source(file: str) -> _Source:
-    checks, catching, idle = list[_Check](), list[range](), list[ast.If]()
+    checks, catching, idle, fitting = list[_Check](), list[range](), list[ast.If](), list[ast.If]()
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _only_raises(node.orelse)):
             checks.append(_Check(node, True))
@@ -130,11 +136,13 @@ def _source(file: str) -> _Source:
         elif isinstance(node, ast.If) and all(map(_changes_no_value, [*node.body, *node.orelse])):
             keeps_result = any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.test))
             idle += [] if keeps_result else [node]
+        elif isinstance(node, ast.If) and not node.orelse and all(map(_fits_tensor, node.body)):
+            fitting.append(node)
         elif isinstance(node, ast.Try) and node.handlers:
             catching += map(_lines_of, node.body)
         elif isinstance(node, ast.With) and any("suppress" in ast.dump(item.context_expr) for item in node.items):
             catching.append(_lines_of(node))
-    return _Source(tuple(checks), tuple(catching), tuple(idle))
+    return _Source(tuple(checks), tuple(catching), tuple(idle), tuple(fitting))
 
 
 def _lines_of(node: ast.expr | ast.stmt) -> range:
@@ -156,3 +164,25 @@ def _changes_no_value(statement: ast.stmt) -> bool:
         case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(ast.Name(held), "contiguous"), [], [])):
             return name == held
     return False
+
+
+def _fits_tensor(statement: ast.stmt) -> bool:
+    """Whether a statement cuts or pads a tensor, as ``x = x[..., :size]`` and ``x = F.pad(x, (0, size))`` do."""
+    match statement:
+        case ast.Assign([target], value):
+            while isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".contiguous"):
+                value = value.func.value  # type: ignore[attr-defined]
+            match value:
+                case ast.Subscript(tensor, index):
+                    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+                    return ast.unparse(tensor) == ast.unparse(target) and all(map(_is_start, parts))
+                case ast.Call(function, [tensor, *_]):
+                    is_pad = ast.unparse(function).rpartition(".")[2] == "pad"
+                    return is_pad and ast.unparse(tensor) == ast.unparse(target)
+    return False
+
+
+def _is_start(part: ast.expr) -> bool:
+    """Whether a part of an index takes an axis from its start on."""
+    is_slice = isinstance(part, ast.Slice) and part.lower is None and part.step is None
+    return is_slice or (isinstance(part, ast.Constant) and part.value is Ellipsis)

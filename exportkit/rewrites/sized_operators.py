@@ -1,7 +1,7 @@
 """Operators whose sizes torch reads as numbers, written with operators that take sizes of any kind.
 
 A trace would fix the sizes that they are given: ``linspace(0, 1, x.shape[1])`` asks for an int. What they compute is
-what torch computes.
+what torch computes. ``torch.where`` is among them for its conditions of bytes, which a trace refuses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _is_symbolic(*sizes: Any) -> bool:
 
 
 _original: dict[str, Callable[..., Any]] = {
-    **{name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices")},
+    **{name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices", "where")},
     "unique_consecutive": torch.unique_consecutive,
     **{name: getattr(torch.nn.functional, name) for name in ("one_hot", "pad", "scaled_dot_product_attention")},
     **{name: getattr(torch.Tensor, name) for name in ("__setitem__", "fill_diagonal_", "numpy")},
@@ -230,6 +230,11 @@ def _fill_diagonal_(values: torch.Tensor, fill_value: Any, wrap: bool = False) -
     return values.masked_fill_(rows[:, None] == columns, fill_value)
 
 
+def _where(condition: torch.Tensor, *args: Any, **options: Any) -> Any:
+    condition = condition.bool() if args and condition.dtype is torch.uint8 else condition
+    return _original["where"](condition, *args, **options)
+
+
 def _numpy(self: torch.Tensor, **options: Any) -> Any:
     """The integers of a tensor of a trace, which compute as Python's; a list along an axis of symbolic length."""
     try:
@@ -334,6 +339,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
             "triu_indices": _triu_indices,
             "tril_indices": _tril_indices,
             "unique_consecutive": _unique_consecutive,
+            "where": _where,
         },
     ),
     (

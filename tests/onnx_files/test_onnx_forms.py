@@ -98,6 +98,19 @@ def test_onnx_computes_it_at_any_size(name, tmp_path):
     assert report.ok, str(report)
 
 
+def test_sums_of_exponentials_are_finite_along_any_axis(tmp_path):
+    model, observer = Computed(lambda x: x.logcumsumexp(1)).eval(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 8, 3))
+        model(torch.randn(3, 12, 3))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for length in (1, 15, 16, 17, 32, 300):
+        x = torch.randn(2, length, 3) * torch.tensor([1.0, 100.0, 1e4])
+        x[0, : length // 2, 0], x[1, length // 3 :, 1] = -math.inf, math.inf
+        torch.testing.assert_close(graph(x), model(x), equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_numbers_are_rounded_in_half_precision_as_the_model_does(dtype, tmp_path):
     model, observer = (

@@ -136,6 +136,31 @@ def test_statistics_of_one_element_and_of_none_are_right_or_refused(tmp_path):
     assert found == ["right", "The graph is not proven for x_axis_1 = 0.", "right"]
 
 
+def in_windows(x):
+    length = x.shape[1]
+    padding = (4 - length % 4) % 4
+    if padding > 0:
+        x = torch.nn.functional.pad(x, (0, padding))
+    x = x.unflatten(1, (-1, 4)).softmax(-1).flatten(1)
+    if padding > 0:
+        x = x[:, :length].contiguous()
+    return x
+
+
+def filled_up_to_ten(x):
+    missing = 10 - x.shape[1]
+    if missing > 0:
+        x = torch.nn.functional.pad(x, (0, missing))
+    return x * 2
+
+
+def test_padding_and_cutting_that_may_do_nothing_is_no_condition(tmp_path):
+    assert outcomes(in_windows, tmp_path, (2, 8), (2, 9), (2, 1)) == ["right"] * 3
+    right, refused = outcomes(filled_up_to_ten, tmp_path, (2, 9), (2, 12))  # a negative padding would cut
+    assert right == "right"
+    assert refused.startswith("10 - x_axis_1 > 0, got")
+
+
 def test_inputs_that_share_a_length_may_not_have_different_ones(tmp_path):
     calls = [(torch.randn(2, n), torch.randn(2, n)) for n in (5, 7)]
     model = Pair()

@@ -291,9 +291,59 @@ def with_a_probability_at_the_end(self, x):
     return torch.sigmoid(self.layer(state))
 
 
+KEEPS_STATES, KEEPS_TOTALS = True, False
+DECAY = torch.tensor([0.5, 0.25, 0.125, 1.0])  # a constant, which is no buffer of the model
+
+
+def that_keeps_what_it_is_told_to(self, x):
+    state, states, totals, signs, total = x.new_zeros(x.shape[0], 4), [], [x[:, 0]], [], 0
+    for t in range(x.shape[1]):
+        state = torch.tanh(self.layer(x[:, t]) + state * DECAY)
+        total = total + state
+        if KEEPS_STATES:
+            states.append(state)
+        if KEEPS_TOTALS:
+            totals.append(total)
+        if state.sum() > 0:
+            signs.append(state * 2)
+        elif KEEPS_TOTALS:
+            signs.append(total)
+        else:
+            signs.append(-state)
+    return torch.stack(states, 1), torch.stack(totals, 1), torch.stack(signs, 1)
+
+
+def that_looks_for_something_in_each_iteration(self, x):
+    """An `else` of an inner loop ends an iteration of the outer one."""
+    state = x.new_zeros(x.shape[0], 4)
+    for _ in range(3):
+        for limit in (0.5, 2.0):
+            if limit > 1:
+                break
+        else:
+            continue
+        state = state + limit
+    for t in range(x.shape[1]):
+        state = torch.tanh(self.layer(x[:, t]) + state)
+    return state
+
+
+def with_conditions_of_bytes(self, x):
+    mask = torch.ones(x.shape[:2], dtype=torch.uint8)
+    if not mask[:, 0].all():
+        raise ValueError("the first token of each row counts")
+    score = x[:, 0]
+    for t in range(1, x.shape[1]):
+        score = torch.where(mask[:, t].unsqueeze(1), torch.logaddexp(score, x[:, t]), score)
+    return score
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        that_keeps_what_it_is_told_to,
+        that_looks_for_something_in_each_iteration,
+        with_conditions_of_bytes,
         with_a_probability_at_the_end,
         best_path,
         without_repeats,
