@@ -111,12 +111,14 @@ class ExportError(ExportkitError, RuntimeError):
         request: What was traced; None if unknown.
         loops: What torch raised when loops over a length were to become operators; None if that was not tried.
         sides: The condition on sizes that some recorded calls break, and their numbers; None if that is not the cause.
+        decision: File and line that decide what kind of result there is; None if that is not the cause.
     """
 
     details: str = ""
     request: Any = None
     loops: BaseException | None = None
     sides: tuple[str, frozenset[int]] | None = None
+    decision: tuple[str, int] | None = None
 
     def repro(self, directory: str | os.PathLike[str]) -> Path:
         """Writes a script that fails in the same way with torch alone, and returns its path.

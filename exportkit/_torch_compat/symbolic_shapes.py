@@ -16,6 +16,23 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # the classes of numbe
 SYMBOL_NAME = re.compile(r"\b[su]\d+\b")  # of a size, or of a number that comes from the values of tensors
 
 
+def is_counted_in_loop(size: Any) -> bool:
+    """Returns whether a size, or a limit of a slice, comes from values of tensors, in the body of a loop operator.
+
+    torch compiles the body, and answers this question there for the shape of a tensor only. Seen in torch 2.13.
+    """
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+    return has_free_unbacked_symbols(torch.empty(size * size + 1, device="meta"))
+
+
+def is_one(size: Any) -> bool:
+    """Returns whether a size is known to be 1; also in code that torch compiles. Seen in torch 2.13."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(size == 1))
+
+
 def source_names(values: Any) -> list[str]:
     """Returns what torch.export's messages call the leaves of ``kwargs``, in torch's order. Seen in torch 2.13."""
     import torch._export.non_strict_utils as module

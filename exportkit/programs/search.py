@@ -157,8 +157,9 @@ class Search(SearchState):
                     raise ExportError("The program does not return what the model returns for other values.")
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
-            if LOOPS in strategy.adds and (line := deciding_line(error.__cause__)) and line not in self._deciding:
-                self._deciding.add(line)  # of a function that a loop calls
+            line = deciding_line(error.__cause__) or getattr(error, "decision", None)
+            if LOOPS in strategy.adds and line and line not in self._deciding:
+                self._deciding.add(line)  # of a function that computes both sides then, as one that a loop calls
                 self._try(strategy, name, plan)
                 return
             if strategy.every_way and known < len(self._of_numbers) <= _MOST_NUMBERS:

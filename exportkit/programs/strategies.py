@@ -98,10 +98,9 @@ class SearchState:
         return any(text in self._trace_message for text in _SIZE_FIXED)
 
     @property
-    def ways_fix_size(self) -> bool:
-        """Whether code fixes a dynamic size on some way that a decision by values leads to."""
-        error = self.error_of_ways
-        return error is not None and any(text in str(error.__cause__) for text in _SIZE_FIXED)
+    def ways_failed(self) -> bool:
+        """Whether the attempt failed that goes every way of a decision: a loop on some way may be the reason."""
+        return self.error_of_ways is not None
 
     @property
     def needs_values(self) -> bool:
@@ -244,7 +243,7 @@ STRATEGIES = (
     ),
     Strategy(
         "every way with loops",
-        lambda search: search.ways_fix_size,
+        lambda search: search.ways_failed,
         adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, SYMBOLIC_LENGTHS, LOOPS),
         drops=(LISTS_OF_ONE,),
         every_way=True,

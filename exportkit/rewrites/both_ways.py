@@ -321,13 +321,15 @@ def _require_same_kind(one: _Run, other: _Run) -> None:
     if different:
         pairs = zip(one.outcomes, other.outcomes, strict=False)
         place, _ = next(left for left, right in pairs if left != right)
-        raise ExportError(
+        error = ExportError(
             "The model decides by the values of a tensor what kind of result it returns.",
             where=_line(place),
             expected="tensors of the same shapes and dtypes on both ways",
             got=f"{different[0] or 'the result'}: {' and '.join(kind.get(different[0], 'nothing') for kind in kinds)}",
             hint="observe calls that go one way only: the graph refuses the others.",
         )
+        error.decision = place[:2]
+        raise error
 
 
 def _kind(leaf: Any) -> str:

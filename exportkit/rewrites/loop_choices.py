@@ -152,7 +152,6 @@ def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targ
         return [*guards, *copy.deepcopy(statements)]
 
     choice = [
-        assigned(before, variables(saved)),
         *side(changed.body, True),
         assigned(first, variables(stored)),
         assigned(saved, variable(before)),
@@ -161,10 +160,26 @@ def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targ
         assigned(numbers, ast.Subscript(variable(before), ast.Slice(ast.Constant(len(older))), ast.Load())),
     ]
     again = ast.If(variable(test), changed.body, changed.orelse)
+    in_place = [name for name in older if name not in _rebound(original)]
     return [
         assigned(test, call("truth", changed.test)),
+        assigned(before, variables(saved)),
         ast.If(call("is_tensor", variable(test)), choice, [again]),
+        *[
+            assigned(
+                name, call("written", ast.Subscript(variable(before), ast.Constant(place), ast.Load()), variable(name))
+            )
+            for place, name in enumerate(older)
+            if name in in_place
+        ],
     ]
+
+
+def _rebound(decision: ast.If) -> set[str]:
+    """The names to which a decision assigns something else, besides changing what they stand for (``x[0] = 1``)."""
+    changing = [node.target for node in ast.walk(decision) if isinstance(node, ast.AugAssign)]
+    stores = [node for node in ast.walk(decision) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return {node.id for node in stores if node not in changing}
 
 
 def _is_plain(node: ast.stmt) -> bool:
@@ -288,6 +303,14 @@ def is_one_of(value: Any, items: tuple[Any, ...]) -> Any:
 def kept(value: Any) -> Any:
     """Returns what an iteration gets, with its number as a tensor, for the code after the loop."""
     return torch.as_tensor(plain(value)) if is_int(value) else plain(value)
+
+
+def written(old: Any, new: Any) -> Any:
+    """Returns a tensor that a decision changes in place as the same object, but in the body of a loop operator."""
+    is_same = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and old.dtype == new.dtype
+    if torch.compiler.is_dynamo_compiling() or new is old or not is_same or old.ndim != new.ndim:
+        return new
+    return old.copy_(new)
 
 
 def only_if(value: Any, test: torch.Tensor, holds: bool) -> Any:

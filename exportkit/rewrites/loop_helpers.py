@@ -23,6 +23,7 @@ from exportkit.rewrites.loop_choices import (
     only_if,
     opposite,
     truth,
+    written,
 )
 from exportkit.rewrites.loop_growth import bunch, extended, joined
 from exportkit.rewrites.loop_indices import (
@@ -148,6 +149,7 @@ class Helpers:
     truth, is_tensor, boolean = staticmethod(truth), staticmethod(torch.is_tensor), staticmethod(boolean)
     opposite, both, either = staticmethod(opposite), staticmethod(both), staticmethod(either)
     is_one_of, chosen, one_of_two = staticmethod(is_one_of), staticmethod(chosen), staticmethod(one_of_two)
+    written = staticmethod(written)
     only_if = staticmethod(only_if)
     kept = staticmethod(kept)
 

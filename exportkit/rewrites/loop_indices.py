@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.pytree import tree_map
+from exportkit._torch_compat.symbolic_shapes import is_counted_in_loop, is_one
+
 
 class Position:
     """The number of an iteration in the body of a loop, ``base * factor + offset``.
@@ -139,7 +142,10 @@ class Span:
 
 
 class SliceOfUnknownLength:
-    """A slice ``x[i, :n]`` whose length depends on values, for functions of all of its elements.
+    """A slice ``x[i, :n]`` whose length depends on values.
+
+    Functions of all of its elements leave out the others; any other function gets a tensor of as many rows as there
+    are.
 
     Args:
         whole: The tensor before the slice is taken.
@@ -150,7 +156,22 @@ class SliceOfUnknownLength:
     def __init__(self, whole: torch.Tensor, is_inside: torch.Tensor, axis: int) -> None:
         self._whole, self._axis = whole, axis
         self._count = is_inside.sum()
+        self._first = is_inside.to(torch.int64).argmax()
         self._is_inside = _along(axis, is_inside, whole.ndim)
+
+    def rows(self) -> torch.Tensor:
+        """Returns the slice as a tensor."""
+        count = self._count.item()
+        torch._check(count >= 0)
+        return self._whole.index_select(self._axis, torch.arange(count) + self._first)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_rows, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rows(), name)
 
     def sum(self, dim: int, keepdim: bool = False) -> torch.Tensor:
         """Returns the sum along the axis."""
@@ -184,6 +205,24 @@ class SliceOfUnknownLength:
         return torch.where(self._is_inside, self._whole, number)
 
 
+def _rows(value: Any) -> Any:
+    return value.rows() if isinstance(value, SliceOfUnknownLength) else value
+
+
+def _of_rows(name: str) -> Any:
+    def method(self: SliceOfUnknownLength, *args: Any) -> Any:
+        return getattr(self.rows(), name)(*map(_rows, args))
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "floordiv", "mod"):
+    for _side in ("", "r"):
+        setattr(SliceOfUnknownLength, f"__{_side}{_name}__", _of_rows(f"__{_side}{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert", "getitem"):
+    setattr(SliceOfUnknownLength, f"__{_name}__", _of_rows(f"__{_name}__"))
+
+
 class Slots:
     """A list of symbolic length, ``[None] * n``, before a loop has put a tensor into it.
 
@@ -204,11 +243,18 @@ def _from_start(limit: Any, size: Any) -> Any:
 
 def part_between(start: Any, stop: Any, step: Any) -> Span | slice:
     """Returns ``slice(start, stop, step)``."""
+    start, stop = _limit(start), _limit(stop)
     if not _is_value(start) and not _is_value(stop):
         return slice(start, stop, step)
     if step is not None:
         raise TypeError("a slice that depends on values has a step")
     return Span(start, stop)
+
+
+def _limit(limit: Any) -> Any:
+    """A limit of a slice, as a tensor if it is a number that comes from values, such as the length of a selection."""
+    is_counted = is_int(limit) and is_counted_in_loop(limit)
+    return torch.scalar_tensor(limit, dtype=torch.int64) if is_counted else limit
 
 
 def is_int(value: Any) -> bool:
@@ -238,6 +284,7 @@ def exact(value: Any) -> Any:
 
 def item(value: Any, index: Any) -> Any:
     """Returns ``value[index]``."""
+    value = _rows(value)
     if not isinstance(value, torch.Tensor):
         return value[index]
     parts = index if isinstance(index, tuple) else (index,)
@@ -269,10 +316,11 @@ def with_item(value: Any, index: Any, part: Any) -> Any:
         raise TypeError(
             "a loop sets an item of something that is not a tensor, or whose index depends on the iteration"
         )
-    limits, index = _limits(value, index)
-    if limits and isinstance(part, torch.Tensor) and part.ndim:
-        raise TypeError("a loop sets a slice, whose length depends on values, to more than a number")
-    axes, index = _axes(value, index)
+    limits, rest = _limits(value, index)
+    part = _rows(part)
+    if limits and isinstance(part, torch.Tensor):
+        part = _spread(part, value, index if isinstance(index, tuple) else (index,), limits)
+    axes, index = _axes(value, rest)
     before = value
     for axis, rows in axes:
         before = before.index_select(axis, rows)
@@ -286,6 +334,27 @@ def with_item(value: Any, index: Any, part: Any) -> Any:
         raise TypeError("a loop sets a slice")
     is_there = [_along(axis, torch.arange(value.shape[axis]) == rows, value.ndim) for axis, rows in axes]
     return torch.where(functools.reduce(torch.logical_and, is_there), taken, value)
+
+
+def _spread(
+    part: torch.Tensor, value: torch.Tensor, index: tuple[Any, ...], limits: Sequence[tuple[int, torch.Tensor]]
+) -> torch.Tensor:
+    """What slices whose lengths depend on values are set to, at the places that it gets along the whole axes."""
+    if any(each is None or each is Ellipsis or (isinstance(each, torch.Tensor) and each.ndim) for each in index):
+        raise TypeError("a loop sets a slice, whose length depends on values, beside other indices")
+    numbers = [axis for axis, each in enumerate(index) if not isinstance(each, slice | Span)]
+    for axis, is_inside in limits:
+        from_end = value.ndim - axis - sum(number > axis for number in numbers)
+        if part.ndim < from_end or is_one(part.shape[-from_end]):
+            continue  # every place gets the same
+        count, sizes, own = part.shape[-from_end], list(part.shape), part.ndim - from_end
+        length = torch.scalar_tensor(count, dtype=torch.int64)
+        assert (length == 1) | (is_inside.sum() == length), "a slice is set to a tensor of another length"
+        sizes[own] = 1  # a last row, which stands for those of an empty part
+        places = (torch.arange(value.shape[axis]) - is_inside.to(torch.int64).argmax()).clamp(min=0)
+        places = torch.where(length == 1, 0, torch.minimum(places, length))
+        part = torch.cat([part, part.new_zeros(sizes)], own).index_select(own, places)
+    return part
 
 
 def _along(axis: int, values: torch.Tensor, ndim: int) -> torch.Tensor:

@@ -428,6 +428,92 @@ def test_rows_are_set_as_far_as_their_lengths(function, tmp_path):
         torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)))
 
 
+def of_what_is_there(self, x, lengths):
+    sums, parts, last = torch.zeros_like(x), torch.zeros(len(x), x.shape[1] + 2, 4), []
+    for i, length in enumerate(lengths.tolist()):
+        sums[i, :length] = torch.tanh(self.layer(x[i, :length])).cumsum(0)
+        parts[i, 1 : length + 1, :2] = x[i, :length, 2:].flip(0) ** 2 - 1
+        parts[i, length:] = x[i, :1] / 2
+        last.append((2 * x[i, length - 2 :]).mean() + sums[i].mean())
+    return sums, parts, torch.stack(last)
+
+
+@pytest.mark.parametrize("lengths", [[2], [9, 7, 3], [1, 1]])
+def test_rows_are_computed_as_far_as_their_lengths(lengths, row_graph):
+    model, graph = row_graph
+    x = torch.randn(len(lengths), 9, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)), equal_nan=True)
+
+
+@pytest.fixture(scope="module")
+def row_graph(tmp_path_factory):
+    model = Looping(of_what_is_there).eval()
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
+        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path_factory.mktemp("rows") / "model.onnx")
+    assert graph.verify().ok
+    return model, graph
+
+
+def between_places(self, x, lengths):
+    found = x.clone()
+    for i in range(len(x)):
+        found[i, lengths[i] : lengths[i] + 3] = self.layer(x[i, lengths[i] : lengths[i] + 3])
+    return found
+
+
+def test_a_part_of_a_row_is_set_to_as_many_values_or_the_call_is_refused(tmp_path):
+    model, observer = Looping(between_places).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 5, 4), torch.tensor([1, 3]))
+        model(torch.randn(3, 8, 4), torch.tensor([4, 0, 7]))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for lengths in ([0, 9], [12, 6], [-2, 8], [-9, -3]):  # the part may be shorter, or empty
+        x = torch.randn(2, 9, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)))
+
+
+class Regulated(torch.nn.Module):
+    """Repeats each token as often as it lasts, and every token of a row that would be empty, as models of speech do."""
+
+    def __init__(self):
+        super().__init__()
+        self.durations = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        durations = (self.durations(x).squeeze(-1) * 3).long().clamp(min=0)
+        return regulated(x, durations), durations
+
+
+def regulated(tokens, durations):
+    if durations.sum() == 0:
+        durations[durations.sum(1).eq(0)] = 1
+    found = tokens.new_zeros(tokens.size(0), durations.sum(1).max(), tokens.size(2))
+    for i, (row, times) in enumerate(zip(tokens, durations, strict=True)):
+        repeated = torch.repeat_interleave(row, times, dim=0)
+        found[i, : repeated.size(0)] = repeated
+    return found
+
+
+def test_tokens_are_repeated_as_often_as_they_last(tmp_path):
+    torch.manual_seed(0)
+    model, observer = Regulated().eval(), exportkit.InputObserver()
+    silent = -9 * model.durations.weight.detach().sign() * torch.ones(2, 6, 4)
+    with observer(model), torch.no_grad():
+        for x in (torch.randn(2, 5, 4), torch.randn(3, 7, 4), silent):
+            model(x)
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for x in (torch.randn(4, 9, 4), silent[:1, :3], torch.cat([silent, torch.randn(2, 6, 4)])):
+        with torch.no_grad():
+            torch.testing.assert_close(graph(x), model(x))
+
+
 def into_everything_that_grows(self, x):
     self.last, found, slots = x.new_zeros(x.shape[0], 4), {"states": [], "halves": []}, [None] * x.shape[1]
     joined, begun, both, others = x[:, :0], None, None, []
