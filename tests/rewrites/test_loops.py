@@ -328,6 +328,13 @@ def that_looks_for_something_in_each_iteration(self, x):
     return state
 
 
+def that_sets_a_slice_by_its_number(self, x):
+    x = x.clone()
+    for i in range(x.shape[1]):
+        x[:, :i] = self.layer(x[:, :1])
+    return x
+
+
 def with_conditions_of_bytes(self, x):
     mask = torch.ones(x.shape[:2], dtype=torch.uint8)
     if not mask[:, 0].all():
@@ -343,6 +350,7 @@ def with_conditions_of_bytes(self, x):
     [
         that_keeps_what_it_is_told_to,
         that_looks_for_something_in_each_iteration,
+        that_sets_a_slice_by_its_number,
         with_conditions_of_bytes,
         with_a_probability_at_the_end,
         best_path,
@@ -780,13 +788,6 @@ def that_changes_a_shape(self, x):
     return total
 
 
-def that_sets_a_slice_by_its_number(self, x):
-    for i in range(x.shape[1]):
-        x = x.clone()
-        x[:, :i] = self.layer(x[:, :1])
-    return x
-
-
 def that_picks_in_a_comprehension(self, x):
     return torch.stack([x[:, i] for i in range(x.shape[1]) if i % 2])
 
@@ -825,7 +826,6 @@ REFUSED = {
     that_changes_a_view: ("it changes `row` in place (`mul_`)", "row.mul_(2)"),
     that_goes_on_while: ("it goes on while something holds", "while len(states) < x.shape[1]:"),
     that_changes_a_shape: ("an iteration changes the shape of a tensor", "total = total + step"),
-    that_sets_a_slice_by_its_number: ("a loop sets a slice", "x[:, :i] = "),
     that_picks_in_a_comprehension: ("it picks elements by a condition", "for i in range(x.shape[1]) if i % 2"),
     that_computes_an_index: ("a number that is computed from others becomes an int", "int(i * 0.29)"),
     that_rounds: ("a number that is not an int is rounded", "i * 0.29 // 1"),
