@@ -135,8 +135,17 @@ def asserts_values(node: torch.fx.Node) -> bool:
         return False
     # counts, which are not negative; torch assumes that sizes are not 0 or 1
     counted, limit = condition.args if condition.target is operator.ge else (None, None)
-    is_count = isinstance(counted, torch.fx.Node) and counted.target in _COUNTED
-    return not (is_count and limit in (0, 2))
+    is_size = isinstance(counted, torch.fx.Node) and counted.target in _COUNTED
+    return not (is_size and limit in (0, 2)) and not (limit == 0 and _is_count_of_mask(counted))
+
+
+def _is_count_of_mask(node: Any) -> bool:
+    """Whether a node reads how many elements of a mask are true."""
+    read = node.args[0] if isinstance(node, torch.fx.Node) and node.target is torch.ops.aten.item.default else None
+    if not isinstance(read, torch.fx.Node) or read.target is not torch.ops.aten.sum.default:
+        return False
+    (mask,) = read.all_input_nodes
+    return mask.meta["val"].dtype is torch.bool
 
 
 def asserts_way(node: torch.fx.Node) -> bool:

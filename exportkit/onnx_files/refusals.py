@@ -30,9 +30,9 @@ from exportkit._torch_compat.graph import (
 from exportkit._torch_compat.traced_values import is_counted
 from exportkit.errors import ExportError
 from exportkit.onnx_files.exact import call_node
+from exportkit.running.session import REFUSED_INDEX
 
 aten = torch.ops.aten
-_TOO_LARGE = 2**31 - 1
 
 # Indices. ONNX counts negative ones from the end, where these operators raise. A range that nothing checks becomes a
 # Slice in onnxruntime, which ends with the last row.
@@ -86,7 +86,7 @@ def _check_index(node: torch.fx.Node) -> None:
     index, place = arguments[name], [*arguments].index(name)
     with node.graph.inserting_before(node):
         negative = call_node(node.graph, aten.lt.Scalar, index, 0)
-        checked = node.graph.call_function(aten.where.ScalarSelf, (negative, _TOO_LARGE, index))
+        checked = node.graph.call_function(aten.where.ScalarSelf, (negative, REFUSED_INDEX, index))
     checked.meta["val"] = index.meta["val"]
     if place < len(node.args):
         node.update_arg(place, checked)
@@ -213,9 +213,14 @@ def with_refusals(program: torch.export.ExportedProgram) -> torch.export.Exporte
     return with_graph_module(program, module)
 
 
-def _refuse(graph: torch.fx.Graph) -> None:
+def refusing_result(graph: torch.fx.Graph) -> torch.fx.Node | None:
+    """Returns the first result that a graph computes, which cannot be computed where a condition does not hold."""
     (output,) = graph.find_nodes(op="output")
-    result = next((value for value in output.all_input_nodes if _is_computed(value)), None)
+    return next((value for value in output.all_input_nodes if _is_computed(value)), None)
+
+
+def _refuse(graph: torch.fx.Graph) -> None:
+    (output,), result = graph.find_nodes(op="output"), refusing_result(graph)
     stated = list(filter(_refuses, graph.nodes))
     if result is None and any(map(asserts_way, stated)):
         raise ExportError("A graph that computes none of its results cannot refuse a way that no recorded call went.")
@@ -313,7 +318,7 @@ def _look_up(result: torch.fx.Node, output: torch.fx.Node, conditions: list[torc
 
     def chosen(given: Mapping[str, Any]) -> torch.Tensor:
         holds = functools.reduce(torch.logical_and, given["conditions"])
-        index = holds.logical_not().to(torch.int64).mul(_TOO_LARGE).reshape(1)
+        index = holds.logical_not().to(torch.int64).mul(REFUSED_INDEX).reshape(1)
         found: torch.Tensor = given["result"].unsqueeze(0).index_select(0, index).squeeze(0)
         return found
 

@@ -40,6 +40,7 @@ from exportkit.onnx_files.choices import choices_as_branches
 from exportkit.onnx_files.contract import Contract, Runtime, input_names, output_names
 from exportkit.onnx_files.decompositions import prepared, translatable, without_assertions
 from exportkit.onnx_files.findings import operator_findings
+from exportkit.onnx_files.refusals import refusing_result
 from exportkit.overrides import replaced_attributes
 from exportkit.plan.expression import Expression
 from exportkit.plan.leaves import Finding
@@ -121,15 +122,15 @@ def _with_assertions(
     program: torch.export.ExportedProgram, translated: Callable[[torch.export.ExportedProgram], torch.onnx.ONNXProgram]
 ) -> tuple[torch.onnx.ONNXProgram, list[torch.fx.Node]]:
     """The program in ONNX, if need be without its assertions; and the assertions that it does not make."""
-    unchecked = _assertions(program, inside=True)
+    whole, *parts = graphs_in(program.graph_module)
     try:
-        return translated(program), unchecked
+        return translated(program), _assertions([part for part in parts if refusing_result(part.graph) is None])
     except Exception as error:
-        asserted = _assertions(program)
+        asserted = _assertions([whole])
         try:
             if not asserted or any(map(asserts_way, asserted)):  # without it, the graph would go the wrong way
                 raise
-            return translated(without_assertions(program)), [*unchecked, *asserted]
+            return translated(without_assertions(program)), [*_assertions(parts), *asserted]
         except Exception:
             raise ExportError(
                 "The program could not be translated to ONNX.",
@@ -160,10 +161,9 @@ def _copy_views_when_written(graph: onnx_ir.Graph) -> None:
             )
 
 
-def _assertions(program: torch.export.ExportedProgram, *, inside: bool = False) -> list[torch.fx.Node]:
-    """The assertions about values of a program itself, or of the loops and branches inside of it."""
-    whole, *parts = graphs_in(program.graph_module)
-    return [node for module in (parts if inside else [whole]) for node in module.graph.nodes if asserts_values(node)]
+def _assertions(graphs: Sequence[torch.fx.GraphModule]) -> list[torch.fx.Node]:
+    """The assertions about values in some graphs of a program: the whole one, and those of loops and branches."""
+    return [node for module in graphs for node in module.graph.nodes if asserts_values(node)]
 
 
 def _line_of(node: torch.fx.Node) -> str:

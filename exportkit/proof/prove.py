@@ -35,6 +35,7 @@ from exportkit.proof.report import Divergence, Report, Row, Status
 from exportkit.running.compare import Difference
 from exportkit.running.program import OtherWay, ProgramRunner
 from exportkit.running.runner import Returned, Runner, compare_calls
+from exportkit.running.session import first_line
 
 _ENOUGH_UNSEEN = 3
 STEPWISE = "equals the model token by token; with several tokens at once, the model forgets its state"
@@ -239,7 +240,7 @@ def _other_way(graph: OnnxGraph, call: Call) -> str:
         try:
             ProgramRunner(graph.traced.program, graph.traced.input_paths, graph.traced.output_paths)(call)
         except OtherWay as error:
-            return str(error)
+            return first_line(error)
         except Exception:
             return ""
     return ""

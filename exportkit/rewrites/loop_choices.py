@@ -54,7 +54,7 @@ def with_appends_in_any_case(body: list[ast.stmt], number: int) -> list[ast.stmt
     """
     changed, count = list[ast.stmt](), 0
     for node in body:
-        lists = _appends_of_decision(node, body) if isinstance(node, ast.If) else {}
+        lists = _appends_of_decision(node, body) if isinstance(node, ast.If) else []
         named = {ast.dump(place): f"_exportkit_appended_{number}_{count + index}" for index, place in enumerate(lists)}
         count += len(named)
         before = [assigned(name, tuple_of([])) for name in named.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,9 +162,7 @@ class SliceOfUnknownLength:
 
     def rows(self) -> torch.Tensor:
         """Returns the slice as a tensor."""
-        count = self._count.item()
-        torch._check(count >= 0)
-        return self._whole.index_select(self._axis, torch.arange(count) + self._first)
+        return self._whole.index_select(self._axis, torch.arange(self._count.item()) + self._first)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,35 +172,39 @@ class SliceOfUnknownLength:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rows(), name)
 
-    def sum(self, dim: int, keepdim: bool = False) -> torch.Tensor:
-        """Returns the sum along the axis."""
-        return self._filled(0, dim).sum(self._axis, keepdim=keepdim)
+    def sum(self, *args: Any, **options: Any) -> Any:
+        """Returns the sum."""
+        filled = self._filled(0, args, options)
+        return (self.rows() if filled is None else filled).sum(*args, **options)
 
-    def mean(self, dim: int, keepdim: bool = False) -> torch.Tensor:
-        """Returns the mean along the axis."""
-        return self.sum(dim, keepdim) / self._count
+    def mean(self, *args: Any, **options: Any) -> Any:
+        """Returns the mean."""
+        filled = self._filled(0, args, options)
+        return self.rows().mean(*args, **options) if filled is None else filled.sum(*args, **options) / self._count
 
-    def amax(self, dim: int, keepdim: bool = False) -> torch.Tensor:
-        """Returns the largest elements along the axis."""
-        self._assert_not_empty()
-        return self._filled(-float("inf"), dim).amax(self._axis, keepdim=keepdim)
+    def amax(self, *args: Any, **options: Any) -> Any:
+        """Returns the largest elements."""
+        return self._of_some(-math.inf, args, options).amax(*args, **options)
 
-    def amin(self, dim: int, keepdim: bool = False) -> torch.Tensor:
-        """Returns the smallest elements along the axis."""
-        self._assert_not_empty()
-        return self._filled(float("inf"), dim).amin(self._axis, keepdim=keepdim)
+    def amin(self, *args: Any, **options: Any) -> Any:
+        """Returns the smallest elements."""
+        return self._of_some(math.inf, args, options).amin(*args, **options)
 
-    def max(self, dim: int, keepdim: bool = False) -> Any:
-        """Returns the largest elements along the axis, and their places."""
-        self._assert_not_empty()
-        return self._filled(-float("inf"), dim).max(self._axis, keepdim=keepdim)
+    def max(self, *args: Any, **options: Any) -> Any:
+        """Returns the largest elements, and their places along an axis."""
+        return self._of_some(-math.inf, args, options).max(*args, **options)
 
-    def _assert_not_empty(self) -> None:
+    def _of_some(self, number: float, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
         assert self._count > 0, "a slice that is empty has no largest element"
+        filled = self._filled(number, args, options)
+        return self.rows() if filled is None else filled
 
-    def _filled(self, number: float, dim: int) -> torch.Tensor:
-        if dim % self._whole.ndim != self._axis or (number and not self._whole.is_floating_point()):
-            raise TypeError("a slice has a length that depends on values")
+    def _filled(self, number: float, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor | None:
+        """The whole tensor with a number outside of the slice, for a reduction along its axis; None for others."""
+        dim: Any = args[0] if args else options.get("dim")
+        is_along = is_int(dim) and dim % self._whole.ndim == self._axis
+        if not is_along or (number and not self._whole.is_floating_point()):
+            return None
         return torch.where(self._is_inside, self._whole, number)
 
 

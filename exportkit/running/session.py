@@ -37,10 +37,12 @@ _DTYPES = (
 _NOT_FOR_EMPTY = {"GRU", "LSTM"}  # if the batch is 0; GRU also if the length is
 _FUSION_NOT_FOR_EMPTY = "MatmulTransposeFusion"  # with a Transpose that moves axis 0 to the last two, if its size is 0
 _BFLOAT16, _BOOL = "tensor(bfloat16)", "tensor(bool)"
+REFUSED_INDEX = 2**31 - 1  # what a graph looks up, in vain, where a condition about values does not hold
 # Threads of onnxruntime that wait actively for the next call keep torch, which computes in between, from the cores: a
 # proof takes up to twice as long.
 _IDLE = "session.force_spinning_stop"
 _REFUSES = "the model refuses such values, or takes a way that was not traced; try the model on this call."
+_FAILED_CHECK = "an index is out of range, or a condition about values, which the graph checks, does not hold"
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _ASSIGNMENT = "session.record_ep_graph_assignment_info"
 _SHOWN = 8  # operators that run on the CPU beside another device
@@ -145,7 +147,7 @@ class GraphSession:
             raise RuntimeFailure(
                 f"{self.runtime} refused the call.",
                 where=shapes_text(given),
-                got=first_line(error),
+                got=_FAILED_CHECK if f"idx={REFUSED_INDEX} " in str(error) else first_line(error),
                 hint=_REFUSES if "idx=" in str(error) else None,
             ) from error
 
