@@ -385,6 +385,9 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.true_divide.Tensor: torch.div,
     # the number follows from a size, or is one of floats beside integers
     aten.rsub.Scalar: lambda x, number, alpha=1: number + x.to(torch.result_type(x, number)) * -alpha,
+    # random numbers, of which torch.onnx knows the plain ones
+    aten.normal.Tensor_float: lambda mean, std=1.0, **_: mean + std * torch.randn_like(mean),
+    aten.uniform.default: lambda x, low=0.0, high=1.0, **_: torch.rand_like(x) * (high - low) + low,
     aten.roll.default: _roll,
     aten.split.Tensor: _split,
     aten.fft_fftshift.default: _fftshift,

@@ -264,11 +264,27 @@ def _over_list(name: str) -> Callable[..., Any]:
         are_numbers = len(args) == 2 and not options and not any(map(torch.is_tensor, args))
         if of_two is not None and are_numbers and any(map(depends_on_values, args)):
             return of_two(*args)
+        if of_two is not None and len(args) == 2 and not options and any(map(_is_traced_number, args)):
+            return _one_of_two(name, *map(torch.as_tensor, args))
         if not args or not isinstance(args[0], SymbolicList):
             return original(*args, **options)
         return _reduced(name, *args, **options)
 
     return reduced
+
+
+def _is_traced_number(value: Any) -> bool:
+    """Whether this is a tensor of one element that has no value in a trace."""
+    return isinstance(value, torch.Tensor) and type(value) is not torch.Tensor and value.ndim == 0
+
+
+def _one_of_two(name: str, first: torch.Tensor, second: torch.Tensor) -> Any:
+    """What Python's ``max`` or ``min`` returns of two numbers: the first one, unless the second one is beyond it.
+
+    An integer is read from its tensor: it may become a size.
+    """
+    found = torch.where(second > first if name == "max" else second < first, second, first)
+    return found if found.is_floating_point() else found.item()
 
 
 def _reduced(name: str, items: SymbolicList, start: Any = 0) -> Any:

@@ -98,6 +98,26 @@ def test_onnx_computes_it_at_any_size(name, tmp_path):
     assert report.ok, str(report)
 
 
+def test_random_numbers_are_drawn_from_the_same_distribution(tmp_path):
+    draw = {
+        "uniform": lambda x: torch.zeros_like(x).uniform_(-1, 2),
+        "normal": lambda x: torch.normal(x * 0 + 0.5, 0.866),
+    }
+    model, observer = (
+        Computed(lambda x: torch.stack([sample(x) for sample in draw.values()])),
+        exportkit.InputObserver(),
+    )
+    with observer(model.eval()):
+        model(torch.zeros(2, 8))
+        model(torch.zeros(3, 12))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    uniform, normal = graph(torch.zeros(100, 1000))
+    assert (uniform.min() >= -1, uniform.max() <= 2, normal.max() > 2) == (True, True, True)
+    for found in (uniform, normal):
+        assert found.mean() == pytest.approx(0.5, abs=0.02)
+        assert found.std() == pytest.approx(0.866, abs=0.02)
+
+
 def test_sums_of_exponentials_are_finite_along_any_axis(tmp_path):
     model, observer = Computed(lambda x: x.logcumsumexp(1)).eval(), exportkit.InputObserver()
     with observer(model):

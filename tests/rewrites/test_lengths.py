@@ -144,3 +144,25 @@ def test_functions_in_other_files_are_traced_like_methods(tmp_path, monkeypatch)
     assert onnx_model.verify().ok
     x = torch.randn(1, 20)
     torch.testing.assert_close(onnx_model(x), model(x))
+
+
+class Extremes(torch.nn.Module):
+    """Compares numbers of which some are tensors, as experts with a capacity do."""
+
+    def forward(self, x):
+        places = (x[..., 0].abs() * 3).long()
+        one_hot = torch.nn.functional.one_hot(places, max(places.max() + 1, 4))[..., :4]
+        scale = max(min(x.sum(), x.mean() * 2), 0.5)
+        return one_hot * 2, x * scale, torch.arange(min(places.max(), 2) + 1)
+
+
+def test_numbers_and_tensors_of_one_element_are_compared_in_the_graph(tmp_path):
+    model, observer = Extremes(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 6, 4))
+        model(torch.randn(3, 9, 4))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for scale in (0.01, 1.0, 5.0, -1.0):
+        x = torch.randn(2, 5, 4).abs() * scale
+        torch.testing.assert_close(graph(x), model(x))
