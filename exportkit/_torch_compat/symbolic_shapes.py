@@ -26,11 +26,18 @@ def is_counted_in_loop(size: Any) -> bool:
     return has_free_unbacked_symbols(torch.empty(size * size + 1, device="meta"))
 
 
-def is_one(size: Any) -> bool:
-    """Returns whether a size is known to be 1; also in code that torch compiles. Seen in torch 2.13."""
+def has_counted_size(tensor: torch.Tensor) -> bool:
+    """Returns whether a size of a tensor comes from values; also in code that torch compiles. Seen in torch 2.13."""
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+
+    return has_free_unbacked_symbols(tensor)
+
+
+def is_same(size: Any, other: Any) -> bool:
+    """Returns whether two sizes are known to be equal; also in code that torch compiles. Seen in torch 2.13."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return bool(statically_known_true(size == 1))
+    return bool(statically_known_true(size == other))
 
 
 def source_names(values: Any) -> list[str]:

@@ -65,6 +65,8 @@ def symbolic_lengths(
     replacements += [(Attribute(torch, name), _constructor(name, dtype)) for name, dtype in _CONSTRUCTORS.items()]
     replacements += [(Attribute(torch.Tensor, name), _like(name)) for name in ("new", "new_tensor")]
     replacements += [(Attribute(torch, name), _joining(getattr(torch, name))) for name in ("stack", "cat")]
+    rnn = torch.nn.utils.rnn
+    replacements.append((Attribute(rnn, "pad_sequence"), _padding(rnn.pad_sequence)))
     replacements += [(Attribute(torch.SymInt, name), _repeating(name)) for name in ("__mul__", "__rmul__")]
     owner, attributes = slices_of_any_length()
     replacements += [(Attribute(owner, name), value) for name, value in attributes.items()]
@@ -143,6 +145,59 @@ class Repeated(SymbolicList):
         """Returns all elements along the first axis."""
         items = torch.stack([torch.as_tensor(item) for item in self.items])
         return items.repeat(self.times, *[1] * (items.ndim - 1))
+
+
+class Parts(SymbolicList):
+    """A list of tensors that are as long as values say, each along one axis.
+
+    Args:
+        padded: The tensors along a first axis, filled up behind their ends.
+        lengths: How long they are.
+        axis: The axis of an element.
+    """
+
+    def __init__(self, padded: torch.Tensor, lengths: torch.Tensor, axis: int) -> None:
+        self.padded, self.lengths, self.axis = padded, lengths, axis
+
+    @property
+    def count(self) -> Any:
+        """How many elements there are."""
+        return self.lengths.shape[0]
+
+    @property
+    def holds_numbers(self) -> bool:
+        """Whether the elements are numbers for Python, not tensors."""
+        return False
+
+    def whole(self) -> torch.Tensor:
+        """Raises an error: the elements have different shapes."""
+        raise TypeError("the elements of this list have lengths that depend on values")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(SYMBOLIC_LENGTH)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, int):
+            raise TypeError(SYMBOLIC_LENGTH)
+        return self.padded[index].index_select(self.axis, torch.arange(self.lengths[index].item()))
+
+    def _is_there(self) -> torch.Tensor:
+        """Whether a row is part of an element: (elements, rows)."""
+        return torch.arange(self.padded.shape[self.axis + 1]) < self.lengths[:, None]
+
+    def joined(self, axis: int) -> torch.Tensor:
+        """Returns the elements one after the other, along their own axis."""
+        if axis != self.axis:
+            self.whole()
+        return self.padded.movedim(axis + 1, 1)[self._is_there()].movedim(0, axis)
+
+    def filled(self, value: float, batch_first: bool) -> torch.Tensor:
+        """Returns the elements, as `torch.nn.utils.rnn.pad_sequence` does."""
+        if self.axis:
+            self.whole()
+        is_there = self._is_there().reshape(*self.padded.shape[:2], *[1] * (self.padded.ndim - 2))
+        found = torch.where(is_there, self.padded, value).to(self.padded.dtype)
+        return found if batch_first else found.transpose(0, 1)
 
 
 class Numbers(SymbolicList):
@@ -377,12 +432,25 @@ def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(tensors, SymbolicList):
             return original(tensors, *args, **options)
         dim = args[0] if args else options.get("dim", options.get("axis", 0))
+        if isinstance(tensors, Parts) and original.__name__ != "stack":
+            return tensors.joined(dim % (tensors.padded.ndim - 1))
         if original.__name__ == "stack":
             return tensors.whole().movedim(0, dim)
         axis = dim % (tensors.parts[0].ndim - 1)
         return original([part.movedim(0, axis).flatten(axis, axis + 1) for part in tensors.parts], axis)
 
     return join
+
+
+def _padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``pad_sequence``, which also takes a list of symbolic length."""
+
+    def pad(sequences: Any, batch_first: bool = False, padding_value: float = 0.0, *args: Any, **options: Any) -> Any:
+        if isinstance(sequences, Parts):
+            return sequences.filled(padding_value, batch_first)
+        return original(sequences, batch_first, padding_value, *args, **options)
+
+    return pad
 
 
 def _repeating(name: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.pytree import tree_map
-from exportkit.rewrites.lengths import SymbolicList
+from exportkit.rewrites.lengths import Parts, SymbolicList
 from exportkit.rewrites.loop_choices import (
     boolean,
     both,
@@ -36,7 +36,16 @@ from exportkit.rewrites.loop_indices import (
     small_exponent,
     with_item,
 )
-from exportkit.rewrites.loop_lists import Iteration, Stacked, StackedLists, Steps, product_of, starred, until
+from exportkit.rewrites.loop_lists import (
+    Iteration,
+    Stacked,
+    StackedLists,
+    Steps,
+    product_of,
+    starred,
+    steps_of_parts,
+    until,
+)
 from exportkit.rewrites.loop_runs import run
 
 # Iterations of a loop with a fixed limit that may end early: fewer are traced one by one, more would take long.
@@ -64,6 +73,8 @@ class Helpers:
         if isinstance(iterated, StackedLists):
             elements = iterated.elements
             return Steps(elements, lambda element, _: element, lambda: tree_map(lambda tensor: tensor[0], elements))
+        if isinstance(iterated, Parts):
+            return steps_of_parts(iterated)
         if isinstance(iterated, SymbolicList):
             iterated = iterated.whole()
         if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic(iterated.shape[0]):

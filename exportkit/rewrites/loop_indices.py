@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.pytree import tree_map
-from exportkit._torch_compat.symbolic_shapes import is_counted_in_loop, is_one
+from exportkit._torch_compat.symbolic_shapes import is_counted_in_loop, is_same
 
 
 class Position:
@@ -166,7 +166,7 @@ class SliceOfUnknownLength:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(_rows, (args, kwargs or {}))
+        args, kwargs = tree_map(rows, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -208,13 +208,14 @@ class SliceOfUnknownLength:
         return torch.where(self._is_inside, self._whole, number)
 
 
-def _rows(value: Any) -> Any:
+def rows(value: Any) -> Any:
+    """Returns a slice of unknown length as a tensor, and anything else as it is."""
     return value.rows() if isinstance(value, SliceOfUnknownLength) else value
 
 
 def _of_rows(name: str) -> Any:
     def method(self: SliceOfUnknownLength, *args: Any) -> Any:
-        return getattr(self.rows(), name)(*map(_rows, args))
+        return getattr(self.rows(), name)(*map(rows, args))
 
     return method
 
@@ -287,15 +288,15 @@ def exact(value: Any) -> Any:
 
 def item(value: Any, index: Any) -> Any:
     """Returns ``value[index]``."""
-    value = _rows(value)
+    value = rows(value)
     if not isinstance(value, torch.Tensor):
         return value[index]
     parts = index if isinstance(index, tuple) else (index,)
     spans = [part for part in parts if isinstance(part, Span) and not isinstance(part.start, Position)]
     limits, index = _limits(value, index) if spans else ([], index)
     axes, index = _axes(value, index)
-    for axis, rows in axes:
-        value = value.index_select(axis, rows)
+    for axis, places in axes:
+        value = value.index_select(axis, places)
     if not spans:
         return value[index]
     if len(limits) > 1 or any(isinstance(part, torch.Tensor) and part.ndim for part in parts):
@@ -320,13 +321,13 @@ def with_item(value: Any, index: Any, part: Any) -> Any:
             "a loop sets an item of something that is not a tensor, or whose index depends on the iteration"
         )
     limits, rest = _limits(value, index)
-    part = _rows(part)
+    part = rows(part)
     if limits and isinstance(part, torch.Tensor):
         part = _spread(part, value, index if isinstance(index, tuple) else (index,), limits)
     axes, index = _axes(value, rest)
     before = value
-    for axis, rows in axes:
-        before = before.index_select(axis, rows)
+    for axis, places in axes:
+        before = before.index_select(axis, places)
     taken = before.clone()
     taken[index] = part
     for axis, is_inside in limits:
@@ -335,7 +336,7 @@ def with_item(value: Any, index: Any, part: Any) -> Any:
         return taken
     if any(isinstance(index[axis] if isinstance(index, tuple) else index, slice) for axis, _ in axes):
         raise TypeError("a loop sets a slice")
-    is_there = [_along(axis, torch.arange(value.shape[axis]) == rows, value.ndim) for axis, rows in axes]
+    is_there = [_along(axis, torch.arange(value.shape[axis]) == places, value.ndim) for axis, places in axes]
     return torch.where(functools.reduce(torch.logical_and, is_there), taken, value)
 
 
@@ -348,7 +349,7 @@ def _spread(
     numbers = [axis for axis, each in enumerate(index) if not isinstance(each, slice | Span)]
     for axis, is_inside in limits:
         from_end = value.ndim - axis - sum(number > axis for number in numbers)
-        if part.ndim < from_end or is_one(part.shape[-from_end]):
+        if part.ndim < from_end or is_same(part.shape[-from_end], 1):
             continue  # every place gets the same
         count, sizes, own = part.shape[-from_end], list(part.shape), part.ndim - from_end
         length = torch.scalar_tensor(count, dtype=torch.int64)

@@ -10,8 +10,8 @@ import torch
 
 from exportkit._torch_compat.pytree import tree_flatten, tree_map
 from exportkit._torch_compat.traced_values import number_asserted
-from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, SymbolicList
-from exportkit.rewrites.loop_indices import item
+from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, Parts, SymbolicList
+from exportkit.rewrites.loop_indices import SliceOfUnknownLength, item
 
 
 class Iteration(NamedTuple):
@@ -127,6 +127,17 @@ class StackedLists(SymbolicList):
         return StackedLists(found) if isinstance(index, slice) else found
 
 
+def steps_of_parts(parts: Parts) -> Steps:
+    """Returns the iterations over a list of tensors that are as long as values say."""
+
+    def given(element: Any, _: Iteration) -> SliceOfUnknownLength:
+        padded, length = element
+        return SliceOfUnknownLength(padded, torch.arange(padded.shape[parts.axis]) < length, parts.axis)
+
+    elements = parts.padded, parts.lengths
+    return Steps(elements, given, lambda: given(tree_map(lambda tensor: tensor[0], elements), Iteration()))
+
+
 def lists_of(lists: Sequence[Any], added: Sequence[Any], in_front: Sequence[bool]) -> Iterator[Any]:
     """Yields lists with elements added one by one, which are in the order in which they are added.
 
@@ -136,6 +147,10 @@ def lists_of(lists: Sequence[Any], added: Sequence[Any], in_front: Sequence[bool
         parts = items.parts if isinstance(items, Stacked) else [item[None] for item in items]
         if isinstance(new, tuple) and not new:
             yield items
+        elif isinstance(new, Parts):
+            if parts or is_in_front:
+                raise TypeError("tensors of different lengths are added to a list that is not empty")
+            yield new
         elif isinstance(new, torch.Tensor):
             yield Stacked([new.flip(0), *parts] if is_in_front else [*parts, new])
         elif parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections import deque
@@ -11,10 +12,17 @@ import torch
 
 from exportkit._torch_compat.loop_operators import scan, without_aliases
 from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
-from exportkit._torch_compat.symbolic_shapes import traced_expression
-from exportkit.rewrites.lengths import Repeated, SymbolicList, own_types
-from exportkit.rewrites.loop_indices import SliceOfUnknownLength, Slots
+from exportkit._torch_compat.symbolic_shapes import (
+    has_counted_size,
+    is_counted_in_loop,
+    is_same,
+    traced_expression,
+)
+from exportkit.rewrites.lengths import Parts, Repeated, SymbolicList, own_types
+from exportkit.rewrites.loop_indices import SliceOfUnknownLength, Slots, rows
 from exportkit.rewrites.loop_lists import Iteration, Stacked, Steps, lists_of
+
+DIFFERENT_LENGTHS = "the elements that iterations add to a list have different lengths"
 
 
 def run(
@@ -44,7 +52,13 @@ def run(
     is_first_apart |= not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(values)[0])
     if is_first_apart:
         values, begun = _first_iteration(steps, body, values)
-    last, outputs = _operator(steps, _Iterations(steps, body, values, begun), is_first_apart)
+    iterations = _Iterations(steps, body, values, begun)
+    try:
+        last, outputs = _operator(steps, iterations, is_first_apart)
+    except Exception as error:
+        if DIFFERENT_LENGTHS not in str(error) or is_first_apart:
+            raise
+        last, outputs = _in_two_passes(steps, iterations)
     pairs = zip(carried, last, changed, strict=True)
     return tuple([_closed(*each) for each in pairs]), tuple(lists_of(lists, outputs, in_front))
 
@@ -55,6 +69,102 @@ def _first_iteration(steps: Steps, body: types.FunctionType, values: list[Any]) 
         raise TypeError("the first iteration of a loop is another one, and there may be none")
     first, added = body(tuple(values), steps.first())
     return [torch.as_tensor(value) if isinstance(value, int) else value for value in first], tree_map(_own, added)
+
+
+def _in_two_passes(steps: Steps, iterations: _Iterations) -> tuple[Any, Any]:
+    """The values after a loop that adds tensors of different lengths to lists: how long they are is found first."""
+    iterations.elements = _Lengths(iterations.around)
+    _, lengths = _operator(steps, iterations, False)
+    axes = [found.shape[1] - 1 if found.ndim == 2 else None for found in lengths]
+    places = [None if axis is None else _places(found) for axis, found in zip(axes, lengths, strict=True)]
+    iterations.elements = _Padded(axes, places)
+    last, outputs = _operator(steps, iterations, False)
+    pairs = zip(outputs, lengths, axes, strict=True)
+    return last, tuple([each if axis is None else Parts(each, found[:, 0], axis) for each, found, axis in pairs])
+
+
+def _places(lengths: torch.Tensor) -> torch.Tensor:
+    """The places in the longest element; torch takes a size that comes from values as that of a tensor only."""
+    return torch.arange(lengths.amax().item())
+
+
+class _Any:
+    """Takes what an iteration of an inner loop adds to lists: torch raises an error if that is not alike."""
+
+    def taken(self, _: int, element: Any) -> Any:
+        """Returns what the operator gets for what is added to the list at a place."""
+        return tree_map(_own, element)
+
+
+def _counted(values: Any, elements: Any, body: types.FunctionType) -> list[torch.Tensor]:
+    """The tensors that a loop gets, and whose sizes come from values."""
+    held: list[Any] = [values, elements]
+    for cell in body.__closure__ or ():
+        with contextlib.suppress(ValueError):  # the name stands for nothing yet
+            held.append(cell.cell_contents)
+    return [leaf for leaf in tree_flatten(held)[0] if isinstance(leaf, torch.Tensor) and has_counted_size(leaf)]
+
+
+class _Alike:
+    """Takes what an iteration adds to lists as it is.
+
+    Args:
+        around: Tensors from around the loop whose sizes come from values.
+    """
+
+    def __init__(self, around: list[torch.Tensor]) -> None:
+        self._around = around
+
+    def taken(self, _: int, element: Any) -> Any:
+        """Returns what the operator gets for what is added to the list at a place."""
+        if isinstance(element, SliceOfUnknownLength):
+            raise TypeError(DIFFERENT_LENGTHS)
+        for leaf in tree_flatten(element)[0]:
+            if isinstance(leaf, torch.Tensor) and self.own_axis(leaf) is not None:
+                raise TypeError(DIFFERENT_LENGTHS)
+        return tree_map(_own, element)
+
+    def own_axis(self, tensor: torch.Tensor) -> int | None:
+        """Returns the first axis whose size comes from values of the iteration; None if there is none."""
+        if not has_counted_size(tensor):
+            return None
+        for axis in range(tensor.ndim):
+            size = tensor.shape[axis]
+            if is_counted_in_loop(size) and not any(is_same(size, n) for other in self._around for n in other.shape):
+                return axis
+        return None
+
+
+class _Lengths(_Alike):
+    """Takes how long the elements are, in as many numbers as they have axes up to the one that differs."""
+
+    def taken(self, _: int, element: Any) -> Any:
+        """Returns the length of an element; a number without axes if it is a tensor like the others."""
+        element = rows(element)
+        axis = self.own_axis(element) if isinstance(element, torch.Tensor) else None
+        return torch.zeros(()) if axis is None else torch.full((axis + 1,), element.shape[axis], dtype=torch.int64)
+
+
+class _Padded:
+    """Takes the elements, filled up to the longest one.
+
+    Args:
+        axes: The axis along which elements have different lengths, for each list; None if they have not.
+        places: The places in the longest one.
+    """
+
+    def __init__(self, axes: list[int | None], places: list[torch.Tensor | None]) -> None:
+        self._axes, self._places = axes, places
+
+    def taken(self, place: int, element: Any) -> Any:
+        """Returns an element with zeros at its end."""
+        axis, places, element = self._axes[place], self._places[place], rows(element)
+        if axis is None or places is None:
+            return tree_map(_own, element)
+        last = list(element.shape)
+        last[axis] = 1
+        filled = torch.cat([element, element.new_zeros(last)], axis)
+        return _own(filled.index_select(axis, places.clamp(max=element.shape[axis])))
 
 
 class _Iterations:
@@ -69,6 +179,9 @@ class _Iterations:
 
     def __init__(self, steps: Steps, body: types.FunctionType, values: list[Any], begun: Any) -> None:
         self._given, self._body, self._begun = steps.given, body, begun
+        is_inner = torch.compiler.is_dynamo_compiling()
+        self.around = [] if is_inner else _counted(values, steps.elements, body)
+        self.elements: Any = _Any() if is_inner else _Alike(self.around)
         self._leaves, self._form = tree_flatten(tuple(values))
         self._places = [number for number, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
 
@@ -102,7 +215,7 @@ class _Iterations:
             raise TypeError("a loop changes something other than tensors")
         if self._begun is not None:
             added = tree_map(functools.partial(_unless, is_idle), self._begun, added)
-        added = tree_map(_own, added)
+        added = tuple([self.elements.taken(place, each) for place, each in enumerate(added)])
         if not self._places:
             return (state[0].clone(),), added
         found = [_unless(is_idle, old, after[place]) for place, old in zip(self._places, state, strict=True)]

@@ -486,6 +486,47 @@ def test_a_part_of_a_row_is_set_to_as_many_values_or_the_call_is_refused(tmp_pat
             torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)))
 
 
+def padded_and_joined(self, x, lengths):
+    padded = [self.layer(x[i, :length]) for i, length in enumerate(lengths)]
+    seen = torch.arange(x.shape[1]) < lengths[:, None]
+    chosen, means = [row[mask] for row, mask in zip(x, seen, strict=True)], []
+    for row in chosen:
+        means.append(row.sum(0))
+    across = [row[:length].transpose(0, 1) for row, length in zip(x, lengths, strict=True)]
+    return (
+        torch.nn.utils.rnn.pad_sequence(padded, batch_first=True, padding_value=-1.0),
+        torch.nn.utils.rnn.pad_sequence(chosen),
+        torch.cat(chosen),
+        torch.cat(across, dim=1),
+        torch.stack(means),
+        chosen[0],
+    )
+
+
+def of_chosen_rows(self, x, lengths):
+    """All elements have as many rows, which is known before the loop."""
+    chosen = x[lengths > 1]
+    state, states = chosen.new_zeros(len(chosen), 4), []
+    for t in range(x.shape[1]):
+        state = torch.tanh(self.layer(chosen[:, t]) + state)
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+@pytest.mark.parametrize("function", [padded_and_joined, of_chosen_rows])
+def test_lists_hold_tensors_of_different_lengths(function, tmp_path):
+    model, observer = Looping(function).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
+        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for lengths in ([2], [0, 9, 7], [6, 0], [1, 1]):
+        x = torch.randn(len(lengths), 9, 4)
+        with torch.no_grad():
+            torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)))
+
+
 class Regulated(torch.nn.Module):
     """Repeats each token as often as it lasts, and every token of a row that would be empty, as models of speech do."""
 
