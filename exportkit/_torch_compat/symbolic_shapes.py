@@ -19,11 +19,12 @@ SYMBOL_NAME = re.compile(r"\b[su]\d+\b")  # of a size, or of a number that comes
 def is_counted_in_loop(size: Any) -> bool:
     """Returns whether a size, or a limit of a slice, comes from values of tensors, in the body of a loop operator.
 
-    torch compiles the body, and answers this question there for the shape of a tensor only. Seen in torch 2.13.
+    torch compiles the body, and answers this question there for the shape of a tensor only, which has to be one that
+    any number leads to. Seen in torch 2.13.
     """
     from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
-    return has_free_unbacked_symbols(torch.empty(size * size + 1, device="meta"))
+    return has_free_unbacked_symbols(torch.empty(size % 7 + 1, device="meta"))
 
 
 def has_counted_size(tensor: torch.Tensor) -> bool:

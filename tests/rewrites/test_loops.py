@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import math
+import sys
 from collections import deque
 
 import pytest
@@ -439,7 +440,7 @@ def test_rows_are_set_as_far_as_their_lengths(function, tmp_path):
 def of_what_is_there(self, x, lengths):
     sums, parts, last = torch.zeros_like(x), torch.zeros(len(x), x.shape[1] + 2, 4), []
     for i, length in enumerate(lengths.tolist()):
-        sums[i, :length] = torch.tanh(self.layer(x[i, :length])).cumsum(0)
+        sums[i, :length] = torch.tanh(self.layer(x[i, : sys.maxsize][:length])).cumsum(0)
         parts[i, 1 : length + 1, :2] = x[i, :length, 2:].flip(0) ** 2 - 1
         parts[i, length:] = x[i, :1] / 2
         last.append((2 * x[i, length - 2 :]).mean() + x[i, : length + 1].sum() + x[i, :length].mean(1).sum())
