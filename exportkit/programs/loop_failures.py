@@ -20,6 +20,7 @@ _REWRITES = Path(rewrites.__file__).parent
 _HINTS = {
     "decides by": "compute both sides and choose with torch.where(condition, a, b).",
     "changes the": "give the tensor its final shape and dtype before the loop.",
+    "several slices": "keep all rows and columns, and use a mask in place of the slices.",
     "of a slice": "keep all rows, and use a mask in place of the slice.",
     "a slice may end": "pad the tensor to a multiple of the step before the loop.",
     "attribute": "keep the value in a local variable, and pass it to the method.",

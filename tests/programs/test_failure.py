@@ -72,12 +72,12 @@ torch.export could not trace the model: it decides by the values of a tensor.
 ITEMS = """\
 torch.export could not trace the model: axis 0 of lengths (lengths_axis_0) became static.
   where: the model itself (Items), failing.py:N
-         return torch.cat([x[:length] for length in lengths.tolist()])
+         return torch.stack([x[:length, :length].sum() for length in lengths.tolist()])
   expected: any size; recorded: 2, 3
   got: only 3, which is the size it was traced with;
-       the loop is unrolled: the length of a slice depends on values, in failing.py:N
-         return torch.cat([x[:length] for length in lengths.tolist()])
-  hint: keep all rows, and use a mask in place of the slice.
+       the loop is unrolled: several slices have lengths that depend on values, in failing.py:N
+         return torch.stack([x[:length, :length].sum() for length in lengths.tolist()])
+  hint: keep all rows and columns, and use a mask in place of the slices.
         all that torch says: FILE"""
 
 FIXED = """\
