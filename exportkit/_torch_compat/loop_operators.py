@@ -184,10 +184,10 @@ def sizes_in_loops() -> tuple[Any, dict[str, Any]]:
 
 
 def constants_in_loops() -> tuple[Any, dict[str, Any]]:
-    """Returns the attribute to replace, with its owner, so that loop bodies may use tensors that are no buffers.
+    """Returns the attribute to replace, with its owner, so that loop bodies may use plain tensors, too.
 
-    torch copies what a body uses at the same distance from an address that memory is aligned to, and asks for the
-    address of the copy of such a tensor, which a trace lacks. Seen in torch 2.13.
+    torch copies what a body uses with the same memory alignment, and reads the address of the copy. In a trace, the
+    copy of a plain tensor, neither a parameter nor a buffer, has no address. Seen in torch 2.13.
     """
     from torch._dynamo import utils
 

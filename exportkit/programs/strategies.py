@@ -17,7 +17,7 @@ from exportkit.plan.leaves import Finding
 from exportkit.probing.planning import BoundPlan
 from exportkit.programs.audit import Audit
 from exportkit.programs.program import TracedProgram
-from exportkit.rewrites.lengths import SYMBOLIC_LENGTH
+from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH
 from exportkit.rewrites.table import (
     BUFFER_VALUES,
     COUNTS,

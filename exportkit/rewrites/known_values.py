@@ -22,7 +22,7 @@ from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.size_arithmetic import quotient_parts
 from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit._torch_compat.tracing import apart_from_modes
-from exportkit.rewrites.lengths import SYMBOLIC_LENGTH
+from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH
 
 _LARGEST = 1024
 _READS = {"__bool__", "__float__", "__index__", "__int__", "__len__", "item", "tolist"}

@@ -31,10 +31,10 @@ from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced, with_imports
 from exportkit.rewrites.flexible_attention import flexible_attention
 from exportkit.rewrites.fourier import INVERSE_TRANSFORMS
-from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, Sizes, SymbolicList
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.size_functions import SIZE_FUNCTIONS
 from exportkit.rewrites.sized_operators import KERNELS, REPLACED
+from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Sizes, SymbolicList
 
 aten = torch.ops.aten
 PACK = "_pack_padded_sequence"  # the function that packs sequences of different lengths for a recurrent layer

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from exportkit.rewrites.lengths import SymbolicList
 from exportkit.rewrites.loop_indices import plain
 from exportkit.rewrites.loop_lists import Stacked
 from exportkit.rewrites.loop_syntax import appending, assigned, call, same, variable, walk
+from exportkit.rewrites.symbolic_lists import SymbolicList
 
 _CATS = {"cat", "concat", "concatenate"}
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.pytree import tree_map
-from exportkit.rewrites.lengths import Parts, SymbolicList
 from exportkit.rewrites.loop_choices import (
     boolean,
     both,
@@ -47,6 +46,7 @@ from exportkit.rewrites.loop_lists import (
     until,
 )
 from exportkit.rewrites.loop_runs import run
+from exportkit.rewrites.symbolic_lists import Parts, SymbolicList
 
 # Iterations of a loop with a fixed limit that may end early: fewer are traced one by one, more would take long.
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 128

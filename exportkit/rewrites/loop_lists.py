@@ -10,8 +10,8 @@ import torch
 
 from exportkit._torch_compat.pytree import tree_flatten, tree_map
 from exportkit._torch_compat.traced_values import number_asserted
-from exportkit.rewrites.lengths import SYMBOLIC_LENGTH, Parts, SymbolicList
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, item
+from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Parts, SymbolicList
 
 
 class Iteration(NamedTuple):

@@ -18,9 +18,10 @@ from exportkit._torch_compat.symbolic_shapes import (
     is_same,
     traced_expression,
 )
-from exportkit.rewrites.lengths import Parts, Repeated, SymbolicList, own_types
+from exportkit.rewrites.lengths import own_types
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, Slots, rows
 from exportkit.rewrites.loop_lists import Iteration, Stacked, Steps, lists_of
+from exportkit.rewrites.symbolic_lists import Parts, Repeated, SymbolicList
 
 DIFFERENT_LENGTHS = "the elements that iterations add to a list have different lengths"
 
@@ -84,7 +85,7 @@ def _in_two_passes(steps: Steps, iterations: _Iterations) -> tuple[Any, Any]:
 
 
 def _places(lengths: torch.Tensor) -> torch.Tensor:
-    """The places in the longest element; torch takes a size that comes from values as that of a tensor only."""
+    """The positions in the longest element. A loop body cannot use its length as a number, but as the size of this."""
     return torch.arange(lengths.amax().item())
 
 

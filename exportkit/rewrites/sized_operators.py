@@ -16,8 +16,9 @@ import torch
 from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.size_arithmetic import remainder, subtracted_from, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
-from exportkit.rewrites.lengths import Sizes, holds_sizes
+from exportkit.rewrites.lengths import holds_sizes
 from exportkit.rewrites.statistics import STATISTICS
+from exportkit.rewrites.symbolic_lists import Sizes
 
 aten = torch.ops.aten
 

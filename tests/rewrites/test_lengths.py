@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import exportkit
-from exportkit.rewrites.lengths import Numbers
+from exportkit.rewrites.symbolic_lists import Numbers
 from exportkit.rewrites.table import LOOPS, SYMBOLIC_LENGTHS
 
 

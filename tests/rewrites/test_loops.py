@@ -293,7 +293,7 @@ def with_a_probability_at_the_end(self, x):
 
 
 KEEPS_STATES, KEEPS_TOTALS = True, False
-DECAY = torch.tensor([0.5, 0.25, 0.125, 1.0])  # a constant, which is no buffer of the model
+DECAY = torch.tensor([0.5, 0.25, 0.125, 1.0])  # a plain tensor: neither a parameter nor a buffer
 
 
 def that_keeps_what_it_is_told_to(self, x):
@@ -398,6 +398,17 @@ def test_a_loop_that_ran_before_makes_no_size_of_a_later_one_dynamic(tmp_path):
     assert exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify().ok
 
 
+def exported_rows(function, path):
+    """A model that calls a function of rows and their lengths, and its graph."""
+    model, observer = Looping(function).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
+        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
+    graph = exportkit.export(model, observer).to_onnx(path / "model.onnx")
+    assert graph.verify().ok
+    return model, graph
+
+
 def up_to_the_length_of_each_row(self, x, lengths):
     mask, scale = torch.zeros(x.shape[:2], dtype=torch.bool), torch.ones(x.shape)
     for i, length in enumerate(lengths):
@@ -425,13 +436,7 @@ ROWS = [up_to_the_length_of_each_row, from_the_length_of_each_row, before_the_le
 
 @pytest.mark.parametrize("function", ROWS)
 def test_rows_are_set_as_far_as_their_lengths(function, tmp_path):
-    model = Looping(function).eval()
-    observer = exportkit.InputObserver()
-    with observer(model), torch.no_grad():
-        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
-        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
-    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
-    assert graph.verify().ok
+    model, graph = exported_rows(function, tmp_path)
     for lengths in ([2], [0, 9, 12, -2], [1, 1]):  # slices count from the end, and end where the row does
         x = torch.randn(len(lengths), 9, 4)
         torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)))
@@ -457,14 +462,7 @@ def test_rows_are_computed_as_far_as_their_lengths(lengths, row_graph):
 
 @pytest.fixture(scope="module")
 def row_graph(tmp_path_factory):
-    model = Looping(of_what_is_there).eval()
-    observer = exportkit.InputObserver()
-    with observer(model), torch.no_grad():
-        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
-        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
-    graph = exportkit.export(model, observer).to_onnx(tmp_path_factory.mktemp("rows") / "model.onnx")
-    assert graph.verify().ok
-    return model, graph
+    return exported_rows(of_what_is_there, tmp_path_factory.mktemp("rows"))
 
 
 def between_places(self, x, lengths):
@@ -516,12 +514,7 @@ def of_chosen_rows(self, x, lengths):
 
 @pytest.mark.parametrize("function", [padded_and_joined, of_chosen_rows])
 def test_lists_hold_tensors_of_different_lengths(function, tmp_path):
-    model, observer = Looping(function).eval(), exportkit.InputObserver()
-    with observer(model), torch.no_grad():
-        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
-        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
-    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
-    assert graph.verify().ok
+    model, graph = exported_rows(function, tmp_path)
     for lengths in ([2], [0, 9, 7], [6, 0], [1, 1]):
         x = torch.randn(len(lengths), 9, 4)
         with torch.no_grad():
@@ -722,13 +715,7 @@ def mean_of_each_row(self, x, lengths):
 
 
 def test_rows_are_reduced_as_far_as_their_lengths(tmp_path):
-    model = Looping(mean_of_each_row).eval()
-    observer = exportkit.InputObserver()
-    with observer(model), torch.no_grad():
-        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
-        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
-    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
-    assert graph.verify().ok
+    model, graph = exported_rows(mean_of_each_row, tmp_path)
     for lengths in ([2], [0, 9, 12, -2], [1, 1]):  # slices count from the end, and end where the row does
         x = torch.randn(len(lengths), 9, 4)
         torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)), equal_nan=True)
@@ -742,13 +729,7 @@ def parts_of_each_row(self, x, lengths):
 
 
 def test_a_loop_raises_where_the_model_raises(tmp_path):
-    model = Looping(parts_of_each_row).eval()
-    observer = exportkit.InputObserver()
-    with observer(model), torch.no_grad():
-        model(torch.randn(2, 5, 4), torch.tensor([5, 3]))
-        model(torch.randn(3, 8, 4), torch.tensor([4, 8, 1]))
-    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
-    assert graph.verify().ok
+    model, graph = exported_rows(parts_of_each_row, tmp_path)
     x, lengths = torch.randn(2, 99, 4), torch.tensor([99, -2])
     torch.testing.assert_close(graph(x, lengths), model(x, lengths), atol=1e-5, rtol=1e-4)
     # an empty slice has no largest element, and two elements have no third from the end
@@ -853,6 +834,11 @@ def that_takes_powers(self, x):
     return torch.stack([x[:, i] / 2**i for i in range(x.shape[1])])
 
 
+def that_pads_in_front(self, x):
+    chosen = [row[row[:, 0] > 0] for row in x]
+    return torch.nn.utils.rnn.pad_sequence(chosen, padding_side="left")
+
+
 # What the error says, and the text of the line that it names.
 REFUSED = {
     that_sets_an_attribute_elsewhere: ("it sets the attribute `self.last`", "self.last = torch.tanh"),
@@ -872,6 +858,7 @@ REFUSED = {
     that_computes_an_index: ("a number that is computed from others becomes an int", "int(i * 0.29)"),
     that_rounds: ("a number that is not an int is rounded", "i * 0.29 // 1"),
     that_takes_powers: ("a power of an int may not fit into 64 bits", "2**i"),
+    that_pads_in_front: ("the elements of this list have lengths that depend on values", 'padding_side="left"'),
     that_collects_elsewhere: ("whose index depends on the iteration", "found[i] = x[:, i]"),
 }
 
