@@ -182,22 +182,22 @@ def call_inlined(
 
 
 def draws_numbers(node: torch.fx.Node) -> bool:
-    """Returns whether a node makes random numbers; dropout, also the one inside attention, does not count.
+    """Returns whether a node makes random numbers; dropout, also the one inside attention, does if it is active.
 
     Seen in torch 2.13.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    names = {argument.name for argument in schema_of(node.target).arguments}
-    return names.isdisjoint({"train", "training", "dropout", "dropout_p"})
+    names, given = {argument.name for argument in schema_of(node.target).arguments}, arguments_of(node)
+    if "train" in names or "training" in names:
+        rates = [given[name] for name in ("p", "dropout") if name in names]
+        return bool(given.get("train") or given.get("training")) and all(rates)
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 
 def is_inactive_dropout(node: torch.fx.Node) -> bool:
     """Returns whether a node is a dropout that leaves its input as it is. Seen in torch 2.13."""
-    if node.target is not torch.ops.aten.dropout.default:
-        return False
-    given = arguments_of(node)
-    return not (given["p"] and given["train"])
+    return node.target is torch.ops.aten.dropout.default and not draws_numbers(node)
 
 
 def copied_module(program: torch.export.ExportedProgram) -> torch.fx.GraphModule:

@@ -202,6 +202,13 @@ def operators_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[Any, ...]]]:
         return run(), log
 
 
+def random_states() -> list[bytes]:
+    """Returns the states of torch's own generators of random numbers, which are others after each draw."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    states = [torch.default_generator.get_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    return [state.numpy().tobytes() for state in states]
+
+
 def dispatch_mode(handler: type, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
     """Returns a context manager in which a class handles all operators of torch. Seen in torch 2.13.
 

@@ -37,6 +37,7 @@ def export(
     outputs: Mapping[str, Any] | None = None,
     probe: bool = True,
     weights: str | os.PathLike[str] | None = None,
+    random_numbers: bool = False,
 ) -> Exported:
     """Returns the model as one traced program that serves every call like those that were observed, at any size.
 
@@ -59,6 +60,8 @@ def export(
         probe: Let the model confirm the plan by running it; with False the recorded sizes alone decide.
         weights: Safetensors file, or folder with such files, for a model on the meta device. They are used where they
             are, so that a model that fits the disk can be exported; the given model stays without values.
+        random_numbers: Compare model and graph for the same numbers where the model draws random ones, such as noise.
+            By default such a model is not proven, since no two of its results are the same.
 
     Raises:
         NoCallsError: if nothing was observed.
@@ -78,8 +81,17 @@ def export(
         >>> [str(size) for size in exported.plan.leaves[0].sizes]
         ['batch', '4']
     """
-    if isinstance(observer_or_plan, InputObserver) and observer_or_plan.has_only_parts:
-        return Exported.of(_only_parts(model, observer_or_plan.parts, probe, {"outputs": outputs, "weights": weights}))
+
+    def calls_of(observation: Observation) -> Observation:
+        return observation if random_numbers else observation.without_seeds()
+
+    found: dict[str, Part] = {}
+    if isinstance(observer_or_plan, InputObserver):
+        found = {
+            name: replace(part, observation=calls_of(part.observation)) for name, part in observer_or_plan.parts.items()
+        }
+        if observer_or_plan.has_only_parts:
+            return Exported.of(_only_parts(model, found, probe, {"outputs": outputs, "weights": weights}))
     if not isinstance(model, torch.nn.Module):
         raise InvalidTypeError(
             "Only a torch.nn.Module can be exported.",
@@ -88,10 +100,9 @@ def export(
         )
     model = with_weights(model, weights)
     if isinstance(observer_or_plan, Plan):
-        return Exported.of(_planned(model, observer_or_plan, outputs or {}))
-    exported = _whole(model, _observed(observer_or_plan), outputs or {}, probe)
-    if isinstance(observer_or_plan, InputObserver) and observer_or_plan.parts:
-        found = observer_or_plan.parts
+        return Exported.of(_planned(model, observer_or_plan, calls_of, outputs or {}))
+    exported = _whole(model, calls_of(_observed(observer_or_plan)), outputs or {}, probe)
+    if found:
         padded = bool(exported.observation.restored)  # and by that the encoder as well
         parts = {name: _part(model, part, probe, padded) for name, part in found.items()}
         exported = replace(exported, parts=parts, edges={name: part.edges for name, part in found.items()})
@@ -167,14 +178,19 @@ def _with_number_inputs(
     return None
 
 
-def _planned(model: torch.nn.Module, plan: Plan, outputs: Mapping[str, Any]) -> ExportedModel:
+def _planned(
+    model: torch.nn.Module,
+    plan: Plan,
+    calls_of: Callable[[Observation], Observation],
+    outputs: Mapping[str, Any],
+) -> ExportedModel:
     """The model exported for a plan, with what is captured of its modules in its result."""
     if not isinstance(plan, BoundPlan):
         raise PlanError(
             "This plan does not know the calls that it was made from.",
             hint="pass the observer, or a plan that observer.plan() returned.",
         )
-    model, observation = exported_form(model, plan.observation, outputs, carries_state=False)
+    model, observation = exported_form(model, calls_of(plan.observation), outputs, carries_state=False)
     traced, attempts = export_program(model, observation.method_name, BoundPlan.of(plan, observation))
     return ExportedModel({"": traced}, attempts=attempts)
 

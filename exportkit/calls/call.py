@@ -252,6 +252,7 @@ class Call:
         error: Why there are no outputs, if building or making the call failed.
         gradients: Whether torch recorded gradients in a recorded call, or those that the call is made of.
         autocast: The types of devices for which ``torch.autocast`` was on then, each with its dtype in half precision.
+        seed: If the method draws random numbers of torch, the seed of those that it gets where results are compared.
     """
 
     arguments: Mapping[str, Tree]
@@ -266,6 +267,7 @@ class Call:
     error: str = ""
     gradients: bool = False
     autocast: tuple[tuple[str, str], ...] = ()
+    seed: int | None = None
 
     @property
     def is_made(self) -> bool:

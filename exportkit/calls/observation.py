@@ -257,7 +257,14 @@ class Observation:
         """The call, not made, with `merged_arguments`."""
         gradients = any(call.gradients for call in self.calls)
         autocast = next((call.autocast for call in self.calls if call.autocast), ())
-        return Call(self.merged_arguments, self.signature, gradients=gradients, autocast=autocast)
+        seed = next((call.seed for call in self.calls if call.seed is not None), None)
+        return Call(self.merged_arguments, self.signature, gradients=gradients, autocast=autocast, seed=seed)
+
+    def without_seeds(self) -> Observation:
+        """Returns the calls for a comparison in which random numbers are random."""
+        if all(call.seed is None for call in self.calls):
+            return self
+        return replace(self, calls=tuple(replace(call, seed=None) for call in self.calls))
 
     def save(self, directory: str | os.PathLike[str], values: bool = True) -> None:
         """Writes the observation into a directory, to plan and export elsewhere, without the inputs at hand.

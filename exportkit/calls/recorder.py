@@ -16,7 +16,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple
 
-from exportkit._torch_compat.tracing import autocast_dtypes, is_capturing, is_tracing
+from exportkit._torch_compat.tracing import autocast_dtypes, is_capturing, is_tracing, random_states
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Failure, Observation, SeenShapes
 from exportkit.calls.snapshot import Copying, Memory, Share, Snapshot, shapes_of
@@ -55,6 +55,7 @@ class _Stored(NamedTuple):
     latency: float
     gradients: bool
     autocast: tuple[tuple[str, str], ...]
+    draws: bool
 
 
 class _Paused(threading.local):
@@ -170,7 +171,7 @@ class Recorder:
             arguments = {name: lazy_tree(value, stored.inputs) for name, value in given.items()}
             named = frozenset(n for n in given if n in kwargs or n == self.signature.var_keyword)
             outputs = stored.outputs.tree()
-            self._calls[index] = Call(
+            call = Call(
                 arguments,
                 self.signature,
                 named,
@@ -179,7 +180,9 @@ class Recorder:
                 stored.latency,
                 gradients=stored.gradients,
                 autocast=stored.autocast,
+                seed=index if stored.draws else None,
             )
+            self._calls[index] = replace(call, seed=index) if call.generators() else call
         return self._calls[index]
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -236,6 +239,7 @@ class Recorder:
         return share
 
     def _store(self, begun: _Begun, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        states = self._guarded(random_states)
         started = time.perf_counter()
         try:
             result = method(*args, **kwargs)
@@ -245,20 +249,20 @@ class Recorder:
             raise
         latency = time.perf_counter() - started
         self._took(latency)
-        self._end(begun, self._guarded(lambda: self._stored_call(begun, result, latency)))
+        self._end(begun, self._guarded(lambda: self._stored_call(begun, result, latency, states)))
         return result
 
     def _took(self, seconds: float) -> None:
         self.first_seconds = self.first_seconds or seconds
         self.seconds += seconds
 
-    def _stored_call(self, begun: _Begun, result: Any, latency: float) -> _Stored | None:
+    def _stored_call(self, begun: _Begun, result: Any, latency: float, states: Any) -> _Stored | None:
         begun.inputs.structure = with_changed(begun.inputs.structure)
         copying = Copying(flattened(result), begun.large)
         note_values(copying.structure)
         if self._room_for(copying) is not None:
-            gradients = copying.require_gradients()
-            return _Stored(begun.inputs, copying.snapshot(), latency, gradients, autocast_dtypes())
+            gradients, draws = copying.require_gradients(), states is not None and states != random_states()
+            return _Stored(begun.inputs, copying.snapshot(), latency, gradients, autocast_dtypes(), draws)
         if self._counts_shapes:
             self._counter.count(
                 (begun.inputs.structure, tuple(begun.inputs.shapes())), (copying.structure, copying.shapes())

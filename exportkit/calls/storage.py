@@ -79,6 +79,7 @@ class _CallData:
     outputs: _TreeData
     gradients: bool = False
     autocast: tuple[tuple[Literal["cpu", "cuda"], Literal["float16", "bfloat16"]], ...] = ()
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,7 @@ def _dump_call(number: int, call: Call, kept: KeptTensors) -> dict[str, Any]:
         "latency": call.latency,
         "gradients": call.gradients,
         "autocast": [list(item) for item in call.autocast],
+        "seed": call.seed,
         "arguments": {n: _dump_tree(_place(number, n), tree, kept) for n, tree in call.arguments.items()},
         "outputs": _dump_tree(_place(number), call.outputs, kept),
     }
@@ -242,7 +244,7 @@ def _load_call(number: int, data: _CallData, signature: Signature, tensors: Stor
             raise InvalidDataError(f"a {cls.__name__}", "another value", _place(number, name))
     outputs = _load_tree(_place(number), data.outputs, tensors)
     call = Call(arguments, signature, data.named, outputs, data.index, data.latency)
-    return replace(call, gradients=data.gradients, autocast=data.autocast)
+    return replace(call, gradients=data.gradients, autocast=data.autocast, seed=data.seed)
 
 
 def _load_tree(place: str, data: _TreeData, tensors: StoredTensors) -> Tree:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.random_numbers import fixed_numbers
 from exportkit.calls.call import Call, Signature
 from exportkit.divergence.diagnosis import Diagnosis, Divergence, Stage, changed_weight, error_of_translation
 from exportkit.divergence.graph_run import (
@@ -37,6 +38,7 @@ from exportkit.programs.exported import ExportedModel
 from exportkit.running.compare import distance
 from exportkit.running.eager import kernels_of
 from exportkit.running.placement import Placement
+from exportkit.running.random_numbers import with_fixed_numbers
 from exportkit.running.session import Session
 from exportkit.trees import flatten, join
 
@@ -60,7 +62,7 @@ def locate_divergence(
     """Returns the first stage of an export that differs from the model, and the module, line and node where it begins.
 
     Args:
-        model: The model. It runs once, without gradients.
+        model: The model. It runs once, without gradients. If it draws random numbers, the graph gets the same ones.
         graph: An ONNX model (path, ModelProto, ONNXProgram, OnnxModel) or an ExportedProgram.
         inputs: Arguments of the model: a tuple of positional ones, a mapping of named ones, a pair of both, a single
             tensor, or a recorded `Call`.
@@ -132,9 +134,14 @@ class _Search:
         self, model: torch.nn.Module, method: str, call: Call, graphs: _Graphs, before: Any, wrong: frozenset[str]
     ) -> None:
         self._model, self._call, self._graphs, self._before, self._wrong = model, call, graphs, before, wrong
-        self._padding = Padding.of_tensors(call.tensors().items())
+        self._padding, self._seed = Padding.of_tensors(call.tensors().items()), call.seed or 0
         args, kwargs = call.signature.unbind(call.copies(), call.named)
-        with torch.no_grad(), kernels_of(call), trace_model(model, values="all") as self._trace:
+        with (
+            torch.no_grad(),
+            kernels_of(call),
+            fixed_numbers(self._seed),
+            trace_model(model, values="all") as self._trace,
+        ):
             getattr(model, method)(*args, **kwargs, **self._constants())
 
     def result(self) -> Divergence:
@@ -142,7 +149,7 @@ class _Search:
             run, matched, stage = self._program_stage(self._graphs.program)
             self._check_paths(matched)
             return self._diagnosis(run, matched).divergence(stage, (stage,))
-        proto, folder = read_onnx(self._graphs.onnx)
+        proto, folder = self._read(self._graphs.onnx)
         feeds = self._feeds(graph_inputs(proto))
         try:
             run = run_onnx(proto, folder, feeds, self._graphs.placement)
@@ -161,6 +168,11 @@ class _Search:
             results = Session(proto.SerializeToString(), folder, placement=self._graphs.placement).run(feeds)
             return self._after_runtime(run, matched, after, results)
         return self._first_of(run, matched, after, proto, folder)
+
+    def _read(self, source: Any) -> tuple[Any, Path | None]:
+        """An ONNX model, with fixed numbers in place of random ones as in the runs of torch, and its folder."""
+        proto, folder = read_onnx(source)
+        return with_fixed_numbers(proto, self._seed), folder
 
     def _after_runtime(
         self, run: GraphRun, matched: MatchedCalls, after: Stage, results: Mapping[str, torch.Tensor]
@@ -191,7 +203,8 @@ class _Search:
         return diagnosis.divergence(before if before.outcome == "diverges" else after, (export, before, after))
 
     def _program_stage(self, program: torch.export.ExportedProgram) -> tuple[GraphRun, MatchedCalls, Stage]:
-        run = run_program(program, self._program_feeds(program))
+        with fixed_numbers(self._seed):
+            run = run_program(program, self._program_feeds(program))
         matched = self._matched(run)
         return run, matched, _stage(EXPORT, matched)
 
@@ -203,7 +216,7 @@ class _Search:
 
     def _before_stage(self, diagnosis: Diagnosis, after: Any, folder: Path | None) -> Stage:
         if self._before is not None:
-            proto, before_folder = read_onnx(self._before)
+            proto, before_folder = self._read(self._before)
             before = run_onnx(proto, before_folder, self._feeds(graph_inputs(proto)), self._graphs.placement)
             return _stage(BEFORE, self._matched(before))
         first, program, reference = diagnosis.matched.first, self._graphs.program, diagnosis.reference

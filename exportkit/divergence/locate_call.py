@@ -21,6 +21,7 @@ from exportkit.proof.differences import output_differences
 from exportkit.running.compare import distance, unit_of
 from exportkit.running.eager import run_eager
 from exportkit.running.placement import Placement
+from exportkit.running.random_numbers import SEED, with_fixed_numbers
 from exportkit.running.session import Session
 from exportkit.trees import flatten
 
@@ -64,7 +65,7 @@ def locate_call(
         names = [name for name, path in contract.outputs.items() if path in wrong]
         args, kwargs = call.args_kwargs()
         feeds = runner.feeds(*args, **kwargs)
-        found = locate_outputs(runner.path, feeds, wanted, wrong=names, placement=graph.placement)
+        found = locate_outputs(runner.path, feeds, wanted, wrong=names, placement=graph.placement, seed=call.seed or 0)
         return found if found.diverges else replace(found, stage=AROUND, reason=agreeing)
     found = locate_divergence(model, runner, call, method=contract.method, wrong=wrong)
     if found.diverges:
@@ -74,7 +75,11 @@ def locate_call(
     if any(difference.reason is not None for difference in output_differences(graph, call, expected, returned)):
         return replace(found, stage=MODEL, reason=CHANGED)
     args, kwargs = call.args_kwargs()
-    results = runner.session.run(runner.feeds(*args, **kwargs))
+    seed, feeds = call.seed, runner.feeds(*args, **kwargs)
+    if seed is None:
+        results = graph.session.run(feeds)
+    else:
+        results = graph.session_with_fixed_numbers.run({**feeds, SEED: torch.tensor(seed)})
     outputs = {contract.outputs[name]: tensor for name, tensor in results.items()}
     known = as_simplified(returned, contract.joined_outputs, ())
     for difference in output_differences(graph, call, known, outputs):
@@ -90,6 +95,7 @@ def locate_outputs(
     *,
     wrong: Collection[str] = (),
     placement: Placement | None = None,
+    seed: int = 0,
 ) -> Divergence:
     """Returns which part of an ONNX model computes outputs that are wrong, for use without the model in PyTorch.
 
@@ -102,13 +108,14 @@ def locate_outputs(
         expected: What its outputs should be, by name.
         wrong: Names of outputs that are known to be wrong, however close they are.
         placement: What computes it; the CPU by default.
+        seed: Of the numbers that take the place of random ones.
 
     Raises:
         InvalidRequestError: if this is not an ONNX model, or an input is missing.
         RuntimeFailure: if onnxruntime refuses it.
     """
     proto, folder = read_onnx(graph)
-    results = Session(proto.SerializeToString(), folder, placement=placement).run(inputs)
+    results = Session(with_fixed_numbers(proto, seed).SerializeToString(), folder, placement=placement).run(inputs)
     padding = Padding.of_tensors(inputs.items())
     errors = {name: distance(tensor, results[name], padding(tensor)).rms for name, tensor in expected.items()}
     close = {name for name, error in errors.items() if error <= JUMP * ROUNDING * unit_of(expected[name].dtype)}

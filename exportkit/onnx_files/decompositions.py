@@ -20,6 +20,7 @@ from exportkit._torch_compat.graph import (
     arguments_of,
     asserts_values,
     copied_module,
+    draws_numbers,
     graphs_in,
     is_assertion,
     is_inactive_dropout,
@@ -30,6 +31,7 @@ from exportkit._torch_compat.graph import (
     with_graph_module,
     written_tensors,
 )
+from exportkit._torch_compat.random_numbers import DROPOUT, RANDOM_OPERATORS
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit.onnx_files.complex_numbers import complex_decompositions, with_complex_as_pairs
 from exportkit.onnx_files.exact import (
@@ -250,6 +252,7 @@ def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
     targets |= _DECOMPOSITIONS.keys() & {not_in_place(node.target) for node in nodes}
     if any(node.target is aten.diagonal.default for node in nodes) and written_tensors(program.graph):
         targets.add(aten.diagonal_scatter.default)  # what a write to a diagonal becomes
+    targets |= {DROPOUT[node.target] for node in nodes if node.target in DROPOUT and draws_numbers(node)}
     if any(node.target is aten.batch_norm.default and arguments_of(node)["training"] for node in nodes):
         targets.add(BATCH_NORM)  # what it becomes
     table = {**complex_decompositions(program), **{target: _DECOMPOSITIONS[target] for target in targets}}
@@ -385,9 +388,6 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.true_divide.Tensor: torch.div,
     # the number follows from a size, or is one of floats beside integers
     aten.rsub.Scalar: lambda x, number, alpha=1: number + x.to(torch.result_type(x, number)) * -alpha,
-    # random numbers, of which torch.onnx knows the plain ones
-    aten.normal.Tensor_float: lambda mean, std=1.0, **_: mean + std * torch.randn_like(mean),
-    aten.uniform.default: lambda x, low=0.0, high=1.0, **_: torch.rand_like(x) * (high - low) + low,
     aten.roll.default: _roll,
     aten.split.Tensor: _split,
     aten.fft_fftshift.default: _fftshift,
@@ -396,5 +396,6 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **EXACT,
     **ORDERING,
     **POOLS,
+    **RANDOM_OPERATORS,
     **SPECIAL_FUNCTIONS,
 }

@@ -23,8 +23,10 @@ from exportkit.probing.simplify import as_simplified, value_at, with_split_lists
 from exportkit.programs.program import TracedProgram
 from exportkit.running.bounds import HALF
 from exportkit.running.eager import EagerRunner
+from exportkit.running.kernels import without_weights
 from exportkit.running.placement import Placement
 from exportkit.running.program import tensor_placeholders
+from exportkit.running.random_numbers import SEED, with_fixed_numbers
 from exportkit.running.session import GraphSession, Session, SessionRunner
 from exportkit.trees import check_opened, first_name, flatten, join, set_stored_length
 
@@ -100,6 +102,7 @@ class OnnxGraph:
         self._require_unchanged = require_unchanged
         self._session_class, self._settings = session_class, settings or {}
         self._session: GraphSession | None = None
+        self._fixed: GraphSession | None = None
         self._opened: tuple[Stamp, ...] = ()
 
     @functools.cached_property
@@ -169,6 +172,29 @@ class OnnxGraph:
             self._session = session
         return self._session
 
+    @property
+    def session_with_fixed_numbers(self) -> GraphSession:
+        """The session in which operators that draw random numbers return fixed ones; it takes their seed.
+
+        Raises:
+            RuntimeFailure: if the runtime is another one than onnxruntime.
+        """
+        if self._fixed is None:
+            source = without_weights(str(self.path))
+            model = with_fixed_numbers(source)
+            if model is source:
+                self._fixed = self.session
+            elif not issubclass(self._session_class, Session):
+                raise RuntimeFailure(
+                    f"{self.runtime} draws random numbers of its own, so there is nothing to compare.",
+                    where=str(self.path),
+                    hint="verify the graph in onnxruntime.",
+                )
+            else:
+                folder = self.path.absolute().parent
+                self._fixed = self._session_class(model.SerializeToString(), folder, **self._settings)
+        return self._fixed
+
     def opened_by(self, session_class: type[GraphSession], **settings: Any) -> OnnxGraph:
         """Returns the graph in another runtime; what is found out about it there stays there.
 
@@ -191,22 +217,27 @@ class OnnxGraph:
     def close_if_changed(self) -> None:
         """Closes the session if its files were written or replaced since it was opened; it opens again when used."""
         if self._session is not None and self._stamps() != self._opened:
-            self._session = None
+            self._session = self._fixed = None
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Given) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Given, seed: int | None = None) -> Any:
         """Returns what the model returns, computed by the runtime.
 
         Args:
             args: Positional arguments of the model.
             kwargs: Named arguments of the model.
             given: What the call gives, as `given` returns it.
+            seed: Of fixed numbers, if these take the place of random ones.
 
         Raises:
             RuntimeFailure: if the runtime refuses the call.
         """
         contract, plan = self.contract, self.contract.plan
         complete = self._complete(given)
-        runner = SessionRunner(self.session, contract.inputs, contract.outputs, contract.pairs)
+        session, inputs = self.session, contract.inputs
+        if seed is not None:
+            session, inputs = self.session_with_fixed_numbers, {**inputs, SEED: SEED}
+            complete = {**complete, SEED: torch.tensor(seed)}
+        runner = SessionRunner(session, inputs, contract.outputs, contract.pairs)
         returned: dict[str, torch.Tensor | None] = {**runner.run(complete)}
         for path, source in contract.dependent.items():
             if source not in given.tensors and path in returned:

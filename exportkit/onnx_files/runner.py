@@ -192,21 +192,22 @@ class OnnxRunner:
                 returned = with_value_at(returned, item.place or "", values[name])
         return returned
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int | None = None) -> Any:
         """Returns what the graph returns; a state that the model keeps on its modules is an argument and a result.
 
         Args:
             args: Positional arguments of the model.
             kwargs: Named arguments of the model.
+            seed: Of fixed numbers, if these take the place of random ones.
 
         Raises:
             ArgumentError: if the arguments do not fit the graph, or any of several graphs.
             RuntimeFailure: if onnxruntime refuses them.
         """
         self._require_fit(args, kwargs)
-        own, made = self._fed_by_parts(args, kwargs)
+        own, made = self._fed_by_parts(args, kwargs, seed)
         if self.split is None:
-            return self.graph.call(args, kwargs, self.graph.given(args, own, made))
+            return self.graph.call(args, kwargs, self.graph.given(args, own, made), seed)
         trees = {name: flatten(value) for name, value in self.contract.signature.bind(args, own).items()}
         shapes = shapes_in(trees) | {path: tuple(tensor.shape) for path, tensor in made.items()}
         kind = self.split.landmarks.kind(shapes, given_constants(trees, self.contract.signature))
@@ -214,7 +215,7 @@ class OnnxRunner:
         for name in sorted(self.graphs, key=lambda name: self.split is not None and self.split.kinds[name] != kind):
             graph = self.graphs[name]
             try:
-                return graph.call(args, kwargs, graph.given(args, own, made))
+                return graph.call(args, kwargs, graph.given(args, own, made), seed)
             except ArgumentError as error:
                 lines = [line.strip() for line in str(error).splitlines()]
                 text = " ".join(line for line in lines if not line.startswith("hint: "))
@@ -252,7 +253,7 @@ class OnnxRunner:
             RuntimeFailure: if onnxruntime refuses it.
         """
         args, kwargs = call.args_kwargs_as_given()
-        return Returned.of(self._written_back(args, kwargs, self.run(args, kwargs)))
+        return Returned.of(self._written_back(args, kwargs, self.run(args, kwargs, call.seed)))
 
     def move(self, folder: Path) -> None:
         """Notes that the files of all graphs were moved to a folder."""
@@ -346,7 +347,7 @@ class OnnxRunner:
         return self.graph.given(args, own, made)
 
     def _fed_by_parts(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int | None = None
     ) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
         """The arguments without those that only parts take, and what the parts make of theirs, by path of the input."""
         own, made = dict(kwargs), dict[str, torch.Tensor]()
@@ -360,7 +361,7 @@ class OnnxRunner:
             wanted = {leaf.argument for leaf in part.contract.plan.leaves}
             given = {key: value for key, value in {**positional, **kwargs}.items() if key in wanted}
             if any(value is not None for key, value in given.items() if key not in taken):
-                outputs = flatten(part(**given)).tensors()
+                outputs = flatten(part(**given) if seed is None else part.run((), given, seed)).tensors()
                 for edge in self.edges[name]:
                     made |= {to: outputs[path] for path in outputs if (to := edge.renamed(path)) is not None}
             own = {key: value for key, value in own.items() if key in taken or key not in wanted}

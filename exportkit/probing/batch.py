@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 
+from exportkit._torch_compat.random_numbers import rows_alike
 from exportkit.arguments.build import largest_tensors
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
@@ -155,7 +156,8 @@ def _rows_repeat(probe: ModelProbe, call: Call, choice: Choice) -> bool:
     """Returns whether doubling the chosen axes doubles outputs along one axis, both halves as before."""
     tensors = call.tensors()
     doubled = {p: torch.cat([tensors[p], tensors[p]], axis) for p, (axis, _) in choice.items() if p in tensors}
-    before, after = probe.outputs(call), probe.outputs(call.with_tensors(doubled))
+    with rows_alike():
+        before, after = probe.outputs(call), probe.outputs(call.with_tensors(doubled))
     if before is None or after is None:
         return False
     lists = lists_of_many([before, after])  # a tensor for each image: more rows, more of them

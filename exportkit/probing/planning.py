@@ -132,7 +132,10 @@ def _confirmed(probe: ModelProbe, relations: ValueRelations) -> Plan:
     plan = follow_encoder(extend_tokens(confirm_batch(plan, probe), probe))
     if not probe.accepts_lengths(plan):
         plan = add_relations(plan, probe)
-    return name_variables(pull_apart(plan, probe))
+    plan = name_variables(pull_apart(plan, probe))
+    if plan.with_role("batch") is not None:  # maybe one that looked like a multiple of another size before
+        plan = replace(plan, findings=tuple(finding for finding in plan.findings if finding.kind != "batch"))
+    return plan
 
 
 def restore_mask(plan: Plan, probe: ModelProbe, *, needs_cache: bool = True) -> Observation | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from exportkit.running.runner import Runner, compare_calls, recorded
 
 # A branch may limit values that no recorded call reaches. Factors for floats, and for integers.
 _SCALES = ((1e3, 1), (1e6, 1), (1e38, 1), (-1.0, 1), (1.0, -1), (1.0, 1000))
+_DRAWS = 10  # times that a call gets other random numbers, and the step between their seeds
 
 
 def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Call]) -> list[Rewrite]:
@@ -94,7 +96,7 @@ def rules_for_every_way(
         ExportError: if there are too many ways.
     """
     eager, ways, outcomes = EagerRunner(model, method), list[Way](), defaultdict[Place, set[bool]](set)
-    for call in calls:
+    for call in itertools.chain.from_iterable(map(_drawn_again, calls)):
         with way_noted(of_numbers) as way, applied(rules, model):
             eager(call)
         if way not in ways:
@@ -144,6 +146,13 @@ def _rules_for_empty_selections(eager: Runner, calls: Sequence[Call]) -> list[Re
         if all(outcome.agrees for outcome in compare_calls(eager, going({*places, place}), tried)):
             places.add(place)
     return [replace(NEVER_EMPTY, applied=partial(never_empty, places=places))] if places else []
+
+
+def _drawn_again(call: Call) -> Iterator[Call]:
+    """A call, and the same with other random numbers if the model draws some: it may go by them."""
+    yield call
+    if call.seed is not None:
+        yield from (replace(call, seed=call.seed + more) for more in range(_DRAWS, _DRAWS * _DRAWS, _DRAWS))
 
 
 def _unmasked(call: Call) -> Call:

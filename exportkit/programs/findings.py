@@ -6,18 +6,19 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import draws_numbers, operator_name, schema_of
+from exportkit._torch_compat.graph import asserts_way, draws_numbers, operator_name, schema_of
 from exportkit.errors import ExportError, UnregisteredClassError
 from exportkit.overrides import replaced_classes
 from exportkit.plan.leaves import Finding
 from exportkit.probing.effects import changed_state
 from exportkit.probing.missing import absent_patterns
 from exportkit.programs.kept_state import STATE
-from exportkit.programs.model_lines import line_of_node
+from exportkit.programs.model_lines import ModelLine, line_of_node
 from exportkit.programs.program import TracedProgram
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import check_opened, first_name
 
+_SAME_NUMBERS = "With export(..., random_numbers=True), both are compared for the same numbers."
 _OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}  # they read nothing of what they write to
 
 
@@ -99,7 +100,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
     """Returns the findings on random numbers, inputs without effect, outputs that are inputs or are out of reach.
 
     Raises:
-        ExportError: if the model computes its result from buffers that it changes.
+        ExportError: if the model computes its result from buffers that it changes, or would refuse random numbers.
         UnregisteredClassError: if the model returns nothing but an object that cannot be opened.
     """
     if kept := _buffers_kept_between_calls(traced.program):
@@ -109,6 +110,15 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
             where=", ".join(kept),
             expected="a result that depends on the inputs alone",
             hint="take the state as an input and return the new one, as models do with caches.",
+        )
+    accepted = any(call.seed is not None for call in traced.observation.calls)
+    if accepted and (decided := _decided_by_chance(traced.program)):
+        raise ExportError(
+            "The model decides by random numbers: it goes on in one of several ways, of which the recorded calls show "
+            "some. The graph would refuse the others.",
+            where=", ".join(dict.fromkeys(map(str, decided))),
+            expected="a choice among values that are computed in any case, such as torch.where",
+            hint="record more calls, if there are only a few ways.",
         )
     inputs = dict(zip(tensor_placeholders(traced.program), traced.input_paths, strict=True))
     nodes = list(traced.program.graph.nodes)
@@ -122,8 +132,9 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
     if drawn:
         names = ", ".join(f"{name} in {place.owner}" if place else name for name, place in drawn.items())
         text = (
-            f"the model draws random numbers ({names}): results differ from run to run, in the model and in the graph."
+            f"the model draws random numbers ({names}): results differ from run to run, in the model and in the graph. "
         )
+        text += "Both are compared for the same numbers." if accepted else _SAME_NUMBERS
         findings.append(Finding("random numbers", ", ".join(drawn), text))
     # outputs that share memory with an input in the model do not in the graph
     (returned,) = next(node for node in nodes if node.op == "output").args
@@ -171,6 +182,18 @@ def _buffers_kept_between_calls(program: torch.export.ExportedProgram) -> list[s
     for name in results & old.keys():
         used |= old[name]
     return sorted(written & used)
+
+
+def _decided_by_chance(program: torch.export.ExportedProgram) -> list[ModelLine | str]:
+    """The lines that draw random numbers, of which a program refuses some."""
+    lines, found = dict[torch.fx.Node, ModelLine | str](), []
+    for node in program.graph.nodes:
+        source = next((lines[given] for given in node.all_input_nodes if given in lines), None)
+        if source is not None or draws_numbers(node):
+            lines[node] = source or line_of_node(node) or "a line of torch"
+            if asserts_way(node):
+                found.append(lines[node])
+    return found
 
 
 def _source(node: Any) -> tuple[Any, bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,7 @@ from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, cloned, flatten, join
 
 Tensors = Mapping[str, torch.Tensor]
+_SEEDS = 1000
 _SCALES = (0.03, 4.0, -1.0)  # of the values in calls of a program that may decide by them
 
 
@@ -224,8 +226,9 @@ def _made_in_a_row(traced: TracedProgram, *made: tuple[Call, int]) -> list[Tree]
 
     def in_a_row(_values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
         for call, seed in made:
-            for generator in (torch.default_generator, *call.generators()):
-                generator.manual_seed(seed)
+            if call.seed is None:  # otherwise it gets the same numbers in any case
+                for generator in (torch.default_generator, *call.generators()):
+                    generator.manual_seed(seed)
             tree = flatten(run(call.copies()))
             results.append(tree.map(cloned))
 
@@ -244,6 +247,8 @@ def call_at(traced: TracedProgram, sizes: Mapping[str, int], label: str) -> Call
     plan, observation = traced.plan, traced.observation
     try:
         call = _with_other_numbers(sized_call(plan, observation, traced.defaults, sizes), observation)
+        if call.seed is not None:
+            call = replace(call, seed=zlib.crc32(label.encode()) % _SEEDS)
         return run_sized(plan, traced.model, traced.method, replace(call, label=label))
     except Exception as error:
         reason = " ".join(str(error).split())[:240]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.errors import ArgumentError, ExportkitError, RuntimeFailure
+from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, RuntimeFailure
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.write import write_graphs
@@ -33,9 +33,11 @@ from exportkit.proof.leeway import call_name
 from exportkit.proof.narrow import is_wrong, narrowed, without_pattern
 from exportkit.proof.report import Divergence, Report, Row, Status
 from exportkit.running.compare import Difference
+from exportkit.running.eager import run_eager
 from exportkit.running.program import OtherWay, ProgramRunner
 from exportkit.running.runner import Returned, Runner, compare_calls
 from exportkit.running.session import first_line
+from exportkit.trees import flatten
 
 _ENOUGH_UNSEEN = 3
 STEPWISE = "equals the model token by token; with several tokens at once, the model forgets its state"
@@ -97,12 +99,14 @@ def _proof(
         (report,) = reports.values()
         rows = list(report.rows)
 
-        def assembled(values: Mapping[str, Any], _: Call, /) -> Tensors:
-            return Returned.of(runner.run((), values))
+        def assembled(values: Mapping[str, Any], seed: int | None, _: Call, /) -> Tensors:
+            return Returned.of(runner.run((), values, seed))
 
         for label, call, values in assembled_calls(runner) if runner.graph.observation.has_values else ():
             row = Row("assembled", label, {}, "proven")
-            rows.append(_row(runner.graph, row, call, call.outputs.tensors(), functools.partial(assembled, values)))
+            rows.append(
+                _row(runner.graph, row, call, call.outputs.tensors(), functools.partial(assembled, values, call.seed))
+            )
         findings = (*report.findings, *notes)
         rows += [*_given_rows(runner, given), *_application_rows(runner)]
         return replace(report, rows=tuple(rows), findings=findings, parts=parts, attempts=attempts)
@@ -120,10 +124,25 @@ def _proof(
 
 
 def _given_rows(runner: OnnxRunner, given: Sequence[Call]) -> Iterator[Row]:
-    for call in given:
+    for call in (_known(runner.graph, call) for call in given):
         sizes = solve_sizes(runner.contract.plan, call.shapes()) if runner.split is None else {}
         row = Row("given", call.label.removeprefix("given "), sizes, "proven")
         yield _row(runner.graph, row, call, call.outputs.tensors(), runner.run_call)
+
+
+def _known(graph: OnnxGraph, call: Call) -> Call:
+    """A given call with what the model returns for the numbers that it gets instead of random ones, if it does."""
+    if call.seed is None:
+        return call
+    if all(recorded.seed is None for recorded in graph.observation.calls):
+        return replace(call, seed=None)
+    if graph.eager is None:
+        raise InvalidRequestError(
+            "The model drew random numbers in these calls, which are not known.",
+            where="data",
+            hint="verify the graph where the model is at hand, which then runs the calls again.",
+        )
+    return replace(call, outputs=flatten(run_eager(graph.eager.model, graph.eager.method, call)))
 
 
 def _application_rows(runner: OnnxRunner) -> Iterator[Row]:

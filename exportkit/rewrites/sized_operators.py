@@ -1,7 +1,8 @@
 """Operators whose sizes torch reads as numbers, written with operators that take sizes of any kind.
 
 A trace would fix the sizes that they are given: ``linspace(0, 1, x.shape[1])`` asks for an int. What they compute is
-what torch computes. ``torch.where`` is among them for its conditions of bytes, which a trace refuses.
+what torch computes. ``torch.where`` is among them for its conditions of bytes, which a trace refuses; random numbers
+are for their generators.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from exportkit.rewrites.statistics import STATISTICS
 from exportkit.rewrites.symbolic_lists import Sizes
 
 aten = torch.ops.aten
+_DRAW = ("bernoulli", "multinomial", "normal", "rand", "randint", "randn", "randperm")
+_FILL = ("bernoulli_", "exponential_", "normal_", "random_", "uniform_")
 
 
 def _is_symbolic(*sizes: Any) -> bool:
@@ -236,6 +239,16 @@ def _where(condition: torch.Tensor, *args: Any, **options: Any) -> Any:
     return _original["where"](condition, *args, **options)
 
 
+def _without_generator(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that draws random numbers, which torch does not trace with a generator for sizes that vary."""
+
+    @functools.wraps(draw)
+    def drawn(*args: Any, generator: Any = None, **options: Any) -> Any:  # noqa: ARG001
+        return draw(*args, **options)
+
+    return drawn
+
+
 def _numpy(self: torch.Tensor, **options: Any) -> Any:
     """The integers of a tensor of a trace, which compute as Python's; a list along an axis of symbolic length."""
     try:
@@ -341,6 +354,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
             "tril_indices": _tril_indices,
             "unique_consecutive": _unique_consecutive,
             "where": _where,
+            **{name: _without_generator(getattr(torch, name)) for name in _DRAW},
         },
     ),
     (
@@ -357,6 +371,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
     (torch.SymInt, {"__divmod__": _divmod, "__rdivmod__": lambda number, by: _divmod(by, number)}),
     (torch.SymInt, {"__mod__": remainder, "__rsub__": subtracted_from}),
     (torch.Tensor, {"__setitem__": _set_item, "fill_diagonal_": _fill_diagonal_, "numpy": _numpy}),
+    (torch.Tensor, {name: _without_generator(getattr(torch.Tensor, name)) for name in _FILL}),
 ]
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten.chunk.default: _chunk,

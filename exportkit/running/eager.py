@@ -13,6 +13,7 @@ import torch
 from exportkit._torch_compat.cuda import as_on_cpu, uses_tf32
 from exportkit._torch_compat.flexible_attention import flexible_attention_attributes
 from exportkit._torch_compat.modules import inference_kernels
+from exportkit._torch_compat.random_numbers import fixed_numbers
 from exportkit._torch_compat.sampled_products import sampled_products
 from exportkit._torch_compat.tracing import autocast_dtypes, autocast_off, run_backward
 from exportkit.calls.call import Call
@@ -70,6 +71,8 @@ class EagerRunner:
 def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | None = None) -> Any:
     """Returns what ``model.<method>`` returns for copies of the tensors of a call.
 
+    A model that draws random numbers gets the same ones each time, see `fixed_numbers`.
+
     Args:
         model: The model.
         method: The method.
@@ -98,6 +101,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
             modules_kept(model),
             _gradients_kept(model),
             as_on_cpu((*call.tensors().values(), *model.parameters(), *model.buffers())),
+            fixed_numbers(call.seed, call.generators()),
         ):
             return run(values) if around is None else around(values, run)
 
@@ -226,18 +230,20 @@ def replayed(observation: Observation, model: torch.nn.Module, method: str) -> O
     """Returns the calls with outputs that belong to their inputs, and that float32 on CUDA did not round to TF32.
 
     Where only shapes were saved, the values of inputs and outputs are made up, so the model runs again. Calls for
-    which it raises are left as they are, and so are those of a model that returns something else than before.
+    which it raises are left as they are, and so are those of a model that returns something else than before. If the
+    model draws random numbers, the outputs become those for fixed ones.
     """
     rounded = uses_tf32() and any(t.is_cuda for call in observation.calls for t in call.outputs.tensors().values())
-    if observation.has_values and not rounded:
+    draws = any(call.seed is not None for call in observation.calls)
+    if observation.has_values and not rounded and not draws:
         return observation
     calls = []
-    for call in observation.calls:
+    for call in (replace(call, seed=number if draws else None) for number, call in enumerate(observation.calls)):
         try:
             again = replace(call, outputs=flatten(run_eager(model, method, call)))
         except Exception:
             again = call
-        known = {**call.outputs.tensors()} if observation.has_values else {}
+        known = call.outputs.tensors() if observation.has_values and not draws else {}
         same = all(item.reason is None for item in compare_outputs(known, again.outputs.tensors(), bound=IN_TF32))
         calls.append(again if same else call)
     return replace(observation, calls=tuple(calls), has_values=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import onnx
@@ -90,14 +90,25 @@ def _with_bodies(model: onnx.ModelProto) -> list[str]:
     return found
 
 
+def element_types(graph: Any, outer: Mapping[str, int]) -> dict[str, int]:
+    """Returns the types of the elements of values by name, as far as a graph says them.
+
+    Args:
+        graph: A GraphProto or FunctionProto.
+        outer: The same of the graph around it.
+    """
+    types = dict(outer)
+    is_graph = hasattr(graph, "initializer")
+    for value in (*graph.input, *graph.value_info, *graph.output) if is_graph else graph.value_info:
+        types[value.name] = value.type.tensor_type.elem_type
+    return types | {tensor.name: tensor.data_type for tensor in (graph.initializer if is_graph else ())}
+
+
 def _convert(graph: onnx.GraphProto, outer: Mapping[str, int], names: Collection[str]) -> set[str]:
     """Adds the casts to a graph; returns the operators that have some."""
     from onnx import helper
 
-    types, changed = dict(outer), set[str]()
-    for value in (*graph.input, *graph.value_info, *graph.output):
-        types[value.name] = value.type.tensor_type.elem_type
-    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    types, changed = element_types(graph, outer), set[str]()
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         for attribute in node.attribute:

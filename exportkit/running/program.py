@@ -13,6 +13,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from exportkit._torch_compat.cuda import as_on_cpu
 from exportkit._torch_compat.graph import asserts_way, is_assertion
+from exportkit._torch_compat.random_numbers import fixed_numbers
 from exportkit.calls.call import Call
 from exportkit.running.module_state import tensors_kept
 
@@ -65,7 +66,9 @@ class ProgramRunner:
             if isinstance(spec.arg, ConstantArgument):
                 inputs[spec.arg.name] = spec.arg.value
         returned = []
-        for result, output in zip(run_nodes(self.program, inputs), signature.output_specs, strict=True):
+        with fixed_numbers(call.seed):
+            results = run_nodes(self.program, inputs)
+        for result, output in zip(results, signature.output_specs, strict=True):
             if output.kind is OutputKind.USER_OUTPUT and isinstance(result, torch.Tensor):
                 returned.append(result)
         return dict(zip(self.output_paths, returned, strict=True))
