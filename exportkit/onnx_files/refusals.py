@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from exportkit._torch_compat.graph import (
     call_inlined,
     copied_module,
     graphs_in,
+    nodes_in,
     operator_name,
     with_graph_module,
 )
@@ -209,7 +210,7 @@ def with_refusals(program: torch.export.ExportedProgram) -> torch.export.Exporte
         return program
     module = copied_module(program)
     for part in graphs_in(module):
-        _refuse(part.graph)
+        _refuse(part)
     return with_graph_module(program, module)
 
 
@@ -219,9 +220,11 @@ def refusing_result(graph: torch.fx.Graph) -> torch.fx.Node | None:
     return next((value for value in output.all_input_nodes if _is_computed(value)), None)
 
 
-def _refuse(graph: torch.fx.Graph) -> None:
+def _refuse(module: torch.fx.GraphModule) -> None:
+    graph = module.graph
     (output,), result = graph.find_nodes(op="output"), refusing_result(graph)
-    stated = list(filter(_refuses, graph.nodes))
+    stated = [node for node in graph.nodes if _refuses(node)]
+    stated += [found for node in list(graph.nodes) for found in _unused_results(module, node)]
     if result is None and any(map(asserts_way, stated)):
         raise ExportError("A graph that computes none of its results cannot refuse a way that no recorded call went.")
     if result is None or not stated:
@@ -235,12 +238,38 @@ def _refuse(graph: torch.fx.Graph) -> None:
                 says = condition if isinstance(value, torch.Tensor) or str(value) == "True" else str(value)
                 if says not in found:
                     found[says] = _holds(condition, result.meta["val"].fake_mode)
+            elif node.target is operator.getitem:
+                found[node] = call_inlined(graph, lambda given: _is_a_value(given["it"]), {"it": node})
             else:
                 given = arguments_of(node)
                 if isinstance(node.meta["val"], torch.Tensor):
                     given["result"] = node
                 found[node] = call_inlined(graph, _CONDITIONS[operator_name(node.target)], given)
     _look_up(result, output, list(found.values()))
+
+
+def _unused_results(module: torch.fx.GraphModule, node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Yields nodes for the results of a loop or branch that cannot be computed where it refuses values, if unused."""
+    for given in node.args if node.op == "call_function" else ():
+        body = getattr(module, str(given.target), None) if isinstance(given, torch.fx.Node) else None
+        if not isinstance(body, torch.fx.GraphModule) or not any(map(_refuses, nodes_in(body))):
+            continue
+        (output,), result = body.graph.find_nodes(op="output"), refusing_result(body.graph)
+        results, values = list(output.args[0]), node.meta.get("val")
+        if result is None or not isinstance(values, tuple | list) or len(values) != len(results):
+            continue
+        place = results.index(result)
+        uses = [user for user in node.users if user.target is operator.getitem and user.args[1] == place]
+        if not any(user.users for user in uses):
+            with module.graph.inserting_after(node):
+                found = module.graph.call_function(operator.getitem, (node, place))
+            found.meta = {"val": values[place]}
+            yield found
+
+
+def _is_a_value(tensor: torch.Tensor) -> torch.Tensor:
+    """True, for any values."""
+    return ((tensor == tensor) | (tensor != tensor)).all()  # noqa: PLR0124
 
 
 def _refuses(node: torch.fx.Node) -> bool:

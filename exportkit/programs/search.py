@@ -209,7 +209,8 @@ class Search(SearchState):
         says_more = error.where is not None or (isinstance(error, ExportError) and error.sides is not None)
         if enlarges:  # the model may have no more positions, which says nothing about its trace
             before = fixed_axes(self.error and self.error.__cause__)
-            self._enlarged |= self.size_fixed and (is_refused or fixed_axes(error.__cause__) < before)
+            is_traced = isinstance(error, ExportError)  # and not refused by the model itself
+            self._enlarged |= is_traced and self.size_fixed and (is_refused or fixed_axes(error.__cause__) < before)
             return
         if strategy.between:  # the model may raise for such sizes
             return

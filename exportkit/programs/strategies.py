@@ -108,6 +108,11 @@ class SearchState:
         return self.trace_failed and self.error is not None and is_data_dependent(self.error.__cause__)
 
     @property
+    def guesses_lists(self) -> bool:
+        """Whether torch could not trace the model with lists as one tensor, which is a guess."""
+        return self.trace_failed and LISTS_OF_ONE in self.rules
+
+    @property
     def computes_in_numpy(self) -> bool:
         """Whether torch could not trace the model because numpy had no numbers for its arrays, but symbols."""
         return any(text in self._trace_message for text in ("numpy.object_", "loop of ufunc does not support"))
@@ -230,7 +235,13 @@ STRATEGIES = (
     ),
     Strategy(
         "loops as one operator",
-        lambda search: search.size_fixed or search.leaves_out_calls or search.keeps_loop or search.needs_values,
+        lambda search: (
+            search.size_fixed
+            or search.leaves_out_calls
+            or search.keeps_loop
+            or search.needs_values
+            or search.guesses_lists
+        ),
         adds=(SYMBOLIC_LENGTHS, LOOPS),
         drops=(LISTS_OF_ONE,),
     ),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.pytree import tree_flatten, tree_unflatten
+from exportkit._torch_compat.traced_values import asserted
 from exportkit.rewrites.loop_indices import Position, is_int, plain
 from exportkit.rewrites.loop_names import names_of, stored_in
 from exportkit.rewrites.loop_syntax import (
@@ -261,6 +262,22 @@ def truth(value: Any) -> Any:
         return value
     value = value.reshape(())
     return value if value.dtype is torch.bool else value != 0
+
+
+def checked(value: Any, passing: bool, is_idle: torch.Tensor | None) -> Any:
+    """Returns what a check tests, if it is no tensor; otherwise asserts that it is ``passing``, and returns that.
+
+    Args:
+        value: What the check tests.
+        passing: What it has to be.
+        is_idle: Whether the iteration changes nothing, so that it may be anything.
+    """
+    value = truth(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    passes = value if passing else ~value
+    asserted(passes if is_idle is None else passes | is_idle, "a check in a loop")
+    return passing
 
 
 def boolean(value: Any) -> Any:

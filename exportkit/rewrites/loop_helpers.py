@@ -14,6 +14,7 @@ from exportkit._torch_compat.pytree import tree_map
 from exportkit.rewrites.loop_choices import (
     boolean,
     both,
+    checked,
     chosen,
     either,
     is_one_of,
@@ -159,6 +160,7 @@ class Helpers:
     bunch, extended, joined = staticmethod(bunch), staticmethod(extended), staticmethod(joined)
     truth, is_tensor, boolean = staticmethod(truth), staticmethod(torch.is_tensor), staticmethod(boolean)
     opposite, both, either = staticmethod(opposite), staticmethod(both), staticmethod(either)
+    checked = staticmethod(checked)
     is_one_of, chosen, one_of_two = staticmethod(is_one_of), staticmethod(chosen), staticmethod(one_of_two)
     written = staticmethod(written)
     only_if = staticmethod(only_if)

@@ -37,7 +37,8 @@ def run(
 
     Args:
         steps: The iterations.
-        body: Returns the new values of the names, and the new elements, given the values and what an iteration gets.
+        body: Returns the new values of the names, and the new elements, given the values, what an iteration gets, and
+            whether it changes nothing.
         carried: The values before the loop.
         lists: The lists.
         facts: Whether elements are added in front, for each list; whether the body sets items of a value, never the
@@ -68,7 +69,7 @@ def _first_iteration(steps: Steps, body: types.FunctionType, values: list[Any]) 
     """The values after the first iteration, and the elements that it adds to lists."""
     if not steps.count > 0:
         raise TypeError("the first iteration of a loop is another one, and there may be none")
-    first, added = body(tuple(values), steps.first())
+    first, added = body(tuple(values), steps.first(), None)
     return [torch.as_tensor(value) if isinstance(value, int) else value for value in first], tree_map(_own, added)
 
 
@@ -209,7 +210,7 @@ class _Iterations:
         iteration = Iteration(self._begun is not None, is_idle)
         # copies, which functions that the body calls may change in place
         values = self.values(tuple([tensor.clone() for tensor in state]))
-        new, added = self._body(values, self._given(element, iteration))
+        new, added = self._body(values, self._given(element, iteration), is_idle)
         after, form = tree_flatten(new)
         others = set(range(len(self._leaves))) - {*self._places}
         if form != self._form or any(after[number] is not self._leaves[number] for number in others):

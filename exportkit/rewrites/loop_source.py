@@ -15,6 +15,7 @@ from exportkit.rewrites.loop_names import carried, read_after
 from exportkit.rewrites.loop_statements import body_statements, compute_both_sides
 from exportkit.rewrites.loop_syntax import (
     HELPERS,
+    IS_IDLE,
     as_statements,
     assigned,
     call,
@@ -25,6 +26,7 @@ from exportkit.rewrites.loop_syntax import (
     variables,
     walk,
 )
+from exportkit.rewrites.model_code import only_raises
 
 _BODY, _STEPS = "_exportkit_body", "_exportkit_steps"
 _ITERATIONS = {"range", "enumerate", "zip", "reversed"}
@@ -144,7 +146,7 @@ def _with_body(
     statements = body_statements(loop.body, added, targets, {*names})
     function = ast.FunctionDef(
         body,
-        _arguments([ast.arg("_exportkit_carried"), ast.arg("_exportkit_element")]),
+        _arguments([ast.arg("_exportkit_carried"), ast.arg("_exportkit_element"), ast.arg(IS_IDLE)]),
         [
             assigned(names, variable("_exportkit_carried")),
             ast.Assign([loop.target], variable("_exportkit_element")),
@@ -183,7 +185,8 @@ def _local(name: str, default: str | None = None) -> ast.expr:
 
 def _decides_by(targets: set[str], loop: ast.For) -> bool:
     """Whether a body decides by what the loop sets, as in ``if i == 0``: the first iteration may be another one."""
-    tests = [node.test for node in walk(loop.body) if isinstance(node, ast.If | ast.IfExp)]
+    decisions = [node for node in walk(loop.body) if isinstance(node, ast.If | ast.IfExp)]
+    tests = [node.test for node in decisions if isinstance(node, ast.IfExp) or not only_raises(node.body)]
     return any(isinstance(node, ast.Name) and node.id in targets for test in tests for node in ast.walk(test))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from exportkit.rewrites.loop_choices import NOTHING, choosing, is_choice, later, older_names, with_tensors
 from exportkit.rewrites.loop_names import names_of, uses_in
-from exportkit.rewrites.loop_syntax import as_statements, assigned, call, helper, variable
+from exportkit.rewrites.loop_syntax import IS_IDLE, as_statements, assigned, call, helper, variable
+from exportkit.rewrites.model_code import only_raises
 
 _RESULT = "_exportkit_result"  # the name of what a function returns
 _OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
@@ -130,6 +131,9 @@ class _Statements(ast.NodeTransformer):
 
     def _decided(self, node: ast.If, own: set[str]) -> Any:
         if not is_choice(node):
+            for side, passing in ((node.body, False), (node.orelse, True)):
+                if only_raises(side):
+                    return self._checked(node, passing)
             return self.generic_visit(node)
         self._decisions += 1
         number, original = self._decisions, copy.deepcopy(node)
@@ -137,6 +141,17 @@ class _Statements(ast.NodeTransformer):
         test = self.visit(with_tensors(node.test, self._targets))
         changed = ast.If(test, self.visited(node.body), self.visited(node.orelse))
         return choosing(original, changed, number, own, self._targets)
+
+    def visit_Assert(self, node: ast.Assert) -> Any:
+        return self._checked(node, True)
+
+    def _checked(self, node: ast.Assert | ast.If, passing: bool) -> Any:
+        """A check that a graph makes, too: it goes on as if a tensor had passed."""
+        test = ast.copy_location(
+            call("checked", with_tensors(node.test, self._targets), ast.Constant(passing), variable(IS_IDLE)), node.test
+        )
+        node.test = test
+        return self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         sides = later([node.body, node.orelse], self._targets)

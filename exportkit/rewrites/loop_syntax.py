@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+IS_IDLE = "_exportkit_is_idle"  # whether an iteration changes nothing; None if all of them count
 HELPERS = "_exportkit_loops"  # the name under which the source finds `loop_helpers.Helpers`
 
 

@@ -7,7 +7,7 @@ import functools
 import linecache
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -129,9 +129,9 @@ def parsed(file: str) -> ast.Module:
 def _source(file: str) -> _Source:
     checks, catching, idle, fitting = list[_Check](), list[range](), list[ast.If](), list[ast.If]()
     for node in ast.walk(parsed(file)):
-        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _only_raises(node.orelse)):
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and only_raises(node.orelse)):
             checks.append(_Check(node, True))
-        elif isinstance(node, ast.If) and _only_raises(node.body):
+        elif isinstance(node, ast.If) and only_raises(node.body):
             checks.append(_Check(node, False))
         elif isinstance(node, ast.If) and all(map(_changes_no_value, [*node.body, *node.orelse])):
             keeps_result = any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.test))
@@ -149,7 +149,8 @@ def _lines_of(node: ast.expr | ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-def _only_raises(statements: list[ast.stmt]) -> bool:
+def only_raises(statements: Sequence[ast.stmt]) -> bool:
+    """Returns whether statements do nothing but raise an error."""
     simple = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)
     is_raised = bool(statements) and isinstance(statements[-1], ast.Raise)
     return is_raised and all(isinstance(statement, simple) for statement in statements[:-1])

@@ -88,6 +88,34 @@ def checked_in_a_loop(x, index):
     return state
 
 
+def only_checked_in_a_loop(x, index):
+    for place in index:
+        assert place < 5
+    return x * 2
+
+
+def raised_in_a_loop(x, index):
+    before, state = math.inf, x[0]
+    for row, place in zip(x, index, strict=True):
+        if place - before > 3 or place < 0:
+            raise ValueError("a place is too far from the one before")
+        before = place
+        state = state * 0.5 + row
+    return state
+
+
+def raised_beside_a_branch(x, index):
+    states = []
+    for number, row in enumerate(x):
+        if index[number] > 4:
+            raise ValueError(f"place {index[number]} is out of range")
+        elif number > 1:  # noqa: RET506
+            states.append(row * 2)
+        else:
+            states.append(row + index[number])
+    return torch.stack(states)
+
+
 def looked_up_in_a_loop(x, index):
     state = x[0]
     for row, place in zip(x, index, strict=True):
@@ -109,6 +137,9 @@ FUNCTIONS = {
         checked_tensor,
         written,
         checked_in_a_loop,
+        only_checked_in_a_loop,
+        raised_in_a_loop,
+        raised_beside_a_branch,
         looked_up_in_a_loop,
     )
 } | {
@@ -136,7 +167,7 @@ def test_graph_fails_where_the_model_raises(name, tmp_path):
         expected, got = model(*(call := (X(size, 4), ROWS(size)))), graph(*call)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     invalid = X(4, 4), torch.tensor([0, 1, 2, 6])
-    with pytest.raises((RuntimeError, IndexError, AssertionError)):
+    with pytest.raises((RuntimeError, IndexError, AssertionError, ValueError)):
         model(*invalid)
     with pytest.raises(RuntimeFailure):
         graph(*invalid)
