@@ -1,8 +1,9 @@
 """Operators that draw random numbers: made of uniform and normal ones, which are fixed where results are compared.
 
 A graph and its model can only be compared if both get the same random numbers. `fixed_numbers` gives them to operators
-of torch, and `exportkit.onnx_files.random_numbers` to an ONNX graph: every draw of a shape in a call is the same. Other
-distributions are computed from these numbers in the same way on both sides, by `RANDOM_OPERATORS`.
+of torch, and `exportkit.running.random_numbers` to an ONNX graph: every draw of a shape in a call is the same, so the
+order of draws does not matter. Other distributions are computed from these numbers in the same way on both sides, by
+`RANDOM_OPERATORS`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ aten = torch.ops.aten
 # The number of element i is (a i + b i^2 + c) mod 2^24: with an odd a and an even b, all of them differ (R. Rivest,
 # Permutation polynomials modulo 2^w, 2001), and each is exact in float32.
 LINEAR, SQUARE, CONSTANT, BITS = 10_368_889, 6_364_136, 7_297_353, 24
+STEP = 1_234_577  # from the first element of one seed to that of the next
+QUANTILE_BITS = 16  # by which a normal number is looked up
 _COUNT = 1 << BITS
-STEP = 1_234_577  # between the first elements of two seeds
-QUANTILE_BITS = 16  # of which a normal number is looked up
 _BITS = {torch.float16: 11, torch.bfloat16: 8}  # of a number below 1, and the step between numbers
 _alike: ContextVar[bool] = ContextVar("alike", default=False)
 _MOST_DRAWS = 1_000  # of one call; a model that draws until a number fits would never end with fixed ones

@@ -41,6 +41,13 @@ def is_same(size: Any, other: Any) -> bool:
     return bool(statically_known_true(size == other))
 
 
+def has_static_value(size: Any) -> bool:
+    """Returns whether a size is a number, also in code that torch.compile traces. Seen in torch 2.13."""
+    from torch.fx.experimental import symbolic_shapes
+
+    return bool(symbolic_shapes.has_static_value(size))
+
+
 def source_names(values: Any) -> list[str]:
     """Returns what torch.export's messages call the leaves of ``kwargs``, in torch's order. Seen in torch 2.13."""
     import torch._export.non_strict_utils as module

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.pytree import tree_map
+from exportkit._torch_compat.symbolic_shapes import has_static_value
 from exportkit.rewrites.loop_choices import (
     boolean,
     both,
@@ -54,6 +55,8 @@ _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 128
 
 
 def _is_symbolic(value: Any) -> bool:
+    if torch.compiler.is_dynamo_compiling():  # of an inner loop; there, symbolic sizes are of type int
+        return isinstance(value, int) and not has_static_value(value)
     return isinstance(value, torch.SymInt)
 
 
@@ -98,11 +101,11 @@ class Helpers:
     def range(*limits: Any) -> Any:
         """Returns the iterations of ``range``."""
         start, stop, step = {1: (0, *limits, 1), 2: (*limits, 1)}.get(len(limits), limits)
-        if not any(isinstance(limit, torch.SymInt) for limit in limits):
+        if not any(map(_is_symbolic, limits)):
             return range(*limits)
-        if not all(map(is_int, limits)) or (isinstance(step, torch.SymInt) and not start + step < stop):
+        if not all(map(is_int, limits)) or (_is_symbolic(step) and not start + step < stop):
             return _one_by_one(start, stop, step)
-        if isinstance(step, torch.SymInt):
+        if _is_symbolic(step):
             raise TypeError("the step of a loop is symbolic")
         return Helpers._of_range(start, stop, step)
 

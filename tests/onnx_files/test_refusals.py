@@ -94,6 +94,18 @@ def only_checked_in_a_loop(x, index):
     return x * 2
 
 
+def checked_in_an_inner_loop(x, index):
+    states = []
+    for row in x:
+        state = row * 0
+        for place in index:
+            if place > 4:
+                raise ValueError("out of range")
+            state = state * 0.5 + row * place
+        states.append(state)
+    return torch.stack(states)
+
+
 def raised_in_a_loop(x, index):
     before, state = math.inf, x[0]
     for row, place in zip(x, index, strict=True):
@@ -138,6 +150,7 @@ FUNCTIONS = {
         written,
         checked_in_a_loop,
         only_checked_in_a_loop,
+        checked_in_an_inner_loop,
         raised_in_a_loop,
         raised_beside_a_branch,
         looked_up_in_a_loop,
