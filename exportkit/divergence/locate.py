@@ -139,7 +139,7 @@ class _Search:
         with (
             torch.no_grad(),
             kernels_of(call),
-            fixed_numbers(self._seed),
+            fixed_numbers(self._seed, call.generators()),
             trace_model(model, values="all") as self._trace,
         ):
             getattr(model, method)(*args, **kwargs, **self._constants())
