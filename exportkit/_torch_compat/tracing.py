@@ -209,6 +209,16 @@ def random_states() -> list[bytes]:
     return [state.numpy().tobytes() for state in states]
 
 
+def list_device_constructors() -> None:
+    """Lets torch list the functions that ``torch.device`` has an effect on, while they are its own: it keeps the list.
+
+    Seen in torch 2.13.
+    """
+    from torch.utils import _device
+
+    require(_device, "_device_constructors", "torch 2.13")()
+
+
 def dispatch_mode(handler: type, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
     """Returns a context manager in which a class handles all operators of torch. Seen in torch 2.13.
 

@@ -26,7 +26,7 @@ from exportkit._torch_compat.loop_operators import (
 from exportkit._torch_compat.modules import conversions_left_out
 from exportkit._torch_compat.size_arithmetic import decided_extreme, orders_of_products, views_as_given
 from exportkit._torch_compat.traced_values import depends_on_values
-from exportkit._torch_compat.tracing import traced_tensor_classes
+from exportkit._torch_compat.tracing import list_device_constructors, traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced, with_imports
 from exportkit.rewrites.flexible_attention import flexible_attention
@@ -156,6 +156,7 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     Args:
         tracing: Whether a trace begins, which may not use what torch compiled for the lengths of another one.
     """
+    list_device_constructors()
     kernels = {**recurrent_kernels(), aten.max_pool1d.default: _max_pool1d, **KERNELS, **FAKE_QUANTISATION}
     attributes = decomposition_attributes(kernels)
     attributes += [*REPLACED, *SIZE_FUNCTIONS, *INVERSE_TRANSFORMS, sizes_seen_afresh()]

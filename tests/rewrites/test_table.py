@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors as device_constructors
 
 import exportkit
 from exportkit.rewrites import table
@@ -176,6 +177,25 @@ def test_rewrites_are_undone_when_the_export_fails():
     with pytest.raises(exportkit.ExportkitError):
         exportkit.export(model, observer)
     assert dict(vars(window_layers())) == before
+
+
+class MadeOnDevice(torch.nn.Module):
+    def forward(self, x):
+        if not torch.compiler.is_exporting():
+            return x + torch.linspace(0, 1, x.shape[1])
+        with torch.device("cpu"):
+            return x + torch.linspace(0, 1, x.shape[1])
+
+
+def test_functions_that_are_replaced_in_a_trace_take_the_device_afterwards():
+    model, observer = MadeOnDevice(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.randn(2, 4))
+        model(torch.randn(3, 7))
+    device_constructors.cache_clear()  # torch lists them once, when a device is first set
+    exportkit.export(model, observer)
+    with torch.device("meta"):
+        assert all(tensor.is_meta for tensor in (torch.rand(2), torch.linspace(0, 1, 3), torch.randperm(4)))
 
 
 class MovesItsLayers(torch.nn.Module):
