@@ -135,6 +135,14 @@ def test_a_graph_with_another_distribution_is_not_proven(tmp_path):
     assert "differs" in str(report)
 
 
+def test_two_draws_stay_two_in_the_graph(tmp_path):
+    model = Drawing(lambda x: x + torch.randn_like(x) - torch.randn_like(x)).eval()
+    onnx_model = as_onnx(model, tmp_path, *CALLS)
+    assert onnx_model.verify().ok
+    x = torch.randn(100, 50, 4)
+    assert float((onnx_model(x) - model.layer(x)).std()) == pytest.approx(2**0.5, rel=0.05)
+
+
 def test_the_module_is_named_where_a_wrong_result_begins(tmp_path):
     class Two(torch.nn.Module):
         def __init__(self):

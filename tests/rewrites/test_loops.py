@@ -350,27 +350,16 @@ def with_a_loop_in_each_iteration(self, x):
     outputs = []
     for i in range(x.shape[1]):
         state = torch.zeros_like(x[:, 0])
-        for token in x.unbind(1):
-            state = torch.tanh(self.layer(token) * 0.5 + state)
+        for j in range(x.shape[1]):
+            state = torch.tanh(self.layer(x[:, j]) * 0.5 + state)
         outputs.append(state * x[:, i])
     return torch.stack(outputs, 1)
-
-
-def with_a_range_in_each_iteration(self, x):
-    total = self.layer(x[:, 0])
-    for i in range(1, x.shape[1]):
-        nearest = x[:, i] * 0
-        for j in range(x.shape[1]):
-            nearest = torch.maximum(nearest, x[:, i] - x[:, j])
-        total = total + nearest
-    return total
 
 
 @pytest.mark.parametrize(
     "function",
     [
         with_a_loop_in_each_iteration,
-        with_a_range_in_each_iteration,
         that_keeps_what_it_is_told_to,
         that_looks_for_something_in_each_iteration,
         that_sets_a_slice_by_its_number,
