@@ -24,7 +24,7 @@ aten = torch.ops.aten
 # The number of element i is (a i + b i^2 + c) mod 2^24: with an odd a and an even b, all of them differ (R. Rivest,
 # Permutation polynomials modulo 2^w, 2001), and each is exact in float32.
 LINEAR, SQUARE, CONSTANT, BITS = 10_368_889, 6_364_136, 7_297_353, 24
-STEP = 1_234_577  # from the first element of one seed to that of the next
+STEP = 1_234_577  # by which each seed shifts the numbers
 QUANTILE_BITS = 16  # by which a normal number is looked up
 _COUNT = 1 << BITS
 _BITS = {torch.float16: 11, torch.bfloat16: 8}  # of a number below 1, and the step between numbers

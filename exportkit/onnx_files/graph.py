@@ -177,7 +177,7 @@ class OnnxGraph:
         """The session in which operators that draw random numbers return fixed ones; it takes their seed.
 
         Raises:
-            RuntimeFailure: if the runtime is another one than onnxruntime.
+            RuntimeFailure: if the runtime is not onnxruntime.
         """
         if self._fixed is None:
             source = without_weights(str(self.path))

@@ -31,6 +31,7 @@ from exportkit.rewrites.loop_syntax import (
 )
 
 # Stands for what no iteration has added yet to a list: it is taken for whatever one adds, which the count leaves out.
+CAUGHT = "the error of a check in a loop may be caught"
 NOTHING = "nothing yet"
 
 
@@ -264,17 +265,20 @@ def truth(value: Any) -> Any:
     return value if value.dtype is torch.bool else value != 0
 
 
-def checked(value: Any, passing: bool, is_idle: torch.Tensor | None) -> Any:
-    """Returns what a check tests, if it is no tensor; otherwise asserts that it is ``passing``, and returns that.
+def checked(value: Any, passing: bool, is_idle: torch.Tensor | str | None) -> Any:
+    """Returns the tested value unless it is a tensor, which is asserted to be ``passing``; that is returned then.
 
     Args:
         value: What the check tests.
         passing: What it has to be.
-        is_idle: Whether the iteration changes nothing, so that it may be anything.
+        is_idle: Whether the iteration changes nothing, so that it may be anything; `CAUGHT` if no error is to be made
+            of the check.
     """
     value = truth(value)
     if not isinstance(value, torch.Tensor):
         return value
+    if isinstance(is_idle, str):
+        raise TypeError(is_idle)
     passes = value if passing else ~value
     asserted(passes if is_idle is None else passes | is_idle, "a check in a loop")
     return passing

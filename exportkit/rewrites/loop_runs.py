@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from collections import deque
 from typing import Any
@@ -19,8 +20,10 @@ from exportkit._torch_compat.symbolic_shapes import (
     traced_expression,
 )
 from exportkit.rewrites.lengths import own_types
+from exportkit.rewrites.loop_choices import CAUGHT, checked
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, Slots, rows
 from exportkit.rewrites.loop_lists import Iteration, Stacked, Steps, lists_of
+from exportkit.rewrites.model_code import may_be_caught
 from exportkit.rewrites.symbolic_lists import Parts, Repeated, SymbolicList
 
 DIFFERENT_LENGTHS = "the elements that iterations add to a list have different lengths"
@@ -47,14 +50,19 @@ def run(
     in_front, changed, is_first_apart = facts
     if not all(isinstance(items, list | deque | Stacked) for items in lists):
         raise TypeError("a loop appends to something that is not a list")
+    caught = None
     if not torch.compiler.is_dynamo_compiling():
         body = without_aliases(body)
+        if may_be_caught(sys._getframe(1)):
+            caught = CAUGHT
+            if any(map(_has_checks, body.__code__.co_consts)):  # an inner loop, which cannot ask
+                raise TypeError(CAUGHT)
     values, begun = [_opened(value) for value in carried], None
     # what is None, or not there, becomes a tensor in the first iteration
     is_first_apart |= not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(values)[0])
     if is_first_apart:
-        values, begun = _first_iteration(steps, body, values)
-    iterations = _Iterations(steps, body, values, begun)
+        values, begun = _first_iteration(steps, body, values, caught)
+    iterations = _Iterations(steps, body, values, begun, caught)
     try:
         last, outputs = _operator(steps, iterations, is_first_apart)
     except Exception as error:
@@ -65,11 +73,20 @@ def run(
     return tuple([_closed(*each) for each in pairs]), tuple(lists_of(lists, outputs, in_front))
 
 
-def _first_iteration(steps: Steps, body: types.FunctionType, values: list[Any]) -> tuple[list[Any], Any]:
+def _has_checks(code: Any) -> bool:
+    """Whether code, or a function inside of it, checks values of tensors."""
+    if not isinstance(code, types.CodeType):
+        return False
+    return checked.__name__ in code.co_names or any(map(_has_checks, code.co_consts))
+
+
+def _first_iteration(
+    steps: Steps, body: types.FunctionType, values: list[Any], caught: str | None
+) -> tuple[list[Any], Any]:
     """The values after the first iteration, and the elements that it adds to lists."""
     if not steps.count > 0:
         raise TypeError("the first iteration of a loop is another one, and there may be none")
-    first, added = body(tuple(values), steps.first(), None)
+    first, added = body(tuple(values), steps.first(), caught)
     return [torch.as_tensor(value) if isinstance(value, int) else value for value in first], tree_map(_own, added)
 
 
@@ -177,10 +194,13 @@ class _Iterations:
         body: The body.
         values: The values before the operator.
         begun: What the first iteration adds to lists, if it is run apart.
+        caught: Why the body may not raise; None if it may.
     """
 
-    def __init__(self, steps: Steps, body: types.FunctionType, values: list[Any], begun: Any) -> None:
-        self._given, self._body, self._begun = steps.given, body, begun
+    def __init__(
+        self, steps: Steps, body: types.FunctionType, values: list[Any], begun: Any, caught: str | None
+    ) -> None:
+        self._given, self._body, self._begun, self._caught = steps.given, body, begun, caught
         is_inner = torch.compiler.is_dynamo_compiling()
         self.around = [] if is_inner else _counted(values, steps.elements, body)
         self.elements: Any = _Any() if is_inner else _Alike(self.around)
@@ -210,7 +230,7 @@ class _Iterations:
         iteration = Iteration(self._begun is not None, is_idle)
         # copies, which functions that the body calls may change in place
         values = self.values(tuple([tensor.clone() for tensor in state]))
-        new, added = self._body(values, self._given(element, iteration), is_idle)
+        new, added = self._body(values, self._given(element, iteration), self._caught or is_idle)
         after, form = tree_flatten(new)
         others = set(range(len(self._leaves))) - {*self._places}
         if form != self._form or any(after[number] is not self._leaves[number] for number in others):

@@ -65,7 +65,7 @@ def value_to_pass(frame: FrameType | None) -> bool | None:
         if len(others) == 1:  # before Python 3.12, these have the place of the statement
             found[_place_of(check.statement)] = others[0]
         if (first, start, last, end) in found:
-            return None if _is_caught(frame) else found[first, start, last, end]
+            return None if may_be_caught(frame) else found[first, start, last, end]
     return None
 
 
@@ -89,8 +89,8 @@ def _conditions(test: ast.expr, passing: bool | None) -> Iterator[tuple[ast.expr
         yield test, None if is_chain and not passing else passing
 
 
-def _is_caught(frame: FrameType | None) -> bool:
-    """Whether an error that is raised in a frame may be caught before it leaves the model."""
+def may_be_caught(frame: FrameType | None) -> bool:
+    """Returns whether an error that is raised in a frame may be caught before it leaves the model."""
     while frame is not None:
         file = frame.f_code.co_filename
         if Path(file).is_relative_to(TORCH / "export"):  # which called the model

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import exportkit
-from exportkit.errors import RuntimeFailure
+from exportkit.errors import ExportError, RuntimeFailure
 from exportkit.onnx_files.refusals import with_refusals
 
 X, ROWS = torch.randn, torch.arange
@@ -184,6 +184,35 @@ def test_graph_fails_where_the_model_raises(name, tmp_path):
         model(*invalid)
     with pytest.raises(RuntimeFailure):
         graph(*invalid)
+
+
+def caught_around_a_loop(x, index):
+    state = x[0]
+    try:
+        for row, place in zip(x, index, strict=True):
+            if place == 77:
+                raise ValueError("another way")
+            state = state * 0.5 + row
+    except ValueError:
+        return x[0] * 7
+    return state
+
+
+def caught_around_an_inner_loop(x, index):
+    try:
+        return checked_in_an_inner_loop(x, index)
+    except ValueError:
+        return x * 7
+
+
+@pytest.mark.parametrize("function", [caught_around_a_loop, caught_around_an_inner_loop])
+def test_an_error_that_is_caught_around_a_loop_is_no_check(function, tmp_path):
+    model, observer = Function(function), exportkit.InputObserver()
+    with observer(model):
+        for size in (2, 3):
+            model(X(size, 4), ROWS(size))
+    with pytest.raises(ExportError):
+        exportkit.export(model, observer)
 
 
 def test_numbers_of_experts_need_no_check():
