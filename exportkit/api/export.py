@@ -27,6 +27,7 @@ from exportkit.programs.search import export_program
 from exportkit.programs.subject import exported_form
 from exportkit.programs.weights import with_weights
 from exportkit.proof.prove import problems_of
+from exportkit.trees import COUNTER
 
 
 @explained()
@@ -156,6 +157,7 @@ def _with_number_inputs(
 ) -> ExportedModel | None:
     """The model exported with Python numbers that vary as inputs; None if a graph cannot follow them."""
     numbers = varying_numbers(observation) if probe else {}
+    numbers = as_sizes(observation, numbers, {path for path in numbers if path.endswith(COUNTER)})
     while numbers:
         unused, sizes = set[str](), {path for path, kind in numbers.items() if kind == "int"}
         with contextlib.suppress(ExportkitError):

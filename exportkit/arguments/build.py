@@ -16,6 +16,7 @@ from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
 from exportkit.plan.placeholders import Blocks, Marker, needed_tokens, place_blocks, tokens_fit
 from exportkit.plan.plan import Plan
+from exportkit.plan.sizes import cached_length
 from exportkit.trees import join
 
 _COMPUTED = 2  # bytes of the smallest floating-point dtype that torch computes with
@@ -61,7 +62,7 @@ def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int], r
     for marker in plan.markers:
         made[marker.path] = marked(made[marker.path], made[marker.tokens], marker)
     past = plan.with_role("past")
-    cached = None if past is None else sizes[past.name]
+    cached = cached_length(plan, shapes) if past is None else sizes[past.name]
     return replace(observation.merged_call, cached_tokens=cached, sizes=dict(sizes)).with_tensors(made)
 
 

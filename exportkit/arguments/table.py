@@ -20,10 +20,10 @@ from exportkit.trees import (
     fingerprint,
     first_name,
     flatten,
-    is_cache_class,
     join,
     joined,
     opens_in_order,
+    stored_length,
 )
 
 _MOST_FURTHER_CALLS = 100  # with shapes that no stored call had; more of them would tell nothing new
@@ -45,11 +45,12 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
     """
     observation.require_calls()
     growth = growth_by_path(observation)
-    shapes, outputs = [], []
+    shapes, outputs, counted = [], [], list[int | None]()
     dtypes: dict[str, str] = {}
     for call in observation.calls:
         shapes.append(call.shapes())
         outputs.append(tuple(call.outputs.shapes()))
+        counted.append(max(map(stored_length, call.values().values()), default=0) or None)
         for path, tensor in call.tensors().items():
             dtypes.setdefault(path, str(tensor.dtype).removeprefix("torch."))
     if not stored_only:
@@ -60,6 +61,7 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
             if not any(set(seen.inputs.items()) <= found for found in known):
                 shapes.append({path: tuple(shape) for path, shape in seen.inputs.items()})
                 outputs.append(tuple(map(tuple, seen.outputs.values())))
+                counted.append(None)
     leaves = []
     for name, tree in observation.merged_arguments.items():
         for path in joined(name, tree.tensor_paths):
@@ -68,7 +70,7 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
             ranks = [len(shape) for shape in column if shape is not None]  # a new layer may hold ``torch.tensor([])``
             axis, limit = (None, None) if found is None or found.axis >= min(ranks) else (found.axis, found.limit)
             leaves.append(Leaf(path, name, dtypes[path], column, axis, limit))
-    return CallTable(tuple(leaves), tuple(outputs))
+    return CallTable(tuple(leaves), tuple(outputs), tuple(counted))
 
 
 def growth_by_path(observation: Observation) -> dict[str, Growth]:
@@ -132,7 +134,7 @@ def numbers_of(call: Call) -> Iterator[tuple[str, float]]:
     """Yields the Python numbers of a call by path, those in defaults of arguments that it leaves out included."""
     defaults = {name: flatten(call.signature.defaults[name]) for name in call.signature.defaults}
     for name, tree in {**defaults, **call.arguments}.items():
-        for path, value in tree.constants().items() if not is_cache_class(tree.cls) else ():
+        for path, value in tree.constants().items():
             if type(value) in (int, float):
                 yield join(name, path), value
 
@@ -161,7 +163,7 @@ def nested_spec(name: str, tree: Tree, spec_of: Callable[[str], Any]) -> Any:
     if tree.paths == ("",):
         return spec_of(name) if tree.tensor_paths else None
     if opens_in_order(tree.cls):
-        specs = list(map(spec_of, joined(name, tree.paths)))
+        specs = list(map(spec_of, joined(name, tree.tensor_paths)))
         return specs or (None if registered_node(tree.cls) is None else specs)
     marked: dict[int, Any] = {}
     for path, tensor in tree.tensors().items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from exportkit.calls.call import Call, Signature
 from exportkit.errors import NoCallsError, ObservationError
 from exportkit.json_data import Size, read
-from exportkit.trees import Tree, check_opened, flatten, join
+from exportkit.trees import Tree, check_opened, flatten, is_cache_class, join, unfilled_layers
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,37 @@ class Observation:
             calls.append(replace(call, arguments=ordered))
         return replace(self, calls=tuple(calls))
 
+    def with_filled_caches(self) -> Observation:
+        """Returns the same calls with zeros in cache layers of a fixed length that held no tensors yet.
+
+        The model makes these zeros itself: a first call is one with an empty cache then, like any other call.
+        """
+        filled: set[str] = set()
+        calls = []
+        for call in self.calls:
+            returned = call.outputs.tensors()
+            changed = {}
+            for name, tree in call.arguments.items():
+                value = tree.build() if is_cache_class(tree.cls) else None
+                paths = []
+                for path, layer in unfilled_layers(value):
+                    keys, values = (_ending_with(f"{path}.{part}", returned) for part in ("keys", "values"))
+                    if keys is not None and values is not None:
+                        layer.lazy_initialization(returned[keys], returned[values])
+                        paths += [join(name, f"{path}.{part}") for part in ("keys", "values")]
+                if paths:
+                    changed[name] = flatten(value)
+                    filled.update(paths)
+            calls.append(replace(call, arguments={**call.arguments, **changed}) if changed else call)
+        if not filled:
+            return self
+        further = []
+        for seen in self.further:
+            sources = {path: _ending_with(path.partition(".")[2], seen.outputs) for path in filled - seen.inputs.keys()}
+            shapes = {path: seen.outputs[source] for path, source in sources.items() if source is not None}
+            further.append(replace(seen, inputs={**seen.inputs, **shapes}))
+        return replace(self, calls=tuple(calls), further=tuple(further))
+
     def _set_missing(self, arguments: dict[str, Tree], key: str | int, value: Any) -> None:
         catch_all = self.signature.var_keyword
         if catch_all is not None and key not in self.signature.names and isinstance(key, str):
@@ -314,6 +345,10 @@ class Observation:
         with reading(Path(directory) / JSON, damaged):
             about = {name: read(kind, data[name]) for name, kind in _ABOUT.items()}
         return cls(signature, calls, has_values=data["values"], **about)
+
+
+def _ending_with(path: str, others: Iterable[str]) -> str | None:
+    return next((other for other in others if other.endswith(path)), None)
 
 
 # What is saved beside the signature and the calls.

@@ -17,7 +17,7 @@ from exportkit.files import Stamp, stamp_of
 from exportkit.onnx_files.contract import Contract
 from exportkit.plan.conditions import evaluate
 from exportkit.plan.sizes import solve_sizes
-from exportkit.probing.cached_tokens import check_counted, hidden_past
+from exportkit.probing.cached_tokens import check_counted, hidden_past, zeros_of_unfilled
 from exportkit.probing.missing import fill_missing
 from exportkit.probing.simplify import as_simplified, value_at, with_split_lists
 from exportkit.programs.program import TracedProgram
@@ -326,6 +326,7 @@ class OnnxGraph:
         if unknown_empty:  # an empty cache means no cache; for other tensors without elements, nothing is known
             of_caches = {join(name, path) for name, tree in trees.items() for path in tree.growing}
             given = {path: tensor for path, tensor in given.items() if path not in unknown_empty & of_caches}
+        given |= zeros_of_unfilled(plan, given, values)
         check_counted(plan, given, values.values())
         past, role = hidden_past(plan, given, values.values()), plan.with_role("past")
         return values, Given(given, past), {} if past is None or role is None else {role.name: past}

@@ -29,6 +29,7 @@ from exportkit.plan.relations import DISTINCT_OBSERVATIONS, Group, draft_name, f
 
 _IMAGE_RANK, _IMAGE_CHANNELS = 4, (1, 3, 4)
 _TOKENS_RANK = 2
+_LENGTH_AXIS = 2  # of keys and values
 _SUFFIXES = re.compile(r"_(ids|mask|values|features|embeds|states)$")
 
 
@@ -40,7 +41,7 @@ def infer_plan(table: CallTable, constants: Sequence[Constant] = (), distinct: i
         constants: Inputs that are not tensors.
         distinct: How many distinct observations make a relation of plain axes credible.
     """
-    groups = with_past(group_axes(table))
+    groups = with_past(group_axes(table), table)
     relations = find_relations(groups, distinct)
     changed: dict[AxisKey, Expression] = {}
     variables = []
@@ -224,6 +225,8 @@ def _name_and_role(plan: Plan, variable: Variable, taken: Collection[str]) -> tu
         return ("height", "width")[axis - 2], "other"
     if leaf.sizes[0] == Expression.of(0):  # a Python number as the size of a tensor without elements
         return _identifier(leaf.path), "other"
+    if axis == _LENGTH_AXIS and ".layers[" in leaf.path and leaf.path.endswith((".keys", ".values")):
+        return "cache_length", "other"  # of layers of a fixed length
     return f"{_identifier(leaf.path)}_axis_{axis}", "other"
 
 

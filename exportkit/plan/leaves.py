@@ -94,6 +94,7 @@ class CallTable:
 
     leaves: tuple[Leaf, ...]
     output_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    counted: Sizes = ()
 
     def __post_init__(self) -> None:
         for leaf in self.leaves:

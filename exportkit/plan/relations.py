@@ -81,22 +81,35 @@ def _agree(group: Group, leaf: Leaf, axis: int, sizes: Sizes) -> bool:
     return len(common) > 1 or (group.grows and grows and bool(common))
 
 
-def with_past(groups: Sequence[Group]) -> list[Group]:
+def with_past(groups: Sequence[Group], table: CallTable) -> list[Group]:
     """Returns the groups, and the number of cached tokens if no cache shows it because each has a window.
 
-    The number of cached tokens then follows from a mask over all tokens and the new tokens: ``past = total - new``.
+    The number of cached tokens then follows from a mask over all tokens and the new tokens: ``past = total - new``. If
+    there was always the same number of new tokens, the counters of the caches have to agree with it. Windows that were
+    full in all calls are groups then, too.
     """
-    windows = [group for group in groups if group.limit is not None]
+    full = []
+    for leaf, axis, sizes in table.axes():
+        if axis == leaf.growing and leaf.limit is not None and known(sizes) == {leaf.limit}:
+            full.append(Group(((leaf.path, axis),), sizes, grows=True, limit=leaf.limit))
+    windows = [*full, *(group for group in groups if group.limit is not None)]
     if not windows or any(group.grows and group.limit is None for group in groups):
         return list(groups)
     is_empty = [not any(lengths) for lengths in zip(*(window.seen for window in windows), strict=True)]
-    for total, new in itertools.permutations([group for group in groups if not group.grows], 2):
-        sizes = list(zip(total.seen, new.seen, is_empty, strict=True))
-        if any(b is None or (a is None and not empty) for a, b, empty in sizes):
-            continue
-        past = tuple(0 if a is None else a - (b or 0) for a, b, _ in sizes)  # a call may have no mask
-        if min(past) >= 0 and len(set(past)) > 1 and all(_is_window_of(window, past) for window in windows):
-            return [*groups, Group((), past, grows=True)]
+    counted = table.counted or (None,) * len(is_empty)
+    others = [group for group in groups if not group.grows]
+    for total, new in itertools.permutations(others, 2):
+        # A call may have no mask.
+        rows = zip(total.seen, new.seen, is_empty, counted, strict=True)
+        past = [(0 if empty else count) if a is None or b is None else a - b for a, b, empty, count in rows]
+        lengths = {length for length in past if length is not None}
+        is_told = None not in new.seen and len(lengths) > 1 and min(lengths) >= 0
+        if is_told and all(_is_window_of(window, past) for window in windows):
+            return [*groups, *full, Group((), tuple(past), grows=True)]
+    for total in others if None not in counted and len(set(counted)) > 1 else ():
+        offsets = {a - b for a, b in zip(total.seen, counted, strict=True) if a is not None and b is not None}
+        if len(offsets) == 1 and min(offsets) > 0 and all(_is_window_of(window, counted) for window in windows):
+            return [*groups, *full, Group((), counted, grows=True)]
     return list(groups)
 
 

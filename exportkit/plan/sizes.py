@@ -58,8 +58,9 @@ def choose_sizes(
         else:
             followers[variable.name] = variable.follows
             expressions.discard(Expression.of(variable.name))
-    # as large as the recorded sizes first; if that fills the windows of caches, small enough not to fill them
-    for within_windows in (False, True):
+    # As large as the recorded sizes first; if that fills the windows of caches, small enough not to fill them; if there
+    # are no such sizes, the windows are full.
+    for within_windows, may_fill in ((False, False), (True, False), (False, True)):
         options = []
         for variable in free.values():
             most = variable.maximum
@@ -72,7 +73,9 @@ def choose_sizes(
             for name, followed in followers.items():
                 sizes[name] = sizes[followed]
             sizes = plan.completed(sizes)
-            if not _are_distinct(expressions, sizes, taken) or (partly_cached and not _shorten(plan, sizes)):
+            if not _are_distinct(expressions, sizes, taken, may_fill):
+                continue
+            if partly_cached and not _shorten(plan, sizes):
                 continue
             if tokens_fit(plan.placeholders, plan.shapes(sizes), plan.grids):
                 return sizes
@@ -123,13 +126,15 @@ def _by_cost(options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
         yield ()
 
 
-def _are_distinct(expressions: Collection[Expression], sizes: Mapping[str, int], taken: frozenset[int]) -> bool:
-    """Whether all sizes are distinct and greater than 1, and each cache with a window is below its limit."""
+def _are_distinct(
+    expressions: Collection[Expression], sizes: Mapping[str, int], taken: frozenset[int], may_fill: bool
+) -> bool:
+    """Whether all sizes are distinct and greater than 1, and each cache with a window is below its limit, or may be."""
     values: dict[Expression, int] = {}
     for expression in expressions:
         whole = expression.uncapped()
         values[whole] = whole.evaluate(sizes)
-        if expression.cap is not None and values[whole] >= expression.cap:
+        if expression.cap is not None and values[whole] >= expression.cap and not may_fill:
             return False
     found = set(values.values())
     return len(found) == len(values) and not taken & found and min(found, default=2) > 1
@@ -233,6 +238,22 @@ def size_in(plan: Plan, name: str, shapes: Mapping[str, tuple[Any, ...]]) -> Any
         if all(other in plain for other, _ in others):
             return value - size.constant - sum(factor * plain[other] for other, factor in others)
     return None
+
+
+def cached_length(plan: Plan, shapes: Mapping[str, tuple[Any, ...]]) -> Any:
+    """Returns the number of cached tokens that the given shapes show; None if they show none.
+
+    If no size says it, it is the length of the caches, which is always the same then.
+
+    Args:
+        plan: The plan.
+        shapes: Shapes by path, of ints or of a trace's symbols.
+    """
+    past = plan.with_role("past")
+    if past is not None:
+        return size_in(plan, past.name, shapes)
+    own = [leaf for leaf in plan.leaves if leaf.growing is not None and ".cross_attention_cache." not in leaf.path]
+    return max([leaf.sizes[leaf.growing or 0].constant for leaf in own], default=None)
 
 
 def is_hidden(plan: Plan, name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:

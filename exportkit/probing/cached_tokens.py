@@ -9,8 +9,8 @@ import torch
 
 from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import is_hidden, solve_sizes
-from exportkit.trees import stored_length
+from exportkit.plan.sizes import cached_length, is_hidden, solve_sizes
+from exportkit.trees import stored_length, unfilled_layers
 
 _POSITIONS = ("position_ids", "cache_position")
 
@@ -53,11 +53,36 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[
     return counted
 
 
-def check_counted(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[Any]) -> None:
-    """Raises ArgumentError if caches have counted more tokens than a graph can know of.
+def zeros_of_unfilled(
+    plan: Plan, given: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors of cache layers of a fixed length that hold none yet, by path.
 
-    A graph has no counters. If all caches have windows, and neither sizes nor positions of other inputs show the tokens
-    before, it takes a full window for all there is, and its positions are wrong.
+    Args:
+        plan: The plan.
+        given: The inputs that are given, by path.
+        values: The arguments by name.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, value in values.items():
+        for path, layer in unfilled_layers(value, name):
+            for part in ("keys", "values"):
+                leaf = plan.by_path.get(f"{path}.{part}")
+                if leaf is not None and leaf.path not in given:
+                    sizes = solve_sizes(plan, {other: tuple(tensor.shape) for other, tensor in given.items()})
+                    batch, heads, _, width = plan.shapes(sizes)[leaf.path]
+                    shape = batch, heads, layer.max_cache_len, width
+                    device = next((tensor.device for tensor in given.values()), None)
+                    found[leaf.path] = torch.zeros(shape, dtype=getattr(torch, leaf.dtype), device=device)
+    return found
+
+
+def check_counted(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[Any]) -> None:
+    """Raises ArgumentError if caches have counted other tokens than a graph can know of.
+
+    A graph has no counters: sizes show how many tokens came before. If all caches have windows, and no size of another
+    input shows it, the graph takes a full window for all there is. Its positions are wrong then, and so is what it
+    reads of a mask over all tokens.
 
     Args:
         plan: The plan.
@@ -65,14 +90,18 @@ def check_counted(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterabl
         values: The arguments.
     """
     past, counted = plan.with_role("past"), max(map(stored_length, values), default=0)
-    if past is None or past.maximum is None or any(path.rpartition(".")[2] in _POSITIONS for path in given):
+    has_positions = any(path.rpartition(".")[2] in _POSITIONS for path in given)
+    if not counted or (has_positions and not any("mask" in path for path in given)):
         return
-    shown = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in given.items()})[past.name]
-    if counted > shown == past.maximum:
+    shapes = {path: tuple(tensor.shape) for path, tensor in given.items()}
+    if past is not None and is_hidden(plan, past.name, shapes) and past.maximum is None:
+        return  # the counter is what says it then
+    shown = cached_length(plan, shapes) if past is None else solve_sizes(plan, shapes)[past.name]
+    if shown is not None and counted != shown:
         raise ArgumentError(
-            "The caches have counted more tokens than the graph can know of: their windows are all that it is given.",
-            where=past.name,
-            expected=f"at most {past.maximum}",
+            "The caches have counted other tokens than the sizes of the inputs show to the graph.",
+            where="a cache" if past is None else past.name,
+            expected=f"{shown} tokens",
             got=str(counted),
-            hint="record calls with a mask over all tokens, or with their positions, then export again.",
+            hint="record calls with a mask over all tokens, or with their positions alone, then export again.",
         )

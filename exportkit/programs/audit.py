@@ -65,6 +65,9 @@ def audit_sizes(traced: TracedProgram) -> Audit:
     domain = replace(traced.domain, conditions=sizes.conditions(), returned=sizes.named(traced.numbers))
     domain = with_recorded_patterns(traced, domain, probe)
     domain, crossings = without_harmless(traced, domain, probe, sizes)
+    # Half of the encoder's states in a cache: the model uses what is cached, and the graph adds the rest.
+    following = [SizeCondition(f"{v.name} == 0 or {v.name} == {v.follows}") for v in traced.plan.variables if v.follows]
+    domain = replace(domain, conditions=(*domain.conditions, *following))
     for call in traced.observation.calls:
         domain = _with_recorded(traced, domain, call, probe, sizes.fixed())
     limits: dict[str, Finding] = {}

@@ -23,7 +23,7 @@ from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
 from exportkit.errors import ExportError
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import size_in
+from exportkit.plan.sizes import cached_length
 from exportkit.probing.missing import MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.rewrites.known_values import KnownValues
@@ -99,7 +99,6 @@ class TracedMethod:
         records = GRADIENTS in rules and self._records_gradients
         buffers = list(model.buffers()) if is_known else []
         own = vars(model).get(method)  # a method of the class is looked up while rewrites are in force
-        past = plan.with_role("past")
 
         def call_method(values: Mapping[str, Any]) -> Any:
             args, kwargs = flat.signature.unbind(values)
@@ -114,12 +113,10 @@ class TracedMethod:
             }
             shapes = {path: tuple(tensor.shape) for path, tensor in tensors.items()}
             _tie_sizes(plan, shapes)
-            if (
-                past is not None
-            ):  # the counters of caches say what the traced inputs say, so the trace cannot freeze them
-                length = size_in(plan, past.name, shapes)
-                for value in given.values() if length is not None else ():
-                    set_stored_length(value, length)
+            # The counters of caches say what the traced inputs say, so the trace cannot freeze them.
+            length = cached_length(plan, shapes)
+            for value in given.values() if length is not None else ():
+                set_stored_length(value, length)
             known = KnownValues(zip(model.buffers(), buffers, strict=True)) if is_known else contextlib.nullcontext()
             recorded = torch.enable_grad() if records else contextlib.nullcontext()
             looked_up = contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else self._looking_sizes_up()

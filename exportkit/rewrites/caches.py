@@ -36,9 +36,7 @@ _Context = contextlib.AbstractContextManager[None]
 
 def has_sliding_window(model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
     """Returns whether an argument is a cache with sliding-window layers, or the model makes one itself."""
-    windowed = cache_class("DynamicSlidingWindowLayer")
-    if windowed is None:
-        return False
+    windowed = tuple(filter(None, map(cache_class, ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer"))))
     names = ("self_attention_cache", "cross_attention_cache")
     caches = [cache for v in arguments.values() for cache in (v, *(getattr(v, name, None) for name in names))]
     layers = [layer for c in caches if isinstance(found := getattr(c, "layers", None), list) for layer in found]
@@ -60,8 +58,10 @@ def symbolic_windows(_model: torch.nn.Module) -> _Context:
     that keeps the last ``window - 1`` tokens becomes a narrow with a symbolic start. Whether a causal mask is needed is
     not asked: in a trace it is, and asking limits the program to windows that are not full.
     """
-    windowed, shortcut = cache_class("DynamicSlidingWindowLayer"), causal_mask_shortcut()
-    changed = [] if windowed is None else [(windowed, "update", _update), (windowed, "get_mask_sizes", _mask_sizes)]
+    shortcut, changed = causal_mask_shortcut(), list[tuple[Any, str, Any]]()
+    for name, update, sizes in _WINDOWED:
+        windowed = cache_class(name)
+        changed += [] if windowed is None else [(windowed, "update", update), (windowed, "get_mask_sizes", sizes)]
     if shortcut is not None:
         changed.append((*shortcut, lambda *_, **__: False))
     return replaced([(Attribute(owner, name), value) for owner, name, value in changed])
@@ -84,6 +84,41 @@ def _update(
 def _mask_sizes(self: Any, query_length: int) -> tuple[Any, Any]:
     cached = self.keys.shape[-2] if self.is_initialized else 0
     return cached + query_length, self.cumulative_length - cached
+
+
+def _update_fixed(
+    self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not self.is_initialized:
+        self.lazy_initialization(key_states, value_states)
+    window, count, new = self.max_cache_len, self.cumulative_length_int, key_states.shape[-2]
+    self.cumulative_length_int = count + new
+    visible = torch.sym_min(count, window - 1)
+    length = torch.sym_max(visible + new, window)
+    fits = torch.sym_max(torch.sym_min(window - count - new + 1, 1), 0)  # 1 or 0
+    # Tokens that the new ones may look at (a full layer holds one more), the new ones, and what is left of the layer.
+    start = visible + fits * (self.cumulative_length - visible)
+    position = torch.arange(length, device=key_states.device)
+    is_seen, is_new = position < visible, (position >= start) & (position < start + new)
+    place = position + is_seen * torch.sym_min(count - visible, 1) + is_new * (window - start)
+    returned = []
+    for stored, states in ((self.keys, key_states), (self.values, value_states)):
+        returned.append(torch.cat([stored, states], dim=-2).index_select(-2, place))
+        stored.copy_(returned[-1].narrow(-2, length - window, window))
+    self.cumulative_length.add_(new * fits)
+    return returned[0], returned[1]
+
+
+def _mask_sizes_fixed(self: Any, query_length: int) -> tuple[Any, Any]:
+    window, count = self.max_cache_len, self.cumulative_length_int
+    visible = torch.sym_min(count, window - 1)
+    return torch.sym_max(visible + query_length, window), count - visible
+
+
+_WINDOWED = (
+    ("DynamicSlidingWindowLayer", _update, _mask_sizes),
+    ("StaticSlidingWindowLayer", _update_fixed, _mask_sizes_fixed),
+)
 
 
 # Encoder-decoder models

@@ -1,6 +1,7 @@
 """Nested values ⇄ leaves with paths, and reversible registration of caches with torch's pytree and optree."""
 
 from exportkit.trees.caches import (
+    COUNTER,
     Growth,
     is_cache_class,
     make_dynamic_cache,
@@ -8,6 +9,7 @@ from exportkit.trees.caches import (
     make_static_cache,
     set_stored_length,
     stored_length,
+    unfilled_layers,
 )
 from exportkit.trees.constants import check_opened, check_unchanged, constants_in, note_values, text_of, with_changed
 from exportkit.trees.fingerprint import Fingerprint, fingerprint
@@ -17,6 +19,7 @@ from exportkit.trees.structure import first_name, join, joined
 from exportkit.trees.tree import Tree, cloned, string_type
 
 __all__ = [
+    "COUNTER",
     "Fingerprint",
     "Growth",
     "Tree",
@@ -41,6 +44,7 @@ __all__ = [
     "set_stored_length",
     "stored_length",
     "string_type",
+    "unfilled_layers",
     "text_of",
     "with_changed",
     "with_list",

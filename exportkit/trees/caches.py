@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ _FOLLOWED = frozenset({"cumulative_length", "is_initialized", "is_updated", "dty
 
 # Values of these types are immutable, and most attributes of a cache have one of them: they are skipped quickly.
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+
+# Tokens that a layer of a fixed length has seen, with those that left its window. All layers of a cache count the same
+# tokens, and no tensor shows how many there were: the counter is a leaf of the cache.
+COUNTER = "cumulative_length_int"
 
 # The axis of these attributes grows by one with each token, in layers that do not preallocate it.
 GROWING = {"keys": 2, "values": 2, "indexer_keys": 1}
@@ -69,17 +73,19 @@ _keeps_state: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(
 def own_state(cache: Any) -> dict[str, Any]:
     """Returns the attributes of a cache, or of a layer, that classes from elsewhere add to those of transformers.
 
-    What transformers itself keeps besides tensors follows from these: see `set_stored_length`.
+    What transformers itself keeps besides tensors follows from these (see `set_stored_length`), but for a `COUNTER`.
     """
     state = vars(cache)
     if _keeps_state(type(cache)):
         return {name: value for name, value in state.items() if name not in _FOLLOWED and name not in DERIVED}
-    return {name: value for name, value in state.items() if type(value) not in ATOMS and _holds_own_state(value)}
+    found = {name: value for name, value in state.items() if type(value) not in ATOMS and _holds_own_state(value)}
+    count = state.get(COUNTER)
+    return {**found, COUNTER: count} if type(count) is int else found
 
 
 def _holds_own_state(value: Any) -> bool:
     if type(value) is list:  # of layers
-        return any(map(_keeps_state, set(map(type, value))))
+        return any(map(_keeps_state, set(map(type, value)))) or any(COUNTER in vars(layer) for layer in value)
     return is_cache_class(type(value)) and bool(own_state(value))
 
 
@@ -114,6 +120,33 @@ def sizes_noted(state: Mapping[str, Any]) -> dict[str, int]:
         if name in state and isinstance(tensor, torch.Tensor) and tensor.dim() == 4:
             found[name] = tensor.shape[axis]
     return found
+
+
+def shared_count(layers: Sequence[Any]) -> Any:
+    """Returns how many tokens all layers with a `COUNTER` have seen; None if there is none, or they differ."""
+    counts = [vars(layer)[COUNTER] for layer in layers if COUNTER in getattr(layer, "__dict__", ())]
+    return counts[0] if counts and all(count is counts[0] or count == counts[0] for count in counts) else None
+
+
+def unfilled_layers(cache: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the layers of a fixed length that hold no tensors yet, each with its path.
+
+    transformers makes their tensors, which are zeros, in the first call. The encoder's part of a cache is left out.
+
+    Args:
+        cache: A cache; any other value has no such layers.
+        path: Its path.
+    """
+    if not is_cache_class(type(cache)):
+        return
+    for name, value in vars(cache).items():
+        inner = f"{path}.{name}".lstrip(".")
+        if name == "layers" and isinstance(value, list):
+            for number, layer in enumerate(value):
+                if "max_cache_len" in vars(layer) and not isinstance(getattr(layer, "keys", None), torch.Tensor):
+                    yield f"{inner}[{number}]", layer
+        elif name != "cross_attention_cache":
+            yield from unfilled_layers(value, inner)
 
 
 def set_stored_length(cache: Any, length: int) -> None:

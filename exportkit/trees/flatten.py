@@ -20,9 +20,10 @@ import torch
 
 from exportkit._torch_compat.pytree import Registration, key_name, registered_node
 from exportkit.errors import UnregisteredClassError
-from exportkit.trees.caches import ATOMS, DERIVED, is_cache_class
+from exportkit.trees.caches import ATOMS, COUNTER, DERIVED, is_cache_class, shared_count
 from exportkit.trees.objects import OBJECT, Opened, changing_classes, flatten_tensors, open_object
 from exportkit.trees.structure import (
+    COUNT,
     LENGTH,
     TENSOR,
     Closed,
@@ -163,6 +164,12 @@ def _spec_of(kind: Any, contents: Any) -> optree.PyTreeSpec:
     return containers(dict.fromkeys(contents) if kind is dict else kind((None,) * contents))[1]
 
 
+class _Leaf(NamedTuple):
+    """A value inside a cache that is a leaf, as if it stood outside."""
+
+    value: Any
+
+
 class _Flattener:
     """Opens one value, and notes what it finds. This runs in every recorded call, hence the short cuts.
 
@@ -170,10 +177,10 @@ class _Flattener:
     recurse.
     """
 
-    __slots__ = ("by_layer", "keep_values", "levels", "marks", "runs", "tensors")
+    __slots__ = ("by_layer", "counted", "keep_values", "levels", "marks", "runs", "tensors")
 
     def __init__(self, keep_values: bool, by_layer: bool = False) -> None:
-        self.keep_values, self.by_layer = keep_values, by_layer
+        self.keep_values, self.by_layer, self.counted = keep_values, by_layer, False
         self.tensors: list[torch.Tensor] = []
         self.runs: list[range] = []
         self.marks: list[Any] = []
@@ -238,6 +245,13 @@ class _Flattener:
         cls, state = type(value), vars(value)
         if not _DERIVED.isdisjoint(state):
             state = {name: attribute for name, attribute in state.items() if name not in _DERIVED}
+        if COUNTER in state and self.counted:
+            state = state | {COUNTER: COUNT}
+        elif isinstance(layers := state.get("layers"), list):
+            count = shared_count(layers)
+            self.counted = isinstance(count, torch.Tensor if self.by_layer else object) and count is not None
+            if self.counted:
+                state = state | {COUNTER: _Leaf(count)}
         names = tuple(state)
         self.marks.append(cls)
         return self.begin(Object(cls, names), list(state.values()), names, value)
@@ -245,6 +259,8 @@ class _Flattener:
     def inside(self, value: Any, owner: Any) -> Any:
         """Begins what is found inside a cache: containers and layers, but no class that is registered with torch."""
         cls: Any = type(value)
+        if cls is _Leaf:
+            return self.nested(value.value)
         if is_cache_class(cls):
             return self.object(value)
         if cls is list and len(value) > 1 and not self.by_layer:
@@ -258,6 +274,8 @@ class _Flattener:
             return self.begin(Container.of(value), values, mark, value)
         if isinstance(value, torch.SymInt):
             return LENGTH
+        if value is COUNT:
+            return COUNT
         if isinstance(value, types.MethodType) and value.__self__ is owner:
             return Method(value.__func__)
         return value if self.keep_values else None
@@ -281,6 +299,9 @@ class _Flattener:
         found = []
         for position, column in enumerate(columns):
             kind = type(column[0])
+            if names[position] == COUNTER and self.counted:
+                columns[position] = (COUNT,) * height
+                continue
             if list(map(type, column)).count(kind) < height or not (kind is torch.Tensor or kind in ATOMS):
                 return None
             if kind is torch.Tensor:

@@ -35,6 +35,7 @@ from exportkit.trees.flatten import flatten
 from exportkit.trees.object_parts import REFS, ObjectPart, Skeleton, build_object
 from exportkit.trees.objects import Rest, changing_classes, open_object
 from exportkit.trees.structure import (
+    COUNT,
     LENGTH,
     TENSOR,
     Container,
@@ -142,6 +143,8 @@ class _Writer:
     def dump(self, node: Any, inside: bool = False) -> Any:
         """Returns the JSON data of a node; ``inside`` a cache, constants are not leaves."""
         kind = type(node)
+        if kind is Nested and inside:
+            return {"leaf": self._dump_containers(node.around(node.items), False)}
         if kind is Nested or kind is Container:
             return self._dump_containers(node.around(node.items), node.inside)
         if kind is Object:
@@ -153,6 +156,8 @@ class _Writer:
             return self._dump_registered(node.cls, self.dump(node.children), node.context)
         if node is LENGTH:
             return {"length": "keys"}
+        if node is COUNT:
+            return {"length": "cache"}
         value = next(self._leaves) if self._leaves is not None and (node is TENSOR or not inside) else node
         if isinstance(value, torch.Tensor) or value is TENSOR:
             self._tensors += 1
@@ -337,7 +342,9 @@ class _Reader:
             names, values = [name for name, _ in data["state"]], [self.load(item, True) for _, item in data["state"]]
             return Object(cls, tuple(names), tuple(values))
         if kind == "length":
-            return LENGTH
+            return COUNT if value == "cache" else LENGTH
+        if kind == "leaf":
+            return Nested(containers(None)[1], (self.load(value, False),))
         return self._leaf(_load_leaf(kind, value, data, inside), inside)
 
     def _leaf(self, value: Any, inside: bool) -> Any:

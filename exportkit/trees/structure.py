@@ -19,7 +19,7 @@ import optree
 import torch
 
 from exportkit._torch_compat.pytree import Registration
-from exportkit.trees.caches import DERIVED, GROWING, Growth, growth_of, sizes_noted
+from exportkit.trees.caches import COUNTER, DERIVED, GROWING, Growth, growth_of, sizes_noted
 from exportkit.trees.object_parts import Path
 
 # In this namespace optree opens only what it opens natively: plain containers. Dicts keep the order of their keys, as
@@ -34,11 +34,14 @@ class Mark(enum.Enum):
 
     TENSOR = "tensor"
     LENGTH = "length"
+    COUNT = "count"
 
 
 TENSOR = Mark.TENSOR
 # A counter that is symbolic while a graph is traced; when a cache is built, it is read from the length of its keys.
 LENGTH = Mark.LENGTH
+# A counter of a layer that is a leaf of its cache.
+COUNT = Mark.COUNT
 
 
 # The nodes of a structure: each has ``items`` in the order of their leaves, and puts built items together (``around``).
@@ -99,6 +102,11 @@ class Object:
         """Returns the object around the given items. No ``update`` runs, and it behaves as the flattened one did."""
         built: Any = object.__new__(self.cls)
         state = dict(zip(self.names, items, strict=True))
+        if "layers" in state and COUNTER in state:
+            count = state.pop(COUNTER)
+            for layer in state["layers"]:
+                if vars(layer).get(COUNTER) is COUNT:
+                    setattr(layer, COUNTER, count)
         for name, value in state.items():
             if type(value) is Method:
                 state[name] = types.MethodType(value.function, built)

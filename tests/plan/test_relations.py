@@ -20,7 +20,7 @@ def columns(**sequences):
 
 
 def relations_of(table, **options):
-    groups = with_past(group_axes(table))
+    groups = with_past(group_axes(table), table)
     names = {f"group_{i}": group.axes[0][0] if group.axes else "past" for i, group in enumerate(groups)}
     found = find_relations(groups, **options)
     return {names[f"group_{whole}"]: str(size.renamed(names)) for whole, size in found.items()}

@@ -26,7 +26,12 @@ PATHS = {
     "DynamicSlidingWindowLayer": ["layers[0].keys", "layers[0].values"],
     "DynamicIndexedLayer": ["layers[0].keys", "layers[0].values", "layers[0].indexer_keys"],
     "StaticLayer": ["layers[0].keys", "layers[0].values", "layers[0].cumulative_length"],
-    "StaticSlidingWindowLayer": ["layers[0].keys", "layers[0].values", "layers[0].cumulative_length"],
+    "StaticSlidingWindowLayer": [
+        "layers[0].keys",
+        "layers[0].values",
+        "layers[0].cumulative_length",
+        "cumulative_length_int",
+    ],
     "LinearAttentionLayer": [
         "layers[0].conv_states[0]",
         "layers[0].conv_states[1]",
