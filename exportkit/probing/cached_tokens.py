@@ -78,7 +78,7 @@ def zeros_of_unfilled(
 
 
 def check_counted(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[Any]) -> None:
-    """Raises ArgumentError if caches have counted other tokens than a graph can know of.
+    """Raises ArgumentError if caches have counted more or fewer tokens than a graph can know of.
 
     A graph has no counters: sizes show how many tokens came before. If all caches have windows, and no size of another
     input shows it, the graph takes a full window for all there is. Its positions are wrong then, and so is what it
@@ -98,8 +98,9 @@ def check_counted(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterabl
         return  # the counter is what says it then
     shown = cached_length(plan, shapes) if past is None else solve_sizes(plan, shapes)[past.name]
     if shown is not None and counted != shown:
+        compared = "more" if counted > shown else "fewer"
         raise ArgumentError(
-            "The caches have counted other tokens than the sizes of the inputs show to the graph.",
+            f"The caches have counted {compared} tokens than the sizes of the inputs show.",
             where="a cache" if past is None else past.name,
             expected=f"{shown} tokens",
             got=str(counted),

@@ -75,14 +75,18 @@ def _update(
     self.cumulative_length += key_states.shape[-2]
     pairs = ((self.keys, key_states), (self.values, value_states))
     keys, values = (torch.cat([old, new], dim=-2) if old.ndim == new.ndim else new for old, new in pairs)
-    length = keys.shape[-2]
-    start = torch.sym_max(length - (self.sliding_window - 1), 0)
-    self.keys, self.values = (states.narrow(-2, start, length - start) for states in (keys, values))
-    return keys, values
+    length, stored = keys.shape[-2], self.sliding_window - 1
+    records = getattr(self, "record_past", False)  # what left the window is kept, for a cache that may be cropped
+    start = torch.sym_max(length - stored - (key_states.shape[-2] if records else 0), 0)
+    seen = [states.narrow(-2, start, length - start) for states in (keys, values)]
+    self.keys, self.values = (keys, values) if records else seen
+    return (seen[0], seen[1]) if records else (keys, values)
 
 
 def _mask_sizes(self: Any, query_length: int) -> tuple[Any, Any]:
     cached = self.keys.shape[-2] if self.is_initialized else 0
+    if getattr(self, "record_past", False):
+        cached = torch.sym_min(cached, self.sliding_window - 1)
     return cached + query_length, self.cumulative_length - cached
 
 

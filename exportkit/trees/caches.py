@@ -36,6 +36,9 @@ ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtyp
 # tokens, and no tensor shows how many there were: the counter is a leaf of the cache.
 COUNTER = "cumulative_length_int"
 
+# Attributes that no tensor shows: they are compared with those of the recorded calls.
+_UNSEEN = (COUNTER, "record_past")
+
 # The axis of these attributes grows by one with each token, in layers that do not preallocate it.
 GROWING = {"keys": 2, "values": 2, "indexer_keys": 1}
 
@@ -73,19 +76,20 @@ _keeps_state: Callable[[type], bool] = functools.lru_cache(maxsize=1024)(
 def own_state(cache: Any) -> dict[str, Any]:
     """Returns the attributes of a cache, or of a layer, that classes from elsewhere add to those of transformers.
 
-    What transformers itself keeps besides tensors follows from these (see `set_stored_length`), but for a `COUNTER`.
+    What transformers itself keeps besides tensors follows from these (see `set_stored_length`), but for a few.
     """
     state = vars(cache)
     if _keeps_state(type(cache)):
         return {name: value for name, value in state.items() if name not in _FOLLOWED and name not in DERIVED}
     found = {name: value for name, value in state.items() if type(value) not in ATOMS and _holds_own_state(value)}
-    count = state.get(COUNTER)
-    return {**found, COUNTER: count} if type(count) is int else found
+    return found | {name: state[name] for name in _UNSEEN if type(state.get(name)) is int or state.get(name) is True}
 
 
 def _holds_own_state(value: Any) -> bool:
     if type(value) is list:  # of layers
-        return any(map(_keeps_state, set(map(type, value)))) or any(COUNTER in vars(layer) for layer in value)
+        return any(map(_keeps_state, set(map(type, value)))) or any(
+            is_cache_class(type(layer)) and own_state(layer) for layer in value
+        )
     return is_cache_class(type(value)) and bool(own_state(value))
 
 
@@ -100,7 +104,8 @@ def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
     if name not in GROWING or "max_cache_len" in state or hasattr(cls, "max_cache_len"):
         return None
     window = state["sliding_window"] if "sliding_window" in state else getattr(cls, "sliding_window", None)
-    return _growth(GROWING[name], window - 1 if isinstance(window, int) else None)
+    limited = isinstance(window, int) and not state.get("record_past")
+    return _growth(GROWING[name], window - 1 if limited else None)
 
 
 @functools.lru_cache(maxsize=1024)  # one object for equal ones: they are compared by the hundred

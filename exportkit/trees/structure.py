@@ -287,7 +287,8 @@ class Leaves:
     def _add_table(self, node: Table, path: str) -> None:
         columns = dict(zip(node.names, node.columns, strict=True))
         tensors = tuple([name for name, column in columns.items() if column is TENSOR])
-        windows = columns.get("sliding_window", (None,) * node.height)
+        windows, records = (columns.get(name, (None,) * node.height) for name in ("sliding_window", "record_past"))
+        windows = tuple([None if record else window for window, record in zip(windows, records, strict=True)])
         paths, numbers, growing = _table_leaves(path, self.next, node.cls, node.names, tensors, windows)
         self.paths += paths
         self.numbers += numbers
