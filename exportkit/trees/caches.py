@@ -104,8 +104,8 @@ def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
     if name not in GROWING or "max_cache_len" in state or hasattr(cls, "max_cache_len"):
         return None
     window = state["sliding_window"] if "sliding_window" in state else getattr(cls, "sliding_window", None)
-    limited = isinstance(window, int) and not state.get("record_past")
-    return _growth(GROWING[name], window - 1 if limited else None)
+    records = state.get("record_past")
+    return _growth(GROWING[name], window - 1 if isinstance(window, int) and not records else None)
 
 
 @functools.lru_cache(maxsize=1024)  # one object for equal ones: they are compared by the hundred
