@@ -206,7 +206,7 @@ class Observation:
             returned = call.outputs.tensors()
             changed = {}
             for name, tree in call.arguments.items():
-                value = tree.build() if is_cache_class(tree.cls) else None
+                value = tree.build() if tree.cls in (list, tuple, dict) or is_cache_class(tree.cls) else None
                 paths = []
                 for path, layer in unfilled_layers(value):
                     keys, values = (_ending_with(f"{path}.{part}", returned) for part in ("keys", "values"))

@@ -67,12 +67,21 @@ def _filled_length(variable: Variable) -> int | None:
 
 
 def _extended(plan: Plan, tokens: Sequence[AxisKey], length: int, probe: ModelProbe) -> Plan | None:
-    """The plan in which a length is a variable, if the model accepts other lengths."""
+    """The plan in which a length is a variable, if the model accepts other lengths.
+
+    Where inputs are longer than the cache by this length, as a mask over all tokens is, it is the new tokens' length.
+    """
+    name, past = f"length_{length}", plan.with_role("past")
     for axes in (_axes_of_length(plan, length), tokens):
-        name = f"length_{length}"
-        followed = _with_length(plan, name, length, axes)
-        if _accepts_lengths(followed, name, length, probe):
-            return followed
+        made = [_with_length(plan, name, length, axes)]
+        if past is not None:
+            total = Expression.of(past.name) + Expression.of(length)
+            keys = [(leaf.path, axis) for leaf in plan.leaves for axis, size in enumerate(leaf.sizes) if size == total]
+            summed = dict.fromkeys(keys, Expression.of(past.name) + Expression.of(name))
+            made = [made[0].with_sizes(summed), *made] if keys else made
+        found = next((tried for tried in made if _accepts_lengths(tried, name, length, probe)), None)
+        if found is not None:
+            return found
     return None
 
 

@@ -44,8 +44,8 @@ __all__ = [
     "set_stored_length",
     "stored_length",
     "string_type",
-    "unfilled_layers",
     "text_of",
+    "unfilled_layers",
     "with_changed",
     "with_list",
 ]

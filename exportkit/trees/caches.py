@@ -133,25 +133,26 @@ def shared_count(layers: Sequence[Any]) -> Any:
     return counts[0] if counts and all(count is counts[0] or count == counts[0] for count in counts) else None
 
 
-def unfilled_layers(cache: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def unfilled_layers(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the layers of a fixed length that hold no tensors yet, each with its path.
 
     transformers makes their tensors, which are zeros, in the first call. The encoder's part of a cache is left out.
 
     Args:
-        cache: A cache; any other value has no such layers.
+        value: A cache, or lists, tuples and dicts that hold some; any other value has no such layers.
         path: Its path.
     """
-    if not is_cache_class(type(cache)):
-        return
-    for name, value in vars(cache).items():
-        inner = f"{path}.{name}".lstrip(".")
-        if name == "layers" and isinstance(value, list):
-            for number, layer in enumerate(value):
-                if "max_cache_len" in vars(layer) and not isinstance(getattr(layer, "keys", None), torch.Tensor):
-                    yield f"{inner}[{number}]", layer
-        elif name != "cross_attention_cache":
-            yield from unfilled_layers(value, inner)
+    if isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from unfilled_layers(item, f"{path}[{number}]")
+    elif isinstance(value, dict) or is_cache_class(type(value)):
+        state = value if isinstance(value, dict) else vars(value)
+        is_layer = value is not state and "max_cache_len" in state and hasattr(value, "lazy_initialization")
+        if is_layer and not isinstance(getattr(value, "keys", None), torch.Tensor):
+            yield path, value
+        for name, item in () if is_layer else state.items():
+            if name != "cross_attention_cache":
+                yield from unfilled_layers(item, f"{path}.{name}".lstrip("."))
 
 
 def set_stored_length(cache: Any, length: int) -> None:
