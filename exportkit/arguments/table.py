@@ -50,7 +50,7 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
     for call in observation.calls:
         shapes.append(call.shapes())
         outputs.append(tuple(call.outputs.shapes()))
-        counted.append(max(map(stored_length, call.values().values()), default=0) or None)
+        counted.append(stored_length(call.values()) or None)
         for path, tensor in call.tensors().items():
             dtypes.setdefault(path, str(tensor.dtype).removeprefix("torch."))
     if not stored_only:

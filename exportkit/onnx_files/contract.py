@@ -25,7 +25,7 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.missing import MissingDefaults, dependent_outputs
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
-from exportkit.trees import Tree
+from exportkit.trees import Tree, flatten, set_stored_length, stored_length
 
 Runtime = Literal["genai", "onnxruntime"]  # what graphs are made for; both run fused operators
 _HALVES = {"self_attention_cache": "decoder", "cross_attention_cache": "encoder"}
@@ -53,7 +53,8 @@ class Contract:
         plan: What varies.
         domain: Where the graph may be used.
         defaults: Values for missing inputs.
-        structure: Structure of what the model returns; its tensors mean nothing.
+        structure: Structure of what the model returns; its tensors mean nothing. Counters in its caches are the number
+            of new tokens, if that is no variable of the plan.
         joined_outputs: Paths of lists that the graph returns as one tensor.
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
         dependent: Outputs that are only returned if an input is given, with that input, both by path.
@@ -143,7 +144,7 @@ class Contract:
             plan=traced.plan,
             domain=traced.domain,
             defaults=traced.defaults,
-            structure=traced.outputs,
+            structure=_counting_new_tokens(traced),
             joined_outputs=traced.joined_outputs,
             member_rows=traced.member_rows,
             dependent=dependent_outputs(observation, traced.output_paths, traced.joined_outputs),
@@ -195,3 +196,14 @@ def _unique(names: Sequence[str], taken: Iterable[str]) -> list[str]:
         found.append(unique_name(name, seen))
         seen.add(found[-1])
     return found
+
+
+def _counting_new_tokens(traced: TracedProgram) -> Tree:
+    """The structure of what the model returns. Counters in its caches are what a call adds, if that never varies."""
+    call = traced.observation.calls[0]
+    added = stored_length(call.outputs.build()) - stored_length(call.values())
+    if traced.plan.new_tokens is not None or added <= 0:
+        return traced.outputs
+    value = traced.outputs.build()
+    set_stored_length(value, added)
+    return flatten(value)

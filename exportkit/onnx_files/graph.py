@@ -28,7 +28,7 @@ from exportkit.running.placement import Placement
 from exportkit.running.program import tensor_placeholders
 from exportkit.running.random_numbers import SEED, with_fixed_numbers
 from exportkit.running.session import GraphSession, Session, SessionRunner
-from exportkit.trees import check_opened, first_name, flatten, join, set_stored_length
+from exportkit.trees import check_opened, first_name, flatten, join, set_stored_length, stored_length
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -62,10 +62,12 @@ class Given:
     Attributes:
         tensors: The tensors by path.
         past: Number of cached tokens, if it is needed and the tensors do not show it.
+        counted: Number of cached tokens that the caches have counted; 0 without a counter.
     """
 
     tensors: Tensors
     past: int | None = None
+    counted: int = 0
 
 
 class OnnxGraph:
@@ -259,9 +261,9 @@ class OnnxGraph:
         if absent and isinstance(outputs, MutableMapping):
             outputs = _without(outputs, absent)
         past, new = plan.with_role("past"), plan.new_tokens
-        if past is not None and new is not None:  # the counters of caches: cached tokens and new ones
-            for value in outputs.values() if isinstance(outputs, Mapping) else [outputs]:
-                set_stored_length(value, sizes[past.name] + sizes[new.name])
+        before = max(given.counted, 0 if past is None else sizes[past.name])
+        added = stored_length(outputs) if new is None else sizes[new.name]
+        set_stored_length(outputs, before + added)  # the counters of caches
         return outputs
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Tensors | None = None) -> Given:
@@ -329,7 +331,11 @@ class OnnxGraph:
         given |= zeros_of_unfilled(plan, given, values)
         check_counted(plan, given, values.values())
         past, role = hidden_past(plan, given, values.values()), plan.with_role("past")
-        return values, Given(given, past), {} if past is None or role is None else {role.name: past}
+        return (
+            values,
+            Given(given, past, stored_length(values)),
+            {} if past is None or role is None else {role.name: past},
+        )
 
     def feeds(self, given: Given) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for a call, by name of its input."""

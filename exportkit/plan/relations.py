@@ -104,6 +104,7 @@ def with_past(groups: Sequence[Group], table: CallTable) -> list[Group]:
         past = [(0 if empty else count) if a is None or b is None else a - b for a, b, empty, count in rows]
         lengths = {length for length in past if length is not None}
         is_told = None not in new.seen and len(lengths) > 1 and min(lengths) >= 0
+        is_told &= all(count in (None, length) for count, length in zip(counted, past, strict=True))
         if is_told and all(_is_window_of(window, past) for window in windows):
             return [*groups, *full, Group((), tuple(past), grows=True)]
     for total in others if None not in counted and len(set(counted)) > 1 else ():

@@ -35,7 +35,7 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[
     shapes = {path: tuple(tensor.shape) for path, tensor in given.items()}
     if not is_hidden(plan, past.name, shapes):
         return None
-    counted = max(map(stored_length, values), default=0)
+    counted = stored_length([*values])
     full = plan.depending_on_past.intersection(given)
     windows = [size.cap or 0 for path in full for size in plan.by_path[path].sizes]
     positions = next((given[path] for path in given if path.rpartition(".")[2] in _POSITIONS), None)
@@ -89,7 +89,7 @@ def check_counted(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterabl
         given: The inputs that are given, by path.
         values: The arguments.
     """
-    past, counted = plan.with_role("past"), max(map(stored_length, values), default=0)
+    past, counted = plan.with_role("past"), stored_length([*values])
     has_positions = any(path.rpartition(".")[2] in _POSITIONS for path in given)
     if not counted or (has_positions and not any("mask" in path for path in given)):
         return

@@ -187,7 +187,7 @@ def _with_masks(plan: Plan, observation: Observation, needs_cache: bool) -> Obse
 
     calls = []
     for call in observation.calls:
-        counted = max(map(stored_length, call.values().values()), default=0)
+        counted = stored_length(call.values())
         shape = mask_shape(solve_sizes(plan, call.shapes()), counted)
         device = next(iter(call.tensors().values())).device
         arguments = {**call.arguments, MASK: flatten(torch.ones(shape, dtype=torch.int64, device=device))}

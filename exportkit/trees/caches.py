@@ -162,15 +162,15 @@ def set_stored_length(cache: Any, length: int) -> None:
     encoder-decoder cache is filled.
 
     Args:
-        cache: A cache, changed in place; any other value is left alone. Of an encoder-decoder cache, the decoder's
-            part is changed.
+        cache: A cache, changed in place, or lists, tuples and dicts of caches; any other value is left alone. Of an
+            encoder-decoder cache, the decoder's part is changed.
         length: Number of tokens cached so far.
     """
     waiting = [cache]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, list | tuple):
-            waiting += part
+        if isinstance(part, list | tuple | dict):
+            waiting += part.values() if isinstance(part, dict) else part
         for name, value in vars(part).items() if is_cache_class(type(part)) else ():
             if name == "cumulative_length" and isinstance(value, int):
                 part.cumulative_length = length
@@ -188,13 +188,13 @@ def stored_length(value: Any) -> int:
     """Returns how many tokens a cache counted, including those that left a sliding window; 0 without a counter.
 
     Args:
-        value: A cache; for any other value the result is 0.
+        value: A cache, or lists, tuples and dicts of caches; for any other value the result is 0.
     """
     longest, waiting = 0, [value]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, list | tuple):
-            waiting += part
+        if isinstance(part, list | tuple | dict):
+            waiting += part.values() if isinstance(part, dict) else part
         elif is_cache_class(type(part)):
             count = getattr(part, "cumulative_length", 0)
             longest = max(longest, count if isinstance(count, int) else 0)

@@ -154,3 +154,45 @@ def test_a_part_of_the_encoder_states_in_a_cache_is_refused(tmp_path):
     mask = torch.ones(2, 6, dtype=torch.int64)
     with pytest.raises(ArgumentError, match="past_encoder_sequence == 0 or past_encoder_sequence == "):
         graph(**given, attention_mask=mask, use_cache=True, return_dict=True)
+
+
+class OneToken(torch.nn.Module):
+    """Takes one token for each row, and a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = tiny_mistral(sliding_window=6)
+
+    def forward(self, token, cache, mask):
+        result = self.decoder(input_ids=token[:, None], past_key_values=cache, attention_mask=mask)
+        return result.logits, result.past_key_values
+
+
+def single_steps(model, decoder, batch, prompt, steps):
+    """Logits of single tokens after a prompt, each on the cache that the call before returned, and that cache."""
+    torch.manual_seed(prompt)
+    cache, found = DynamicCache(config=decoder.config), []
+    with torch.no_grad():
+        decoder(input_ids=random_ids(batch, prompt), past_key_values=cache)
+        for step in range(steps):
+            mask = torch.ones(batch, prompt + step + 1, dtype=torch.int64)
+            mask[0, : prompt // 2] = 0
+            logits, cache = model(random_ids(batch, 1)[:, 0], cache, mask)
+            found.append(logits)
+    return found, cache
+
+
+@pytest.mark.parametrize("prompts", [(2, 3), (9, 8)], ids=["filling", "full"])
+def test_returned_caches_count_on_from_the_given_ones(prompts, tmp_path):
+    model, (first, second) = OneToken().eval(), prompts
+
+    def run():
+        single_steps(model, model.decoder, 2, first, 3)
+        single_steps(model, model.decoder, 3, second, 3)
+
+    graph = exported(model, run, tmp_path, store_n_calls=6)
+    for batch, prompt, steps in [(2, 9, 3), (1, 3, 6), (3, 15, 2)]:
+        expected, cache = single_steps(model, model.decoder, batch, prompt, steps)
+        found, returned = single_steps(graph, model.decoder, batch, prompt, steps)
+        torch.testing.assert_close(found, expected)
+        assert returned.get_seq_length() == cache.get_seq_length() == prompt + steps
