@@ -60,22 +60,28 @@ def test_padding_is_read_at_the_right_place_if_all_recorded_windows_were_full(to
     assert found["past_key_values"].get_seq_length() == 16
 
 
-def test_a_second_turn_on_full_windows_returns_the_same_tokens(tmp_path):
+def test_a_second_turn_on_full_windows_returns_the_same_logits(tmp_path):
     model = tiny_mistral(sliding_window=6)
 
-    def turns(batch=2, length=7):
+    def turns(batch, length, padding):
         options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         mask = torch.ones(batch, length + 7, dtype=torch.int64)
-        mask[0, :2] = 0
+        mask[0, :padding] = 0
         torch.manual_seed(length)
         first = model.generate(
             random_ids(batch, length), attention_mask=mask[:, :length], return_dict_in_generate=True, **options
         )
         tokens = torch.cat([first.sequences, random_ids(batch, 3)], dim=1)
-        return model.generate(tokens, attention_mask=mask, past_key_values=first.past_key_values, **options)
+        options |= {"return_dict_in_generate": True, "output_logits": True}
+        second = model.generate(tokens, attention_mask=mask, past_key_values=first.past_key_values, **options)
+        return torch.stack(second.logits)
 
-    graph = exported(model, turns, tmp_path)
-    compared = exportkit.compare_runs(lambda: turns(3, 9), model, graph)
+    def run():
+        turns(2, 7, padding=2)
+        turns(3, 5, padding=0)
+
+    graph = exported(model, run, tmp_path)
+    compared = exportkit.compare_runs(lambda: turns(3, 9, padding=2), model, graph)
     assert compared.equal
     assert compared.outside == 0
 
