@@ -329,13 +329,11 @@ class OnnxGraph:
             of_caches = {join(name, path) for name, tree in trees.items() for path in tree.growing}
             given = {path: tensor for path, tensor in given.items() if path not in unknown_empty & of_caches}
         given |= zeros_of_unfilled(plan, given, values)
-        check_counted(plan, given, values.values())
-        past, role = hidden_past(plan, given, values.values()), plan.with_role("past")
-        return (
-            values,
-            Given(given, past, stored_length(values)),
-            {} if past is None or role is None else {role.name: past},
-        )
+        counted = stored_length(values)
+        check_counted(plan, given, counted)
+        past, role = hidden_past(plan, given, counted), plan.with_role("past")
+        known = {} if past is None or role is None else {role.name: past}
+        return values, Given(given, past, counted), known
 
     def feeds(self, given: Given) -> dict[str, torch.Tensor]:
         """Returns the tensors that the graph gets for a call, by name of its input."""

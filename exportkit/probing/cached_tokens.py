@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,12 +10,12 @@ import torch
 from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import cached_length, is_hidden, solve_sizes
-from exportkit.trees import stored_length, unfilled_layers
+from exportkit.trees import unfilled_layers
 
 _POSITIONS = ("position_ids", "cache_position")
 
 
-def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[Any]) -> int | None:
+def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], counted: int) -> int | None:
     """Returns the number of cached tokens if missing inputs need it, and full windows of caches do not show it.
 
     Then the counters of the caches say it, which the model goes by too; for caches without a counter, the positions of
@@ -24,7 +24,7 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[
     Args:
         plan: The plan.
         given: The inputs that are given, by path.
-        values: The arguments.
+        counted: How many tokens the caches have counted; 0 without a counter.
 
     Raises:
         ArgumentError: if neither says it.
@@ -35,7 +35,6 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[
     shapes = {path: tuple(tensor.shape) for path, tensor in given.items()}
     if not is_hidden(plan, past.name, shapes):
         return None
-    counted = stored_length([*values])
     full = plan.depending_on_past.intersection(given)
     windows = [size.cap or 0 for path in full for size in plan.by_path[path].sizes]
     positions = next((given[path] for path in given if path.rpartition(".")[2] in _POSITIONS), None)
@@ -64,6 +63,8 @@ def zeros_of_unfilled(
         values: The arguments by name.
     """
     found: dict[str, torch.Tensor] = {}
+    if plan.by_path.keys() <= given.keys():
+        return found
     for name, value in values.items():
         for path, layer in unfilled_layers(value, name):
             for part in ("keys", "values"):
@@ -77,7 +78,7 @@ def zeros_of_unfilled(
     return found
 
 
-def check_counted(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterable[Any]) -> None:
+def check_counted(plan: Plan, given: Mapping[str, torch.Tensor], counted: int) -> None:
     """Raises ArgumentError if caches have counted more or fewer tokens than a graph can know of.
 
     A graph has no counters: sizes show how many tokens came before. If all caches have windows, and no size of another
@@ -87,9 +88,9 @@ def check_counted(plan: Plan, given: Mapping[str, torch.Tensor], values: Iterabl
     Args:
         plan: The plan.
         given: The inputs that are given, by path.
-        values: The arguments.
+        counted: How many tokens the caches have counted; 0 without a counter.
     """
-    past, counted = plan.with_role("past"), stored_length([*values])
+    past = plan.with_role("past")
     has_positions = any(path.rpartition(".")[2] in _POSITIONS for path in given)
     if not counted or (has_positions and not any("mask" in path for path in given)):
         return

@@ -27,7 +27,7 @@ from exportkit.probing.unpadded import MASK, without_padding
 from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
 from exportkit.running.eager import EagerRunner, run_eager, sampled_answer
 from exportkit.running.runner import Compare, Runner, compare_calls, recorded
-from exportkit.trees import flatten, is_cache_class, join
+from exportkit.trees import flatten, is_cache_class, join, stored_length
 
 _MOST_TRIALS = 64
 _FEW_TOKENS = 2
@@ -107,7 +107,7 @@ def filled(tensor: torch.Tensor, fill: Fill, cached: int) -> torch.Tensor:
 def completed_call(plan: Plan, observation: Observation, call: Call, defaults: Mapping[str, Fill]) -> Call:
     """Returns a call with defaults for its missing inputs, and with what the model returned without them."""
     given = call.tensors()
-    past, hidden = plan.with_role("past"), hidden_past(plan, given, call.values().values())
+    past, hidden = plan.with_role("past"), hidden_past(plan, given, stored_length(call.values()))
     cached = hidden if past is None or hidden is not None else solve_sizes(plan, call.shapes())[past.name]
     merged = replace(observation.merged_call, cached_tokens=cached)
     completed = merged.with_tensors({**given, **fill_missing(plan, given, defaults, hidden)})

@@ -36,8 +36,8 @@ ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtyp
 # tokens, and no tensor shows how many there were: the counter is a leaf of the cache.
 COUNTER = "cumulative_length_int"
 
-# Attributes that no tensor shows: they are compared with those of the recorded calls.
-_UNSEEN = (COUNTER, "record_past")
+# Whether a layer keeps tokens that left its window, so that the cache can be cropped.
+_RECORDS = "record_past"
 
 # The axis of these attributes grows by one with each token, in layers that do not preallocate it.
 GROWING = {"keys": 2, "values": 2, "indexer_keys": 1}
@@ -82,14 +82,20 @@ def own_state(cache: Any) -> dict[str, Any]:
     if _keeps_state(type(cache)):
         return {name: value for name, value in state.items() if name not in _FOLLOWED and name not in DERIVED}
     found = {name: value for name, value in state.items() if type(value) not in ATOMS and _holds_own_state(value)}
-    return found | {name: state[name] for name in _UNSEEN if type(state.get(name)) is int or state.get(name) is True}
+    return found | _unseen(state)
+
+
+def _unseen(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What no tensor shows among the attributes of a layer: a counter, and that it keeps what left its window."""
+    found = {COUNTER: state[COUNTER]} if type(state.get(COUNTER)) is int else {}
+    return found | {_RECORDS: True} if state.get(_RECORDS) is True else found
 
 
 def _holds_own_state(value: Any) -> bool:
-    if type(value) is list:  # of layers
-        return any(map(_keeps_state, set(map(type, value)))) or any(
-            is_cache_class(type(layer)) and own_state(layer) for layer in value
-        )
+    if type(value) is list:
+        classes = set(map(type, value))
+        is_of_layers = all(map(is_cache_class, classes))
+        return any(map(_keeps_state, classes)) or (is_of_layers and any(map(_unseen, map(vars, value))))
     return is_cache_class(type(value)) and bool(own_state(value))
 
 
@@ -104,7 +110,7 @@ def growth_of(name: str, cls: type, state: Mapping[str, Any]) -> Growth | None:
     if name not in GROWING or "max_cache_len" in state or hasattr(cls, "max_cache_len"):
         return None
     window = state["sliding_window"] if "sliding_window" in state else getattr(cls, "sliding_window", None)
-    records = state.get("record_past")
+    records = state.get(_RECORDS)
     return _growth(GROWING[name], window - 1 if isinstance(window, int) and not records else None)
 
 
@@ -198,7 +204,9 @@ def stored_length(value: Any) -> int:
         elif is_cache_class(type(part)):
             count = getattr(part, "cumulative_length", 0)
             longest = max(longest, count if isinstance(count, int) else 0)
-            waiting += [item for name, item in vars(part).items() if name != "cross_attention_cache"]
+            for name, item in vars(part).items():
+                if not (type(item) in ATOMS or isinstance(item, torch.Tensor) or name == "cross_attention_cache"):
+                    waiting.append(item)
     return longest
 
 
