@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from exportkit.calls.call import Call, Signature
 from exportkit.errors import NoCallsError, ObservationError
 from exportkit.json_data import Size, read
-from exportkit.trees import Tree, check_opened, flatten, is_cache_class, join, unfilled_layers
+from exportkit.trees import Tree, check_opened, flatten, join, unfilled_layers
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,11 @@ class Observation:
         filled: set[str] = set()
         calls = []
         for call in self.calls:
-            returned = call.outputs.tensors()
             changed = {}
             for name, tree in call.arguments.items():
-                value = tree.build() if tree.cls in (list, tuple, dict) or is_cache_class(tree.cls) else None
-                paths = []
+                if not _has_unfilled_layer(tree.tensor_paths):  # tensors are only loaded where they are needed
+                    continue
+                value, returned, paths = tree.build(), call.outputs.tensors(), list[str]()
                 for path, layer in unfilled_layers(value):
                     keys, values = (_ending_with(f"{path}.{part}", returned) for part in ("keys", "values"))
                     if keys is not None and values is not None:
@@ -345,6 +345,11 @@ class Observation:
         with reading(Path(directory) / JSON, damaged):
             about = {name: read(kind, data[name]) for name, kind in _ABOUT.items()}
         return cls(signature, calls, has_values=data["values"], **about)
+
+
+def _has_unfilled_layer(paths: Collection[str]) -> bool:
+    """Whether a layer of a fixed length, which counts tokens in a tensor from the start, has no keys yet."""
+    return any(path.endswith(".cumulative_length") and f"{path.rpartition('.')[0]}.keys" not in paths for path in paths)
 
 
 def _ending_with(path: str, others: Iterable[str]) -> str | None:

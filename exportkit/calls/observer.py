@@ -234,8 +234,7 @@ class Observer:
             raise NoCallsError(
                 "No inputs were captured.", hint="run the model inside `with observer(model):` before asking."
             )
-        found = self._recorder.observation().with_filled_caches()
-        found = found.completed(self.value_if_missing).without(self._removed)
+        found = self._recorder.observation().completed(self.value_if_missing).without(self._removed)
         return found if found.calls or self._instead is None else self._instead.in_observation(found)
 
     @property

@@ -145,7 +145,7 @@ class Recorder:
         with self._reading:
             state = len(self._stored), len(self._failures), len(self._problems), self._counter.total
             if self._known is None or self._known[0] != state:
-                self._known = state, self._observation()
+                self._known = state, self._observation().with_filled_caches()
             return self._known[1]
 
     def _observation(self) -> Observation:

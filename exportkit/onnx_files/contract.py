@@ -54,7 +54,7 @@ class Contract:
         domain: Where the graph may be used.
         defaults: Values for missing inputs.
         structure: Structure of what the model returns; its tensors mean nothing. Counters in its caches are the number
-            of new tokens, if that is no variable of the plan.
+            of new tokens if the plan has no variable for it.
         joined_outputs: Paths of lists that the graph returns as one tensor.
         member_rows: Rows of each tensor of such a list, by its path, if they are always the same.
         dependent: Outputs that are only returned if an input is given, with that input, both by path.

@@ -90,7 +90,13 @@ class Leaf(_RecordedShapes):
 
 @dataclass(frozen=True)
 class CallTable:
-    """All input leaves in signature order, and the shapes of the outputs of each call."""
+    """All input leaves in signature order, with the shapes of the outputs of each call.
+
+    Attributes:
+        leaves: The leaves.
+        output_shapes: Shapes of the outputs of each call.
+        counted: Number of tokens that the caches had counted before each call; None if unknown, or if there were none.
+    """
 
     leaves: tuple[Leaf, ...]
     output_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()

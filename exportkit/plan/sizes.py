@@ -58,8 +58,8 @@ def choose_sizes(
         else:
             followers[variable.name] = variable.follows
             expressions.discard(Expression.of(variable.name))
-    # As large as the recorded sizes first; if that fills the windows of caches, small enough not to fill them; if there
-    # are no such sizes, the windows are full.
+    # As large as the recorded sizes first; if that fills the windows of caches, small enough not to fill them. The last
+    # resort is to fill them.
     for within_windows, may_fill in ((False, False), (True, False), (False, True)):
         options = []
         for variable in free.values():
