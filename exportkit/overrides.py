@@ -7,6 +7,7 @@ one everything is as it was before the first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections import Counter
@@ -32,7 +33,10 @@ _lock = threading.RLock()
 # For each slot that is replaced: what it held before, then who replaced it and by what, in order.
 _values: dict[Slot, list[tuple[object, Any]]] = {}
 # Packages whose own imports stay as they are: none of them has code of models. torch computes sizes with sympy's.
-_UNCHANGED = {"torch", "sympy", "mpmath", "numpy", "exportkit", *sys.stdlib_module_names} - {"__main__"}
+_UNCHANGED = {
+    *("torch", "sympy", "mpmath", "numpy", "scipy", "onnx", "onnx_ir", "onnxscript", "exportkit"),
+    *(sys.stdlib_module_names - {"__main__"}),
+}
 _MISSING = object()  # held by an attribute or an item that does not exist
 
 
@@ -157,12 +161,17 @@ def with_imports(replacements: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any
     for slot, value in replacements:
         if isinstance(slot, Attribute) and isinstance(slot.owner, ModuleType) and callable(function := slot.read()):
             found[id(function)] = value
-    modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _UNCHANGED]
-    for _, module in modules if found else []:
-        if isinstance(module, ModuleType):
+    for module in [module for name, module in list(sys.modules.items()) if _may_import(name)] if found else []:
+        if isinstance(module, ModuleType) and not found.keys().isdisjoint(map(id, list(vars(module).values()))):
             names = [key for key, value in list(vars(module).items()) if id(value) in found]
             replacements += [(Attribute(module, key), found[id(vars(module)[key])]) for key in names]
     return replacements
+
+
+@functools.cache
+def _may_import(name: str) -> bool:
+    """Whether a Python module of this name may have imported functions that are replaced, and should get others."""
+    return name.partition(".")[0] not in _UNCHANGED
 
 
 def replaced_attributes(owner: Any, attributes: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,10 +148,12 @@ def limits_kept() -> list[tuple[Any, dict[str, Any]]]:
 def tables_kept() -> list[tuple[Any, dict[str, Any]]]:
     """Returns the attributes to replace, each with its owner, so that tables of operators are made once.
 
-    torch.onnx reads the source of all its translations for each export, and torch.export lists all operators of torch
-    several times: most of the time that the export of a small model takes. Seen in torch 2.13.
+    torch.onnx reads the source of all its translations for each export, torch.export lists all operators of torch
+    several times, and it registers thousands of functions, each time with new objects for the annotations of a local
+    function: most of the time that the export of a small model takes. Seen in torch 2.13.
     """
     try:
+        from torch import _ops
         from torch._export import utils
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -168,8 +171,11 @@ def tables_kept() -> list[tuple[Any, dict[str, Any]]]:
         registry.functions = {target: list(found) for target, found in registry.functions.items()}
         return registry
 
-    kept = {"from_torchlib": classmethod(from_torchlib)}
-    return [(ONNXRegistry, kept), (utils, {"_materialize_cpp_cia_ops": functools.cache(listed)})]
+    return [
+        (ONNXRegistry, {"from_torchlib": classmethod(from_torchlib)}),
+        (utils, {"_materialize_cpp_cia_ops": functools.cache(listed)}),
+        (_ops, {"Callable": typing.Callable}),  # of which Python keeps those with parameters
+    ]
 
 
 def quick_matches() -> list[tuple[Any, dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -253,13 +254,18 @@ def always_holds(relation: Any, values: Mapping[Any, Any]) -> bool:
         relation: A relation of sympy.
         values: For each symbol, an expression in symbols that are 0 or more.
     """
+    return _always_holds(relation, tuple(values.items()))
+
+
+@functools.lru_cache(maxsize=2**12)  # a trace, its audits and the translation ask the same, and sympy is slow
+def _always_holds(relation: Any, values: tuple[tuple[Any, Any], ...]) -> bool:
     import sympy
     from torch.utils._sympy import numbers, value_ranges
 
     plain = relation
     for torch_own, general in zip(sympy_functions("Min", "Max"), (sympy.Min, sympy.Max), strict=True):
-        plain = plain.replace(torch_own, general)
-    plain = plain.xreplace(values)
+        plain = plain.replace(torch_own, general) if plain.has(torch_own) else plain
+    plain = plain.xreplace(dict(values))
     if plain.is_Relational:
         difference = plain.lhs - plain.rhs
         if difference.has(sympy.Min, sympy.Max):

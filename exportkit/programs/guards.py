@@ -66,6 +66,7 @@ class TracedSizes:
                 if getattr(size, "is_Symbol", False) and (size not in self._homes or planned.variable is not None):
                     self._homes[size] = planned
         self._names = {symbol: str(size) for symbol, size in self._homes.items()}
+        self._values = {symbol: self._value(planned) for symbol, planned in self._homes.items()}
         self._texts: dict[Any, str] = {}  # of expressions
 
     def conditions(self) -> tuple[SizeCondition, ...]:
@@ -232,7 +233,7 @@ class TracedSizes:
 
     def _is_implied(self, relation: Any) -> bool:
         """Whether the plan, and sizes of 2 and more, leave no other way."""
-        return always_holds(relation, {symbol: self._value(planned) for symbol, planned in self._homes.items()})
+        return always_holds(relation, self._values)
 
 
 def _plain(condition: SizeCondition) -> SizeCondition:
