@@ -163,13 +163,20 @@ def recurrent_blocks(model: torch.nn.Module) -> list[Any]:
 
 
 def _recurrent_block(
-    self: Any, input_states: torch.Tensor, position_ids: torch.Tensor, *_args: Any, **_kwargs: Any
+    self: Any,
+    input_states: torch.Tensor,
+    position_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,  # noqa: ARG001 (transformers' positions)
+    use_cache: bool = True,
+    **_kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    if not use_cache:
+        self.conv1d_state = self.rg_lru.recurrent_states = None
     new = self.linear_x(input_states).transpose(1, 2)
     width = self.conv1d_width - 1
     cached = new.new_zeros(*new.shape[:-1], width) if self.conv1d_state is None else self.conv1d_state
     full = torch.cat([cached, new], dim=-1)
-    self.conv1d_state = full[..., -width:]
+    self.conv1d_state = full[..., -width:] if use_cache else None
     convolved = F.conv1d(full, self.conv_1d.weight, self.conv_1d.bias, groups=self.conv_1d.groups)
     recurrent = self.rg_lru(convolved.transpose(1, 2), position_ids)
     return self.linear_out(recurrent * self.act_fn(self.linear_y(input_states))), None

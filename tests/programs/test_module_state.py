@@ -259,3 +259,16 @@ def test_one_graph_serves_recurrent_blocks(tmp_path):
     assert exported.rules == ("sliding windows of symbolic length", "gated recurrence as one loop operator")
     report = exported.to_onnx(tmp_path / "model.onnx").verify()
     assert report.ok, str(report)
+
+
+def test_recurrent_blocks_that_use_no_cache_start_each_call_anew(tmp_path):
+    model = recurrent_gemma()
+    observer = exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for batch, length in ((2, 5), (3, 7)):
+            model(input_ids=ids(length).expand(batch, -1), use_cache=False)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok, str(onnx_model.verify())
+    later = {"input_ids": ids(4).expand(5, -1), "use_cache": False}
+    for _ in range(2):
+        torch.testing.assert_close(onnx_model(**later).logits, model(**later).logits.detach(), rtol=1e-4, atol=1e-5)
