@@ -195,7 +195,7 @@ def _text(value: Fingerprint) -> str:
         return f"module {_name(rest[0])}"
     if kind == "object" and parts is not None and "0" in parts:  # by what it is made with
         return f"{_name(rest[0])}{_text(parts['1'])}"
-    if kind in ("registered", "opened", "object", "fields") and parts is not None:
+    if kind in ("registered", "opened", "object", "fields", "cache") and parts is not None:
         inner = ", ".join(
             f"{str(step).lstrip('.')}={_text(part)}" if kind in _NAMED else _text(part) for step, part in parts.items()
         )

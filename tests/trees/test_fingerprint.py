@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from exportkit.trees import fingerprint
 from exportkit.trees.constants import constants_in, difference, from_json, has_tensors, tensor_inside, text_of
@@ -211,3 +212,9 @@ def test_tensors_deep_inside_an_object_are_found():
     assert tensor_inside(fingerprint(hidden)) == "first.first.edges[0]"
     assert tensor_inside(fingerprint(Config(torch.nn.Linear(1, 1)))) is None
     assert tensor_inside(fingerprint([torch.ones(1)])) is None
+
+
+def test_what_a_cache_does_otherwise_is_named():
+    layer = DynamicSlidingWindowLayer(sliding_window=4)
+    layer.activate_past_recording()
+    assert text_of(fingerprint([layer])) == "[DynamicSlidingWindowLayer(record_past=True)]"
