@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -106,8 +107,10 @@ def without_harmless(
     affordable = Affordable(traced)
     for pattern in ({}, *(pattern.sizes for pattern in domain.patterns)) if asked else ():
         start = at_pattern(traced.plan, traced.sizes, pattern)
+        least = smallest_sizes(traced.plan, traced.sizes, pattern)  # few tokens that fit beside few cached ones
         small_alone = {*_broken(domain, start)} if pattern else set()
-        for sizes in varied_sizes(traced.plan, start, sorted(near)):
+        tried_from = (varied_sizes(traced.plan, base, sorted(near)) for base in (start, least))
+        for sizes in (least, *itertools.chain.from_iterable(tried_from)):
             broken = {*_broken(domain, sizes)} - small_alone
             if broken <= asked.keys() and sizes in affordable:
                 for text in broken:

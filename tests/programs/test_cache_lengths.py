@@ -9,6 +9,7 @@ from transformers import DynamicCache, StaticCache
 import exportkit
 from exportkit import InputObserver
 from exportkit.errors import ArgumentError
+from tests.arguments.generative import gemma3_text
 from tests.models import random_ids, tiny_llama, tiny_mistral, tiny_t5
 
 pytestmark = pytest.mark.runtime
@@ -58,6 +59,22 @@ def test_padding_is_read_at_the_right_place_if_all_recorded_windows_were_full(to
         expected = model(**given)
     torch.testing.assert_close(found["logits"], expected.logits)
     assert found["past_key_values"].get_seq_length() == 16
+
+
+def test_few_tokens_fit_into_a_window_that_was_full_in_the_trace(tmp_path):
+    model = gemma3_text()[0].eval()  # a layer with a window, and one without
+
+    def chunked(batch, lengths):
+        cache, length, logits = DynamicCache(config=model.config), 0, []
+        for seed, new in enumerate(lengths):
+            length += new
+            mask = torch.ones(batch, length, dtype=torch.int64)
+            logits.append(model(**decode_step(cache, mask, new, seed)).logits)
+        return torch.cat(logits, dim=1)
+
+    graph = exported(model, lambda: (chunked(2, [3, 2]), chunked(3, [2, 2, 2, 1])), tmp_path)
+    for batch, lengths in ((2, [2, 2]), (1, [2, 2, 2]), (4, [7, 3]), (3, [5, 1, 2, 4])):
+        assert exportkit.compare_runs(lambda b=batch, n=lengths: chunked(b, n), model, graph).equal, lengths
 
 
 def test_a_second_turn_on_full_windows_returns_the_same_logits(tmp_path):
