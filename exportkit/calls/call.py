@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -376,6 +377,17 @@ def shapes_in(arguments: Mapping[str, Tree]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def shapes_text(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Returns the shapes of tensors as text for a message, such as ``x (2, 3), y (2,)``."""
-    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+def shapes_text(values: Mapping[str, torch.Tensor | tuple[int, ...]]) -> str:
+    """Returns the shapes of tensors as text for a message: ``x (2, 3), layers[0].keys and 23 alike (2, 4, 7, 8)``.
+
+    Tensors of one shape whose names differ in numbers only are alike.
+
+    Args:
+        values: Tensors or shapes, by name.
+    """
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, value in values.items():
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        groups.setdefault((re.sub(r"\d+", "", name), shape), []).append(name)
+    labels = [(name, f" and {len(others)} alike" if others else "", key[1]) for key, (name, *others) in groups.items()]
+    return ", ".join(f"{name}{alike} {shape}" for name, alike, shape in labels)

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from exportkit.calls.call import Call, shapes_in
+from exportkit.calls.call import Call, shapes_in, shapes_text
 from exportkit.calls.parts import Edge
 from exportkit.errors import ArgumentError
 from exportkit.onnx_files.contract import Contract
@@ -222,7 +222,7 @@ class OnnxRunner:
                 reasons.append(f"{name}: {text[:200]}")
         raise ArgumentError(
             "No program fits this call.",
-            where=", ".join(f"{path} {shape}" for path, shape in shapes.items()),
+            where=shapes_text(shapes),
             expected="a call like those that were recorded",
             got=f"\n{' ' * 7}".join(reasons),
             hint="observe a call like this one too, then export again.",

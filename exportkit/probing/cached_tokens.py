@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from exportkit.calls.call import shapes_text
 from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import cached_length, is_hidden, solve_sizes
@@ -46,7 +47,7 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], counted: int) -> 
             "The windows of the caches are full, so they do not show how many tokens came before.",
             where=", ".join(sorted(missing)),
             expected=f"{', '.join(sorted(missing))}, or a cache that counts its tokens",
-            got=", ".join(given),
+            got=shapes_text(given),
             hint="give the inputs that were left out.",
         )
     return counted

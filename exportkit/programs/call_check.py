@@ -275,7 +275,7 @@ class CallCheck:
             raise ArgumentError(
                 "A required input is missing.",
                 where=missing,
-                got=", ".join(given) or "no tensor",
+                got=shapes_text(given) or "no tensor",
                 hint="every recorded call gave a tensor here; an input is optional if a recorded call left it out.",
             )
 

@@ -3,10 +3,11 @@
 import inspect
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exportkit.calls.call import Signature
+from exportkit.calls.call import Signature, shapes_text
 from exportkit.errors import UnknownInputError
 
 
@@ -111,3 +112,11 @@ def test_parameter_that_does_not_exist_is_refused_with_those_that_do(key):
         Signature.of(variadic).name_of(key)
     assert "expected: one of a, b, rest, key, extra, or a position below 5" in str(raised.value)
     assert f"got: {key!r}" in str(raised.value)
+
+
+def test_inputs_that_are_alike_are_named_once_in_a_message():
+    keys = {f"cache.layers[{layer}].keys": torch.ones(2, 5) for layer in range(24)}
+    given = {"x": torch.ones(2), **keys, "y": (2,), "cache.layers[24].keys": torch.ones(2, 7)}
+    assert (
+        shapes_text(given) == "x (2,), cache.layers[0].keys and 23 alike (2, 5), y (2,), cache.layers[24].keys (2, 7)"
+    )

@@ -200,7 +200,7 @@ class TestSplit:
             " where: x (2, 1, 8)\n"
             " expected: a call like those that were recorded\n"
             " got: without_state: An input is out of range. where: x expected: x_axis_1 at least 2 got: 1\n"
-            " with_state: A required input is missing. where: state got: x\n"
+            " with_state: A required input is missing. where: state got: x (2, 1, 8)\n"
             " hint: observe a call like this one too, then export again."
         )
 
