@@ -119,7 +119,8 @@ def without_harmless(
     for text, found in crossing.items():
         fewest = min(count for count, _ in found)
         tried = [sizes for count, sizes in found if count == fewest]
-        outcomes = [probe.difference(tried[position]) for position in (0, len(tried) // 2, -1)]
+        places = sorted({place * (len(tried) - 1) // 3 for place in range(4)})
+        outcomes = [probe.difference(tried[place]) for place in places]
         is_right = "" in outcomes and not any(outcomes)
         if is_right:  # what it decides may matter for some values only
             at = tried[-1]
