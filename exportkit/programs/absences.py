@@ -28,6 +28,7 @@ from exportkit.probing.missing import (
 )
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
+from exportkit.probing.sized_calls import scaled
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import UNTRIED, Turns
 from exportkit.running.eager import EagerRunner, run_eager
@@ -162,7 +163,7 @@ def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) ->
 
 
 def _compared(traced: TracedProgram, call: Call, of_all_magnitudes: bool = True) -> Iterator[str]:
-    """Yields how the result of a call without some inputs differs with defaults, also with values of all magnitudes."""
+    """Yields how the result without some inputs differs with defaults, also with values of all magnitudes and signs."""
     plan, observation = traced.plan, traced.observation
 
     def simplified(runner: Runner) -> Runner:
@@ -179,7 +180,8 @@ def _compared(traced: TracedProgram, call: Call, of_all_magnitudes: bool = True)
         values = call.tensors()[path]
         visible = values.new_full(values.shape, values[kept][0].item())
         call = replace(call.with_tensors({path: visible}), sizes=call.sizes)
-    for given in (call, with_wide_values(call)) if of_all_magnitudes else (call,):
+    wide = with_wide_values(call)  # what decides by a sum goes the other way for the opposite
+    for given in (call, wide, scaled(wide, -1.0)) if of_all_magnitudes else (call,):
         found = ""
         for runner in (program, model):
             outcome = next(

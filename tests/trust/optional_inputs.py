@@ -279,3 +279,16 @@ def added_if_of_one_shape_in_a_dict(self, x, more=None):
 )
 def times_its_length_if_alone(self, x, y=None):
     return x * (x.size(1) if y is None else 6)
+
+
+@case(
+    [call(x(2, 5, 4), x(2, 6)), call(x(3, 7, 4) + 1.5)],
+    serves=[call(x(4, 9, 4), x(4, 6)), call(x(4, 9, 4) + 1.5)],
+    truth=[call(x(4, 9, 4) - 1.5), call(x(2, 5, 4) - 1.5), call(x(4, 9, 4) - 1.5, x(4, 6))],
+)
+def summed_if_given_or_if_the_last_is_positive(self, x, y=None):
+    if y is not None:
+        return x.sum(1)
+    if torch.tanh(x[:, -1]).sum() > 0:
+        return x.sum(1)
+    return x[:, -1]
