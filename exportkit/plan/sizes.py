@@ -253,7 +253,8 @@ def cached_length(plan: Plan, shapes: Mapping[str, tuple[Any, ...]]) -> Any:
     if past is not None:
         return size_in(plan, past.name, shapes)
     own = [leaf for leaf in plan.leaves if leaf.growing is not None and ".cross_attention_cache." not in leaf.path]
-    return max([leaf.sizes[leaf.growing or 0].constant for leaf in own], default=None)
+    lengths = [leaf.sizes[leaf.growing or 0].constant for leaf in own]
+    return max(lengths) if lengths else None  # strict tracing, which comes here, knows no default of max
 
 
 def is_hidden(plan: Plan, name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -180,8 +180,11 @@ def _compared(traced: TracedProgram, call: Call, of_all_magnitudes: bool = True)
         values = call.tensors()[path]
         visible = values.new_full(values.shape, values[kept][0].item())
         call = replace(call.with_tensors({path: visible}), sizes=call.sizes)
-    wide = with_wide_values(call)  # what decides by a sum goes the other way for the opposite
-    for given in (call, wide, scaled(wide, -1.0)) if of_all_magnitudes else (call,):
+    tried = [call]
+    if of_all_magnitudes:
+        wide = with_wide_values(call)
+        tried += [wide, scaled(wide, -1.0)]  # what decides by a sum goes the other way for the opposite
+    for given in tried:
         found = ""
         for runner in (program, model):
             outcome = next(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from exportkit.calls.call import Call
@@ -101,24 +100,8 @@ def without_harmless(
         for condition in stated
         if condition.text not in may_change and (not condition.own or condition.text in may_be_waived)
     }
-    numbers = {n for found in asked.values() for n in found if 0 < n <= _LARGEST_TRIED}
-    near = {size for n in numbers for size in (n, n + 1, n + 3, 2 * n)}
-    crossing: dict[str, list[tuple[int, dict[str, int]]]] = {}
-    affordable = Affordable(traced)
-    for pattern in ({}, *(pattern.sizes for pattern in domain.patterns)) if asked else ():
-        start = at_pattern(traced.plan, traced.sizes, pattern)
-        least = smallest_sizes(traced.plan, traced.sizes, pattern)  # few tokens that fit beside few cached ones
-        small_alone = {*_broken(domain, start)} if pattern else set()
-        tried_from = (varied_sizes(traced.plan, base, sorted(near)) for base in (start, least))
-        for sizes in (least, *itertools.chain.from_iterable(tried_from)):
-            broken = {*_broken(domain, sizes)} - small_alone
-            if broken <= asked.keys() and sizes in affordable:
-                for text in broken:
-                    crossing.setdefault(text, []).append((len(broken), sizes))
     harmless: dict[str, dict[str, int]] = {}  # with sizes that break it
-    for text, found in crossing.items():
-        fewest = min(count for count, _ in found)
-        tried = [sizes for count, sizes in found if count == fewest]
+    for text, tried in _crossings(traced, domain, asked).items():
         places = sorted({place * (len(tried) - 1) // 3 for place in range(4)})
         outcomes = [probe.difference(tried[place]) for place in places]
         is_right = "" in outcomes and not any(outcomes)
@@ -131,6 +114,33 @@ def without_harmless(
     waived = tuple([condition for condition in stated if condition.text in texts])
     kept = [condition for condition in domain.conditions if condition.text not in texts] if waived else stated
     return replace(domain, conditions=traced_sizes.tightest(kept), waived=waived), list(harmless.values())
+
+
+def _crossings(
+    traced: TracedProgram, domain: Domain, asked: Mapping[str, Collection[int]]
+) -> dict[str, list[dict[str, int]]]:
+    """Sizes that break each of some conditions, together with as few of the others as possible.
+
+    Args:
+        traced: The program.
+        domain: Its domain.
+        asked: The numbers in each condition, by its text.
+    """
+    numbers = {n for found in asked.values() for n in found if 0 < n <= _LARGEST_TRIED}
+    near = sorted({size for n in numbers for size in (n, n + 1, n + 3, 2 * n)})
+    crossing: dict[str, list[tuple[int, dict[str, int]]]] = {}
+    affordable = Affordable(traced)
+    for pattern in ({}, *(pattern.sizes for pattern in domain.patterns)) if asked else ():
+        start = at_pattern(traced.plan, traced.sizes, pattern)
+        least = smallest_sizes(traced.plan, traced.sizes, pattern)  # few tokens that fit beside few cached ones
+        small_alone = {*_broken(domain, start)} if pattern else set()
+        for sizes in (least, *varied_sizes(traced.plan, start, near), *varied_sizes(traced.plan, least, near)):
+            broken = {*_broken(domain, sizes)} - small_alone
+            if broken <= asked.keys() and sizes in affordable:
+                for text in broken:
+                    crossing.setdefault(text, []).append((len(broken), sizes))
+    fewest = {text: min(count for count, _ in found) for text, found in crossing.items()}
+    return {text: [sizes for count, sizes in found if count == fewest[text]] for text, found in crossing.items()}
 
 
 def add_patterns(traced: TracedProgram) -> TracedProgram:
