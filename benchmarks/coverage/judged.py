@@ -35,16 +35,24 @@ _SLACK = 10.0
 
 
 class _FirstOfEqual(TorchFunctionMode):
-    """Top-k takes the first of equal values. torch takes any of them; so does onnxruntime, which takes the first."""
+    """Sorts are stable, and so top-k takes the first of equal values, as in onnxruntime. torch leaves both open."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.topk, torch.Tensor.topk):
-            return func(*args, **(kwargs or {}))
-        return _topk(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        match getattr(func, "__name__", ""):
+            case "topk":
+                return _topk(*args, **kwargs)
+            case "sort" | "argsort" if not {"out", "stable"} & kwargs.keys():
+                return _sort(*args, **kwargs)[1 if func.__name__ == "argsort" else slice(None)]
+        return func(*args, **kwargs)
+
+
+def _sort(values: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
+    return values.sort(dim=dim, descending=descending, stable=True)
 
 
 def _topk(values: torch.Tensor, k: int, dim: int = -1, largest: bool = True, **_: Any) -> Any:
-    ordered = values.sort(dim=dim, descending=largest, stable=True)
+    ordered = _sort(values, dim, largest)
     return torch.return_types.topk([part.narrow(dim, 0, k) for part in ordered])
 
 

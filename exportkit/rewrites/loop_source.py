@@ -111,7 +111,7 @@ class _Loops(ast.NodeTransformer):
         self.generic_visit(node)
         match node:
             case ast.Call(ast.Attribute(ast.Name("torch"), "Tensor") as cls, [ast.Name() as given], []):
-                return ast.copy_location(call("tensor", cls, given), node)
+                return ast.fix_missing_locations(ast.copy_location(call("tensor", cls, given), node))
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
